@@ -1,0 +1,287 @@
+"""Every setting of a run, with its meaning. Imports neither torch nor Megatron, so that any machine can check a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+STRICT = ConfigDict(extra="forbid")
+
+Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Seconds = Annotated[float, Field(gt=0.0)]
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    __pydantic_config__ = STRICT
+
+    dir: str = "runs/default"
+    """Where checkpoints, logs, the picture and the export go. The same command run again resumes from here."""
+    seed: int = 1
+    """Seeds the order of the prompts, the draws of the pruning, and the sampling of the local engine."""
+    steps: Positive = 100
+    """Training steps, counted from the start of the run and not from a resume."""
+    checkpoint_every: Count = 50
+    """Steps between checkpoints; 0: only after the last step."""
+    keep_checkpoints: Positive = 2
+    """How many of the latest checkpoints stay on the disk."""
+    export: bool = True
+    """Write the trained policy as a Hugging Face directory (``DIR/hf``) at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    __pydantic_config__ = STRICT
+
+    path: str = ""
+    """Hugging Face directory of the initial policy: config.json, safetensors, tokenizer files."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the weights in the forward pass; master weights and gradients are fp32."""
+    spec: Literal["auto", "torch", "te"] = "auto"
+    """Layers: ``torch`` runs anywhere, ``te`` is Transformer Engine; ``auto`` takes te where CUDA and it are present."""
+    recompute: Literal["none", "full"] = "none"
+    """Activation recomputation: ``full`` keeps only the input of each layer."""
+    head_chunk_mib: Positive = 64
+    """Size of the fp32 logits that the policy head holds at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutConfig:
+    __pydantic_config__ = STRICT
+
+    tp: Positive = 1
+    """Tensor-parallel ranks."""
+    pp: Positive = 1
+    """Pipeline stages."""
+    cp: Positive = 1
+    """Context-parallel ranks."""
+    dp: Positive | None = None
+    """Data-parallel replicas; null: as many as the ranks (torchrun, srun) or the machine's GPUs give, 1 without GPUs."""
+    sequence_parallel: bool = False
+    """Shard norms and their activations along the sequence over the tensor-parallel ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArithmeticConfig:
+    __pydantic_config__ = STRICT
+
+    problems: Positive = 512
+    """Size of the training pool. It is finite, so that prompts come back and pruning by history has a history."""
+    eval_problems: Positive = 200
+    """Held-out problems, none of which is in the training pool."""
+    min_terms: Annotated[int, Field(ge=2)] = 2
+    max_terms: Annotated[int, Field(ge=2)] = 4
+    """Numbers in a sum; the written-out answer has one line per addition, so its length varies with this."""
+    max_operand: Positive = 99
+    """Largest number in a sum."""
+    seed: int = 0
+    """Seed of the problems; apart from run.seed, so that runs with several seeds share their problems."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    __pydantic_config__ = STRICT
+
+    train: str = "arithmetic"
+    """JSONL or parquet file of prompts, or ``arithmetic`` for the generator."""
+    eval: str | None = None
+    """Held-out prompts, in the same form; null: the generator's held-out problems, or no evaluation for a file."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a string, or a list of chat messages. Dots reach into nested objects."""
+    label_key: str = "label"
+    """Column of the reference answer (``reward_model.ground_truth`` for files in verl's form)."""
+    response_key: str | None = None
+    """Column of the worked answer that ``sft`` imitates; null: the label's column."""
+    system: str | None = None
+    """System message put before a prompt that is a string."""
+    chat_template: bool = True
+    """Render prompts with the tokenizer's chat template; false: the prompt's text as it stands."""
+    max_prompt_tokens: Positive = 512
+    """Longest prompt, in tokens."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What a prompt over max_prompt_tokens does: stop before the run begins, or leave the pool, counted."""
+    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    __pydantic_config__ = STRICT
+
+    engine: Literal["local"] = "local"
+    """What generates: ``local`` is the policy itself, in the trainer's own processes."""
+    prompts_per_step: Positive = 64
+    """N, the window of candidate prompts that a step considers, before pruning."""
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """G, completions for each prompt."""
+    max_response_tokens: Positive = 1024
+    """A completion is cut off here, and counted as truncated."""
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    """Sampling temperature; log-probabilities are those of the scaled distribution, in engine and trainer alike."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Tokens that end a completion; null: the policy's end-of-sequence tokens."""
+    max_batch: Positive = 256
+    """Completions that the local engine decodes at once on a rank."""
+    timeout_s: Seconds = 1800.0
+    """How long ranks wait for the slowest one's rollouts before the run stops and names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardConfig:
+    __pydantic_config__ = STRICT
+
+    function: str = "math"
+    """``math``, ``exact``, or a function with verl's signature as ``module:function`` or ``file.py:function``."""
+    timeout_s: Seconds = 10.0
+    """Wall-clock limit for scoring one completion; past it the worker is killed and the group leaves the step."""
+    workers: Positive = 1
+    """Worker processes per rank that generates."""
+    max_failures: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    """Share of a step's completions whose scoring may fail (hang, raise, NaN) before the run stops."""
+    overlong_buffer: Count = 0
+    """DAPO's soft penalty: over the last so many tokens below the response limit the reward falls linearly by up to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig:
+    __pydantic_config__ = STRICT
+
+    name: Literal["grpo", "dapo"] = "grpo"
+    """The host: grpo is seq_mean aggregation and optional KL; dapo is token_mean with a higher upper clip."""
+    clip_low: NonNegative | None = None
+    """Clip of the ratio below 1; null: the host's (0.2)."""
+    clip_high: NonNegative | None = None
+    """Clip of the ratio above 1; null: the host's (grpo 0.2, dapo 0.28)."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the k3 estimate of KL(policy || initial policy), per token; 0 keeps no reference model."""
+    tis_cap: Annotated[float, Field(ge=1.0)] | None = None
+    """Cap of the truncated importance weight of policy over engine, per token; null: off."""
+    updates_per_rollout: Positive = 1
+    """Optimizer steps per rollout: the window is split into so many minibatches of whole groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleConfig:
+    __pydantic_config__ = STRICT
+
+    shape: Literal["constant", "linear", "cosine"] = "constant"
+    """How the kept share moves from 1 at the first step to ``keep``: at once, or along a line or half a cosine."""
+    ramp: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
+    """Share of the run over which a linear or cosine schedule gets there."""
+    off_last: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of the run, at its end, without pruning (as InfoBatch does)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPruningConfig:
+    __pydantic_config__ = STRICT
+
+    rule: Literal["none", "threshold", "neyman"] = "neyman"
+    keep: Fraction = 0.7
+    """neyman: share of the window's prompts that is rolled out; threshold: 1 − r, the chance of a low-scored one."""
+    floor: Fraction = 0.2
+    """neyman: least inclusion probability of a prompt."""
+    decay: Fraction = 0.9
+    """Weight that a visit's evidence keeps at the prompt's next visit."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionPruningConfig:
+    __pydantic_config__ = STRICT
+
+    rule: Literal["none", "threshold", "neyman"] = "neyman"
+    keep: Fraction = 0.5
+    """neyman: share of the rolled-out tokens that is trained on; threshold: 1 − r, the chance of a low-scored one."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class PruningConfig:
+    __pydantic_config__ = STRICT
+
+    prompts: PromptPruningConfig = field(default_factory=PromptPruningConfig)
+    completions: CompletionPruningConfig = field(default_factory=CompletionPruningConfig)
+    max_weight: Annotated[float, Field(ge=1.0)] = 5.0
+    """Bound on 1/(π_prompt·π_completion), kept by a floor on the completions' probabilities; no weight is cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackConfig:
+    __pydantic_config__ = STRICT
+
+    max_tokens: Positive = 4096
+    """Most tokens in a pack (one microbatch); a step's capacity is chosen below it so that packs are full."""
+    window: Positive = 64
+    """How many of the longest unpacked sequences the packer looks at."""
+    min_per_rank: Count = 0
+    """Fewest packs per data-parallel rank, as long as sequences suffice; 0: twice the pipeline stages, or 1 without."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    __pydantic_config__ = STRICT
+
+    lr: Annotated[float, Field(gt=0.0)] = 1e-6
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after warm-up: constant, or half a cosine down to min_lr at the last step."""
+    min_lr: NonNegative = 0.0
+    warmup_steps: Count = 0
+    """Optimizer steps over which the learning rate rises linearly from lr/warmup_steps."""
+    clip_grad: NonNegative = 1.0
+    """Limit of the gradient's global norm; 0: none."""
+    weight_decay: NonNegative = 0.0
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    distributed: bool = True
+    """Shard the optimizer's state over the data-parallel ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalConfig:
+    __pydantic_config__ = STRICT
+
+    every: Count = 50
+    """Steps between evaluations; 0: only before the first and after the last step."""
+    problems: Count = 200
+    """Held-out problems answered greedily; 0: no evaluation."""
+    show: Count = 3
+    """Answers printed before and after training."""
+
+
+@dataclass(frozen=True, slots=True)
+class SftConfig:
+    __pydantic_config__ = STRICT
+
+    steps: Positive = 200
+    batch: Positive = 32
+    """Worked answers per step."""
+    lr: Annotated[float, Field(gt=0.0)] = 1e-3
+    warmup_steps: Count = 10
+    out: str | None = None
+    """Where the warmed-up policy goes, as a Hugging Face directory; null: ``RUN.DIR/sft``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A whole run. ``megatron-dppo train FILE a.b=c`` reads FILE over these defaults, then the overrides."""
+
+    __pydantic_config__ = STRICT
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    pruning: PruningConfig = field(default_factory=PruningConfig)
+    pack: PackConfig = field(default_factory=PackConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    sft: SftConfig = field(default_factory=SftConfig)

@@ -1,0 +1,159 @@
+"""Where a rank stands, and the few exchanges of small objects that a step needs.
+
+Objects travel over gloo, in a group of their own with the rollout's timeout: a slow generation must never look like a
+dead network, and NCCL never waits for one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_dppo.config import LayoutConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.parallel import without_cuda
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One rank's coordinates. Replica d holds the ranks that together have one copy of the policy."""
+
+    rank: int
+    size: int
+    tp_rank: int
+    tp: int
+    pp_rank: int
+    pp: int
+    cp_rank: int
+    cp: int
+    dp_rank: int
+    dp: int
+    replica_of: tuple[int, ...]
+    """[size], the data-parallel replica of every rank."""
+    device: torch.device
+    control: Any
+    """Gloo group of all ranks for objects and rollout tokens."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank plans, logs and prints for all."""
+        return self.rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    def from_leader(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns on the leader, on every rank. An exception there is raised on every rank."""
+        outcome: list[Any] = [None]
+        if self.leads:
+            try:
+                outcome[0] = (make(), None)
+            except Exception as error:  # noqa: BLE001 - it travels to all ranks, which then end together
+                outcome[0] = (None, error)
+        if self.size > 1:
+            dist.broadcast_object_list(outcome, src=0, group=self.control)
+        value, error = outcome[0]
+        if error is not None:
+            raise error
+        return value
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def together(self, attempt: Callable[[], T]) -> T:
+        """Run ``attempt`` on every rank; if it fails on any, raise the lowest failing rank's error on all of them.
+
+        For work that is local to a rank (reading files, scoring): ``attempt`` itself must not be collective.
+        """
+        value: Any = None
+        failure: Exception | None = None
+        try:
+            value = attempt()
+        except Exception as error:  # noqa: BLE001 - gathered and raised below
+            failure = error
+        for error in self.gather(failure):
+            if error is not None:
+                raise error
+        return value
+
+
+def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
+    """The layout with ``dp`` filled in for so many ranks.
+
+    Raises:
+        UserError: if the layout does not divide the ranks.
+    """
+    model = layout.tp * layout.pp * layout.cp
+    dp = layout.dp or max(ranks // model, 1)
+    if model * dp != ranks:
+        raise UserError(
+            "layout",
+            f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}",
+            f"does not divide the {ranks} ranks that were started",
+            f"start a multiple of {model} ranks, or set layout.tp, layout.pp and layout.dp so that their product is {ranks}",
+        )
+    return LayoutConfig(layout.tp, layout.pp, layout.cp, dp, layout.sequence_parallel)
+
+
+def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
+    """Join the process group (from torchrun's or srun's environment), lay the model-parallel groups over it.
+
+    A process group that exists already is used, so that tests can lay several layouts over the same processes.
+    """
+    without_cuda.install()
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo")
+    layout = resolve_layout(layout, dist.get_world_size())
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+    )
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    dp_rank = parallel_state.get_data_parallel_rank()
+    replicas: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(replicas, dp_rank, group=control)
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp=layout.tp,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp=layout.pp,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp=layout.cp,
+        dp_rank=dp_rank,
+        dp=parallel_state.get_data_parallel_world_size(),
+        replica_of=tuple(replicas),
+        device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+        control=control,
+    )
+
+
+def shut_down() -> None:
+    """Leave the process group, so that torchrun sees clean exits."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,84 @@
+"""Real ranks for tests: processes on gloo that stay up between tests, since importing Megatron takes seconds.
+
+    def claim(rank, size, argument): ...      # a module-level function; the process group is up when it is called
+    results = ranks.run(4, claim, argument)   # one return value per rank; an exception on any rank fails the test
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while (job := pipe.recv()) is not None:
+        function, arguments, rank, size, rendezvous = job
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+            pipe.send((function(rank, size, *arguments), None))
+        except BaseException:  # noqa: BLE001 - reported to the test that asked
+            pipe.send((None, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                from megatron.core import parallel_state
+
+                parallel_state.destroy_model_parallel()
+                dist.destroy_process_group()
+
+
+class RankPool:
+    """Up to four processes that run a function as the ranks of one process group, again and again."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=False)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        with tempfile.TemporaryDirectory() as folder:
+            rendezvous = os.path.join(folder, "rendezvous")
+            for rank, (_, pipe) in enumerate(self._workers[:size]):
+                pipe.send((function, arguments, rank, size, rendezvous))
+            return self._collect(size, time.monotonic() + timeout)
+
+    def _collect(self, size: int, deadline: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        while len(results) < size:
+            for rank, (process, pipe) in enumerate(self._workers[:size]):
+                if rank in results:
+                    continue
+                if pipe.poll(0.02):
+                    try:
+                        results[rank], error = pipe.recv()
+                    except EOFError:
+                        error = f"the process ended with exit code {process.exitcode}"
+                elif time.monotonic() > deadline:
+                    error = "no answer in time"
+                else:
+                    continue
+                if error is not None:
+                    self.close()  # the other ranks may hang in a collective with this one
+                    raise AssertionError(f"rank {rank} of {size}: {error}")
+        return [results[rank] for rank in range(size)]
+
+    def close(self) -> None:
+        for process, _ in self._workers:
+            process.kill()
+            process.join()
+        self._workers.clear()
