@@ -128,6 +128,8 @@ class RolloutConfig:
     """Completions that the local engine decodes at once on a rank."""
     timeout_s: Seconds = 1800.0
     """How long ranks wait for the slowest one's rollouts before the run stops and names it."""
+    max_logprob_diff: NonNegative | None = None
+    """Mean |log p| difference of trainer and engine past which the run stops; null: 1e-3 in fp32, 0.1 in bf16."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,116 @@
+"""The parts of a run on this rank, built from its configuration before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dppo.bridge.export import export_hf
+from megatron_dppo.bridge.load import load_policy
+from megatron_dppo.bridge.stream import weight_stream
+from megatron_dppo.config import Config
+from megatron_dppo.data.prompts import PromptPool, load_prompts
+from megatron_dppo.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
+from megatron_dppo.learner import Learner
+from megatron_dppo.models.actor import Actor, Policy
+from megatron_dppo.models.policy import PolicyModel
+from megatron_dppo.models.shape import PolicyShape, read_shape
+from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.parallel.world import World, resolve_layout
+from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rl.types import Prompt
+from megatron_dppo.rollout.collect import Collector
+from megatron_dppo.rollout.local import LocalEngine
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MAX_SHARD_BYTES = 5 * 2**30
+"""Size of a safetensors shard, as the hub's own files have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyParts:
+    """The policy on this rank, and how its weights leave it."""
+
+    config: Config
+    world: World
+    shape: PolicyShape
+    actor: Actor
+    tokenizer: Any
+    pad_id: int
+    stop_ids: tuple[int, ...]
+
+    def sync(self, engine: LocalEngine, version: int) -> None:
+        """Stream the actor's weights to an engine, which then generates with ``version``. Collective."""
+        engine.pause()
+        engine.update_weights(weight_stream(self.actor.bare, self.shape, self.world), version)
+        engine.resume()
+
+    def engine(self) -> LocalEngine:
+        """An engine of this rank's own, without weights until the first sync."""
+        model, rollout = self.config.model, self.config.rollout
+        return LocalEngine(
+            model.path, device=self.world.device, dtype=DTYPES[model.dtype], max_batch=rollout.max_batch
+        )
+
+    def collector(self, engine: LocalEngine, workers: RewardWorkers) -> Collector:
+        return Collector(self.config, self.world, engine, workers, self.tokenizer, self.stop_ids)
+
+    def export(self, out: Path) -> None:
+        """Write the actor as a Hugging Face directory. Collective."""
+        export_hf(
+            self.actor.bare,
+            self.shape,
+            self.world,
+            source=Path(self.config.model.path),
+            out=out,
+            max_shard_bytes=MAX_SHARD_BYTES,
+            dtype=DTYPES[self.config.model.dtype],
+        )
+
+
+def assemble_policy(config: Config, world: World, *, temperature: float) -> PolicyParts:
+    """Build the actor with the weights of ``model.path``, each rank reading its own slices."""
+    shape = world.together(lambda: read_shape(config.model.path))
+    tokenizer = world.together(lambda: load_tokenizer(config.model.path))
+    layout = resolve_layout(config.layout, world.size)
+    actor = Actor(
+        shape,
+        config.model,
+        layout,
+        config.optimizer,
+        world,
+        temperature=temperature,
+        load=lambda bare: _load(bare, config, shape, world),
+    )
+    stops = config.rollout.stop_token_ids or stop_token_ids(config.model.path, tokenizer)
+    return PolicyParts(config, world, shape, actor, tokenizer, pad_token_id(tokenizer), tuple(stops))
+
+
+def assemble_learner(parts: PolicyParts, timers: PhaseTimers) -> Learner:
+    """The learner, with a frozen copy of the initial policy where the loss asks for one."""
+    config, world = parts.config, parts.world
+    reference = None
+    if config.loss.kl_coef > 0:
+        layout = resolve_layout(config.layout, world.size)
+        reference = Policy(parts.shape, config.model, layout, world, temperature=config.rollout.temperature)
+        _load(reference.bare, config, parts.shape, world)
+    return Learner(config, world, parts.actor, reference, pad_id=parts.pad_id, timers=timers)
+
+
+def load_pools(parts: PolicyParts) -> tuple[PromptPool, Sequence[Prompt]]:
+    """The training pool, and the held-out problems that evaluations answer (none where nothing is held out)."""
+    config, world = parts.config, parts.world
+    train = world.together(lambda: load_prompts(config.data, parts.tokenizer, split="train"))
+    held_out: Sequence[Prompt] = ()
+    if config.eval.problems and (config.data.eval or config.data.train == "arithmetic"):
+        pool = world.together(lambda: load_prompts(config.data, parts.tokenizer, split="eval"))
+        held_out = [pool[i] for i in range(min(len(pool), config.eval.problems))]
+    return train, held_out
+
+
+def _load(bare: PolicyModel, config: Config, shape: PolicyShape, world: World) -> None:
+    world.together(lambda: load_policy(bare, Path(config.model.path), shape, world))

@@ -1,0 +1,239 @@
+"""Which Hugging Face tensors a Megatron parameter is made of, and which rows or columns of them each rank holds.
+
+One table per family. A line of it is read in both directions, because all that it says about contents is a list of
+:class:`Piece`: concatenated, the pieces of rank r are r's parameter; copied back to where they were taken from, they are
+the tensors again. Loading, streaming and the check of a directory's shapes all come from these lines. No torch is needed
+to read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape, padded_vocab
+
+
+class Split(StrEnum):
+    """How a parameter is cut over the tensor-parallel ranks."""
+
+    REPLICATED = "every rank has it whole"
+    COLUMN = "output features (dimension 0) of each tensor in equal parts, a rank's parts stacked: gate, then up"
+    ROW = "input features (dimension 1) in equal parts"
+    VOCABULARY = "tokens (dimension 0) in equal parts, after padding with zeros to what the layout divides"
+    QKV = "query groups in equal parts; within a part, each group's queries, then its key, then its value"
+
+
+class Place(StrEnum):
+    """Which pipeline stage has a parameter."""
+
+    FIRST = "the first stage"
+    LAYER = "the stage of the layer"
+    LAST = "the last stage"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table. In the names of ``Place.LAYER``, ``*`` stands for the layer, counted over all stages."""
+
+    place: Place
+    split: Split
+    megatron: tuple[str, ...]
+    """The parameter's name, one per layer specification where they differ (local norms, norms fused into a linear)."""
+    tensors: Mapping[str, str]
+    """Hugging Face's names, in the order of stacking, each with its dimensions by the names of :func:`_extents`."""
+    copies: bool = False
+    """A second copy of tensors that another row has: loaded, never streamed."""
+
+
+_M, _H = "decoder.layers.*.", "model.layers.*."
+_EMBEDDING = {"model.embed_tokens.weight": "vocabulary hidden"}
+_OUTPUT = ("output_layer.weight",)
+
+QWEN3 = (
+    Row(Place.FIRST, Split.VOCABULARY, ("embedding.word_embeddings.weight",), _EMBEDDING),
+    Row(
+        Place.LAYER,
+        Split.REPLICATED,
+        (_M + "input_layernorm.weight", _M + "self_attention.linear_qkv.layer_norm_weight"),
+        {_H + "input_layernorm.weight": "hidden"},
+    ),
+    Row(
+        Place.LAYER,
+        Split.QKV,
+        (_M + "self_attention.linear_qkv.weight",),
+        {
+            _H + "self_attn.q_proj.weight": "queries hidden",
+            _H + "self_attn.k_proj.weight": "keys hidden",
+            _H + "self_attn.v_proj.weight": "keys hidden",
+        },
+    ),
+    Row(
+        Place.LAYER,
+        Split.REPLICATED,
+        (_M + "self_attention.q_layernorm.weight",),
+        {_H + "self_attn.q_norm.weight": "head"},
+    ),
+    Row(
+        Place.LAYER,
+        Split.REPLICATED,
+        (_M + "self_attention.k_layernorm.weight",),
+        {_H + "self_attn.k_norm.weight": "head"},
+    ),
+    Row(
+        Place.LAYER,
+        Split.ROW,
+        (_M + "self_attention.linear_proj.weight",),
+        {_H + "self_attn.o_proj.weight": "hidden queries"},
+    ),
+    Row(
+        Place.LAYER,
+        Split.REPLICATED,
+        (_M + "pre_mlp_layernorm.weight", _M + "mlp.linear_fc1.layer_norm_weight"),
+        {_H + "post_attention_layernorm.weight": "hidden"},
+    ),
+    Row(
+        Place.LAYER,
+        Split.COLUMN,
+        (_M + "mlp.linear_fc1.weight",),
+        {_H + "mlp.gate_proj.weight": "feed_forward hidden", _H + "mlp.up_proj.weight": "feed_forward hidden"},
+    ),
+    Row(
+        Place.LAYER,
+        Split.ROW,
+        (_M + "mlp.linear_fc2.weight",),
+        {_H + "mlp.down_proj.weight": "hidden feed_forward"},
+    ),
+    Row(Place.LAST, Split.REPLICATED, ("decoder.final_layernorm.weight",), {"model.norm.weight": "hidden"}),
+)
+UNTIED_OUTPUT = Row(Place.LAST, Split.VOCABULARY, _OUTPUT, {"lm_head.weight": "vocabulary hidden"})
+TIED_OUTPUT = Row(Place.LAST, Split.VOCABULARY, _OUTPUT, _EMBEDDING, copies=True)
+"""With tied embeddings the output layer has no weight of its own, unless it is on another stage than the embedding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``stop - start`` consecutive slices of one Hugging Face tensor along the axis that its entry is cut on.
+
+    Without a ``name``, zeros: tokens that only the padded vocabulary has.
+    """
+
+    name: str | None
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row of the table for one layer of one policy: a parameter, and the tensors that it is made of."""
+
+    row: Row
+    shape: PolicyShape
+    layer: int | None
+    """Counted over all stages; None outside the layers."""
+
+    @property
+    def megatron(self) -> tuple[str, ...]:
+        """The parameter's possible names, with its layer counted over all stages."""
+        return tuple(_numbered(name, self.layer) for name in self.row.megatron)
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the Hugging Face tensors, by name."""
+        extents = _extents(self.shape)
+        return {
+            _numbered(name, self.layer): tuple(extents[dimension] for dimension in dimensions.split())
+            for name, dimensions in self.row.tensors.items()
+        }
+
+    @property
+    def axis(self) -> int:
+        """The dimension along which pieces are cut and put together."""
+        return 1 if self.row.split is Split.ROW else 0
+
+    def shard_shape(self, tp: int) -> tuple[int, ...]:
+        """Shape of the parameter on each of ``tp`` ranks."""
+        shape = list(next(iter(self.tensors.values())))
+        shape[self.axis] = sum(piece.length for piece in self.pieces(0, tp))
+        return tuple(shape)
+
+    def pieces(self, tp_rank: int, tp: int) -> tuple[Piece, ...]:
+        """What rank ``tp_rank`` of ``tp`` holds: put together along ``axis``, its parameter.
+
+        Raises:
+            UserError: if ``tp`` does not divide what is split.
+        """
+        extents = {name: shape[self.axis] for name, shape in self.tensors.items()}
+        match self.row.split:
+            case Split.REPLICATED:
+                return tuple(Piece(name, 0, extent) for name, extent in extents.items())
+            case Split.COLUMN | Split.ROW:
+                return tuple(Piece(name, *_part(extent, tp_rank, tp, name)) for name, extent in extents.items())
+            case Split.VOCABULARY:
+                ((name, vocabulary),) = extents.items()
+                start, stop = _part(padded_vocab(vocabulary, tp), tp_rank, tp, name)
+                held = Piece(name, min(start, vocabulary), min(stop, vocabulary))
+                padding = Piece(None, max(start, vocabulary), max(stop, vocabulary))
+                return tuple(piece for piece in (held, padding) if piece.length)
+            case Split.QKV:
+                groups = range(*_part(self.shape.groups, tp_rank, tp, "the query groups"))
+                heads = {name: extent // self.shape.groups for name, extent in extents.items()}
+                return tuple(
+                    Piece(name, group * size, (group + 1) * size) for group in groups for name, size in heads.items()
+                )
+
+
+def stage_layers(layers: int, stage: int, stages: int) -> range:
+    """The layers of a pipeline stage, in equal runs.
+
+    Raises:
+        UserError: if the stages do not divide the layers.
+    """
+    return range(*_part(layers, stage, stages, "the layers", "layout.pp"))
+
+
+def entries(shape: PolicyShape, stage: int = 0, stages: int = 1) -> Iterator[Entry]:
+    """The parameters of one pipeline stage, in the order of the forward pass: with one stage, of the whole policy."""
+    first, last = stage == 0, stage == stages - 1
+    yield from (Entry(row, shape, None) for row in QWEN3 if row.place is Place.FIRST and first)
+    for layer in stage_layers(shape.layers, stage, stages):
+        yield from (Entry(row, shape, layer) for row in QWEN3 if row.place is Place.LAYER)
+    yield from (Entry(row, shape, None) for row in QWEN3 if row.place is Place.LAST and last)
+    if last and not shape.tied:
+        yield Entry(UNTIED_OUTPUT, shape, None)
+    elif last and not first:
+        yield Entry(TIED_OUTPUT, shape, None)
+
+
+def expected_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a policy in Hugging Face's form, in the order of the forward pass."""
+    return {name: size for entry in entries(shape) for name, size in entry.tensors.items()}
+
+
+def _extents(shape: PolicyShape) -> dict[str, int]:
+    return {
+        "vocabulary": shape.vocab,
+        "hidden": shape.hidden,
+        "queries": shape.heads * shape.head_dim,
+        "keys": shape.groups * shape.head_dim,
+        "head": shape.head_dim,
+        "feed_forward": shape.ffn,
+    }
+
+
+def _numbered(name: str, layer: int | None) -> str:
+    return name if layer is None else name.replace("*", str(layer))
+
+
+def _part(extent: int, part: int, parts: int, what: str, setting: str = "layout.tp") -> tuple[int, int]:
+    """Start and stop of one of ``parts`` equal parts."""
+    if extent % parts:
+        raise UserError(setting, parts, f"does not divide {what} ({extent})", f"choose a divisor of {extent}")
+    size = extent // parts
+    return part * size, (part + 1) * size

@@ -1,0 +1,167 @@
+"""The weights of a Hugging Face directory: where each tensor lies, and whether the policy can be read from there.
+
+Headers are read here and nothing else is, without torch, so that a bad directory is refused before any rank starts.
+The format: eight bytes, the little-endian length of a JSON header; the header, with dtype, shape and ``data_offsets`` of
+every tensor; the data, to the last byte of the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.bridge.mapping import expected_tensors, redundant_tensors
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""The types of weights that can be read, and bytes per element."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies."""
+
+    file: Path
+    dtype: str
+    """As safetensors spells it: F32, BF16, …"""
+    shape: tuple[int, ...]
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the directory's weights, by name, from an index or a single file.
+
+    Raises:
+        UserError: if files are missing or truncated, or the index names a tensor that its file does not have.
+    """
+    index = path / INDEX
+    if not index.is_file():
+        return read_header(_single_file(path))
+    files = _weight_map(index)
+    found: dict[str, StoredTensor] = {}
+    for name in sorted(set(files.values())):
+        if not (path / name).is_file():
+            lost = sum(file == name for file in files.values())
+            raise _unreadable(path, f"{name} is missing, which {INDEX} names for {lost} tensors", "fetch it again")
+        found |= read_header(path / name)
+    for tensor, name in files.items():
+        if tensor not in found or found[tensor].file.name != name:
+            raise _unreadable(
+                path,
+                f"{INDEX} says that {tensor} is in {name}, where it is not{_nearest(tensor, found)}",
+                f"fetch {INDEX} and {name} again, from one version of the model",
+            )
+    return found
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        UserError: if the file is truncated or is no safetensors file.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 + length:
+            raise _truncated(file, size, 8 + length)
+        try:
+            header: dict[str, Any] = json.loads(opened.read(length))
+            header.pop("__metadata__", None)
+            end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            tensors = {
+                name: StoredTensor(file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()
+            }
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise _unreadable(file.parent, f"{file.name} is no safetensors file ({error})", "fetch it again") from None
+    if size < end:
+        raise _truncated(file, size, end)
+    return tensors
+
+
+def check_weights(path: Path, shape: PolicyShape) -> None:
+    """Refuse a directory whose weights are not those of ``shape``, before anything is started.
+
+    Raises:
+        UserError: for a file or tensor that is missing, truncated, unexpected, or of another shape or type.
+    """
+    found = stored_tensors(path)
+    expected = expected_tensors(shape)
+    allowed = expected | redundant_tensors(shape)
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in allowed]
+    if missing:
+        raise _unreadable(
+            path,
+            f"{_some(missing)} missing{_nearest(missing[0], unexpected)}",
+            "take a directory that holds the whole model, in Hugging Face's Qwen3 form, and its own config.json",
+        )
+    if unexpected:
+        raise _unreadable(
+            path,
+            f"{_some(unexpected)} not part of a Qwen3 model of {shape.layers} layers{_nearest(unexpected[0], expected)}",
+            "take dense Qwen3 weights (no adapter, no quantization) and the config.json that belongs to them",
+        )
+    for name, tensor in found.items():
+        if tensor.shape != allowed[name]:
+            raise _unreadable(
+                path,
+                f"{name} has shape {list(tensor.shape)}, but config.json makes it {list(allowed[name])}",
+                "use the config.json that belongs to these weights",
+            )
+        if tensor.dtype not in BYTES:
+            raise _unreadable(
+                path,
+                f"{name} is stored as {tensor.dtype}, which is none of {', '.join(BYTES)}",
+                "take weights that are not quantized",
+            )
+
+
+def _single_file(path: Path) -> Path:
+    file = path / SINGLE
+    if not path.is_dir():
+        raise _unreadable(path, "is no directory", "give a Hugging Face model directory")
+    if not file.is_file():
+        raise _unreadable(
+            path,
+            f"holds neither {SINGLE} nor {INDEX}",
+            "give a Hugging Face model directory with safetensors weights",
+        )
+    return file
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    try:
+        files = json.loads(index.read_text())["weight_map"]
+        if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
+            raise TypeError("weight_map does not map tensors to files")
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(index.parent, f"{INDEX} is no index of safetensors files ({error})", "fetch it again") from None
+    return files
+
+
+def _truncated(file: Path, size: int, expected: int) -> UserError:
+    return _unreadable(
+        file.parent, f"{file.name} is truncated: {size:,} bytes of at least {expected:,}", "fetch the file again"
+    )
+
+
+def _unreadable(path: Path, problem: str, remedy: str) -> UserError:
+    return UserError("model.path", path, problem, remedy)
+
+
+def _some(names: list[str]) -> str:
+    """One tensor by name, many by the first name and their number."""
+    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors are"
+
+
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+    """The candidate most like ``name``, as the end of a sentence."""
+    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.8)
+    return f" (nearest name: {near[0]})" if near else ""

@@ -1,0 +1,100 @@
+"""In which order prompts come. Every epoch is a full pass; where a run stands is four numbers and a short list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.types import Ints
+
+ORDER_STREAM = 0x0DE4
+"""Sets these permutations apart from other draws of the same seed."""
+
+
+class PromptOrder:
+    """Windows of distinct prompt ids, epoch after epoch.
+
+    The permutation of an epoch is a function of (seed, epoch) alone. A window that crosses the end of an epoch goes on
+    in the next one; an id that it holds already is passed over there and opens the next window instead, so that no
+    window holds a prompt twice and every epoch still visits every prompt exactly once.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        """
+        Args:
+            size: prompts in the pool.
+            seed: seed of the permutations (``run.seed``).
+        """
+        self._size, self._seed = size, seed
+        self._epoch, self._position = 0, 0
+        self._deferred: list[int] = []
+        self._permutation = self._permute()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last id given out, from 0."""
+        return self._epoch
+
+    def next_window(self, n: int) -> Ints:
+        """[n], the next prompt ids.
+
+        Raises:
+            UserError: if the pool has fewer than n prompts.
+        """
+        if n > self._size:
+            raise UserError(
+                "rollout.prompts_per_step",
+                n,
+                f"is more than the {self._size} prompts of the pool, and a window holds no prompt twice",
+                f"Lower it to {self._size} or less, or give more prompts",
+            )
+        window = self._deferred[:n]
+        del self._deferred[:n]
+        seen = set(window)
+        while len(window) < n:
+            if self._position == self._size:
+                self._epoch, self._position = self._epoch + 1, 0
+                self._permutation = self._permute()
+            prompt = int(self._permutation[self._position])
+            self._position += 1
+            if prompt in seen:
+                self._deferred.append(prompt)
+            else:
+                seen.add(prompt)
+                window.append(prompt)
+        return np.array(window, np.int64)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the order stands; JSON-able."""
+        return {
+            "size": self._size,
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "position": self._position,
+            "deferred": list(self._deferred),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken.
+
+        Raises:
+            UserError: if it was taken from another pool or another seed.
+        """
+        for setting, key, ours in (("data.train", "size", self._size), ("run.seed", "seed", self._seed)):
+            if state[key] != ours:
+                raise UserError(
+                    setting,
+                    f"{ours} prompts" if key == "size" else ours,
+                    f"the checkpoint was written with {state[key]}",
+                    "Resume with the same data and seed, or start another run.dir",
+                )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._deferred = list(state["deferred"])
+        self._permutation = self._permute()
+
+    def _permute(self) -> Ints:
+        # SeedSequence takes no negative numbers.
+        words = (self._seed % 2**64, ORDER_STREAM, self._epoch)
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence(words))).permutation(self._size)

@@ -1,0 +1,96 @@
+"""The policy's tokenizer, and the two or three of its ids that a run depends on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import AutoTokenizer
+
+from megatron_dppo.errors import UserError
+
+
+class Tokenizer(Protocol):
+    """What a run asks of a Hugging Face tokenizer."""
+
+    chat_template: str | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, text: Sequence[str], *, add_special_tokens: bool) -> Any: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+
+    def apply_chat_template(
+        self, conversation: Sequence[Any], *, add_generation_prompt: bool, tokenize: bool
+    ) -> list[str]: ...
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory, from its files alone: nothing is fetched.
+
+    Raises:
+        UserError: if the directory or its tokenizer files are missing or unreadable.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError("model.path", path, "is no directory", "Give a Hugging Face directory, or make one with `init`")
+    if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file():
+        raise UserError(
+            "model.path",
+            path,
+            "holds no tokenizer (neither tokenizer.json nor vocab.json)",
+            "Copy the tokenizer files of the model there",
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exception for malformed files
+        raise UserError(
+            "model.path", path, f"its tokenizer cannot be read ({_first_line(error)})", "Copy the tokenizer files again"
+        ) from error
+
+
+def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Tokens that end a completion: generation_config.json's, else config.json's, else the tokenizer's own.
+
+    The padding token is not one of them, unless the policy itself lists it (Qwen3 does).
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path) / name
+        if not file.is_file():
+            continue
+        try:
+            listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except ValueError as error:
+            raise UserError("model.path", file, f"is not JSON ({error})", "Copy the file again") from error
+        if listed is not None:
+            return tuple(listed) if isinstance(listed, list) else (int(listed),)
+    return (end_token_id(tokenizer),)
+
+
+def end_token_id(tokenizer: Tokenizer) -> int:
+    """The token that closes a turn."""
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            "model.path",
+            "tokenizer_config.json",
+            "the tokenizer names no eos_token, so completions would never end",
+            "Set eos_token there, or rollout.stop_token_ids",
+        )
+    return int(tokenizer.eos_token_id)
+
+
+def pad_token_id(tokenizer: Tokenizer) -> int:
+    """What fills a batch up. Never scored, so that any token serves where the tokenizer names none."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,76 @@
+"""Held-out accuracy by greedy decoding, shared out over all ranks; it touches neither pruning history nor data order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_dppo.parallel.world import World
+from megatron_dppo.rl.types import Prompt
+from megatron_dppo.rollout.collect import Collector
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One answer for people to read."""
+
+    prompt: str
+    answer: str
+    label: str
+    correct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What greedy answers to the held-out problems were worth."""
+
+    metrics: dict[str, float]
+    """``eval/…``"""
+    shown: tuple[Shown, ...]
+
+
+def evaluate(world: World, collector: Collector, prompts: Sequence[Prompt], *, show: int) -> Evaluation:
+    """Answer every prompt once, greedily. Collective. A completion that could not be scored counts as unscored."""
+    mine = prompts[world.rank :: world.size]
+    answers = world.together(lambda: collector.answer(mine, samples=1, temperature=0.0, seed=0))
+    scores = [group[0] for group in answers.scores]
+    shown = [
+        Shown(prompt.text, texts[0], prompt.label, bool(score and score.correct))
+        for prompt, texts, score in zip(answers.prompts, answers.texts, scores, strict=True)
+    ]
+    parts = world.gather(
+        (
+            sum(score.correct for score in scores if score is not None),
+            sum(score.reward for score in scores if score is not None),
+            sum(score is None for score in scores),
+            sum(len(group[0].token_ids) for group in answers.completions),
+            shown[:show],
+        )
+    )
+    scored = max(len(prompts) - sum(part[2] for part in parts), 1)
+    metrics = {
+        "eval/accuracy": sum(part[0] for part in parts) / scored,
+        "eval/reward": sum(part[1] for part in parts) / scored,
+        "eval/unscored": float(sum(part[2] for part in parts)),
+        "eval/response_len/mean": sum(part[3] for part in parts) / max(len(prompts), 1),
+    }
+    in_turn = [part[4][i] for i in range(show) for part in parts if i < len(part[4])]
+    return Evaluation(metrics, tuple(in_turn[:show]))
+
+
+def record_answers(run_dir: Path, step: int, evaluation: Evaluation) -> None:
+    """Append the shown answers to ``answers.jsonl``, in place of earlier ones of the same or a later step."""
+    file = run_dir / "answers.jsonl"
+    rows = [row for row in read_answers(run_dir) if row["step"] < step]
+    rows.append({"step": step, "answers": [asdict(shown) for shown in evaluation.shown]})
+    partial = file.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    partial.replace(file)
+
+
+def read_answers(run_dir: Path) -> list[dict]:
+    """The rows of ``answers.jsonl``, oldest first; none if there is no such file."""
+    file = run_dir / "answers.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -1,0 +1,244 @@
+"""The policy being trained, on this rank: its shard, its optimizer, and its passes over packs.
+
+Gradients are sums. The loss of a token is divided by the minibatch's normaliser in the plan and by nothing afterwards:
+Megatron is told so by ``calculate_per_token_loss`` (no division by microbatches or replicas) and by a finalize step
+that is given no token count. The same plan then gives the same gradient in every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
+from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
+from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.parallel.without_cuda import prepare_adam_state
+from megatron_dppo.parallel.world import World
+from megatron_dppo.rl.types import Pack
+
+Sums = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """A pack's response tokens as the loss sees them: R targets, on the device of the last stage."""
+
+    logprobs: torch.Tensor
+    """[R], fp32, with gradient while training."""
+    entropy: torch.Tensor
+    """[R]"""
+    advantage: torch.Tensor
+    scale: torch.Tensor
+    """[R], fp32; what a token's loss is multiplied by."""
+    engine_logprobs: torch.Tensor
+    old_logprobs: torch.Tensor | None
+    reference_logprobs: torch.Tensor | None
+
+
+Loss = Callable[[Responses], tuple[torch.Tensor, Sums]]
+"""From a pack's responses to its share of the minibatch's loss (a sum) and to sums for the metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """A pack, and what earlier passes said of its targets (on the last stage; None elsewhere or where not needed)."""
+
+    pack: Pack
+    old_logprobs: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What one optimizer step did."""
+
+    sums: dict[str, float]
+    """The loss's sums over all targets of the minibatch, on every rank."""
+    grad_norm: float
+
+
+class Policy:
+    """A shard of the policy with forward passes; frozen unless an :class:`Actor` adds an optimizer."""
+
+    def __init__(
+        self, shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, world: World, *, temperature: float
+    ) -> None:
+        self.world = world
+        self.bare: PolicyModel = build_policy(shape, model, layout, temperature=temperature)
+        self.module: torch.nn.Module = self.bare.to(world.device)
+        if model.dtype == "bf16":
+            self.module = Float16Module(self.bare.config, self.module)
+
+    @torch.no_grad()
+    def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
+        """[R] float32 for each pack on the ranks of the last stage, None elsewhere. Collective over the replica."""
+
+        def collect(responses: Responses) -> tuple[torch.Tensor, Sums]:
+            return responses.logprobs.sum(), {"logprobs": responses.logprobs}
+
+        self.module.eval()
+        outputs = self._run([Microbatch(pack) for pack in packs], collect, forward_only=True)
+        if not self.world.last_stage:
+            return [None] * len(packs)
+        return [output["logprobs"].float().cpu().numpy() for output in outputs]
+
+    def _run(self, microbatches: Sequence[Microbatch], loss: Loss, *, forward_only: bool) -> list[Sums]:
+        device = self.world.device
+
+        def forward(batches: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+            batch = next(batches)
+            pack = batch.pack
+            output = module(
+                torch.from_numpy(pack.token_ids)[None].to(device),
+                torch.from_numpy(pack.position_ids)[None].to(device),
+                packed_seq_params=packed_sequence(pack.cu_seqlens, pack.max_seqlen, device),
+                predictors=torch.from_numpy(pack.predictors).to(device),
+                targets=torch.from_numpy(pack.targets).to(device),
+            )
+
+            def reduce(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, Sums]:
+                logprobs, entropy, _ = output
+                value, sums = loss(_responses(batch, logprobs, entropy))
+                tokens = torch.zeros((), dtype=torch.int, device=device)  # nothing is divided by it
+                return value, tokens, sums
+
+            return output, reduce
+
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(microbatches),
+            model=self.module,
+            num_microbatches=len(microbatches),
+            seq_length=len(microbatches[0].pack.token_ids),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+
+class Actor(Policy):
+    """The policy with gradients and an optimizer. Weights are loaded into ``bare`` before the first update."""
+
+    def __init__(
+        self,
+        shape: PolicyShape,
+        model: ModelConfig,
+        layout: LayoutConfig,
+        optimizer: OptimizerConfig,
+        world: World,
+        *,
+        temperature: float,
+        load: Callable[[PolicyModel], None],
+    ) -> None:
+        super().__init__(shape, model, layout, world, temperature=temperature)
+        load(self.bare)  # before the optimizer copies its master weights
+        self._settings = optimizer
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=optimizer.distributed,
+            overlap_grad_reduce=False,
+            average_in_collective=False,
+        )
+        self.module = DistributedDataParallel(self.bare.config, ddp, self.module)
+        self.bare.config.finalize_model_grads_func = _sum_gradients
+        self.optimizer = get_megatron_optimizer(_megatron_optimizer(optimizer, model), [self.module])
+        prepare_adam_state(self.optimizer)
+
+    def update(self, microbatches: Sequence[Microbatch], loss: Loss, *, lr: float) -> UpdateResult:
+        """One optimizer step on a minibatch. Collective over all ranks, which have equally many microbatches.
+
+        Raises:
+            FloatingPointError: on every rank, before any weight changes, if the loss or the gradient is not finite.
+        """
+        outputs = self.accumulate(microbatches, loss)
+        sums = self._total(outputs)
+        grad_norm = self._gradient_norm()
+        bad = sorted(name for name, value in sums.items() if not math.isfinite(value))
+        if bad or not math.isfinite(grad_norm):
+            raise FloatingPointError(f"gradient norm {grad_norm}, not finite: {', '.join(bad) or 'the gradient alone'}")
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step_with_ready_grads()
+        return UpdateResult(sums, grad_norm)
+
+    def accumulate(self, microbatches: Sequence[Microbatch], loss: Loss) -> list[Sums]:
+        """Forward and backward over the microbatches; the gradients are then in the DDP buffers, summed over all ranks."""
+        self.module.train()
+        self.module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return self._run(microbatches, loss, forward_only=False)
+
+    def _gradient_norm(self) -> float:
+        self.optimizer.prepare_grads()
+        if self._settings.clip_grad > 0:
+            return float(self.optimizer.clip_grad_norm(self._settings.clip_grad))
+        return float(self.optimizer.get_grad_norm())
+
+    def _total(self, outputs: list[Sums]) -> dict[str, float]:
+        """Sums over packs and replicas, in one order on every rank, so that metrics repeat bit by bit."""
+        speaks = self.world.last_stage and self.world.tp_rank == 0 and self.world.cp_rank == 0
+        mine: dict[str, float] = {}
+        for output in outputs if speaks else ():
+            for name, value in output.items():
+                mine[name] = mine.get(name, 0.0) + float(value)
+        total: dict[str, float] = {}
+        for part in self.world.gather(mine):
+            for name, value in part.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+
+def _sum_gradients(model: list[torch.nn.Module], num_tokens: object = None, **arguments: Any) -> None:
+    """Megatron's reductions over replicas, norms and tied embeddings, without its division by the number of tokens."""
+    finalize_model_grads(model, None, **arguments)
+
+
+def _megatron_optimizer(settings: OptimizerConfig, model: ModelConfig) -> MegatronOptimizerConfig:
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=model.dtype == "bf16",
+        params_dtype=torch.bfloat16 if model.dtype == "bf16" else torch.float32,
+        use_distributed_optimizer=settings.distributed,
+    )
+
+
+def _responses(batch: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> Responses:
+    def place(values: np.ndarray | None) -> torch.Tensor | None:
+        return None if values is None else torch.from_numpy(values).to(logprobs.device, torch.float32)
+
+    return Responses(
+        logprobs=logprobs,
+        entropy=entropy,
+        advantage=place(batch.pack.advantage),
+        scale=place(batch.pack.scale),
+        engine_logprobs=place(batch.pack.engine_logprobs),
+        old_logprobs=place(batch.old_logprobs),
+        reference_logprobs=place(batch.reference_logprobs),
+    )
+
+
+def learning_rate(settings: OptimizerConfig, update: int, updates: int) -> float:
+    """The rate of an optimizer step, a function of its number (from 0) and of the run's length alone."""
+    if update < settings.warmup_steps:
+        return settings.lr * (update + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.lr
+    progress = (update - settings.warmup_steps) / max(1, updates - 1 - settings.warmup_steps)
+    return settings.min_lr + 0.5 * (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * min(1.0, progress)))

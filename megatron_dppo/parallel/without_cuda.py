@@ -1,0 +1,181 @@
+"""All that Megatron-Core needs to run without CUDA: the one file that changes anything of Megatron's or torch's.
+
+Megatron-Core asks for CUDA by name in places that have nothing to do with kernels: the device of a scalar, a barrier,
+the state of a generator. Each function below answers one kind of such questions with the CPU's equivalent. On a machine
+with CUDA none of them is installed.
+
+Besides, Megatron's distributed optimizer was written for the Adam of Transformer Engine or Apex. Where neither is
+installed it falls back on torch's, whose state it does not restore correctly; that is mended here as well, wherever it
+is torch's Adam that runs (with CUDA or without).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+_installed = False
+
+
+def install() -> None:
+    """Adapt this process, once. Called before any model-parallel group or model is made; later calls do nothing."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    if not torch.cuda.is_available():
+        _answer_device_questions()
+        _place_literal_cuda_tensors()
+        _name_tensor_types()
+        _share_the_generator()
+        _order_streams()
+        _leave_functions_uncompiled()
+    _mend_torch_adam()
+
+
+def _answer_device_questions() -> None:
+    """``torch.empty(..., device=torch.cuda.current_device())`` and ``.cuda()`` are how Megatron says "here"."""
+    torch.cuda.current_device = lambda: CPU
+    torch.cuda.synchronize = lambda device=None: None
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+
+
+def _place_literal_cuda_tensors() -> None:
+    """Schedules, optimizers and gradient clipping make their scalars with a literal ``device="cuda"``."""
+    for name in ("tensor", "zeros", "ones", "empty"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _name_tensor_types() -> None:
+    """The optimizers sort parameters by ``param.type()`` and know only the names of CUDA tensors."""
+    type_of = torch.Tensor.type
+
+    def cuda_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return type_of(self, dtype, *args, **kwargs)
+        return type_of(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = cuda_name
+
+
+def _share_the_generator() -> None:
+    """Megatron's tracker forks CUDA's random state (initialisation, dropout, recompute): here it is the CPU's.
+
+    The tracker's own two functions reach past ``torch.cuda`` into its default generators, so they are replaced where
+    they are defined.
+    """
+    from megatron.core.tensor_parallel import random
+
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda new_state, device="cuda": torch.set_rng_state(new_state)
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+
+
+class _Program:
+    """A stream on which everything has already happened: a CPU runs its program in order."""
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event
+
+    def synchronize(self) -> None: ...
+
+
+def _order_streams() -> None:
+    """From 0.17 on, gradient buckets are reduced on streams that wait for the current one."""
+    program = _Program()
+
+    @contextlib.contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        yield
+
+    torch.cuda.current_stream = lambda device=None: program
+    torch.cuda.default_stream = lambda device=None: program
+    torch.cuda.stream = on
+
+
+def _leave_functions_uncompiled() -> None:
+    """Megatron wraps small functions in ``torch.compile``; on a CPU the first call would look for a C++ compiler."""
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
+
+
+def _mend_torch_adam() -> None:
+    """Let the distributed optimizer restore the state of torch's Adam.
+
+    Two faults, neither of which shows in the first step after a resume: the fp32 shard of a parameter requires a
+    gradient, so that copying into it fails outside ``no_grad``; and all parameters are handed one ``step`` tensor,
+    which each of them then increments.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    optimizer = distrib_optimizer.DistributedOptimizer
+    load_state_dict = optimizer.load_state_dict
+
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        shard = self.optimizer.param_groups[group]["params"][order]
+        with torch.no_grad():
+            shard.copy_(tensors["param"])
+            for name, value in self.optimizer.state[shard].items():
+                if name != "step":  # the step travels with the parameter groups, in the common state
+                    value.copy_(tensors[name])
+
+    def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    optimizer._set_main_param_and_optimizer_states = set_states
+    optimizer.load_state_dict = load_with_own_steps
+
+
+def prepare_adam_state(optimizer: Any) -> None:
+    """Create the Adam state of a Megatron optimizer now instead of in its first step, as zeros; existing state stays.
+
+    Torch's Adam creates its state lazily, and the distributed optimizer can neither describe it for a checkpoint nor
+    load it before it exists. Call this before ``sharded_state_dict`` on an optimizer that may not have stepped. With
+    the Adam of Transformer Engine or Apex there is nothing to do, and nothing is done.
+
+    Args:
+        optimizer: what ``get_megatron_optimizer`` returned.
+    """
+    from megatron.core.optimizer import ChainedOptimizer
+
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    for part in parts:
+        inner = part.optimizer
+        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32),
+                        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    }

@@ -1,0 +1,217 @@
+"""From selected prompts to scored groups: each rank generates and scores its own share, and holds on to those tokens.
+
+What the planner needs of them, lengths and rewards and no tokens, is gathered on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megatron_dppo.config import Config
+from megatron_dppo.data.prompts import PromptPool
+from megatron_dppo.errors import UserError
+from megatron_dppo.parallel.world import World
+from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
+from megatron_dppo.rl.advantages import soft_overlong_penalty
+from megatron_dppo.rl.plan import gather_metadata
+from megatron_dppo.rl.types import Completion, Group, Prompt, Score, Selection, StepMetadata
+from megatron_dppo.rollout.engine import RolloutEngine, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A step's rollouts, seen from one rank."""
+
+    held: dict[int, Group]
+    """The groups whose tokens this rank has, by row of ``metadata``."""
+    metadata: StepMetadata
+    """Of all ranks."""
+    metrics: dict[str, float]
+    """``rollout/…`` and ``reward/…``, the same on every rank."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """One rank's completions with what the verifier said of them, P prompts with G samples each."""
+
+    prompts: Sequence[Prompt]
+    completions: list[tuple[Completion, ...]]
+    """[P][G]"""
+    texts: list[list[str]]
+    """[P][G], special tokens left out."""
+    scores: list[list[Score | None]]
+    """[P][G], None where scoring failed."""
+    timeouts: int
+    errors: int
+    tracebacks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank tells the others of its share."""
+
+    metadata: StepMetadata
+    raw_reward: float
+    correct: int
+    truncated: int
+    failed_weight: float
+    failed_groups: int
+    timeouts: int
+    errors: int
+    tracebacks: tuple[str, ...]
+
+
+class Collector:
+    """Generates with an engine and scores with workers, on every rank that generates."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        engine: RolloutEngine,
+        workers: RewardWorkers,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: tuple[int, ...],
+    ) -> None:
+        self._config, self._world = config, world
+        self._engine, self._workers, self._tokenizer = engine, workers, tokenizer
+        self._stops = stop_token_ids
+
+    def collect(self, pool: PromptPool, selection: Selection, step: int) -> Collected:
+        """Roll out and score a selection. Collective.
+
+        Raises:
+            UserError: on every rank, if more than ``reward.max_failures`` of the completions could not be scored.
+        """
+        mine = slice(self._world.rank, None, self._world.size)
+        share = Selection(selection.prompt_ids[mine], selection.inclusion[mine], selection.window)
+        groups, part = self._world.together(lambda: self._share(pool, share, step))
+        parts = self._world.gather(part)
+        self._check_failures(parts)
+        window = selection.window - sum(p.failed_weight for p in parts)
+        metadata = gather_metadata([p.metadata for p in parts], window=window)
+        rows = {int(prompt): row for row, prompt in enumerate(metadata.prompt_ids)}
+        held = {rows[group.prompt.id]: group for group in groups}
+        notes = tuple(dict.fromkeys(text for p in parts for text in p.tracebacks))
+        return Collected(held, metadata, self._metrics(parts, metadata), notes)
+
+    def answer(self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: int) -> Answers:
+        """Completions of this rank's prompts, with their scores. Not collective."""
+        sampling = Sampling(
+            samples=samples,
+            max_tokens=self._config.rollout.max_response_tokens,
+            temperature=temperature,
+            stop_token_ids=self._stops,
+            seed=seed,
+        )
+        completions = self._engine.generate(prompts, sampling) if prompts else []
+        texts = [
+            self._tokenizer.batch_decode([c.token_ids for c in group], skip_special_tokens=True)
+            for group in completions
+        ]
+        scored = self._workers.score(
+            [
+                ScoreItem(prompt.data_source, text, prompt.label, prompt.extra)
+                for prompt, group in zip(prompts, texts, strict=True)
+                for text in group
+            ]
+        )
+        scores = [list(scored.scores[i * samples : (i + 1) * samples]) for i in range(len(completions))]
+        return Answers(prompts, completions, texts, scores, scored.timeouts, scored.errors, tuple(scored.tracebacks))
+
+    def _share(self, pool: PromptPool, selection: Selection, step: int) -> tuple[list[Group], _Part]:
+        rollout = self._config.rollout
+        answers = self.answer(
+            [pool[int(prompt)] for prompt in selection.prompt_ids],
+            samples=rollout.samples_per_prompt,
+            temperature=rollout.temperature,
+            seed=int(np.random.SeedSequence((self._config.run.seed, step)).generate_state(1)[0]),
+        )
+        groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []
+        for prompt, pi, completions, scores in zip(
+            answers.prompts, selection.inclusion, answers.completions, answers.scores, strict=True
+        ):
+            if any(score is None for score in scores):
+                failed.append(pi)
+                continue
+            rewards = np.array([score.reward for score in scores])
+            raw += rewards.sum()
+            correct += sum(score.correct for score in scores)
+            truncated += sum(c.finish_reason == "length" for c in completions)
+            groups.append(Group(prompt, completions, rewards + self._penalty(completions)))
+            inclusion.append(pi)
+        part = _Part(
+            metadata=_metadata(groups, np.array(inclusion), rollout.samples_per_prompt, self._world.rank),
+            raw_reward=float(raw),
+            correct=correct,
+            truncated=truncated,
+            failed_weight=float(sum(1.0 / pi for pi in failed)),
+            failed_groups=len(failed),
+            timeouts=answers.timeouts,
+            errors=answers.errors,
+            tracebacks=answers.tracebacks,
+        )
+        return groups, part
+
+    def _penalty(self, completions: Sequence[Completion]) -> np.ndarray:
+        lengths = np.array([len(c.token_ids) for c in completions])
+        return soft_overlong_penalty(
+            lengths, limit=self._config.rollout.max_response_tokens, buffer=self._config.reward.overlong_buffer
+        )
+
+    def _check_failures(self, parts: Sequence[_Part]) -> None:
+        samples = self._config.rollout.samples_per_prompt
+        failures = sum(p.timeouts + p.errors for p in parts)
+        total = samples * sum(len(p.metadata.prompt_ids) + p.failed_groups for p in parts)
+        if failures > self._config.reward.max_failures * total:
+            timeouts, errors = sum(p.timeouts for p in parts), sum(p.errors for p in parts)
+            first = next((text for p in parts for text in p.tracebacks), "")
+            raise UserError(
+                "reward.function",
+                self._config.reward.function,
+                f"{failures} of {total} completions could not be scored ({timeouts} timed out after "
+                f"{self._config.reward.timeout_s:g} s, {errors} failed), more than reward.max_failures = "
+                f"{self._config.reward.max_failures:g} allows" + (f"; the first failure:\n{first}" if first else ""),
+                "mend the function, or raise reward.timeout_s or reward.max_failures",
+            )
+
+    def _metrics(self, parts: Sequence[_Part], metadata: StepMetadata) -> dict[str, float]:
+        rewards, lengths = metadata.rewards, metadata.response_lengths
+        count = max(rewards.size, 1)
+        return {
+            "rollout/raw_reward": sum(p.raw_reward for p in parts) / count,
+            "rollout/reward": float(rewards.sum()) / count,
+            "rollout/accuracy": sum(p.correct for p in parts) / count,
+            "rollout/response_len/mean": float(lengths.sum()) / count,
+            "rollout/response_len/max": float(lengths.max(initial=0)),
+            "rollout/truncated_ratio": sum(p.truncated for p in parts) / count,
+            "rollout/zero_std/ratio": float((rewards == rewards[:, :1]).all(axis=1).sum()) / max(len(rewards), 1),
+            "rollout/generated_tokens": float(lengths.sum()),
+            "rollout/dropped_groups": float(sum(p.failed_groups for p in parts)),
+            "reward/timeouts": float(sum(p.timeouts for p in parts)),
+            "reward/errors": float(sum(p.errors for p in parts)),
+        }
+
+
+def _metadata(groups: Sequence[Group], inclusion: np.ndarray, samples: int, owner: int) -> StepMetadata:
+    shape = (len(groups), samples)
+    return StepMetadata(
+        prompt_ids=np.array([g.prompt.id for g in groups], np.int64),
+        prompt_inclusion=inclusion.astype(np.float64),
+        prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups], np.int64),
+        response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups], np.int64).reshape(shape),
+        rewards=np.array([g.rewards for g in groups], np.float64).reshape(shape),
+        surprise=np.array([[_surprise(c) for c in g.completions] for g in groups], np.float64).reshape(shape),
+        owners=np.full(len(groups), owner, np.int64),
+        window=0.0,
+    )
+
+
+def _surprise(completion: Completion) -> float:
+    """√Σ_t (1 − p_t)², a proxy for the norm of the completion's score that costs nothing."""
+    return float(np.linalg.norm(-np.expm1(completion.logprobs.astype(np.float64))))

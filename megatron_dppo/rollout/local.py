@@ -1,0 +1,226 @@
+"""The policy generates in the trainer's own process: Hugging Face's Qwen3 forward, on weights that the bridge streams.
+
+Slower than a server, but it needs none, it can be seeded, and it runs wherever torch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rollout.cache import Departure, RolloutCache
+from megatron_dppo.rollout.engine import Bucket, Sampling
+from megatron_dppo.rollout.sampling import completion_uniforms, draw_tokens
+
+
+class LocalEngine:
+    """A rollout engine on one device of this process.
+
+    Args:
+        path: Hugging Face directory; only config.json is read.
+        device: where the weights, the cache and the forward are.
+        dtype: of weights and cache; log-probabilities are fp32.
+        max_batch: completions decoded at once. Groups stay together, so it must hold one.
+
+    Raises:
+        UserError: the model has layers with a sliding window.
+    """
+
+    def __init__(self, path: Path | str, *, device: torch.device, dtype: torch.dtype, max_batch: int) -> None:
+        self._device, self._max_batch = device, max_batch
+        self._model = _empty_model(Path(path), device, dtype)
+        self._version: int | None = None
+        self._paused = False
+
+    def health(self) -> str | None:
+        if self._paused:
+            return "the engine is paused"
+        return "no weights have arrived, or their last update failed" if self._version is None else None
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    @torch.no_grad()
+    def update_weights(self, stream: Iterable[Bucket], version: int) -> None:
+        """Copy the stream into the model, in place.
+
+        Raises:
+            ValueError: a tensor is missing, unknown, repeated or of the wrong shape; the message names each. It is raised
+                after the end of the stream, and the engine generates nothing until an update succeeds.
+        """
+        self._version = None
+        # Tied embeddings are one parameter here, under the name of the embedding.
+        absent = dict(self._model.named_parameters())
+        known, problems = set(absent), []
+        for bucket in stream:
+            for name, tensor in bucket.items():
+                parameter = absent.pop(name, None)
+                if parameter is None:
+                    problems.append(f"{name} came twice" if name in known else f"{name} is not in the model")
+                elif parameter.shape != tensor.shape:
+                    problems.append(f"{name} has shape {list(tensor.shape)}, not {list(parameter.shape)}")
+                else:
+                    parameter.copy_(tensor)
+        problems += [f"{name} is missing" for name in absent]
+        if problems:
+            raise ValueError(f"The weights of version {version} do not fit the rollout model: {'; '.join(problems)}.")
+        self._version = version
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[tuple[Completion, ...]]:
+        """See the protocol. The same call gives the same bits.
+
+        Raises:
+            UserError: ``max_batch`` does not hold one prompt's samples.
+            RuntimeError: the engine is paused or has no weights, or the logits of a sampled token are not finite.
+        """
+        if (problem := self.health()) is not None:
+            raise RuntimeError(f"The local engine cannot generate: {problem}.")
+        if sampling.samples > self._max_batch:
+            problem = f"one prompt has {sampling.samples} completions, which are decoded together"
+            raise UserError("rollout.max_batch", self._max_batch, problem, f"Set it to {sampling.samples} or more")
+        groups: list[tuple[Completion, ...]] = [()] * len(prompts)
+        for batch in _batches([len(prompt.token_ids) for prompt in prompts], self._max_batch // sampling.samples):
+            decoded = self._decode([prompts[index] for index in batch], sampling)
+            for index, group in zip(batch, decoded, strict=True):
+                groups[index] = group
+        return groups
+
+    @torch.inference_mode()
+    def _decode(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[tuple[Completion, ...]]:
+        """Completions of one batch. Tensors called ``…s`` below hold one entry per row that is still growing."""
+        count, limit = len(prompts) * sampling.samples, sampling.max_tokens
+        uniforms = torch.from_numpy(_uniforms(prompts, sampling)).to(self._device)
+        stop = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self._device)
+        tokens = torch.zeros(count, limit, dtype=torch.int64, device=self._device)
+        logprobs = torch.zeros(count, limit, dtype=torch.float32, device=self._device)
+        lengths = torch.full((count,), limit, device=self._device)
+        stopped = torch.zeros(count, dtype=torch.bool, device=self._device)
+
+        logits, cache, masks, positions = self._prefill(prompts, sampling)
+        rows = torch.arange(count, device=self._device)
+        for step in range(limit):
+            drawn, drawn_logprobs = draw_tokens(logits, uniforms[rows, step], sampling.temperature)
+            tokens[rows, step], logprobs[rows, step] = drawn, drawn_logprobs
+            leaves = torch.isin(drawn, stop)
+            if leaves.any():
+                lengths[rows[leaves]], stopped[rows[leaves]] = step + 1, True
+                departure = Departure.of(leaves)
+                rows, drawn, masks, positions = map(departure.apply, (rows, drawn, masks, positions))
+                cache.depart(departure)
+            if step + 1 == limit or not len(rows):
+                break
+            logits = self._model(
+                input_ids=drawn[:, None],
+                # Four dimensions, so that it is taken as it is: making it anew costs as much as a layer.
+                attention_mask=masks[:, None, None, : cache.get_seq_length() + 1],
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            ).logits[:, -1]
+            positions += 1
+        return self._completions(tokens, logprobs, lengths, stopped, sampling.samples)
+
+    def _prefill(
+        self, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> tuple[torch.Tensor, RolloutCache, torch.Tensor, torch.Tensor]:
+        """Run every prompt once, padded on the left, and repeat what follows from it for each sample.
+
+        Returns:
+            the next token's logits, [rows, vocabulary]; the cache; the additive attention masks, [rows, capacity]; and
+            the positions of the next tokens, [rows, 1].
+        """
+        width = max(len(prompt.token_ids) for prompt in prompts)
+        ids = np.zeros((len(prompts), width), dtype=np.int64)
+        real = np.zeros((len(prompts), width), dtype=bool)
+        for row, prompt in enumerate(prompts):
+            start = width - len(prompt.token_ids)
+            ids[row, start:], real[row, start:] = prompt.token_ids, True
+        attended = torch.from_numpy(real).to(self._device)
+        capacity = width + sampling.max_tokens - 1  # the last token is sampled but never read
+        cache = RolloutCache(self._model.config.num_hidden_layers, sampling.samples, capacity)
+        logits = self._model(
+            input_ids=torch.from_numpy(ids).to(self._device),
+            attention_mask=attended,
+            position_ids=(attended.cumsum(dim=-1) - 1).clamp_(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        masks = torch.zeros(len(prompts), capacity, dtype=self._model.dtype, device=self._device)
+        masks[:, :width].masked_fill_(~attended, float("-inf"))
+        each = (logits, masks, attended.sum(dim=-1, keepdim=True))
+        logits, masks, positions = (tensor.repeat_interleave(sampling.samples, dim=0) for tensor in each)
+        return logits, cache, masks, positions
+
+    def _completions(
+        self,
+        tokens: torch.Tensor,
+        logprobs: torch.Tensor,
+        lengths: torch.Tensor,
+        stopped: torch.Tensor,
+        samples: int,
+    ) -> list[tuple[Completion, ...]]:
+        """Cut rows to their lengths, and rows into groups.
+
+        Raises:
+            RuntimeError: a log-probability is not finite.
+        """
+        if not bool(torch.isfinite(logprobs).all()):
+            raise RuntimeError(f"Weights of version {self._version} give logits that are not finite.")
+        token_rows, logprob_rows = tokens.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy()
+        completions = [
+            Completion(
+                token_ids=token_rows[row, :length].copy(),
+                logprobs=logprob_rows[row, :length].copy(),
+                versions=(VersionSpan(self._version, length),),
+                finish_reason="stop" if ended else "length",
+            )
+            for row, (length, ended) in enumerate(zip(lengths.tolist(), stopped.tolist(), strict=True))
+        ]
+        return [tuple(completions[start : start + samples]) for start in range(0, len(completions), samples)]
+
+
+def _empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> Qwen3ForCausalLM:
+    """A model of undefined weights. It is laid out without memory first: no time goes into random weights, and torch's
+    random state, which is the trainer's, stays as it is."""
+    config = Qwen3Config.from_pretrained(path, attn_implementation="sdpa")
+    if config.use_sliding_window:
+        problem, remedy = "sliding windows are not implemented", "Use a Qwen3 model without them"
+        raise UserError(f"{path / 'config.json'}: use_sliding_window", True, problem, remedy)
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config).to(dtype)
+    model.to_empty(device=device)
+    model.model.rotary_emb = Qwen3RotaryEmbedding(config).to(device)
+    model.tie_weights()
+    return model.requires_grad_(False).eval()
+
+
+def _batches(lengths: Sequence[int], groups: int) -> list[list[int]]:
+    """Indices of the prompts, in batches of at most ``groups``: alike in prompt length, to pad little, and in size."""
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    count = -(-len(order) // groups)
+    return [part.tolist() for part in np.array_split(np.array(order, dtype=np.int64), count)] if order else []
+
+
+def _uniforms(prompts: Sequence[Prompt], sampling: Sampling) -> np.ndarray:
+    """[prompts · samples, max_tokens]; nothing is drawn for greedy decoding."""
+    count = sampling.max_tokens
+    if sampling.temperature == 0:
+        return np.zeros((len(prompts) * sampling.samples, count))
+    return np.stack(
+        [
+            completion_uniforms(sampling.seed, prompt.id, sample, count)
+            for prompt in prompts
+            for sample in range(sampling.samples)
+        ]
+    )

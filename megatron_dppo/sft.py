@@ -1,0 +1,94 @@
+"""Supervised warm-up on worked answers: the same policy, packs and parallelism as the training it prepares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_dppo.assemble import PolicyParts, assemble_policy
+from megatron_dppo.config import Config, OptimizerConfig
+from megatron_dppo.data.order import PromptOrder
+from megatron_dppo.data.prompts import WorkedAnswer, load_worked_answers
+from megatron_dppo.models.actor import Microbatch, Responses, Sums, learning_rate
+from megatron_dppo.observe.console import Console
+from megatron_dppo.observe.metrics import MetricsLog
+from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.parallel.world import World, initialize, shut_down
+from megatron_dppo.rl.packing import PackedRow, build_pack, pack_sequences
+
+
+def sft(config: Config) -> None:
+    """Minimise the mean negative log-likelihood of the answers' tokens; write the policy to ``sft.out``.
+
+    Raises:
+        UserError: on every rank, for what the user can mend.
+        FloatingPointError: on every rank, if a loss or a gradient is not finite.
+    """
+    world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
+    parts = assemble_policy(config, world, temperature=1.0)
+    answers = world.together(lambda: load_worked_answers(config.data, parts.tokenizer))
+    out = Path(config.sft.out or Path(config.run.dir) / "sft")
+    log = MetricsLog(Path(config.run.dir) / "sft-log", resume_step=-1) if world.leads else None
+    console = Console(config.sft.steps) if world.leads else None
+    order, timers = PromptOrder(len(answers), config.run.seed), PhaseTimers()
+    for step in range(config.sft.steps):
+        with timers("step"):
+            batch = [answers[int(i)] for i in order.next_window(min(config.sft.batch, len(answers)))]
+            metrics = _update(parts, config, batch, step)
+        metrics |= timers.take()
+        if log and console:
+            log.write(step + 1, metrics)
+            console.step(step + 1, metrics)
+    if log:
+        log.close()
+    parts.export(out)
+    if console:
+        console.banner([f"warmed-up policy: {out}"])
+    shut_down()
+
+
+def _update(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], step: int) -> dict[str, float]:
+    tokens = sum(len(answer.response_ids) for answer in batch)
+    microbatches = [Microbatch(pack) for pack in _packs(parts, config, batch, tokens)]
+    result = parts.actor.update(microbatches, _negative_log_likelihood, lr=_rate(config, step))
+    return {
+        "train/loss": result.sums["train/loss"],
+        "train/entropy_loss": result.sums["entropy"] / tokens,
+        "train/grad_norm": result.grad_norm,
+        "train/lr": _rate(config, step),
+        "train/tokens": float(sum(len(a.prompt_ids) + len(a.response_ids) for a in batch)),
+    }
+
+
+def _packs(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], tokens: int) -> list:
+    world, layout = parts.world, config.layout
+    packing = pack_sequences(
+        np.array([len(a.prompt_ids) + len(a.response_ids) for a in batch]),
+        ranks=world.dp,
+        max_tokens=config.pack.max_tokens,
+        capacity_multiple=layout.tp if layout.sequence_parallel else 1,
+        window=config.pack.window,
+        min_per_rank=config.pack.min_per_rank or (2 * layout.pp if layout.pp > 1 else 1),
+    )
+    return [
+        build_pack([_row(batch[i], tokens) for i in rows], capacity=packing.capacity, pad_id=parts.pad_id)
+        for rows in packing.packs[world.dp_rank]
+    ]
+
+
+def _row(answer: WorkedAnswer, tokens: int) -> PackedRow:
+    unknown = np.zeros(len(answer.response_ids), np.float32)  # no engine made these tokens
+    return PackedRow(answer.prompt_ids, answer.response_ids, unknown, advantage=1.0, scale=1.0 / tokens)
+
+
+def _negative_log_likelihood(responses: Responses) -> tuple[torch.Tensor, Sums]:
+    loss = -(responses.logprobs * responses.scale).sum()
+    return loss, {"train/loss": loss.detach(), "entropy": responses.entropy.sum()}
+
+
+def _rate(config: Config, step: int) -> float:
+    settings = OptimizerConfig(lr=config.sft.lr, schedule="cosine", warmup_steps=config.sft.warmup_steps)
+    return learning_rate(settings, step, config.sft.steps)

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Makes the virtual environment .venv with this project and the given extras, once for each state of pyproject.toml.
+# Usage: source scripts/install.sh cpu[,dev…]
+#
+# PYTHON names another interpreter. Without a GPU a CPU build of torch is enough: where pip would fetch the CUDA build
+# (some gigabytes), point PIP_INDEX_URL, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at a place that has the CPU build.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+extras=$1
+venv=.venv
+python=${PYTHON:-}
+for candidate in python3.11 python3.12 python3; do
+    [ -n "$python" ] || ! "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null ||
+        python=$candidate
+done
+[ -n "$python" ] || { echo "Python 3.11 or 3.12 is needed: install one, or name it in PYTHON" >&2; exit 2; }
+
+stamp="$venv/installed-$extras-$(sha256sum pyproject.toml setup.py | sha256sum | cut -c1-16)"
+if [ ! -e "$stamp" ]; then
+    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+    echo "installing into $venv (once; the log is $venv/install.log)"
+    "$venv/bin/python" -m pip install --disable-pip-version-check -e ".[$extras]" >"$venv/install.log" 2>&1 ||
+        { tail -n 20 "$venv/install.log" >&2; echo "the installation failed; the whole log is $venv/install.log" >&2; exit 1; }
+    touch "$stamp"
+fi
+export PATH="$PWD/$venv/bin:$PATH"
