@@ -2,10 +2,11 @@
 
     python benchmarks/local_rollout.py [--json]
 
-Both sample from the same random policy of about a million parameters (the quickstart's size), which stops at random: a
-token in 32 is a stop token, so that lengths are geometric, 32 on average, cut off at 128. Prompts have 8 to 40 tokens, with
-8 completions each, all decoded in one batch. Runs alternate, and the median counts. ``generate`` carries a finished row
-along until the last one ends, prefills a prompt once per completion, and gives no log-probabilities; the engine does.
+Both sample from the same random policy of about a million parameters (the quickstart's size), which stops at random:
+a token in 32 is a stop token, so that lengths are geometric, 32 on average, cut off at 128. Prompts have 8 to 40
+tokens, with 8 completions each, all decoded in one batch. Runs alternate, and the median counts. ``generate`` carries
+a finished row along until the last one ends, prefills a prompt once per completion, and gives no log-probabilities,
+which the engine does.
 """
 
 from __future__ import annotations
@@ -62,9 +63,7 @@ def with_engine(policy: Qwen3ForCausalLM, prompts: list[Prompt]) -> Callable[[in
     """A function from a seed to the number of tokens that the engine generates with it."""
     with tempfile.TemporaryDirectory() as directory:
         policy.config.save_pretrained(directory)
-        engine = LocalEngine(
-            directory, device=torch.device("cpu"), dtype=torch.float32, max_batch=PROMPTS * SAMPLES
-        )
+        engine = LocalEngine(directory, device=torch.device("cpu"), dtype=torch.float32, max_batch=PROMPTS * SAMPLES)
     engine.update_weights([dict(policy.named_parameters())], version=0)
 
     def run(seed: int) -> int:

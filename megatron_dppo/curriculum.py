@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from megatron_dppo.config import Config
 from megatron_dppo.data.order import PromptOrder
 from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.losses import host_for
+from megatron_dppo.rl.hosts import host_for
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.schedule import scheduled_keep
+from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.select import select
 from megatron_dppo.rl.types import Selection, StepMetadata
-
-SELECTION_DRAW = 1
-"""Keeps the seeds of this draw apart from those of the planner's."""
 
 
 class Curriculum:
@@ -38,7 +34,7 @@ class Curriculum:
             group_size=self._config.rollout.samples_per_prompt,
             normalised=self._normalised,
             keep=scheduled_keep(pruning.keep, pruning.schedule, step, self._config.run.steps),
-            rng=np.random.default_rng((self._config.run.seed, step, SELECTION_DRAW)),
+            rng=generator(self._config.run.seed, step, Purpose.PROMPTS),
         )
 
     def remember(self, metadata: StepMetadata) -> None:

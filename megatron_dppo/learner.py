@@ -13,8 +13,9 @@ from megatron_dppo.models.actor import Actor, Microbatch, Policy, Responses, Sum
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.losses import Host, host_for, token_losses
-from megatron_dppo.rl.packing import build_pack
+from megatron_dppo.rl.hosts import Host, host_for
+from megatron_dppo.rl.losses import token_losses
+from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepPlan
 
 MAX_LOGPROB_DIFF = {"fp32": 1e-3, "bf16": 0.1}
@@ -104,7 +105,7 @@ class Learner:
 
     def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:
         return [
-            build_pack(rows, capacity=minibatch.capacity, pad_id=self._pad_id)
+            build_pack(rows, capacity=minibatch.capacity, pad_id=self._pad_id, align=1)
             for rows in deliver(self._world, minibatch, held)
         ]
 

@@ -17,7 +17,8 @@ from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import MetricsLog
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize, shut_down
-from megatron_dppo.rl.packing import PackedRow, build_pack, pack_sequences
+from megatron_dppo.rl.pack import Pack, PackedRow, build_pack
+from megatron_dppo.rl.packing import pack_sequences
 
 
 def sft(config: Config) -> None:
@@ -74,7 +75,7 @@ def _packs(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], to
         min_per_rank=config.pack.min_per_rank or (2 * layout.pp if layout.pp > 1 else 1),
     )
     return [
-        build_pack([_row(batch[i], tokens) for i in rows], capacity=packing.capacity, pad_id=parts.pad_id)
+        build_pack([_row(batch[i], tokens) for i in rows], capacity=packing.capacity, pad_id=parts.pad_id, align=1)
         for rows in packing.packs[world.dp_rank]
     ]
 

@@ -12,7 +12,7 @@ from megatron_dppo.checkpoint import Checkpoints, latest_step
 from megatron_dppo.config import Config
 from megatron_dppo.curriculum import Curriculum
 from megatron_dppo.evaluate import evaluate
-from megatron_dppo.observe.journal import Journal
+from megatron_dppo.journal import Journal
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
@@ -59,6 +59,7 @@ class Trainer:
         self.sync()
         if self.step == 0:
             self.evaluate()
+            self.journal.write(0)
         while self.step < last:
             with self.timers("step"):
                 selection = self.select()
@@ -66,7 +67,7 @@ class Trainer:
                 plan = self.plan(rollouts)
                 metrics = self.train(plan, rollouts)
             self.step += 1
-            self.journal.record(self.step, rollouts, plan, metrics | self.timers.take())
+            self.journal.record(rollouts, plan, metrics | self.timers.take())
             if self.step == last or _due(self.step, self.config.eval.every):
                 self.evaluate()
             self.journal.write(self.step)

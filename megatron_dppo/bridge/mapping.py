@@ -1,8 +1,8 @@
 """Which Hugging Face tensors a Megatron parameter is made of, and which rows or columns of them each rank holds.
 
 One table per family. A line of it is read in both directions, because all that it says about contents is a list of
-:class:`Piece`: concatenated, the pieces of rank r are r's parameter; copied back to where they were taken from, they are
-the tensors again. Loading, streaming and the check of a directory's shapes all come from these lines. No torch is needed
+:class:`Piece`: put together, the pieces of rank r are r's parameter; put back where they were taken from, they are the
+tensors again. Loading, streaming and the check of a directory's shapes all come from these lines. No torch is needed
 to read them.
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, padded_vocab
 
 
@@ -34,7 +33,7 @@ class Place(StrEnum):
     LAST = "the last stage"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Row:
     """One line of a table. In the names of ``Place.LAYER``, ``*`` stands for the layer, counted over all stages."""
 
@@ -167,23 +166,25 @@ class Entry:
         """What rank ``tp_rank`` of ``tp`` holds: put together along ``axis``, its parameter.
 
         Raises:
-            UserError: if ``tp`` does not divide what is split.
+            ValueError: if ``tp`` does not divide what is split.
         """
         extents = {name: shape[self.axis] for name, shape in self.tensors.items()}
         match self.row.split:
             case Split.REPLICATED:
                 return tuple(Piece(name, 0, extent) for name, extent in extents.items())
             case Split.COLUMN | Split.ROW:
-                return tuple(Piece(name, *_part(extent, tp_rank, tp, name)) for name, extent in extents.items())
+                return tuple(
+                    Piece(name, *_part(extent, tp_rank, tp, f"slices of {name}")) for name, extent in extents.items()
+                )
             case Split.VOCABULARY:
                 ((name, vocabulary),) = extents.items()
-                start, stop = _part(padded_vocab(vocabulary, tp), tp_rank, tp, name)
+                start, stop = _part(padded_vocab(vocabulary, tp), tp_rank, tp, "tokens")
                 held = Piece(name, min(start, vocabulary), min(stop, vocabulary))
                 padding = Piece(None, max(start, vocabulary), max(stop, vocabulary))
                 return tuple(piece for piece in (held, padding) if piece.length)
             case Split.QKV:
-                groups = range(*_part(self.shape.groups, tp_rank, tp, "the query groups"))
-                heads = {name: extent // self.shape.groups for name, extent in extents.items()}
+                groups = range(*_part(self.shape.kv_heads, tp_rank, tp, "query groups"))
+                heads = {name: extent // self.shape.kv_heads for name, extent in extents.items()}
                 return tuple(
                     Piece(name, group * size, (group + 1) * size) for group in groups for name, size in heads.items()
                 )
@@ -193,16 +194,16 @@ def stage_layers(layers: int, stage: int, stages: int) -> range:
     """The layers of a pipeline stage, in equal runs.
 
     Raises:
-        UserError: if the stages do not divide the layers.
+        ValueError: if the stages do not divide the layers.
     """
-    return range(*_part(layers, stage, stages, "the layers", "layout.pp"))
+    return range(*_part(layers, stage, stages, "layers"))
 
 
 def entries(shape: PolicyShape, stage: int = 0, stages: int = 1) -> Iterator[Entry]:
     """The parameters of one pipeline stage, in the order of the forward pass: with one stage, of the whole policy."""
     first, last = stage == 0, stage == stages - 1
     yield from (Entry(row, shape, None) for row in QWEN3 if row.place is Place.FIRST and first)
-    for layer in stage_layers(shape.layers, stage, stages):
+    for layer in stage_layers(shape.num_layers, stage, stages):
         yield from (Entry(row, shape, layer) for row in QWEN3 if row.place is Place.LAYER)
     yield from (Entry(row, shape, None) for row in QWEN3 if row.place is Place.LAST and last)
     if last and not shape.tied:
@@ -216,12 +217,20 @@ def expected_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
     return {name: size for entry in entries(shape) for name, size in entry.tensors.items()}
 
 
+def redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
+    """Tensors that a directory may hold besides, and that nothing reads: an output layer that is tied to the embedding.
+
+    Qwen3's own small models come with it.
+    """
+    return Entry(UNTIED_OUTPUT, shape, None).tensors if shape.tied else {}
+
+
 def _extents(shape: PolicyShape) -> dict[str, int]:
     return {
-        "vocabulary": shape.vocab,
+        "vocabulary": shape.vocab_size,
         "hidden": shape.hidden,
         "queries": shape.heads * shape.head_dim,
-        "keys": shape.groups * shape.head_dim,
+        "keys": shape.kv_heads * shape.head_dim,
         "head": shape.head_dim,
         "feed_forward": shape.ffn,
     }
@@ -231,9 +240,11 @@ def _numbered(name: str, layer: int | None) -> str:
     return name if layer is None else name.replace("*", str(layer))
 
 
-def _part(extent: int, part: int, parts: int, what: str, setting: str = "layout.tp") -> tuple[int, int]:
+def _part(extent: int, part: int, parts: int, what: str) -> tuple[int, int]:
     """Start and stop of one of ``parts`` equal parts."""
     if extent % parts:
-        raise UserError(setting, parts, f"does not divide {what} ({extent})", f"choose a divisor of {extent}")
+        raise ValueError(
+            f"{what} ({extent}) cannot be cut into {parts} equal parts; check_layout refuses such a layout"
+        )
     size = extent // parts
     return part * size, (part + 1) * size

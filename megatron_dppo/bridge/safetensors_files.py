@@ -1,8 +1,8 @@
 """The weights of a Hugging Face directory: where each tensor lies, and whether the policy can be read from there.
 
 Headers are read here and nothing else is, without torch, so that a bad directory is refused before any rank starts.
-The format: eight bytes, the little-endian length of a JSON header; the header, with dtype, shape and ``data_offsets`` of
-every tensor; the data, to the last byte of the file.
+The format: eight bytes, the little-endian length of a JSON header; the header, with dtype, shape and ``data_offsets``
+of every tensor; the data, to the last byte of the file.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """The types of weights that can be read, and bytes per element."""
+LONGEST_HEADER = 100_000_000
+"""The format's own limit, in bytes. A Git LFS pointer, read as a header's length, is far beyond it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
+        if length > LONGEST_HEADER:
+            remedy = "fetch it again (through Git LFS, if it is a pointer)"
+            raise _unreadable(file.parent, f"{file.name} is no safetensors file", remedy)
         if size < 8 + length:
             raise _truncated(file, size, 8 + length)
         try:
@@ -85,8 +90,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def check_weights(path: Path, shape: PolicyShape) -> None:
-    """Refuse a directory whose weights are not those of ``shape``, before anything is started.
+def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
+    """Where the weights of ``shape`` lie; a directory that does not have them is refused, before anything is started.
 
     Raises:
         UserError: for a file or tensor that is missing, truncated, unexpected, or of another shape or type.
@@ -103,9 +108,10 @@ def check_weights(path: Path, shape: PolicyShape) -> None:
             "take a directory that holds the whole model, in Hugging Face's Qwen3 form, and its own config.json",
         )
     if unexpected:
+        near = _nearest(unexpected[0], expected)
         raise _unreadable(
             path,
-            f"{_some(unexpected)} not part of a Qwen3 model of {shape.layers} layers{_nearest(unexpected[0], expected)}",
+            f"{_some(unexpected)} no part of a Qwen3 model of {shape.num_layers} layers{near}",
             "take dense Qwen3 weights (no adapter, no quantization) and the config.json that belongs to them",
         )
     for name, tensor in found.items():
@@ -121,6 +127,7 @@ def check_weights(path: Path, shape: PolicyShape) -> None:
                 f"{name} is stored as {tensor.dtype}, which is none of {', '.join(BYTES)}",
                 "take weights that are not quantized",
             )
+    return found
 
 
 def _single_file(path: Path) -> Path:
@@ -142,7 +149,8 @@ def _weight_map(index: Path) -> Mapping[str, str]:
         if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
             raise TypeError("weight_map does not map tensors to files")
     except (ValueError, KeyError, TypeError) as error:
-        raise _unreadable(index.parent, f"{INDEX} is no index of safetensors files ({error})", "fetch it again") from None
+        problem = f"{INDEX} is no index of safetensors files ({error})"
+        raise _unreadable(index.parent, problem, "fetch it again") from None
     return files
 
 

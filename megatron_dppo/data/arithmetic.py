@@ -1,9 +1,9 @@
 """A finite pool of sums with worked answers: the task that a policy of a million parameters learns in minutes.
 
-    12+7+55=        the question
-    12+7=19         one line per addition, so that the length of an answer varies with the problem
-    19+55=74
-    #74             the label
+12+7+55=        the question
+12+7=19         one line per addition, so that the length of an answer varies with the problem
+19+55=74
+#74             the label
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.packing import PackedRow
+from megatron_dppo.rl.pack import PackedRow
 from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, Rows
 
 

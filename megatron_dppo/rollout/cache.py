@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,14 @@ class Departure:
         return rows[: self.remaining]
 
 
-class RolloutLayer(CacheLayerMixin):
+class RolloutLayer(DynamicLayer):
     """One layer's keys and values, [rows, heads, capacity, head size]; the first ``length`` positions are filled.
 
     The first update is the prefill of the prompts: it is stored ``samples`` times over.
     """
 
-    is_sliding = False
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, samples: int, capacity: int) -> None:
         super().__init__()
@@ -72,14 +73,8 @@ class RolloutLayer(CacheLayerMixin):
         departure.apply(self.values[:, :, : self.length])
         self.keys, self.values = self.keys[: departure.remaining], self.values[: departure.remaining]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
     def get_seq_length(self) -> int:
         return self.length
-
-    def get_max_length(self) -> int:
-        return self.capacity
 
 
 class RolloutCache(Cache):
@@ -92,9 +87,10 @@ class RolloutCache(Cache):
     """
 
     def __init__(self, layers: int, samples: int, capacity: int) -> None:
-        super().__init__(layers=[RolloutLayer(samples, capacity) for _ in range(layers)])
+        self._layers = [RolloutLayer(samples, capacity) for _ in range(layers)]
+        super().__init__(layers=list(self._layers))
 
     def depart(self, departure: Departure) -> None:
         """Let rows leave, in every layer."""
-        for layer in self.layers:
+        for layer in self._layers:
             layer.depart(departure)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 def completion_uniforms(seed: int, prompt_id: int, sample: int, count: int) -> NDArray[np.float64]:
     """Uniforms in [0, 1) for the first ``count`` positions of one completion.
 
-    They are Philox's stream under a key hashed from the three numbers, so that a completion's luck depends neither on the
-    batch it is decoded in nor on what was generated before. A longer row begins with the shorter one.
+    They are Philox's stream under a key hashed from the three numbers, so that a completion's luck depends neither on
+    the batch it is decoded in nor on what was generated before. A longer row begins with the shorter one.
 
     Returns:
         [count]
@@ -22,9 +22,7 @@ def completion_uniforms(seed: int, prompt_id: int, sample: int, count: int) -> N
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(count)
 
 
-def draw_tokens(
-    logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample one token per row.
 
     Args:

@@ -1,0 +1,92 @@
+"""The command line: ``megatron-dppo train | sft | init | doctor``.
+
+Nothing heavy is imported before a command needs it: a mistake in the settings is answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dppo import __version__
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.observe.complaint import describe
+from megatron_dppo.settings import as_yaml, load_config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit code: 2 for a mistake that the user can mend, 130 after Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        return _run(arguments)
+    except UserError as error:
+        print(describe(error), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output, `head` perhaps, has gone
+        sys.stderr.close()
+        return 1
+
+
+def _run(arguments: Sequence[str]) -> int:
+    chosen = _parser(needs_init="init" in arguments[:1]).parse_args(arguments)
+    if chosen.command == "init":
+        from megatron_dppo.models.init import init_from_arguments
+
+        init_from_arguments(chosen)
+        return 0
+    if chosen.command == "doctor":
+        from megatron_dppo.doctor import doctor
+
+        return doctor(as_json=chosen.json)
+    config = _read(chosen.settings)
+    if chosen.print_config:
+        print(as_yaml(config), end="")
+        return 0
+    from megatron_dppo.launch.local import run
+
+    return run(chosen.command, config)
+
+
+def _read(words: Sequence[str]) -> Config:
+    """CONFIG and overrides; CONFIG may be left out, and is the one word that is no ``a.b=c``."""
+    files = [word for word in words if "=" not in word or Path(word).is_file()]
+    if len(files) > 1:
+        raise UserError(
+            "CONFIG", " ".join(files), "is more than one file", "Give one, and write overrides as section.setting=value"
+        )
+    return load_config(files[0] if files else None, [word for word in words if word not in files])
+
+
+def _parser(*, needs_init: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-dppo",
+        description="Reinforcement learning of Qwen3 policies with Dynamic Pruning Policy Optimization.",
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-dppo {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command, what in (
+        ("train", "train a policy; run again, it resumes from the last checkpoint in run.dir"),
+        ("sft", "warm a policy up on worked answers"),
+    ):
+        of = commands.add_parser(command, help=what, description=what[0].upper() + what[1:] + ".")
+        of.add_argument(
+            "settings", nargs="*", metavar="CONFIG a.b=c", help="a YAML file, and settings that override what it says"
+        )
+        of.add_argument("--print-config", action="store_true", help="print every setting with its meaning, and stop")
+    init = commands.add_parser("init", help="make a fresh Qwen3 model directory, tokenizer included")
+    if needs_init:
+        from megatron_dppo.models.init import add_init_arguments
+
+        add_init_arguments(init)
+    doctor = commands.add_parser("doctor", help="show what is installed and what will be used")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Rows of a data file, each with the place it stands at, so that a complaint can name it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.errors import UserError
+
+COLUMNS_IN_USE = {
+    "data.prompt_key": ("prompt", "question", "problem", "messages"),
+    "data.label_key": ("label", "answer", "reward_model.ground_truth", "ground_truth", "solution"),
+    "data.response_key": ("response", "answer", "solution"),
+}
+"""What published data sets call these columns, likeliest first: proposed where a row lacks the one asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One record of a file."""
+
+    values: Mapping[str, Any]
+    setting: str
+    """The setting that named the file (``data.train``)."""
+    place: str
+    """File and line, or file and row."""
+
+    def complaint(self, problem: str, remedy: str) -> UserError:
+        """An error that names this row."""
+        return UserError(self.setting, self.place, problem, remedy)
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of a column; dots in ``key`` reach into nested objects, unless a column is called just so."""
+        return self.values[key] if key in self.values else _descend(self.values, key.split("."))
+
+    def require(self, key: str, setting: str) -> Any:
+        """The value of a column that the row must have.
+
+        Raises:
+            UserError: if it lacks the column or holds null there; names the likeliest of those it has.
+        """
+        try:
+            value = self[key]
+        except KeyError:
+            columns = list(_paths(self.values))
+            likely = next((c for c in COLUMNS_IN_USE[setting] if c in columns), None)
+            likely = likely or next(iter(get_close_matches(key, columns, 1, 0.0)), None)
+            remedy = f"Set {setting} to the right column" + (f", perhaps {likely!r}" if likely else "")
+            raise self.complaint(f"has no column {key!r} (it has {', '.join(columns) or 'none'})", remedy) from None
+        if value is None:
+            raise self.complaint(f"holds null in column {key!r}", f"Remove the row, or set {setting} to another column")
+        return value
+
+
+def read_rows(file: str, setting: str) -> list[Row]:
+    """All rows of a JSONL file (.jsonl), a JSON list (.json) or a parquet file (.parquet).
+
+    Raises:
+        UserError: if the file is absent, malformed, of another kind, or without rows.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(setting, file, "is no file", "Give the path of a JSONL or parquet file, or `arithmetic`")
+    readers = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise UserError(setting, file, "is of no known kind", f"Give a file ending in {', '.join(readers)}")
+    rows = list(readers[path.suffix](path, setting))
+    if not rows:
+        raise UserError(setting, file, "holds no rows", "Give a file with at least one prompt")
+    return rows
+
+
+def _read_jsonl(path: Path, setting: str) -> Iterator[Row]:
+    # Split on newlines only: str.splitlines would also break lines at U+2028, which JSON strings may hold.
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        try:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _parse(line, f"{path}, line {number}", setting)
+        except UnicodeDecodeError as error:
+            raise UserError(setting, path, f"is not UTF-8 text ({error})", "Convert the file to UTF-8") from error
+
+
+def _parse(line: str, place: str, setting: str) -> Row:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise UserError(setting, place, f"is not JSON ({error})", "Mend or remove the line") from error
+    return _as_row(values, place, setting)
+
+
+def _as_row(values: Any, place: str, setting: str) -> Row:
+    if not isinstance(values, dict):
+        raise UserError(setting, place, f"is a {type(values).__name__}, no object", "Give one JSON object for each row")
+    return Row(values, setting, place)
+
+
+def _read_json(path: Path, setting: str) -> Iterator[Row]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        remedy = "Mend it, or call it .jsonl if it holds one object a line"
+        raise UserError(setting, path, f"is not JSON ({error})", remedy) from error
+    if not isinstance(values, list):
+        raise UserError(setting, path, "is not a list of objects", "Give a JSON list, or JSONL")
+    for number, value in enumerate(values, 1):
+        yield _as_row(value, f"{path}, row {number}", setting)
+
+
+def _read_parquet(path: Path, setting: str) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(setting, path, f"is no readable parquet file ({error})", "Copy or write it again") from error
+    for number, values in enumerate(table.to_pylist(), 1):
+        yield Row(values, setting, f"{path}, row {number}")
+
+
+def _descend(value: Any, keys: list[str]) -> Any:
+    for key in keys:
+        if not isinstance(value, Mapping):
+            raise KeyError(key)
+        value = value[key]
+    return value
+
+
+def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _paths(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

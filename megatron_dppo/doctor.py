@@ -1,0 +1,128 @@
+"""``megatron-dppo doctor``: what is installed, and what a run on this machine will therefore use."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo import __version__
+from megatron_dppo.launch.local import usable_cores
+
+PACKAGES: dict[str, tuple[str, str]] = {
+    "torch": ("torch", "torch"),
+    "megatron-core": ("megatron-core", "megatron.core"),
+    "transformers": ("transformers", "transformers"),
+    "Transformer Engine": ("transformer-engine", "transformer_engine"),
+    "Apex": ("apex", "apex.multi_tensor_apply"),
+    "SGLang": ("sglang", "sglang"),
+    "vLLM": ("vllm", "vllm"),
+}
+"""Shown name: the distribution, and the module that proves it (the registry's ``apex`` is another project)."""
+
+REQUIRED = ("torch", "megatron-core", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device."""
+
+    name: str
+    memory_gib: float
+
+
+def doctor(*, as_json: bool) -> int:
+    """Print the findings; returns 1 if something without which nothing runs is missing, else 0."""
+    findings = examine()
+    if as_json:
+        print(json.dumps(findings, indent=2))
+    else:
+        _show(findings)
+    return 1 if any(findings["installed"][name] is None for name in REQUIRED) else 0
+
+
+def examine() -> dict[str, Any]:
+    """The findings, JSON-able: ``installed`` (versions, None where absent), ``machine``, ``will_use``."""
+    installed = {name: _version(*where) for name, where in PACKAGES.items()}
+    gpus = _gpus() if installed["torch"] else []
+    return {
+        "megatron-dppo": __version__,
+        "installed": {"Python": platform.python_version(), **installed},
+        "machine": {
+            "cores": usable_cores(),
+            "memory_gib": round(_memory_gib(), 1),
+            "cuda": _cuda() if installed["torch"] else None,
+            "gpus": [f"{gpu.name}, {gpu.memory_gib:.0f} GiB" for gpu in gpus],
+        },
+        "will_use": _choices(installed, on_gpu=bool(gpus)),
+    }
+
+
+def _choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict[str, str]:
+    engine = on_gpu and installed["Transformer Engine"] is not None
+    fused = "Transformer Engine" if engine else "Apex" if on_gpu and installed["Apex"] else None
+    return {
+        "device": "CUDA over NCCL" if on_gpu else "CPU over gloo",
+        "layers (model.spec auto)": "te" if engine else "torch",
+        "optimizer": f"fused Adam of {fused}" if fused else "Adam of torch",
+        "rollouts (rollout.engine)": "local",
+    }
+
+
+def _version(distribution: str, module: str) -> str | None:
+    """The installed version, without importing the package; None if it or its proof is missing."""
+    try:
+        version = metadata.version(distribution)
+        return version if importlib.util.find_spec(module) else None
+    except (metadata.PackageNotFoundError, ModuleNotFoundError):
+        return None
+
+
+def _cuda() -> str | None:
+    import torch
+
+    return torch.version.cuda
+
+
+def _gpus() -> list[Gpu]:
+    import torch
+
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [Gpu(device.name, device.total_memory / 2**30) for device in found]
+
+
+def _memory_gib() -> float:
+    """The machine's memory, or its container's share of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()) != "max":
+        total = min(total, int(text))
+    return total / 2**30
+
+
+def _show(findings: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    machine = findings["machine"]
+    table = Table(title=f"megatron-dppo {findings['megatron-dppo']}", title_justify="left", box=None, show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, version in findings["installed"].items():
+        missing = "[bold red]missing: nothing runs without it[/]" if name in REQUIRED else "[dim]not installed[/]"
+        table.add_row(name, version or missing)
+    table.add_row()
+    table.add_row("cores", str(machine["cores"]))
+    table.add_row("memory", f"{machine['memory_gib']} GiB")
+    table.add_row("CUDA", machine["cuda"] or "[dim]torch was built without it[/]")
+    table.add_row("GPUs", "\n".join(machine["gpus"]) or "[dim]none[/]")
+    table.add_row()
+    for what, choice in findings["will_use"].items():
+        table.add_row(what, f"[bold]{choice}[/]")
+    Console(file=sys.stdout, highlight=False).print(table)

@@ -1,0 +1,67 @@
+"""What the leader of a run says and writes down: console, metrics, answers, summary, picture. Other ranks stay silent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_dppo.config import Config
+from megatron_dppo.evaluate import Evaluation, record_answers
+from megatron_dppo.observe.console import Console
+from megatron_dppo.observe.metrics import MetricsLog, read_metrics
+from megatron_dppo.observe.picture import draw_progress
+from megatron_dppo.observe.summary import print_summary, write_summary
+from megatron_dppo.rl.types import StepPlan
+from megatron_dppo.rollout.collect import Collected
+from megatron_dppo.settings import as_yaml
+
+
+class Journal:
+    """One row of metrics per step, gathered from the step's phases and written when the step is over."""
+
+    def __init__(self, config: Config, *, leads: bool, step: int, dropped_prompts: int) -> None:
+        self._folder = Path(config.run.dir)
+        self._row: dict[str, float] = {}
+        self._said: set[str] = set()
+        self._log: MetricsLog | None = None
+        if not leads:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "config.yaml").write_text(as_yaml(config))
+        self._log = MetricsLog(self._folder, resume_step=step)
+        self._console = Console(config.run.steps)
+        if step:
+            self._console.note(f"resuming after step {step}")
+        if dropped_prompts:
+            self._console.note(f"{dropped_prompts} prompts over data.max_prompt_tokens left the pool")
+
+    def record(self, rollouts: Collected, plan: StepPlan, metrics: dict[str, float]) -> None:
+        """Take in what a step's phases measured, and say what they have to say in words (each thing once)."""
+        self._row |= rollouts.metrics | dict(plan.metrics) | metrics
+        for note in (*rollouts.notes, *plan.notes):
+            self._note(note)
+
+    def evaluated(self, step: int, evaluation: Evaluation, seconds: dict[str, float]) -> None:
+        """Take in an evaluation made after ``step`` steps."""
+        self._row |= evaluation.metrics | seconds
+        if self._log:
+            record_answers(self._folder, step, evaluation)
+
+    def write(self, step: int) -> None:
+        """Close the row of ``step``."""
+        if self._log:
+            self._log.write(step, self._row)
+            self._console.step(step, self._row)
+        self._row = {}
+
+    def finish(self) -> None:
+        """Draw, sum up and point to what the run has made."""
+        if not self._log:
+            return
+        self._log.close()
+        draw_progress(read_metrics(self._folder), self._folder / "progress.png")
+        print_summary(self._folder, write_summary(self._folder))
+
+    def _note(self, text: str) -> None:
+        if self._log and text not in self._said:
+            self._said.add(text)
+            self._console.note(text)

@@ -1,0 +1,70 @@
+"""Of all ranks that fail, the first one speaks: the others fail because of it, or in the same words."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+MARKER = "MEGATRON_DPPO_FAILURE"
+"""Environment variable with the path of the marker that the launcher chose for its ranks."""
+
+STALE_S = 60.0
+"""A marker this much older than the rank that finds it was left by an earlier run. Covers clocks that differ."""
+
+
+class FirstFailure:
+    """A marker file that the first failing rank makes, with the exit code of the run in it.
+
+    A file and not a message, since it must work when a rank can say no more than that, and others hang in a collective.
+
+    Args:
+        marker: the same for every rank of the run, on a disk that they share if they can.
+    """
+
+    def __init__(self, marker: Path) -> None:
+        self._marker, self._start = marker, time.time()
+
+    def claim(self, code: int) -> tuple[bool, int]:
+        """Whether this rank is the first to fail and should say why; and the code to exit with, the first one's."""
+        try:
+            self._remove_stale()
+            descriptor = os.open(self._marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        except FileExistsError:
+            return False, self.code() or code
+        except OSError:
+            return True, code  # better said twice than not at all
+        os.write(descriptor, str(code).encode())
+        os.close(descriptor)
+        return True, code
+
+    def code(self) -> int | None:
+        """The exit code of the first failure; None if no rank has failed."""
+        for _ in range(20):  # the file exists a moment before its content does
+            try:
+                if text := self._marker.read_text():
+                    return int(text)
+            except FileNotFoundError:
+                return None
+            time.sleep(0.01)
+        return 1
+
+    def _remove_stale(self) -> None:
+        if self._marker.exists() and self._marker.stat().st_mtime < self._start - STALE_S:
+            self._marker.unlink(missing_ok=True)
+
+
+def marker_for(run_dir: Path, environ: Mapping[str, str]) -> Path:
+    """Where ranks agree on the first failure: as the launcher said, else in the run's own directory.
+
+    Before that directory exists, the ranks of one node agree among themselves.
+    """
+    if MARKER in environ:
+        return Path(environ[MARKER])
+    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
+    run = "/".join([str(run_dir.absolute()), *(environ.get(name, "") for name in names)])
+    folder = run_dir if run_dir.is_dir() else Path(tempfile.gettempdir())
+    return folder / f".megatron-dppo-failure-{hashlib.sha256(run.encode()).hexdigest()[:16]}"

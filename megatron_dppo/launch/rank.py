@@ -1,0 +1,110 @@
+"""One rank of a run: ``python -m megatron_dppo.launch.rank JOB CONFIG``, started by the launcher, torchrun or srun.
+
+However a rank fails, one message is seen, every rank ends, and the exit code says which kind it was: 2 for what the
+user can mend, 1 for a crash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch.first_failure import FirstFailure, marker_for
+from megatron_dppo.observe.complaint import describe
+from megatron_dppo.settings import load_config
+
+LAUNCHER = "MEGATRON_DPPO_LAUNCHER"
+"""Environment variable with the process id of the launcher, without which its ranks do not live on."""
+
+JOBS = {"train": "megatron_dppo.train:train", "sft": "megatron_dppo.sft:sft"}
+"""What a rank can be told to run, besides any ``module:function`` that takes a Config."""
+
+PR_SET_PDEATHSIG = 1
+
+ABSENCES = (
+    r"Transformer Engine and Apex are not installed",
+    r"Apex is not installed",
+    r"transformer_engine is not installed",
+    r"Unable to import .*(transformer|nemo|mamba|triton)",
+    r"dist_checkpointing was imported",
+)
+"""Starts of warnings that Megatron-Core gives at import where optional packages are absent: ``doctor`` says so."""
+
+
+def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = None) -> int:
+    """Run a job as one rank of the process group that the environment describes. Returns the exit code.
+
+    With more than one rank a failing rank does not return but ends its process: there may be no way out through a
+    collective that others hang in.
+
+    Args:
+        job: a key of ``JOBS``, or ``module:function``.
+        config: what the job is given.
+        first: called before it; its errors are reported in the same way.
+    """
+    quieten()
+    failure = FirstFailure(marker_for(Path(config.run.dir), os.environ))
+    code = 0
+    try:
+        if first is not None:
+            first()
+        module, _, function = JOBS.get(job, job).partition(":")
+        getattr(importlib.import_module(module), function)(config)
+    except UserError as error:
+        code = _say(failure, 2, describe(error))
+    except Exception:
+        code = _say(failure, 1, f"{_name()} crashed:\n{traceback.format_exc().rstrip()}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code and int(os.environ["WORLD_SIZE"]) > 1:
+        os._exit(code)
+    return code
+
+
+def quieten() -> None:
+    """Silence what every import says of packages that are allowed to be absent, and nothing else."""
+    for start in ABSENCES:
+        warnings.filterwarnings("ignore", message=start)
+
+
+def _say(failure: FirstFailure, code: int, text: str) -> int:
+    speaks, code = failure.claim(code)
+    if speaks:
+        print(text, file=sys.stderr)
+    return code
+
+
+def _name() -> str:
+    size = int(os.environ["WORLD_SIZE"])
+    return f"rank {os.environ['RANK']} of {size}" if size > 1 else "the run"
+
+
+def die_with(launcher: int) -> None:
+    """Have the kernel end this process when the launcher ends, even by SIGKILL: no rank stays behind on a machine."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended before the line above
+        os._exit(1)
+
+
+def main(job: str, config: str) -> int:
+    """A rank that our own launcher started; what is wrong with the configuration was found there."""
+    # A rank in a collective never gets to run Python's handler; and the launcher says what a signal meant.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    if LAUNCHER in os.environ:
+        die_with(int(os.environ[LAUNCHER]))
+    return rank_main(job, load_config(config, ()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,239 @@
+"""Qwen3 on Megatron-Core's GPTModel, with a head that scores response tokens instead of returning logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from megatron_dppo.config import LayoutConfig, ModelConfig
+from megatron_dppo.models.layer_specs import choose_spec, layer_spec
+from megatron_dppo.models.policy_head import HeadOutput, score_responses
+from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_policy(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *, temperature: float) -> PolicyModel:
+    """This rank's part of the policy, in the model-parallel groups that :func:`parallel.world.initialize` laid out.
+
+    All weights but the norms' are zero until they are loaded: nothing is drawn, since every run starts from a
+    directory, and drawing would depend on the layout.
+
+    Raises:
+        UserError: if the shape cannot be cut as the layout says, or ``model.spec`` is not to be had here.
+    """
+    check_layout(shape, layout)
+    config = transformer_config(shape, model, layout)
+    return PolicyModel(shape, config, model, tp=layout.tp, temperature=temperature)
+
+
+def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig) -> TransformerConfig:
+    """Megatron's configuration of a policy. Kernels that need CUDA or Transformer Engine are on where these are."""
+    spec, cuda, dtype = choose_spec(model.spec), torch.cuda.is_available(), _DTYPES[model.dtype]
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.rms_eps,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        # Gradients are sums: nothing divides by microbatches or replicas, the plan has divided once and for all.
+        calculate_per_token_loss=True,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Zeros, until weights are loaded. Initialisation itself stays on: it also marks parameters as sharded over the
+        # tensor-parallel ranks, without which the gradient's norm counts one rank's shard only.
+        init_method=torch.nn.init.zeros_,
+        output_layer_init_method=torch.nn.init.zeros_,
+        embedding_init_method=torch.nn.init.zeros_,
+        # Gloo has no batched sends; every pack of a minibatch has the same length, so stages need not exchange shapes.
+        batch_p2p_comm=cuda,
+        variable_seq_lengths=False,
+        deallocate_pipeline_outputs=True,
+        apply_rope_fusion=spec == "te",
+        bias_activation_fusion=cuda,
+        bias_dropout_fusion=cuda,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        # Transformer Engine would want an environment variable and slower kernels; torch's embedding sums in order.
+        deterministic_mode=spec == "torch",
+        **(full if model.recompute == "full" else {}),
+    )
+
+
+def packed_sequence(cu_seqlens: NDArray[np.int32], max_seqlen: int, device: torch.device) -> PackedSeqParams:
+    """Megatron's description of a pack of S segments.
+
+    Args:
+        cu_seqlens: [S + 1], where segments start; ends with the pack's tokens T.
+        max_seqlen: the longest segment.
+        device: where the model runs.
+
+    Raises:
+        ValueError: if ``max_seqlen`` is not the longest segment. Where it equals T, Megatron does not reset rotary
+            positions, in silence, and logits hardly show it.
+    """
+    longest = int(np.diff(cu_seqlens).max())
+    if max_seqlen != longest:
+        raise ValueError(f"max_seqlen is {max_seqlen}, but the longest segment has {longest} tokens")
+    starts = torch.as_tensor(cu_seqlens, dtype=torch.int32, device=device)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+
+
+class OutputWeight(ColumnParallelLinear):
+    """The output layer as a holder of its weight: it passes hidden states on, and the policy head does the product.
+
+    It is still called in the forward pass, so that the hooks on it fire (DDP waits there for a gathered weight).
+    """
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        return input_, None
+
+
+class PolicyModel(GPTModel):
+    """One pipeline stage's share of the policy, over packs in THD form."""
+
+    def __init__(
+        self, shape: PolicyShape, config: TransformerConfig, model: ModelConfig, *, tp: int, temperature: float
+    ) -> None:
+        super().__init__(
+            config,
+            layer_spec(choose_spec(model.spec), config),
+            vocab_size=padded_vocab(shape.vocab_size, tp),
+            max_sequence_length=shape.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+        )
+        self.shape = shape
+        self.temperature = temperature
+        self.head_chunk_mib = model.head_chunk_mib
+        self.register_load_state_dict_post_hook(_allow_missing_extra_state)
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Called by Megatron once the layers stand: put the holder of the weight in the output layer's place."""
+        if self.post_process:
+            self.output_layer = OutputWeight(
+                self.config.hidden_size,
+                self.vocab_size,
+                config=self.config,
+                init_method=self.config.init_method,
+                bias=False,
+                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+                tp_group=self.pg_collection.tp,
+            )
+        super().setup_embeddings_and_output_layer()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        packed_seq_params: PackedSeqParams,
+        predictors: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | torch.Tensor:
+        """Run this stage on a pack.
+
+        Args:
+            input_ids: [1, T] int64.
+            position_ids: [1, T] int64, from 0 in every segment.
+            packed_seq_params: from :func:`packed_sequence`.
+            predictors: [R] int64, positions whose next token is a response token; read by the last stage only.
+            targets: [R] int64, those next tokens; read by the last stage only.
+
+        Returns:
+            On the last stage the fields of :class:`HeadOutput`, each [R], as a plain tuple (Megatron's mixed-precision
+            wrapper keeps no other kind); elsewhere hidden states, [T, 1, h], T / tp of them under sequence parallelism.
+        """
+        hidden = super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
+        if not self.post_process:
+            return hidden
+        if predictors is None or targets is None:
+            raise ValueError("the last pipeline stage scores responses: pass predictors and targets")
+        return tuple(self._score(hidden[0], predictors, targets))
+
+    def _score(self, hidden: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor) -> HeadOutput:
+        return score_responses(
+            self._for_every_rank(hidden, predictors),
+            self._output_weight(),
+            targets,
+            vocab_size=self.shape.vocab_size,
+            temperature=self.temperature,
+            tp_group=self.pg_collection.tp,
+            chunk_mib=self.head_chunk_mib,
+        )
+
+    def _for_every_rank(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
+        """The predictors' hidden states, [R, h], on every rank; gradients are summed over the ranks on the way back."""
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, group=group).index_select(0, predictors)
+        return copy_to_tensor_model_parallel_region(hidden.index_select(0, predictors), group=group)
+
+    def _output_weight(self) -> torch.Tensor:
+        return self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
+
+    @torch.no_grad()
+    def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed: PackedSeqParams) -> torch.Tensor:
+        """[T, vocab_size] fp32, at temperature 1, on every rank of the last stage: what the head never makes.
+
+        For tests and for checking a converted model against another's logits; needs a single pipeline stage, or the
+        input of the last one set.
+        """
+        hidden = super().forward(input_ids, position_ids, None, packed_seq_params=packed)[0]
+        everywhere = torch.arange(input_ids.shape[1], device=input_ids.device)
+        hidden = self._for_every_rank(hidden, everywhere)
+        local = hidden.float() @ self._output_weight().float().t()
+        return gather_from_tensor_model_parallel_region(local, group=self.pg_collection.tp)[:, : self.shape.vocab_size]
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Megatron's, without the extra state of linear layers.
+
+        It holds the scales of 8-bit training, here nothing; Transformer Engine has it on other layers than torch does,
+        and a checkpoint of the one would not load into the other.
+        """
+        state = super().sharded_state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
+
+
+def _allow_missing_extra_state(module: torch.nn.Module, incompatible: Any) -> None:
+    incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if not key.endswith("_extra_state")]

@@ -1,0 +1,153 @@
+"""The sizes of a Qwen3 policy, read from a Hugging Face directory, and the layouts that they allow. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.config import LayoutConfig
+from megatron_dppo.errors import UserError
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+_DEFAULT_ROPE_THETA = 10000.0  # transformers' own, for a config.json that names none
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyShape:
+    """A dense Qwen3: grouped-query attention with normalised queries and keys, SwiGLU, RMSNorm, rotary positions."""
+
+    num_layers: int
+    hidden: int
+    """Width of the residual stream."""
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key and value heads; each serves ``heads / kv_heads`` query heads."""
+    head_dim: int
+    """Width of one head; heads · head_dim need not be ``hidden``."""
+    ffn: int
+    """Width of the feed-forward layer: of the gate and of the up projection, each."""
+    vocab_size: int
+    """Tokens, before any padding."""
+    tied: bool
+    """Whether the output layer is the embedding."""
+    rope_theta: float
+    """Base of the rotary frequencies."""
+    rms_eps: float
+    max_positions: int
+    """Longest sequence that the policy was made for, in tokens."""
+
+
+def read_shape(path: str | Path) -> PolicyShape:
+    """The shape that a Hugging Face directory's ``config.json`` describes.
+
+    Raises:
+        UserError: on ``model.path``, if there is no such directory or file, or if it holds another kind of model.
+    """
+    if not str(path):
+        raise UserError("model.path", "(empty)", "no policy is given", "name a directory that holds a Qwen3 model")
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        problem = "has no config.json" if Path(path).is_dir() else "is not a directory"
+        remedy = "give a local Hugging Face directory of a Qwen3 model (`megatron-dppo init` makes a fresh one)"
+        raise UserError("model.path", path, problem, remedy)
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        problem = f"its config.json is not JSON ({error})"
+        raise UserError("model.path", path, problem, "fetch the model again") from error
+    _refuse_other_models(path, config)
+    try:
+        return _shape(config)
+    except KeyError as error:
+        raise UserError("model.path", path, f"its config.json has no {error}", "fetch the model again") from error
+
+
+def _shape(config: dict[str, Any]) -> PolicyShape:
+    heads = config["num_attention_heads"]
+    return PolicyShape(
+        num_layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=heads,
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        ffn=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        tied=config.get("tie_word_embeddings", False),
+        rope_theta=float(_rope(config).get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROPE_THETA),
+        rms_eps=config["rms_norm_eps"],
+        max_positions=config["max_position_embeddings"],
+    )
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Transformers 5 writes ``rope_parameters``; before, there were ``rope_theta`` and ``rope_scaling``."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _refuse_other_models(path: str | Path, config: dict[str, Any]) -> None:
+    """Refuse what would load and then compute something else."""
+    if ARCHITECTURE not in (config.get("architectures") or []):
+        found = ", ".join(config.get("architectures") or []) or config.get("model_type", "of no named kind")
+        raise UserError("model.path", path, f"holds a model that is {found}", f"give one that is {ARCHITECTURE}")
+    rope = _rope(config)
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    unsupported = {
+        f"scales its rotary positions ({scaling})": scaling != "default",
+        "attends through a sliding window": bool(config.get("use_sliding_window")),
+        "has biases in its attention": bool(config.get("attention_bias")),
+        f"has the activation {config.get('hidden_act')}": config.get("hidden_act", "silu") != "silu",
+    }
+    for problem, found in unsupported.items():
+        if found:
+            raise UserError("model.path", path, f"it {problem}, which is not supported", "give a plain dense Qwen3")
+
+
+def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
+    """Check that a policy of this shape can be cut as the layout says; ``sequence_parallel`` at tp 1 means nothing.
+
+    Raises:
+        UserError: naming the setting and the values that would work.
+    """
+    parts = {
+        f"the {shape.kv_heads} key-value heads": shape.kv_heads,
+        f"the {shape.heads} query heads": shape.heads,
+        f"the {shape.ffn} feed-forward units": shape.ffn,
+    }
+    for what, size in parts.items():
+        if size % layout.tp:
+            possible = _divisors(math.gcd(*parts.values()))
+            raise UserError("layout.tp", layout.tp, f"does not divide {what}", f"set it to one of {possible}")
+    if shape.num_layers % layout.pp:
+        possible = _divisors(shape.num_layers)
+        problem = f"does not divide the {shape.num_layers} layers"
+        raise UserError("layout.pp", layout.pp, problem, f"set it to one of {possible}")
+    if layout.cp > 1:
+        raise UserError(
+            "layout.cp", layout.cp, "context parallelism is not supported yet", "set it to 1, and use tp, pp and dp"
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
+    """Rows of embedding and output layer over all ranks: a multiple of 128, for the kernels, and of ``tp``.
+
+    It is the same number for every tp that divides 128, so that a checkpoint fits any of these layouts.
+    """
+    unit = math.lcm(128, tp)
+    return (vocab_size + unit - 1) // unit * unit
+
+
+def parameters(shape: PolicyShape) -> int:
+    """Weights of the policy, without padding; tied embeddings count once."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = shape.hidden * (2 * queries + 2 * keys) + 2 * shape.head_dim
+    layer = attention + 3 * shape.hidden * shape.ffn + 2 * shape.hidden
+    embeddings = shape.vocab_size * shape.hidden * (1 if shape.tied else 2)
+    return shape.num_layers * layer + embeddings + shape.hidden

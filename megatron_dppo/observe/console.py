@@ -1,0 +1,142 @@
+"""What a person sees while a run goes on: one row per step, and words where numbers do not do."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO
+
+import rich.console
+from rich.text import Text
+
+from megatron_dppo.observe.timers import breakdown
+
+COLOURS: Mapping[str, str] = {
+    "rollout": "#4c78a8",
+    "reward": "#8c7ab8",
+    "plan": "#9aa5b1",
+    "deliver": "#b8b0a4",
+    "log-probs": "#72a98f",
+    "train": "#e08e45",
+    "sync": "#c8553d",
+    "other": "#d5dade",
+}
+"""One colour per phase, here and in the picture."""
+
+HEADER_EVERY = 25
+BAR = 16
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f}%"
+
+
+def _rate(value: float) -> str:
+    return f"{value:.1e}"
+
+
+_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("reward", "rollout/raw_reward", _number),
+    ("held-out", "eval/accuracy", _number),
+    ("loss", "train/loss", _number),
+    ("length", "rollout/response_len/mean", lambda value: f"{value:.0f}"),
+    ("prompts", "prune/kept_prompt_fraction", _share),
+    ("tokens", "prune/kept_token_fraction", _share),
+    ("fill", "pack/fill", _share),
+    ("grad", "train/grad_norm", lambda value: f"{value:.2f}"),
+    ("lr", "train/lr", _rate),
+    ("seconds", "perf/step_time", lambda value: f"{value:.2f}"),
+)
+"""Title, metric and form of each column; "prompts" and "tokens" are the shares that pruning kept."""
+
+_RUN = ("reward", "held-out", "length", "prompts", "tokens", "fill", "grad", "lr", "seconds")
+_WARM_UP = ("loss", "grad", "lr", "seconds")
+
+
+class Console:
+    """The leader's voice. On a terminal it has colours and a bar of phases; elsewhere it writes plain lines.
+
+    Args:
+        total_steps: of the whole run, resumes included.
+        file: where to write, stdout unless a test says otherwise.
+    """
+
+    def __init__(self, total_steps: int, file: TextIO | None = None) -> None:
+        self._total = total_steps
+        self._out = rich.console.Console(file=file, highlight=False, soft_wrap=True)
+        self._columns: Sequence[tuple[str, str, Callable[[float], str]]] = ()
+        self._rows = 0
+        self._recent: deque[float] = deque(maxlen=10)
+        self._said: set[str] = set()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row. A metric that this step does not have (no evaluation, nothing trained on) is a dash."""
+        if not self._columns:
+            titles = _WARM_UP if "train/loss" in metrics and "rollout/raw_reward" not in metrics else _RUN
+            self._columns = [column for column in _COLUMNS if column[0] in titles]
+        if self._rows % HEADER_EVERY == 0:
+            self._print(self._header(metrics))
+        self._rows += 1
+        cells = [f"{step:>{len(str(self._total))}}/{self._total}"]
+        for title, key, form in self._columns:
+            cell = form(metrics[key]) if key in metrics else "-"
+            cells.append(f"{cell:>{_width(title)}}")
+        row = Text("  ".join(cells) + "  ")
+        row.append(self._left(step, metrics), style="dim")
+        self._print(row.append("  ").append_text(self._phases(metrics)))
+
+    def note(self, text: str) -> None:
+        """Something that a number does not say. The same words are said once in a run."""
+        if text not in self._said:
+            self._said.add(text)
+            self._print(Text("note  ", style="bold yellow").append(text, style="not bold default"))
+
+    def banner(self, lines: Sequence[str]) -> None:
+        """A few lines set apart: what begins, or what came of it."""
+        self._print(Text("\n" + "\n".join(f"  {line}" if line else "" for line in lines) + "\n"))
+
+    def _print(self, text: Text) -> None:
+        self._out.print(text)
+        self._out.file.flush()
+
+    def _header(self, metrics: Mapping[str, float]) -> Text:
+        titles = [f"{'step':>{2 * len(str(self._total)) + 1}}"]
+        titles += [f"{title:>{_width(title)}}" for title, _, _ in self._columns]
+        header = Text("  ".join(titles) + f"  {'left':>7}  ", style="bold")
+        if self._out.is_terminal:
+            for phase in breakdown(metrics):
+                header.append(f"■ {phase} ", style=f"not bold {COLOURS[phase]}")
+        return header
+
+    def _left(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Time to the last step at the pace of the latest ten, evaluations aside."""
+        if "perf/step_time" in metrics:
+            self._recent.append(metrics["perf/step_time"])
+        if not self._recent:
+            return f"{'-':>7}"
+        seconds = round((self._total - step) * sum(self._recent) / len(self._recent))
+        hours, minutes = divmod(seconds // 60, 60)
+        return f"{f'{hours}:{minutes:02}:{seconds % 60:02}' if hours else f'{minutes}:{seconds % 60:02}':>7}"
+
+    def _phases(self, metrics: Mapping[str, float]) -> Text:
+        parts = breakdown(metrics)
+        total = sum(parts.values())
+        if total <= 0 or len(parts) == 1:
+            return Text("")
+        if not self._out.is_terminal:
+            shares = {name: part / total for name, part in parts.items() if part >= 0.01 * total}
+            return Text("  ".join(f"{name} {_share(share)}" for name, share in shares.items()))
+        bar, edge, drawn = Text(), 0.0, 0
+        for name, part in parts.items():
+            edge += part / total * BAR
+            bar.append("█" * (round(edge) - drawn), style=COLOURS[name])
+            drawn = round(edge)
+        return bar
+
+
+def _width(title: str) -> int:
+    return 7 if title == "lr" else max(len(title), 5)

@@ -1,0 +1,91 @@
+"""The numbers of a run, step by step: ``metrics.jsonl`` for programs, TensorBoard for people.
+
+A row is a function of the run's settings and seed but for what lies under ``perf/``: everything that depends on the
+machine or the clock has its place there, so that a resumed run's file equals an uninterrupted one's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+FILE = "metrics.jsonl"
+Row = dict[str, float]
+
+
+class MetricsLog:
+    """Appends to both logs of a run; only the leader has one.
+
+    Args:
+        run_dir: where ``metrics.jsonl`` and ``tensorboard/`` lie.
+        resume_step: finished steps of the checkpoint that the run goes on from. Rows past it are dropped, for those
+            steps are about to be taken again; 0 or less, from the start, drops every row.
+    """
+
+    def __init__(self, run_dir: Path | str, resume_step: int) -> None:
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        _drop_rows_past(folder / FILE, resume_step)
+        self._file = (folder / FILE).open("a", encoding="utf-8")
+        self._events = EventFileWriter(str(folder / "tensorboard"))
+        # TensorBoard then hides what earlier event files say of the steps that are taken again.
+        first = resume_step + 1 if resume_step > 0 else 0
+        purge = SessionLog(status=SessionLog.START)
+        self._events.add_event(Event(wall_time=time.time(), step=first, session_log=purge))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one row. Floats are written so that reading gives the same bits back."""
+        row = {"step": int(step)} | {key: _plain(metrics[key]) for key in sorted(metrics)}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in row.items() if key != "step"]
+        self._events.add_event(Event(wall_time=time.time(), step=int(step), summary=Summary(value=values)))
+        self._events.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        self._events.close()
+
+
+def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
+    """The rows of a run, in order; none if it has not written any. A line cut short by a kill is left out."""
+    file = Path(run_dir) / FILE
+    if not file.exists():
+        return []
+    return [row for line in file.read_text(encoding="utf-8").splitlines() if (row := _parse(line)) is not None]
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _drop_rows_past(file: Path, step: int) -> None:
+    """Rewrite the file without rows past ``step``, beside its place and then into it. Kept lines keep their bytes."""
+    if not file.exists():
+        return
+    lines = file.read_text(encoding="utf-8").splitlines()
+    rows = [(line, _parse(line)) for line in lines]
+    kept = [line for line, row in rows if row is not None and row["step"] <= step] if step > 0 else []
+    partial = file.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as rewritten:
+        rewritten.writelines(line + "\n" for line in kept)
+        rewritten.flush()
+        os.fsync(rewritten.fileno())
+    partial.replace(file)
+
+
+def _plain(value: float) -> float:
+    """A Python number: NumPy's and torch's scalars have other JSON forms, or none."""
+    return value if type(value) in (int, float) else float(value)

@@ -1,0 +1,134 @@
+"""What a run came to: ``summary.json`` for programs, a few lines for people. Both are computed from the metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.observe.console import Console
+from megatron_dppo.observe.metrics import read_metrics
+from megatron_dppo.observe.timers import breakdown
+
+FILE = "summary.json"
+Rows = Sequence[Mapping[str, float]]
+
+PLACES: Sequence[tuple[str, str]] = (
+    ("picture", "progress.png"),
+    ("TensorBoard log", "tensorboard"),
+    ("metrics", "metrics.jsonl"),
+    ("checkpoints", "checkpoints"),
+    ("Hugging Face export", "hf"),
+)
+
+
+def summarise(metrics: Rows) -> dict[str, Any]:
+    """The figures of a run, from its rows of ``metrics.jsonl``. A figure that no row knows is None.
+
+    Fractions are means over the steps that have them. ``seconds`` adds up the timed steps and evaluations: of a resumed
+    run, those whose rows were kept, so that nothing is counted twice.
+    """
+    held_out = [row["eval/accuracy"] for row in metrics if "eval/accuracy" in row]
+    steps = [row for row in metrics if "perf/step_time" in row]
+    seconds = _total(steps, "perf/step_time") + _total(metrics, "perf/eval_time")
+    return {
+        "accuracy_before": held_out[0] if held_out else None,
+        "accuracy_after": held_out[-1] if held_out else None,
+        "seconds": seconds,
+        "seconds_per_step": _mean(steps, "perf/step_time"),
+        "kept_prompt_fraction": _mean(metrics, "prune/kept_prompt_fraction"),
+        "kept_token_fraction": _mean(metrics, "prune/kept_token_fraction"),
+        "pack_fill": _mean(metrics, "pack/fill"),
+        "steps": len(steps),
+        "generated_tokens": int(_total(metrics, "rollout/generated_tokens")),
+        "trained_tokens": int(_total(metrics, "train/tokens")),
+        "no_op_steps": sum("rollout/raw_reward" in row and "train/grad_norm" not in row for row in metrics),
+        "reward_timeouts": int(_total(metrics, "reward/timeouts")),
+        "reward_errors": int(_total(metrics, "reward/errors")),
+        "phase_seconds": _phases(steps) | {"evaluation": _total(metrics, "perf/eval_time")},
+    }
+
+
+def write_summary(run_dir: Path | str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Summarise the run in ``run_dir``, write ``summary.json`` there in one piece, and return it.
+
+    Args:
+        run_dir: a directory with ``metrics.jsonl``.
+        extra: further JSON-able figures to write with the others.
+    """
+    folder = Path(run_dir)
+    summary = summarise(read_metrics(folder)) | dict(extra or {})
+    partial = folder / (FILE + ".partial")
+    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / FILE)
+    return summary
+
+
+def print_summary(run_dir: Path | str, summary: Mapping[str, Any], console: Console | None = None) -> None:
+    """Say what was learned, what pruning saved, and where things lie (those that exist)."""
+    console = console or Console(int(summary["steps"]))
+    console.banner([*_learned(summary), *_saved(summary), *_faults(summary), "", *_places(Path(run_dir))])
+
+
+def _learned(summary: Mapping[str, Any]) -> list[str]:
+    lines = []
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    if before is not None and after is not None:
+        points = 100 * (after - before)
+        lines = [f"held-out accuracy {100 * before:.1f}% before, {100 * after:.1f}% after ({points:+.1f} points)"]
+    if summary["seconds_per_step"] is not None:
+        pace, total = summary["seconds_per_step"], summary["seconds"]
+        lines.append(f"{_steps(summary['steps'])} of {pace:.2f} s; {total:.0f} s with evaluations")
+    return lines
+
+
+def _saved(summary: Mapping[str, Any]) -> list[str]:
+    prompts, tokens, fill = summary["kept_prompt_fraction"], summary["kept_token_fraction"], summary["pack_fill"]
+    lines = []
+    if prompts is not None and tokens is not None:
+        lines = [
+            f"pruning kept {100 * prompts:.0f}% of the prompts and, of the tokens rolled out, {100 * tokens:.0f}%:",
+            f"  about {100 * (1 - prompts):.0f}% of the generation and {100 * (1 - prompts * tokens):.0f}% of the "
+            "tokens to train on were saved",
+        ]
+    if fill is not None:
+        lines.append(f"packs were {100 * fill:.1f}% full")
+    return lines
+
+
+def _faults(summary: Mapping[str, Any]) -> list[str]:
+    """Nothing is silent: what went wrong and was survived is said again at the end."""
+    faults = []
+    if summary["no_op_steps"]:
+        faults.append(f"{_steps(summary['no_op_steps'])} kept nothing to train on and changed no weight")
+    if summary["reward_timeouts"] or summary["reward_errors"]:
+        timeouts, errors = summary["reward_timeouts"], summary["reward_errors"]
+        faults.append(f"scoring failed for some completions ({timeouts} timeouts, {errors} errors): their groups left")
+    return faults
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def _places(folder: Path) -> list[str]:
+    there = [(title, folder / name) for title, name in PLACES if (folder / name).exists()]
+    return [f"{title:<20} {place}" for title, place in there]
+
+
+def _phases(steps: Rows) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for row in steps:
+        for phase, seconds in breakdown(row).items():
+            total[phase] = total.get(phase, 0.0) + seconds
+    return total
+
+
+def _total(metrics: Rows, key: str) -> float:
+    return sum((row[key] for row in metrics if key in row), 0.0)
+
+
+def _mean(metrics: Rows, key: str) -> float | None:
+    values = [row[key] for row in metrics if key in row]
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,58 @@
+"""Where a step's time goes, phase by phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+PHASES: Mapping[str, str] = {
+    "rollout": "rollout",
+    "reward": "reward",
+    "plan": "plan",
+    "deliver": "deliver",
+    "log_probs": "log-probs",
+    "actor_train": "train",
+    "update_weights": "sync",
+}
+"""Phases that share a step out between them, in their order, with the words people read. Other phases may be timed too
+(``step`` holds all of these; ``eval`` lies outside of it); what none of these holds is shown as ``other``."""
+
+
+class PhaseTimers:
+    """Wall-clock seconds per phase on this rank, summed until they are taken.
+
+    ``with timers("rollout"): ...`` is reported as ``perf/rollout_time``. Phases may nest: the outer one holds the inner
+    one's time too. A phase that an exception leaves is counted up to there.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """``perf/<phase>_time`` in seconds, for the phases entered since the last reset."""
+        return {f"perf/{phase}_time": seconds for phase, seconds in self._seconds.items()}
+
+    def reset(self) -> None:
+        self._seconds.clear()
+
+    def take(self) -> dict[str, float]:
+        """The metrics, and a fresh start."""
+        metrics = self.metrics()
+        self.reset()
+        return metrics
+
+
+def breakdown(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of one step by phase, in the order of ``PHASES``, with ``other`` for the rest of ``perf/step_time``."""
+    parts = {word: metrics[f"perf/{phase}_time"] for phase, word in PHASES.items() if f"perf/{phase}_time" in metrics}
+    rest = metrics.get("perf/step_time", 0.0) - sum(parts.values())
+    return parts | {"other": max(rest, 0.0)}

@@ -1,0 +1,249 @@
+"""What can be known to be wrong before any rank starts. Needs no torch, and takes a fraction of a second.
+
+``check_config`` holds settings against each other, ``preflight`` also against the machine: files, the policy, the disk.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_dppo.bridge.safetensors_files import check_weights
+from megatron_dppo.config import Config
+from megatron_dppo.data.arithmetic import make_sums
+from megatron_dppo.data.rows import read_rows
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape, check_layout, parameters, read_shape
+from megatron_dppo.rewards.functions import BUILTIN, resolve
+
+Command = Literal["train", "sft"]
+
+MASTER_AND_MOMENTS = 12
+"""Bytes per weight of the optimizer's state: an fp32 master copy and Adam's two moments."""
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+def preflight(config: Config, command: Command) -> None:
+    """Everything that ``train`` or ``sft`` needs and that can be looked at from one process.
+
+    Raises:
+        UserError: for the first thing that is wrong. Nothing has been written.
+    """
+    check_config(config, command)
+    shape = read_shape(config.model.path)
+    check_layout(shape, config.layout)
+    check_weights(Path(config.model.path), shape)
+    _check_positions(config, shape, command)
+    _check_data(config, command)
+    if command == "train":
+        _check_reward(config.reward.function)
+    _check_run_dir(Path(config.run.dir))
+    _check_room(config, shape, command)
+
+
+def check_config(config: Config, command: Command = "train") -> None:
+    """Hold the settings against each other; looks at nothing outside of them.
+
+    Raises:
+        UserError: for the first contradiction.
+    """
+    for key, value in _numbers(config, ""):
+        if not math.isfinite(value):
+            raise UserError(key, value, "is not a finite number", f"Give {key} a finite value")
+    _check_optimizer(config)
+    if command == "train":
+        _check_lengths(config)
+        _check_loss(config)
+        _check_window(config)
+        _check_pruning(config)
+
+
+def _numbers(section: Any, prefix: str) -> Iterator[tuple[str, float]]:
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            yield from _numbers(value, f"{prefix}{field.name}.")
+        elif isinstance(value, float):
+            yield prefix + field.name, value
+
+
+def _check_optimizer(config: Config) -> None:
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        raise UserError(
+            "optimizer.min_lr",
+            optimizer.min_lr,
+            f"is above optimizer.lr = {optimizer.lr:g}",
+            "Lower it, or raise optimizer.lr",
+        )
+    updates = config.run.steps * config.loss.updates_per_rollout
+    for key, warmup, steps in (
+        ("optimizer.warmup_steps", optimizer.warmup_steps, updates),
+        ("sft.warmup_steps", config.sft.warmup_steps, config.sft.steps),
+    ):
+        if warmup > steps:
+            remedy = f"Lower {key} to {steps} or less"
+            raise UserError(key, warmup, f"is more than the {steps} optimizer steps of the run", remedy)
+
+
+def _check_lengths(config: Config) -> None:
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    unit = config.layout.tp if config.layout.sequence_parallel else 1
+    most = config.pack.max_tokens // unit * unit
+    if most < longest:
+        usable = f"with packs of multiples of layout.tp = {unit}, the {most} tokens that fit are" if unit > 1 else "is"
+        raise UserError(
+            "pack.max_tokens",
+            config.pack.max_tokens,
+            f"{usable} less than data.max_prompt_tokens + rollout.max_response_tokens = {longest}, the longest "
+            "sequence that a pack must hold",
+            f"Raise pack.max_tokens to {math.ceil(longest / unit) * unit} or more, or lower the two limits",
+        )
+    buffer, limit = config.reward.overlong_buffer, config.rollout.max_response_tokens
+    if buffer > limit:
+        raise UserError(
+            "reward.overlong_buffer",
+            buffer,
+            f"is more than rollout.max_response_tokens = {limit}",
+            f"Lower it to {limit} or less",
+        )
+
+
+def _check_loss(config: Config) -> None:
+    if config.loss.clip_low is not None and config.loss.clip_low >= 1.0:
+        raise UserError(
+            "loss.clip_low",
+            config.loss.clip_low,
+            "clips ratios to 1 - clip_low, which must stay above 0",
+            "Set it below 1 (0.2 is usual)",
+        )
+
+
+def _check_window(config: Config) -> None:
+    prompts, updates = config.rollout.prompts_per_step, config.loss.updates_per_rollout
+    rule, keep = config.pruning.prompts.rule, config.pruning.prompts.keep
+    kept = prompts if rule == "none" else math.floor(prompts * keep)
+    if updates > kept:
+        pruned = "" if rule == "none" else f", of which pruning.prompts.keep = {keep:g} leaves {kept}"
+        raise UserError(
+            "loss.updates_per_rollout",
+            updates,
+            f"is more than there are groups to split: rollout.prompts_per_step = {prompts}{pruned}",
+            "Lower it, or raise rollout.prompts_per_step" + (" or pruning.prompts.keep" if pruned else ""),
+        )
+    pool = config.data.arithmetic.problems
+    if config.data.train == "arithmetic" and prompts > pool:
+        raise UserError(
+            "rollout.prompts_per_step",
+            prompts,
+            f"is more than data.arithmetic.problems = {pool}, and a window holds no prompt twice",
+            f"Lower it to {pool} or less, or raise data.arithmetic.problems",
+        )
+
+
+def _check_pruning(config: Config) -> None:
+    prompts = config.pruning.prompts
+    if prompts.rule == "neyman" and prompts.floor > prompts.keep:
+        raise UserError(
+            "pruning.prompts.floor",
+            prompts.floor,
+            f"is above pruning.prompts.keep = {prompts.keep:g}, so that more would be kept than asked for",
+            f"Lower it to {prompts.keep:g} or less, or raise pruning.prompts.keep",
+        )
+    for level, schedule in (("prompts", prompts.schedule), ("completions", config.pruning.completions.schedule)):
+        if schedule.shape != "constant" and schedule.ramp + schedule.off_last > 1.0:
+            raise UserError(
+                f"pruning.{level}.schedule.ramp",
+                schedule.ramp,
+                f"with pruning.{level}.schedule.off_last = {schedule.off_last:g} it is longer than the run",
+                "Lower one of the two: together they are shares of the run",
+            )
+
+
+def _check_positions(config: Config, shape: PolicyShape, command: Command) -> None:
+    longest = config.data.max_prompt_tokens + (config.rollout.max_response_tokens if command == "train" else 0)
+    if longest > shape.max_positions:
+        key = "rollout.max_response_tokens" if command == "train" else "data.max_prompt_tokens"
+        raise UserError(
+            key,
+            config.rollout.max_response_tokens if command == "train" else config.data.max_prompt_tokens,
+            f"the longest sequence has {longest} tokens, and the policy was made for {shape.max_positions} positions",
+            f"Lower {key} or data.max_prompt_tokens" if command == "train" else f"Lower {key}",
+        )
+
+
+def _check_data(config: Config, command: Command) -> None:
+    sources = [("data.train", config.data.train)]
+    if command == "train" and config.data.eval is not None:
+        sources.append(("data.eval", config.data.eval))
+    for key, source in sources:
+        if source == "arithmetic":
+            make_sums(config.data.arithmetic)
+        elif not Path(source).is_file() or Path(source).stat().st_size == 0:
+            read_rows(source, key)  # says what is wrong; whole files are left to the ranks, which read them anyway
+
+
+def _check_reward(function: str) -> None:
+    where = function.rpartition(":")[0]
+    missing = where.endswith(".py") and not Path(where).is_file()
+    if function not in BUILTIN and (not where or missing):
+        resolve(function)  # says what is wrong; what exists is imported where it runs
+
+
+def _check_run_dir(folder: Path) -> None:
+    place = _existing(folder)
+    if not place.is_dir():
+        raise UserError("run.dir", folder, f"{place} is a file", "Name a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError("run.dir", folder, f"{place} cannot be written to", "Name a directory that you may write to")
+
+
+def _check_room(config: Config, shape: PolicyShape, command: Command) -> None:
+    folder = Path(config.run.dir)
+    needed = bytes_to_write(config, shape, command) - _size(folder / "checkpoints")
+    free = shutil.disk_usage(_existing(folder)).free
+    if free < needed:
+        fewer = "lower run.keep_checkpoints, " if command == "train" and config.run.keep_checkpoints > 1 else ""
+        raise UserError(
+            "run.dir",
+            folder,
+            f"checkpoints and export will take about {_readable(needed)}, and {_readable(free)} are free there",
+            f"Free some room, {fewer}or point run.dir at another disk",
+        )
+
+
+def bytes_to_write(config: Config, shape: PolicyShape, command: Command) -> int:
+    """The most that a run has on the disk at one time: checkpoints (one more than it keeps, while the newest is being
+    written) and the export."""
+    weights, dtype = parameters(shape), WEIGHT_BYTES[config.model.dtype]
+    if command == "sft":
+        return weights * dtype
+    run = config.run
+    written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1
+    checkpoints = min(written, run.keep_checkpoints + 1)
+    return weights * ((dtype + MASTER_AND_MOMENTS) * checkpoints + (dtype if run.export else 0))
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest thing above it that exists."""
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return place
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
+
+
+def _readable(size: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,69 @@
+"""A scoring process: ``python -m megatron_dppo.rewards.worker FD PARENT SPEC``, started by ``RewardWorkers``.
+
+It imports the reward function and what that needs, and nothing else: neither torch nor the trainer's main module.
+Messages out are ("ready",), ("refused", UserError), ("score", i, reward, correct) and ("error", i, kind, text); a
+message in is a list of (i, data_source, solution, label, extra).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rewards.functions import InvalidScoreError, RewardFunction, resolve, to_score
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int, parent: int, spec: str) -> None:
+    """Score what comes, until the pipe closes."""
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer; it closes the pipe
+    pipe = Connection(descriptor)
+    try:
+        function = resolve(spec)
+    except UserError as error:
+        pipe.send(("refused", error))
+        return
+    pipe.send(("ready",))
+    while True:
+        try:
+            chunk = pipe.recv()
+        except EOFError:
+            return
+        for item in chunk:
+            pipe.send(_score(function, *item))
+
+
+def _score(
+    function: RewardFunction, index: int, data_source: str, solution: str, label: str, extra: dict[str, object]
+) -> tuple[object, ...]:
+    try:
+        return "score", index, *to_score(function(data_source, solution, label, extra_info=extra))
+    except InvalidScoreError as error:
+        return "error", index, error.kind, f"{error}\nfor the completion {solution!r:.300}"
+    except BaseException as error:  # a function that calls sys.exit has failed like any other
+        return "error", index, _kind(error), traceback.format_exc()
+
+
+def _kind(error: BaseException) -> str:
+    """Where it was raised, and what: the same for two errors whose messages differ in the completion they quote."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return " ".join([type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames)])
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when the trainer ends, however either of them is busy or killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        sys.exit()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,245 @@
+"""Scoring in processes that can be killed: a verifier that hangs costs its completion, never the run.
+
+Each worker is a fresh interpreter with one pipe: no fork of a process that holds threads, gloo or CUDA, and no second
+import of the trainer's main module, as multiprocessing and the pools built on it would do. Completions travel in
+chunks, answers come one by one, so that the time limit holds for each while the exchange costs microseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.types import Score
+
+START_LIMIT_S = 300.0
+"""How long the import of a reward function may take. Does not count against the time limit of a completion."""
+CHUNK = 32
+"""Most completions that a worker is given at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreItem:
+    """One completion to be scored."""
+
+    data_source: str
+    solution: str
+    """The decoded response."""
+    label: str
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What became of a list of items."""
+
+    scores: list[Score | None]
+    """In the order of the items; None where scoring failed."""
+    timeouts: int
+    """Items whose worker was killed at the time limit."""
+    errors: int
+    """Items whose function raised, returned no finite number, or took its process down."""
+    tracebacks: list[str]
+    """One for each kind of error that was never reported before."""
+
+
+class _Worker:
+    """One process and what it has been given to do."""
+
+    def __init__(self, spec: str) -> None:
+        self.pipe, theirs = Pipe()
+        arguments = [str(theirs.fileno()), str(os.getpid()), spec]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_dppo.rewards.worker", *arguments],
+            env=_environment(),
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self.ready = False
+        self.pending: deque[int] = deque()
+        self.deadline = time.monotonic() + START_LIMIT_S
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.pipe.close()
+
+
+class RewardWorkers:
+    """Processes that score completions with one reward function.
+
+    Make it on a thread that lives as long as the workers shall: on Linux they end with the thread that started them.
+    """
+
+    def __init__(self, spec: str, *, workers: int, timeout_s: float) -> None:
+        """Start the workers, without waiting for their imports.
+
+        Args:
+            spec: ``reward.function``.
+            workers: processes.
+            timeout_s: wall-clock limit for one completion, in seconds.
+        """
+        self._spec, self._timeout_s = spec, timeout_s
+        self._workers = [_Worker(spec) for _ in range(workers)]
+        self._reported: set[str] = set()
+
+    def wait_ready(self) -> None:
+        """Wait until every worker has imported the reward function.
+
+        Raises:
+            UserError: if it cannot be found, imported or called, or its import does not end.
+        """
+        while starting := [w for w in self._workers if not w.ready]:
+            wait([w.pipe for w in starting], timeout=max(min(w.deadline for w in starting) - time.monotonic(), 0.0))
+            for worker in starting:
+                self._greet(worker)
+
+    def score(self, items: Sequence[ScoreItem]) -> Scored:
+        """Score all items. A worker that hangs or dies is replaced, and what it had not begun goes to another.
+
+        Raises:
+            UserError: as ``wait_ready``.
+        """
+        return _Batch(self, items).run()
+
+    def close(self) -> None:
+        """Kill the workers. Safe to call twice."""
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
+
+    def _greet(self, worker: _Worker) -> None:
+        if not worker.pipe.poll(0):
+            if time.monotonic() > worker.deadline:
+                self._refuse(f"its import did not end within {START_LIMIT_S:.0f} s", "Import it by hand and see why")
+            return
+        try:
+            kind, *rest = worker.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._refuse(f"its process {_how_it_ended(worker)} while importing it", "Import it by hand and see why")
+        if kind == "refused":
+            raise rest[0]
+        worker.ready = True
+
+    def _refuse(self, problem: str, remedy: str) -> None:
+        raise UserError("reward.function", self._spec, problem, remedy)
+
+    def _replace(self, worker: _Worker) -> None:
+        worker.end()
+        self._workers[self._workers.index(worker)] = _Worker(self._spec)
+
+
+class _Batch:
+    """The state of one call of ``RewardWorkers.score``."""
+
+    def __init__(self, owner: RewardWorkers, items: Sequence[ScoreItem]) -> None:
+        self._owner, self._items = owner, items
+        self._queue = deque(range(len(items)))
+        self._left = len(items)
+        self._scores: list[Score | None] = [None] * len(items)
+        self._timeouts = self._errors = 0
+        self._tracebacks: list[str] = []
+        # Small enough that the last chunks leave no worker idle for long.
+        self._chunk = max(1, min(CHUNK, len(items) // (4 * len(owner._workers))))
+
+    def run(self) -> Scored:
+        while self._left:
+            for worker in list(self._owner._workers):
+                if worker.ready and not worker.pending:
+                    self._hand_out(worker)
+            busy = [w for w in self._owner._workers if w.pending or not w.ready]
+            soonest = min(w.deadline for w in busy)
+            wait([w.pipe for w in busy], timeout=max(soonest - time.monotonic(), 0.0))
+            for worker in busy:
+                self._attend(worker)
+        return Scored(self._scores, self._timeouts, self._errors, self._tracebacks)
+
+    def _hand_out(self, worker: _Worker) -> None:
+        chunk = [self._queue.popleft() for _ in range(min(self._chunk, len(self._queue)))]
+        if not chunk:
+            return
+        worker.pending.extend(chunk)
+        worker.deadline = time.monotonic() + self._owner._timeout_s
+        items = [(i, self._items[i]) for i in chunk]
+        try:
+            # The worker is idle, thus reading: this cannot block on a full pipe.
+            worker.pipe.send([(i, x.data_source, x.solution, x.label, dict(x.extra)) for i, x in items])
+        except (BrokenPipeError, ConnectionResetError):
+            self._put_back(worker)  # it died while it had nothing to do, which is no item's fault
+            self._owner._replace(worker)
+
+    def _attend(self, worker: _Worker) -> None:
+        if not worker.ready:
+            self._owner._greet(worker)
+            return
+        while worker.pending:
+            # What has arrived counts, however late this process comes to look; only then is a limit over.
+            if not worker.pipe.poll(0):
+                if time.monotonic() > worker.deadline:
+                    self._give_up(worker)
+                return
+            try:
+                answer = worker.pipe.recv()
+            except (EOFError, ConnectionResetError):
+                self._bury(worker)
+                return
+            self._take(worker, *answer)
+
+    def _take(self, worker: _Worker, kind: str, index: int, first: float | str, second: bool | str) -> None:
+        worker.pending.remove(index)
+        worker.deadline = time.monotonic() + self._owner._timeout_s
+        self._left -= 1
+        if kind == "score":
+            self._scores[index] = Score(float(first), bool(second))
+        else:
+            self._fail(str(first), str(second))
+
+    def _fail(self, kind: str, text: str) -> None:
+        self._errors += 1
+        if kind not in self._owner._reported:
+            self._owner._reported.add(kind)
+            self._tracebacks.append(text)
+
+    def _give_up(self, worker: _Worker) -> None:
+        worker.pending.popleft()
+        self._timeouts += 1
+        self._left -= 1
+        self._put_back(worker)
+        self._owner._replace(worker)
+
+    def _bury(self, worker: _Worker) -> None:
+        index = worker.pending.popleft()
+        self._left -= 1
+        end = _how_it_ended(worker)
+        self._fail(end, f"The scoring process {end}, scoring the completion {self._items[index].solution!r:.300}")
+        self._put_back(worker)
+        self._owner._replace(worker)
+
+    def _put_back(self, worker: _Worker) -> None:
+        self._queue.extendleft(reversed(worker.pending))
+        worker.pending.clear()
+
+
+def _how_it_ended(worker: _Worker) -> str:
+    try:
+        code = worker.process.wait(timeout=5.0)
+    except subprocess.TimeoutExpired:
+        return "closed its pipe"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, one thread to a worker, and the same places to import from."""
+    threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    return {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}

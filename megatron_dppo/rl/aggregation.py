@@ -1,0 +1,53 @@
+"""How token losses become one number: the coefficient c of a completion and the normaliser Z of a minibatch.
+
+    J = (1/Z) Σ_q Σ_i c_qi Σ_t ℓ_qit
+
+Z is that of the full, unpruned minibatch. It depends on no draw of completions: dividing by what was kept instead would
+turn a weighted sum, which is unbiased, into a ratio, which is not.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from megatron_dppo.rl.types import Floats, Ints
+
+Aggregation = Literal["seq_mean", "token_mean", "constant"]
+
+
+def coefficient(aggregation: Aggregation, response_lengths: Ints) -> Floats:
+    """c of each completion, in the shape of ``response_lengths`` (tokens): 1/L for ``seq_mean``, else 1."""
+    lengths = response_lengths.astype(np.float64)
+    return 1.0 / lengths if aggregation == "seq_mean" else np.ones_like(lengths)
+
+
+def normaliser(
+    aggregation: Aggregation,
+    *,
+    response_lengths: Ints,
+    prompt_inclusion: Floats,
+    prompts: float,
+    max_response_tokens: int,
+) -> float:
+    """Z of a minibatch, before any completion is pruned.
+
+    Where prompts were pruned, the tokens that ``token_mean`` divides by are known for the rolled-out prompts only. They
+    are then estimated, each prompt's counted with 1/π: the objective becomes a ratio of two unbiased estimates, whose
+    bias vanishes as 1/(number of prompts).
+
+    Args:
+        aggregation: of the host.
+        response_lengths: [Q, G] of the rolled-out groups, tokens.
+        prompt_inclusion: [Q], their inclusion probabilities.
+        prompts: how many candidate prompts the minibatch stands for, those pruned included.
+        max_response_tokens: L_max, the longest response allowed.
+    """
+    match aggregation:
+        case "seq_mean":
+            return float(prompts * response_lengths.shape[1])
+        case "token_mean":
+            return float((response_lengths.sum(axis=1) / prompt_inclusion).sum())
+        case "constant":
+            return float(prompts * response_lengths.shape[1] * max_response_tokens)

@@ -1,0 +1,95 @@
+"""The loss of each token, as torch sees it. How losses are weighted, divided and summed was settled in the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.rl.hosts import HOSTS, Host, host_for
+
+__all__ = ["HOSTS", "Host", "TokenLosses", "host_for", "token_losses"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """What ``token_losses`` returns."""
+
+    loss: Tensor
+    """[R], to be multiplied by the rows' ``scale`` and summed; nothing else is to be divided by."""
+    sums: Mapping[str, Tensor]
+    """Sums over the R tokens, without gradient, by the metric they become once divided by the number of tokens."""
+
+
+def token_losses(
+    host: Host,
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    engine_logprobs: Tensor,
+    reference_logprobs: Tensor | None,
+    advantage: Tensor,
+    kl_coef: float,
+    tis_cap: float | None,
+) -> TokenLosses:
+    """−ℓ of R response tokens: the clipped surrogate of PPO, corrected for the engine, plus the KL to a reference.
+
+        ℓ = w · min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) − β KL,    ρ = exp(log p − log p_old)
+
+    The pruning weight has no place in here. It multiplies the finished term: inside the minimum it would move the
+    clip, and a clipped completion's expectation would no longer be what it is without pruning.
+
+    Args:
+        host: gives the clips.
+        logprobs: [R], of the policy, with gradient.
+        old_logprobs: [R], of the policy that the rollout's first update started from; None: of this very policy, so
+            that ρ is 1 with the gradient of log p.
+        engine_logprobs: [R], as the engine that sampled the tokens reported them.
+        reference_logprobs: [R], of the policy that KL is measured to; may be None where ``kl_coef`` is 0.
+        advantage: [R], of the token's completion.
+        kl_coef: β.
+        tis_cap: cap of the truncated importance weight w = min(p_old / p_engine, cap), a constant to the gradient;
+            None: w is 1. It corrects the surrogate for an engine that samples from a slightly different distribution.
+
+    Raises:
+        ValueError: ``kl_coef`` is positive and there is no reference.
+    """
+    old = logprobs.detach() if old_logprobs is None else old_logprobs
+    ratio = torch.exp(logprobs - old)
+    unclipped = ratio * advantage
+    clipped = ratio.clamp(1.0 - host.clip_low, 1.0 + host.clip_high) * advantage
+    policy_loss = -torch.minimum(unclipped, clipped)
+    if tis_cap is not None:
+        policy_loss = policy_loss * torch.exp(old - engine_logprobs).clamp(max=tis_cap).detach()
+
+    if reference_logprobs is not None:
+        divergence = k3(logprobs, reference_logprobs)
+    elif kl_coef > 0.0:
+        raise ValueError("kl_coef is positive, but no log-probabilities of the reference were given")
+    else:
+        divergence = torch.zeros_like(logprobs)
+    loss = policy_loss + kl_coef * divergence if kl_coef > 0.0 else policy_loss
+
+    with torch.no_grad():
+        mismatch = (old - engine_logprobs).abs()
+        sums = {
+            "train/pg_loss": policy_loss.sum(),
+            "train/pg_clipfrac": (clipped < unclipped).sum(),
+            "train/ppo_kl": (old - logprobs).sum(),
+            "train/kl_loss": divergence.sum(),
+            "train/rollout_logprob_abs_diff": mismatch.sum(),
+            "train/token_mult_prob_error": mismatch.exp().sum(),
+        }
+    return TokenLosses(loss=loss, sums=sums)
+
+
+def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Schulman's estimate of KL(policy ‖ reference) from one sample: d = log p_ref − log p, and e^d − d − 1.
+
+    Never negative, zero where both agree, and differentiable through ``logprobs``: that is GRPO's KL term
+    (arXiv:2402.03300, equation 4). [R] in, [R] out.
+    """
+    difference = reference_logprobs - logprobs
+    return torch.exp(difference) - difference - 1.0

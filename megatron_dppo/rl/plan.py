@@ -1,0 +1,162 @@
+"""The plan of a step: from what is known of its rollouts to what is trained on, with which weight, in which pack.
+
+A pure function of metadata, configuration and step. One rank computes it and all obey it, so that no decision is taken
+twice, and none depends on how the tokens happen to be spread over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from megatron_dppo.config import Config
+from megatron_dppo.rl.hosts import Host, host_for
+from megatron_dppo.rl.packing import Packing, pack_metrics, pack_sequences
+from megatron_dppo.rl.pruning.metrics import prune_metrics
+from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
+from megatron_dppo.rl.pruning.schedule import scheduled_keep
+from megatron_dppo.rl.seeds import Purpose, generator
+from megatron_dppo.rl.types import Ints, MinibatchPlan, Rows, StepMetadata, StepPlan
+
+
+def plan_step(
+    metadata: StepMetadata,
+    config: Config,
+    *,
+    replicas: int,
+    align: int,
+    capacity_multiple: int,
+    step: int,
+    pipeline: int,
+) -> StepPlan:
+    """Plan one step: split it into minibatches; prune, weigh and pack each.
+
+    Args:
+        metadata: of all groups that were rolled out and scored.
+        config: of the run.
+        replicas: data-parallel replicas that share the packs.
+        align: what a sequence is padded to in a pack (tensor and context parallelism).
+        capacity_multiple: what a pack's capacity is a multiple of (sequence parallelism).
+        step: counted from 0; with ``run.seed`` it settles every draw.
+        pipeline: pipeline stages, which want more packs than one.
+
+    Raises:
+        UserError: a kept sequence is longer than ``pack.max_tokens``.
+    """
+    host = host_for(config.loss)
+    pruning = config.pruning.completions
+    keep = scheduled_keep(pruning.keep, pruning.schedule, step, config.run.steps)
+    draws = generator(config.run.seed, step, Purpose.COMPLETIONS)
+    split = generator(config.run.seed, step, Purpose.MINIBATCHES)
+    pack = partial(
+        pack_sequences,
+        ranks=replicas,
+        max_tokens=config.pack.max_tokens,
+        align=align,
+        capacity_multiple=capacity_multiple,
+        window=config.pack.window,
+        min_per_rank=config.pack.min_per_rank or (2 * pipeline if pipeline > 1 else 1),
+    )
+    parts: list[tuple[StepMetadata, Pruned]] = []
+    packings: list[Packing] = []
+    minibatches: list[MinibatchPlan] = []
+    for groups in split_groups(len(metadata.prompt_ids), config.loss.updates_per_rollout, split):
+        part = take_groups(metadata, groups)
+        pruned = prune_minibatch(part, config, host, keep=keep, rng=draws)
+        rows = kept_rows(part, groups, pruned)
+        packing = pack(rows.prompt_length + rows.response_length)
+        parts.append((part, pruned))
+        packings.append(packing)
+        minibatches.append(MinibatchPlan(rows, pruned.normaliser, packing.capacity, packing.packs))
+    return StepPlan(
+        minibatches=tuple(minibatches),
+        metrics=prune_metrics(metadata.window, parts) | pack_metrics(packings),
+        notes=tuple(notes(metadata, config, host, minibatches)),
+    )
+
+
+def split_groups(count: int, minibatches: int, rng: np.random.Generator) -> list[Ints]:
+    """A random partition of the groups 0 … count − 1, equal to within one; each part ascending."""
+    if minibatches == 1:
+        return [np.arange(count)]
+    return [np.sort(part) for part in np.array_split(rng.permutation(count), minibatches)]
+
+
+def take_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
+    """The metadata of some groups, with the part of the window that they stand for.
+
+    It goes by rolled-out groups: the expectation of every minibatch over the permutation is then what the whole window
+    estimates, also where minibatches are unequal.
+    """
+    return StepMetadata(
+        prompt_ids=metadata.prompt_ids[groups],
+        prompt_inclusion=metadata.prompt_inclusion[groups],
+        prompt_lengths=metadata.prompt_lengths[groups],
+        response_lengths=metadata.response_lengths[groups],
+        rewards=metadata.rewards[groups],
+        surprise=metadata.surprise[groups],
+        owners=metadata.owners[groups],
+        window=metadata.window * len(groups) / max(1, len(metadata.prompt_ids)),
+    )
+
+
+def kept_rows(part: StepMetadata, groups: Ints, pruned: Pruned) -> Rows:
+    """The completions that were kept, with all that multiplies their token losses in one number.
+
+    Args:
+        part: the minibatch.
+        groups: [Q], where its groups stand in the step's metadata.
+        pruned: its draw.
+    """
+    group, sample = np.nonzero(pruned.kept)
+    weight = pruned.weight[group, sample]
+    return Rows(
+        group=groups[group],
+        sample=sample,
+        owner=part.owners[group],
+        prompt_length=part.prompt_lengths[group],
+        response_length=part.response_lengths[group, sample],
+        advantage=pruned.advantage[group, sample],
+        weight=weight,
+        scale=weight * pruned.coefficient[group, sample] / pruned.normaliser,
+    )
+
+
+def notes(metadata: StepMetadata, config: Config, host: Host, minibatches: Sequence[MinibatchPlan]) -> Iterator[str]:
+    """What the numbers of the log do not say by themselves."""
+    if host.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
+        yield "token_mean with pruned prompts: the normaliser is estimated, the gradient a ratio (bias O(1/prompts))"
+    heaviest = max(minibatch.rows.weight.max(initial=0.0) for minibatch in minibatches)
+    if heaviest > config.pruning.max_weight * (1.0 + 1e-9):
+        yield (
+            f"a weight of {heaviest:.2f} exceeds pruning.max_weight = {config.pruning.max_weight:g}: "
+            "its prompt was kept with a probability below 1/max_weight"
+        )
+    for number, minibatch in enumerate(minibatches, start=1):
+        if minibatch.capacity == 0:
+            which = f" of minibatch {number} of {len(minibatches)}" if len(minibatches) > 1 else ""
+            yield f"nothing{which} was kept: no optimizer step"
+
+
+def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMetadata:
+    """The metadata of all ranks as one, sorted by prompt id, so that it does not depend on who rolled out what.
+
+    Args:
+        parts: one per rank, in the order of the ranks; some may hold no group.
+        window: of the whole step, N less the failed groups, each counted with 1/π; the parts' own are not looked at.
+    """
+    parts = [part for part in parts if len(part.prompt_ids)] or list(parts[:1])
+    prompt_ids = np.concatenate([part.prompt_ids for part in parts])
+    order = np.argsort(prompt_ids, kind="stable")
+    return StepMetadata(
+        prompt_ids=prompt_ids[order],
+        prompt_inclusion=np.concatenate([part.prompt_inclusion for part in parts])[order],
+        prompt_lengths=np.concatenate([part.prompt_lengths for part in parts])[order],
+        response_lengths=np.concatenate([part.response_lengths for part in parts])[order],
+        rewards=np.concatenate([part.rewards for part in parts])[order],
+        surprise=np.concatenate([part.surprise for part in parts])[order],
+        owners=np.concatenate([part.owners for part in parts])[order],
+        window=window,
+    )

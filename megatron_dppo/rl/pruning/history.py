@@ -1,0 +1,125 @@
+"""What earlier visits taught about each prompt: the only thing that prompt pruning may look at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_dppo.rl.types import Floats, Ints
+
+PRIOR_COUNT = 2.0
+"""Rollouts that the prior of a prompt's accuracy is worth: those of a uniform prior, shifted to the pool's mean."""
+
+
+@dataclass(slots=True)
+class Record:
+    """The decayed evidence of one prompt; a visit counts 1 when made and ``decay`` times as much at each later one."""
+
+    right: float = 0.0
+    """Completions of reward 1."""
+    wrong: float = 0.0
+    """All others."""
+    visits: float = 0.0
+    square: float = 0.0
+    """Σ over visits of Σ_i A_i²."""
+    magnitude: float = 0.0
+    """Mean |A| of the last visit."""
+
+
+class PromptHistory:
+    """A record for each prompt that has been rolled out.
+
+    A step selects its prompts first and updates the history with their rewards afterwards. History that included the
+    step's own rollouts would make the probability of being seen depend on what is seen, and the weights wrong.
+
+    Args:
+        decay: ``pruning.prompts.decay``, what a visit's evidence is worth at the prompt's next visit.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.binary = True
+        self._records: dict[int, Record] = {}
+
+    def __len__(self) -> int:
+        """Prompts seen so far."""
+        return len(self._records)
+
+    def update(self, prompt_ids: Ints, rewards: Floats, advantages: Floats) -> None:
+        """Add one visit of each of Q prompts.
+
+        Args:
+            prompt_ids: [Q].
+            rewards: [Q, G]. Once any reward is neither 0 nor 1, prompts are judged by Σ A² instead of by accuracy.
+            advantages: [Q, G], of the full groups.
+        """
+        self.binary = self.binary and bool(np.isin(rewards, (0.0, 1.0)).all())
+        right = (rewards == 1.0).sum(axis=1)
+        square, magnitude = (advantages**2).sum(axis=1), np.abs(advantages).mean(axis=1)
+        for row, prompt_id in enumerate(prompt_ids.tolist()):
+            old = self._records.get(prompt_id, Record())
+            self._records[prompt_id] = Record(
+                right=self.decay * old.right + float(right[row]),
+                wrong=self.decay * old.wrong + float(rewards.shape[1] - right[row]),
+                visits=self.decay * old.visits + 1.0,
+                square=self.decay * old.square + float(square[row]),
+                magnitude=float(magnitude[row]),
+            )
+
+    def last_magnitude(self, prompt_ids: Ints) -> Floats:
+        """[N], mean |A| of each prompt's last visit; NaN where there was none."""
+        return np.array([r.magnitude if (r := self._records.get(i)) else math.nan for i in prompt_ids.tolist()])
+
+    def expected_square(self, prompt_ids: Ints, *, group_size: int, normalised: bool) -> Floats:
+        """E[Σ_i A_i²] of the next group of each prompt, up to a factor common to all: what Neyman allocation is about.
+
+        For rewards of 0 and 1 a prompt's accuracy p has a Beta posterior around the pool's mean accuracy. A mixed
+        group's std-normalised advantages have Σ A² = G, so that the expectation is G·P(mixed); without the
+        normalisation it is, up to that factor, G·E[p(1−p)].
+        For other rewards it is the decayed mean of Σ A² over the prompt's visits, or the pool's where there were none.
+
+        Args:
+            prompt_ids: [N], seen or not: an unseen prompt has the prior's value.
+            group_size: G.
+            normalised: whether advantages are divided by the group's standard deviation.
+
+        Returns:
+            [N], not negative.
+        """
+        records = [self._records.get(prompt_id, Record()) for prompt_id in prompt_ids.tolist()]
+        if not self.binary:
+            pool = self._sum(lambda r: r.square) / self._sum(lambda r: r.visits)
+            return np.array([r.square / r.visits if r.visits else pool for r in records])
+
+        right, wrong = self._sum(lambda r: r.right), self._sum(lambda r: r.wrong)
+        mean = (right + 1.0) / (right + wrong + 2.0)
+        alpha = np.array([r.right for r in records]) + PRIOR_COUNT * mean
+        beta = np.array([r.wrong for r in records]) + PRIOR_COUNT * (1.0 - mean)
+        if not normalised:
+            return group_size * alpha * beta / ((alpha + beta) * (alpha + beta + 1.0))
+        later = np.arange(group_size)
+        seen = (alpha + beta)[:, None] + later
+        all_right = ((alpha[:, None] + later) / seen).prod(axis=1)
+        all_wrong = ((beta[:, None] + later) / seen).prod(axis=1)
+        mixed: Floats = np.maximum(1.0 - all_right - all_wrong, 0.0)
+        return group_size * mixed
+
+    def _sum(self, evidence: Callable[[Record], float]) -> float:
+        # exact, so that it does not depend on the order in which prompts were first seen
+        return math.fsum(map(evidence, self._records.values()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, for JSON: Python writes floats so that they read back bit for bit."""
+        return {
+            "binary": self.binary,
+            "records": {str(prompt_id): list(astuple(record)) for prompt_id, record in self._records.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become what ``state_dict`` described, before or after a trip through JSON."""
+        self.binary = bool(state["binary"])
+        self._records = {int(prompt_id): Record(*record) for prompt_id, record in state["records"].items()}

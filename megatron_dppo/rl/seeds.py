@@ -1,0 +1,23 @@
+"""Where chance comes from: a generator of its own for every step and purpose, so that a plan is a pure function."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+
+class Purpose(IntEnum):
+    """What is decided by chance. The numbers are part of a run's reproducibility: new ones are added at the end."""
+
+    PROMPTS = 0
+    """Which prompts of the window are rolled out."""
+    MINIBATCHES = 1
+    """Which groups share an optimizer step."""
+    COMPLETIONS = 2
+    """Which completions are trained on."""
+
+
+def generator(seed: int, step: int, purpose: Purpose) -> np.random.Generator:
+    """The generator of one purpose at one step of a run with ``run.seed = seed``: same arguments, same draws."""
+    return np.random.default_rng((seed, step, int(purpose)))

@@ -1,0 +1,304 @@
+"""Reading a run's settings: a YAML file, then ``a.b=c`` overrides, then the types and limits of ``config.py``.
+
+Needs neither torch nor Megatron, so that a file can be checked on any machine, at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import textwrap
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from megatron_dppo import __version__
+from megatron_dppo import config as config_module
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One leaf of the configuration."""
+
+    key: str
+    """Dotted, ``pruning.prompts.keep``."""
+    type: Any
+    """Its annotation, limits included."""
+    default: Any
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words it may hold, empty if it is not a choice of words."""
+        return tuple(str(c) for c in get_args(self.type)) if get_origin(self.type) is Literal else ()
+
+    @property
+    def takes_none(self) -> bool:
+        return type(None) in get_args(self.type)
+
+
+def load_config(path: str | None, overrides: Sequence[str]) -> Config:
+    """The configuration in the file at ``path`` (defaults if None), with the overrides ``a.b=c`` laid over it.
+
+    Raises:
+        UserError: for a file that cannot be read, an unknown key (naming the nearest one), a value of the wrong type
+            or beyond its limits.
+    """
+    tree = _read(path) if path is not None else {}
+    _check_keys(tree, "", path or "the settings")
+    for override in overrides:
+        _apply(tree, override)
+    _refuse_booleans_for_numbers(tree)
+    try:
+        return TypeAdapter(Config).validate_python(tree)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+@cache
+def settings() -> Mapping[str, Setting]:
+    """Every setting by its dotted key, in the order of ``config.py``."""
+    return {setting.key: setting for setting in _leaves(Config, "")}
+
+
+@cache
+def sections() -> frozenset[str]:
+    """The dotted names that hold settings or further sections: ``pruning``, ``pruning.prompts``, …"""
+    return frozenset(key[:i] for key in settings() for i, letter in enumerate(key) if letter == ".")
+
+
+def _leaves(section: type, prefix: str) -> Iterator[Setting]:
+    hints = get_type_hints(section, include_extras=True)
+    for field in fields(section):
+        kind, key = hints[field.name], prefix + field.name
+        if is_dataclass(kind):
+            yield from _leaves(kind, key + ".")
+        else:
+            default = field.default if field.default is not MISSING else field.default_factory()
+            yield Setting(key, kind, default)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key that stands twice in a section is an error: the first one would be lost in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} stands twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror or type(error).__name__ if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError("CONFIG", path, f"cannot be read: {reason}", "give the path of a YAML file") from None
+    try:
+        tree = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise UserError("CONFIG", path, f"is not YAML: {_where(error)}", "mend that line") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError("CONFIG", path, "holds no sections", "write sections and settings, as the files in configs/ do")
+    return _without_empty_sections(tree, "")
+
+
+def _without_empty_sections(tree: Mapping[Any, Any], prefix: str) -> dict[Any, Any]:
+    """A section all of whose lines are commented out reads as null; it stands for its defaults."""
+    filled = {
+        name: _without_empty_sections(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        for name, value in tree.items()
+    }
+    return {name: value for name, value in filled.items() if value is not None or f"{prefix}{name}" not in sections()}
+
+
+def _where(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return " ".join(str(error).split())
+
+
+def _check_keys(tree: Mapping[Any, Any], prefix: str, origin: str) -> None:
+    """Refuse the first key that is no setting; sections that hold no mapping are left to the types' check."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in sections():
+            if isinstance(value, Mapping):
+                _check_keys(value, key + ".", origin)
+        elif key not in settings():
+            raise _unknown(key, value)
+
+
+def _unknown(key: str, value: object) -> UserError:
+    near = " or ".join(nearest(key))
+    remedy = f"write {near}, if that was meant" if near else "--print-config shows every setting"
+    return UserError(key, short(value), "there is no such setting", remedy)
+
+
+def nearest(key: str) -> list[str]:
+    """The settings or the section that an unknown dotted key may have meant, empty if none is like it.
+
+    A right name under a wrong section counts as near, however the sections differ; where several sections have the
+    name, those closest to the one given are all named.
+    """
+    section, _, leaf = key.lower().rpartition(".")
+
+    def likeness(other: str) -> float:
+        whole = difflib.SequenceMatcher(None, key.lower(), other).ratio()
+        end = difflib.SequenceMatcher(None, leaf, other.rpartition(".")[2]).ratio()
+        return max(whole, 0.75 * end + 0.25 * whole)
+
+    same_name = [other for other in settings() if other.rpartition(".")[2] == leaf]
+    if same_name:
+        return [other for other in same_name if section and other.startswith(section + ".")] or same_name
+    best = max([*settings(), *sorted(sections())], key=likeness)
+    return [best] if likeness(best) > 0.65 else []
+
+
+def _first_in(section: str) -> str:
+    return next(key for key in settings() if key.startswith(section + "."))
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals:
+        raise UserError("override", override, "has no value", "write it as section.setting=value")
+    if key not in settings():
+        if key in sections():
+            raise UserError(
+                key, text, "is a section, not a setting", f"override {_first_in(key)} and so on, one by one"
+            )
+        raise _unknown(key, text)
+    *path, leaf = key.split(".")
+    for name in path:
+        inner = tree.get(name)
+        tree[name] = inner = dict(inner) if isinstance(inner, Mapping) else {}
+        tree = inner
+    tree[leaf] = _value(settings()[key], text)
+
+
+def _value(setting: Setting, text: str) -> Any:
+    """An override's value. It is read as YAML, but words stay words: ``run.dir=2024`` and ``data.label_key=yes``."""
+    words = str in (setting.type, *get_args(setting.type))
+    if (words or setting.choices) and not (setting.takes_none and text.strip() in ("", "~", "null")):
+        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+        return text[1:-1] if quoted else text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _refuse_booleans_for_numbers(tree: Mapping[str, Any]) -> None:
+    """Pydantic reads ``true`` as 1, and a file that says ``steps: yes`` is a mistake."""
+    for key, setting in settings().items():
+        value = _look_up(tree, key)
+        if isinstance(value, bool) and setting.type is not bool:
+            raise _wrong(setting, value, "is true or false")
+
+
+def _look_up(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        if not isinstance(tree, Mapping) or name not in tree:
+            return None
+        tree = tree[name]
+    return tree
+
+
+def _explain(error: ValidationError) -> UserError:
+    first = error.errors()[0]
+    names = [str(part) for part in first["loc"]]
+    while names and ".".join(names) not in settings() and ".".join(names) not in sections():
+        names.pop()  # the place inside a list
+    key = ".".join(names)
+    if key not in settings():
+        remedy = f"write {_first_in(key)} and so on under it"
+        return UserError(key, short(first["input"]), "is a section, and holds settings", remedy)
+    problem = first["msg"][0].lower() + first["msg"][1:].replace("Input should be", "should be")
+    return _wrong(settings()[key], first["input"], problem.replace("input should be", "should be"))
+
+
+def _wrong(setting: Setting, value: object, problem: str) -> UserError:
+    default = "null" if setting.default is None else setting.default
+    return UserError(
+        setting.key, short(value), problem, f"set {setting.key} to {allowed(setting.type)} (its default is {default})"
+    )
+
+
+def allowed(kind: Any) -> str:
+    """What a setting of this type may hold, in words."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return " ".join([allowed(arguments[0]), *(_limit(extra) for extra in arguments[1:])]).strip()
+    if origin is Literal:
+        return " or ".join(str(argument) for argument in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(allowed(argument) for argument in arguments)
+    if origin is tuple:
+        return f"a list, each element {allowed(arguments[0])}"
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}[kind]
+
+
+def _limit(extra: FieldInfo) -> str:
+    words = {"Ge": "at least", "Gt": "above", "Le": "at most", "Lt": "below"}
+    limits = ((type(limit).__name__, limit) for limit in extra.metadata)
+    return " and ".join(f"{words[name]} {getattr(limit, name.lower()):g}" for name, limit in limits)
+
+
+def short(value: object) -> str:
+    """A setting's value as YAML would write it, cut to 80 characters."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def as_yaml(config: Config) -> str:
+    """Every value, under its meaning as a comment; reading the text back gives the same configuration."""
+    lines = [f"# Every setting of megatron-dppo {__version__}.", *_section(config, "", _meanings())]
+    return "\n".join(lines) + "\n"
+
+
+def _section(section: Any, prefix: str, meanings: Mapping[tuple[str, str], str]) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for field in fields(section):
+        value, key = getattr(section, field.name), prefix + field.name
+        if is_dataclass(value):
+            yield from ([""] if not prefix else []) + [f"{indent}{field.name}:"]
+            yield from _section(value, key + ".", meanings)
+            continue
+        meaning = meanings.get((type(section).__name__, field.name), "")
+        if choices := settings()[key].choices:
+            meaning = f"{meaning} [{', '.join(choices)}]".strip()
+        yield from textwrap.wrap(meaning, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        many = isinstance(value, tuple)
+        plain = {field.name: list(value) if many else value}
+        written = yaml.safe_dump(plain, default_flow_style=None if many else False, allow_unicode=True, width=10**6)
+        written = written.strip("{}\n") if many else written
+        yield from (indent + line for line in written.splitlines())
+
+
+@cache
+def _meanings() -> Mapping[tuple[str, str], str]:
+    """The text that stands under a field in ``config.py``, by class and field. Python itself does not keep it."""
+    found: dict[tuple[str, str], str] = {}
+    for node in ast.parse(inspect.getsource(config_module)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, after in zip(node.body, node.body[1:], strict=False):
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+                found[node.name, field.target.id] = " ".join(str(after.value.value).replace("``", "").split())
+    return found

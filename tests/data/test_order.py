@@ -1,0 +1,87 @@
+"""The order of prompts: full passes, distinct windows, and a resume that changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dppo.data.order import PromptOrder
+from megatron_dppo.errors import UserError
+
+SIZES = st.integers(1, 30).flatmap(lambda size: st.tuples(st.just(size), st.lists(st.integers(1, size), max_size=40)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(SIZES, st.integers(-(2**70), 2**70))
+def test_no_window_repeats_a_prompt_and_visits_stay_even(case: tuple[int, list[int]], seed: int) -> None:
+    size, windows = case
+    order, visits = PromptOrder(size, seed), Counter({prompt: 0 for prompt in range(size)})
+    for n in windows:
+        window = order.next_window(n)
+        assert len(set(window.tolist())) == n == len(window)
+        visits.update(window.tolist())
+        # At any time every prompt has been visited in each finished epoch, and at most once in the one begun (two
+        # epochs are begun while a window's deferred prompts wait).
+        assert max(visits.values()) - min(visits.values()) <= 2 if n > 1 else True
+    assert set(visits) <= set(range(size))
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(0, 99))
+def test_every_epoch_is_a_full_pass(case: tuple[int, list[int]], seed: int) -> None:
+    size, windows = case
+    order, given_out = PromptOrder(size, seed), []
+    for n in windows:
+        given_out += order.next_window(n).tolist()
+    while order.epoch < 3 or order.state_dict()["deferred"]:
+        given_out += order.next_window(1).tolist()
+    state = order.state_dict()
+    finished, begun = state["epoch"], state["position"]
+    visits = Counter(given_out)
+    latest = {int(p) for p in np.array(_permutation(size, seed, finished))[:begun]}
+    assert all(visits[p] == finished + (p in latest) for p in range(size))
+
+
+def _permutation(size: int, seed: int, epoch: int) -> list[int]:
+    order = PromptOrder(size, seed)
+    order.load_state_dict({"size": size, "seed": seed, "epoch": epoch, "position": 0, "deferred": []})
+    return order.next_window(size).tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(0, 99), st.data())
+def test_resumed_order_goes_on_as_if_nothing_had_happened(
+    case: tuple[int, list[int]], seed: int, data: st.DataObject
+) -> None:
+    size, windows = case
+    cut = data.draw(st.integers(0, len(windows)))
+    whole, first, second = PromptOrder(size, seed), PromptOrder(size, seed), PromptOrder(size, seed)
+    expected = [whole.next_window(n).tolist() for n in windows]
+    before = [first.next_window(n).tolist() for n in windows[:cut]]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert before + [second.next_window(n).tolist() for n in windows[cut:]] == expected
+
+
+def test_epochs_and_seeds_differ() -> None:
+    order = PromptOrder(50, 1)
+    first, second = order.next_window(50).tolist(), order.next_window(50).tolist()
+    assert first != second and sorted(first) == sorted(second) == list(range(50))
+    assert PromptOrder(50, 2).next_window(50).tolist() != first
+
+
+def test_window_larger_than_the_pool_is_refused() -> None:
+    with pytest.raises(UserError, match=r"rollout\.prompts_per_step = 6: is more than the 5 prompts"):
+        PromptOrder(5, 0).next_window(6)
+
+
+def test_state_of_another_pool_or_seed_is_refused() -> None:
+    state = PromptOrder(5, 0).state_dict()
+    with pytest.raises(UserError, match=r"data\.train"):
+        PromptOrder(6, 0).load_state_dict(state)
+    with pytest.raises(UserError, match=r"run\.seed"):
+        PromptOrder(5, 1).load_state_dict(state)

@@ -1,0 +1,164 @@
+"""Both layer specifications: which one is taken, the same checkpoint keys, attention within segments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron_dppo.config import LayoutConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.models import layer_specs
+from megatron_dppo.models.layer_specs import SegmentAttention, choose_spec
+from megatron_dppo.models.policy import packed_sequence
+from tests.models.test_logits import LENGTHS, build, pack, targets_of
+from tests.policies import write_policy
+from tests.ranks import RankPool
+
+LAYER = "decoder.layers."
+FUSED_KEYS = {
+    "embedding.word_embeddings.weight",
+    LAYER + "self_attention.linear_qkv.layer_norm_weight",
+    LAYER + "self_attention.linear_qkv.weight",
+    LAYER + "self_attention.q_layernorm.weight",
+    LAYER + "self_attention.k_layernorm.weight",
+    LAYER + "self_attention.linear_proj.weight",
+    LAYER + "mlp.linear_fc1.layer_norm_weight",
+    LAYER + "mlp.linear_fc1.weight",
+    LAYER + "mlp.linear_fc2.weight",
+    "decoder.final_layernorm.weight",
+    "output_layer.weight",
+}
+"""As Transformer Engine's layers name them, in a checkpoint."""
+
+needs_transformer_engine = pytest.mark.skipif(
+    not (torch.cuda.is_available() and layer_specs.transformer_engine_installed()),
+    reason="the te specification runs on CUDA with Transformer Engine, and this machine lacks one of them",
+)
+
+
+def test_auto_takes_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda, installed, expected in ((True, True, "te"), (True, False, "torch"), (False, True, "torch")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        monkeypatch.setattr(layer_specs, "transformer_engine_installed", lambda installed=installed: installed)
+        assert choose_spec("auto") == expected
+        assert choose_spec("torch") == "torch"
+
+
+def test_te_without_transformer_engine_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_specs, "transformer_engine_installed", lambda: False)
+    with pytest.raises(UserError, match="no Transformer Engine") as caught:
+        choose_spec("te")
+    assert caught.value.setting == "model.spec"
+
+
+def test_attention_stays_within_segments_and_looks_back_only() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths, heads, groups, width = (4, 1, 9, 2), 6, 2, 8
+    total = sum(lengths)
+    query = torch.randn(total, heads, width, generator=generator, requires_grad=True)
+    key, value = (torch.randn(total, groups, width, generator=generator, requires_grad=True) for _ in range(2))
+    attention = SegmentAttention(None, 1, None, "self", None, None, None)
+    packed = packed_sequence(np.cumsum((0, *lengths), dtype=np.int32), max(lengths), torch.device("cpu"))
+    ours = attention(query, key, value, None, packed_seq_params=packed)
+
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    visible = (segment[:, None] == segment) & torch.ones(total, total, dtype=torch.bool).tril()
+    keys, values = (tensor.repeat_interleave(heads // groups, dim=1) for tensor in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, keys) / width**0.5
+    expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(dim=-1), values)
+    torch.testing.assert_close(ours, expected)
+    seed = torch.randn(ours.shape, generator=generator)
+    for a, b in zip(
+        *(torch.autograd.grad((o * seed).sum(), (query, key, value)) for o in (ours, expected)), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def checkpoint_keys(rank: int, size: int, path: Path, spec: str) -> tuple[set[str], set[str], list[str]]:
+    """Keys of tensors and of anything else, and what a load of the model's own tensors alone would miss."""
+    policy, _ = build(path, LayoutConfig(), spec=spec)
+    state = policy.sharded_state_dict()
+    tensors = {value.key for value in state.values() if isinstance(value, ShardedTensor | ShardedTensorFactory)}
+    loaded = {name: value.data for name, value in state.items()}
+    return tensors, {value.key for value in state.values()} - tensors, policy.load_state_dict(loaded).missing_keys
+
+
+def test_checkpoint_keys_are_the_fused_ones(ranks: RankPool, tmp_path: Path) -> None:
+    [(tensors, others, missing)] = ranks.run(1, checkpoint_keys, write_policy(tmp_path), "torch")
+    assert tensors == FUSED_KEYS
+    assert not others and not missing
+
+
+@pytest.mark.gpu
+@needs_transformer_engine
+def test_checkpoint_keys_of_te_are_those_of_torch(ranks: RankPool, tmp_path: Path) -> None:
+    [(tensors, others, missing)] = ranks.run(1, checkpoint_keys, write_policy(tmp_path), "te")
+    assert tensors == FUSED_KEYS
+    assert not others and not missing
+
+
+def logprobs_of(rank: int, size: int, path: Path, spec: str, dtype: str) -> np.ndarray:
+    policy, world = build(path, LayoutConfig(), spec=spec, dtype=dtype)
+    ids, positions, packed = pack(LENGTHS, policy.shape.vocab_size)
+    everywhere, targets = torch.arange(ids.shape[1]), targets_of(ids, policy.shape.vocab_size)
+    here = world.device
+    starts = packed.cu_seqlens_q.numpy()
+    with torch.no_grad():
+        packed = packed_sequence(starts, max(LENGTHS), here)
+        output = policy(ids.to(here), positions.to(here), packed, everywhere.to(here), targets.to(here))
+    return output[0].cpu().numpy()
+
+
+@pytest.mark.gpu
+@needs_transformer_engine
+def test_te_scores_equal_those_of_torch(ranks: RankPool, tmp_path: Path) -> None:
+    path = write_policy(tmp_path)
+    [torch_scores] = ranks.run(1, logprobs_of, path, "torch", "bf16")
+    [te_scores] = ranks.run(1, logprobs_of, path, "te", "bf16")
+    np.testing.assert_allclose(te_scores, torch_scores, atol=0.1)
+
+
+def train_in_bf16(rank: int, size: int, path: Path, layout: LayoutConfig) -> tuple[float, np.ndarray]:
+    """Gradient norm of a wrapped model after one backward pass, and the log-probabilities."""
+    policy, _ = build(path, layout, dtype="bf16", recompute="full")
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    module = DistributedDataParallel(policy.config, settings, Float16Module(policy.config, policy))
+    vocab = policy.shape.vocab_size
+    ids, positions, packed = pack(LENGTHS, vocab)
+    arguments = {"predictors": torch.arange(ids.shape[1]), "targets": targets_of(ids, vocab)}
+    logprobs, _, _ = module(ids, positions, packed_seq_params=packed, **arguments)
+    logprobs.sum().backward()
+    squares = sum(parameter.main_grad.double().square().sum() for parameter in policy.parameters())
+    return float(squares) ** 0.5, logprobs.detach().numpy()
+
+
+def test_bf16_is_close_to_fp32_inside_megatrons_wrappers(ranks: RankPool, tmp_path: Path) -> None:
+    path = write_policy(tmp_path)
+    [expected] = ranks.run(1, logprobs_of, path, "torch", "fp32")
+    for norm, logprobs in ranks.run(2, train_in_bf16, path, LayoutConfig(tp=2, sequence_parallel=True)):
+        assert logprobs.dtype == np.float32
+        assert np.abs(logprobs - expected).mean() < 0.1
+        assert np.isfinite(norm) and norm > 0
+
+
+def backward_without_responses(rank: int, size: int, path: Path, layout: LayoutConfig) -> bool:
+    policy, _ = build(path, layout)
+    ids, positions, packed = pack(LENGTHS, policy.shape.vocab_size)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    logprobs, _, _ = policy(ids, positions, packed, nothing, nothing)
+    logprobs.sum().backward()
+    return any(bool(parameter.grad.any()) for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_pack_of_padding_alone_has_a_gradient_of_zero(
+    ranks: RankPool, tmp_path: Path, sequence_parallel: bool
+) -> None:
+    layout = LayoutConfig(tp=2, sequence_parallel=sequence_parallel)
+    assert ranks.run(2, backward_without_responses, write_policy(tmp_path), layout) == [False, False]

@@ -1,0 +1,220 @@
+"""Law 3: logits and log-probabilities equal transformers' for the same weights, packed or not, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from transformers import Qwen3ForCausalLM
+
+from megatron_dppo.bridge.load import load_policy
+from megatron_dppo.config import LayoutConfig, ModelConfig
+from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
+from megatron_dppo.models.shape import read_shape
+from megatron_dppo.parallel.world import World, initialize
+from tests.policies import write_policy
+from tests.ranks import RankPool
+
+Arrays = dict[str, np.ndarray]
+
+LENGTHS = (7, 1, 20, 5, 16, 3)
+"""Of the pack's segments; 52 tokens in all, which two ranks divide."""
+TEMPERATURE = 0.7
+LAYOUTS = {
+    "TP1": LayoutConfig(),
+    "TP2": LayoutConfig(tp=2),
+    "TP2+SP": LayoutConfig(tp=2, sequence_parallel=True),
+    "PP2": LayoutConfig(pp=2),
+    "TP2xPP2+SP": LayoutConfig(tp=2, pp=2, sequence_parallel=True),
+}
+
+
+@pytest.fixture(scope="module", params=["untied", "tied", "a rank of padding alone"])
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An odd vocabulary, padded to 256 or 128 rows; 50 tokens leave the second of two ranks nothing but padding."""
+    vocab = 50 if request.param == "a rank of padding alone" else 131
+    return write_policy(tmp_path_factory.mktemp("policy"), tied=request.param == "tied", vocab=vocab)
+
+
+def build(path: Path, layout: LayoutConfig, **settings: Any) -> tuple[PolicyModel, World]:
+    world = initialize(layout, seed=1, timeout_s=60)
+    shape, model = read_shape(path), ModelConfig(path=str(path), **settings)
+    policy = build_policy(shape, model, layout, temperature=TEMPERATURE)
+    load_policy(policy, path, shape, world)
+    return policy, world
+
+
+def pack(lengths: tuple[int, ...], vocab: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Token ids and positions, [1, T], and the pack's description; the same tokens for the same lengths.
+
+    Token 0 is left out: it is the padding token, for which transformers keeps no gradient.
+    """
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, vocab, (1, sum(lengths)), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    starts = np.cumsum((0, *lengths), dtype=np.int32)
+    return ids, positions, packed_sequence(starts, max(lengths), torch.device("cpu"))
+
+
+def targets_of(ids: torch.Tensor, vocab: int) -> torch.Tensor:
+    """A target for every position, anywhere in the vocabulary, its last tokens included."""
+    return (ids[0] * 7 + vocab - 1) % vocab
+
+
+def score(policy: PolicyModel, lengths: tuple[int, ...]) -> list[Arrays]:
+    """What the head says of every position, through Megatron's own schedule; empty but on the last stage."""
+    vocab = policy.shape.vocab_size
+    ids, positions, packed = pack(lengths, vocab)
+
+    def forward(batches: Any, module: torch.nn.Module) -> Any:
+        output = module(
+            ids,
+            positions,
+            packed_seq_params=packed,
+            predictors=torch.arange(ids.shape[1]),
+            targets=targets_of(ids, vocab),
+        )
+        names = ("logprobs", "entropy", "score_norm")
+        return output, lambda out: (out[0].sum(), torch.zeros((), dtype=torch.int), dict(zip(names, out, strict=True)))
+
+    with torch.no_grad():
+        outputs = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter([None]),
+            model=policy,
+            num_microbatches=1,
+            seq_length=ids.shape[1],
+            micro_batch_size=1,
+            forward_only=True,
+        )
+    return [{name: value.numpy() for name, value in output.items()} for output in outputs]
+
+
+def score_and_logits(rank: int, size: int, path: Path, layout: LayoutConfig) -> tuple[list[Arrays], np.ndarray | None]:
+    policy, _ = build(path, layout, spec="torch", head_chunk_mib=1)
+    policy.eval()
+    logits = None
+    if layout.pp == 1:
+        logits = policy.logits(*pack(LENGTHS, policy.shape.vocab_size)).numpy()
+    return score(policy, LENGTHS), logits
+
+
+def reference_logits(path: Path, lengths: tuple[int, ...]) -> torch.Tensor:
+    """[T, vocabulary]: every segment by itself, as transformers computes it."""
+    model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    ids, _, _ = pack(lengths, model.config.vocab_size)
+    with torch.no_grad():
+        return torch.cat([model(segment[None]).logits[0] for segment in ids[0].split(lengths)])
+
+
+def reference_scores(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    logprobs = torch.log_softmax(logits.double() / TEMPERATURE, dim=-1)
+    error = torch.nn.functional.one_hot(targets, logits.shape[1]) - logprobs.exp()
+    return {
+        "logprobs": logprobs.gather(1, targets[:, None])[:, 0],
+        "entropy": -(logprobs.exp() * logprobs).sum(dim=1),
+        "score_norm": error.norm(dim=1),
+    }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_policy_equals_transformers(ranks: RankPool, policy: Path, name: str) -> None:
+    layout = LAYOUTS[name]
+    results = ranks.run(layout.tp * layout.pp, score_and_logits, policy, layout)
+    logits = reference_logits(policy, LENGTHS)
+    ids, _, _ = pack(LENGTHS, logits.shape[1])
+    expected = reference_scores(logits, targets_of(ids, logits.shape[1]))
+    scored = [output for outputs, _ in results for output in outputs]
+    assert len(scored) == layout.tp, "every tensor-parallel rank of the last stage, and no other, has scores"
+    for output in scored:
+        for field, value in expected.items():
+            np.testing.assert_allclose(output[field], value, atol=5e-5, err_msg=field)
+    for _, ours in results:
+        if layout.pp == 1:
+            np.testing.assert_allclose(ours, logits, atol=5e-5)
+
+
+def score_apart(rank: int, size: int, path: Path) -> tuple[Arrays, Arrays]:
+    policy, _ = build(path, LayoutConfig())
+    policy.eval()
+    ids, _, _ = pack(LENGTHS, policy.shape.vocab_size)
+    apart = []
+    with torch.no_grad():
+        for segment in ids.split(LENGTHS, dim=1):
+            length = segment.shape[1]
+            packed = packed_sequence(np.array([0, length], np.int32), length, torch.device("cpu"))
+            targets = targets_of(segment, policy.shape.vocab_size)
+            apart.append(policy(segment, torch.arange(length)[None], packed, torch.arange(length), targets)[0])
+    return score(policy, LENGTHS)[0]["logprobs"], torch.cat(apart).numpy()
+
+
+def test_packed_sequences_score_as_they_do_alone(ranks: RankPool, tmp_path: Path) -> None:
+    [(together, apart)] = ranks.run(1, score_apart, write_policy(tmp_path))
+    np.testing.assert_allclose(together, apart, atol=2e-5)
+
+
+def rotated_queries(rank: int, size: int, path: Path) -> torch.Tensor:
+    """Queries and keys of the first layer after rotation, for a pack of one segment three times over."""
+    policy, _ = build(path, LayoutConfig())
+    seen: list[torch.Tensor] = []
+    attention = policy.decoder.layers[0].self_attention.core_attention
+    attention.register_forward_pre_hook(lambda module, inputs: seen.extend(inputs[:2]))
+    segment = torch.arange(1, 10)
+    ids, positions = segment.repeat(3)[None], torch.arange(9).repeat(3)[None]
+    packed = packed_sequence(np.array([0, 9, 18, 27], np.int32), 9, torch.device("cpu"))
+    with torch.no_grad():
+        policy(ids, positions, packed, torch.tensor([8]), torch.tensor([1]))
+    return torch.cat(seen, dim=1)
+
+
+def test_rotary_positions_start_anew_in_every_segment(ranks: RankPool, tmp_path: Path) -> None:
+    [rotated] = ranks.run(1, rotated_queries, write_policy(tmp_path))
+    first, second, third = rotated.split(9)
+    assert torch.equal(first, second) and torch.equal(first, third)
+    assert not torch.allclose(first[0], first[1], atol=1e-2), "the comparison can fail"
+
+
+def test_a_pack_whose_longest_segment_is_misstated_is_refused() -> None:
+    with pytest.raises(ValueError, match="the longest segment has 20 tokens"):
+        packed_sequence(np.array([0, 20, 30], np.int32), 30, torch.device("cpu"))
+
+
+def gradients(rank: int, size: int, path: Path, recompute: str) -> dict[str, torch.Tensor]:
+    policy, _ = build(path, LayoutConfig(), recompute=recompute)
+    policy.train()
+    vocab = policy.shape.vocab_size
+    ids, positions, packed = pack(LENGTHS, vocab)
+    logprobs, _, _ = policy(ids, positions, packed, torch.arange(ids.shape[1]), targets_of(ids, vocab))
+    (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+    return {name: parameter.grad for name, parameter in policy.named_parameters()}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gradients_equal_those_of_transformers(ranks: RankPool, policy: Path, recompute: str) -> None:
+    [ours] = ranks.run(1, gradients, policy, recompute)
+    model = Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    vocab = model.config.vocab_size
+    ids, _, _ = pack(LENGTHS, vocab)
+    logits = torch.cat([model(segment[None]).logits[0] for segment in ids[0].split(LENGTHS)])
+    logprobs = torch.log_softmax(logits / TEMPERATURE, dim=-1).gather(1, targets_of(ids, vocab)[:, None])[:, 0]
+    (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+    layer, theirs = "decoder.layers.0.", model.model.layers[0]
+    pairs = {
+        "embedding.word_embeddings.weight": model.model.embed_tokens.weight,
+        "decoder.final_layernorm.weight": model.model.norm.weight,
+        layer + "input_layernorm.weight": theirs.input_layernorm.weight,
+        layer + "self_attention.q_layernorm.weight": theirs.self_attn.q_norm.weight,
+        layer + "self_attention.linear_proj.weight": theirs.self_attn.o_proj.weight,
+        layer + "mlp.linear_fc2.weight": theirs.mlp.down_proj.weight,
+    }
+    if not model.config.tie_word_embeddings:
+        pairs["output_layer.weight"] = model.lm_head.weight
+    for name, parameter in pairs.items():
+        gradient = ours[name]
+        assert not gradient[len(parameter) :].any(), f"{name}: padding has a gradient"
+        scale = parameter.grad.abs().max().item()
+        np.testing.assert_allclose(gradient[: len(parameter)], parameter.grad, atol=2e-5 * scale, err_msg=name)

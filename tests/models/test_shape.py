@@ -1,0 +1,124 @@
+"""What a config.json says, what is refused, and which layouts a shape allows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from megatron_dppo.config import LayoutConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab, parameters, read_shape
+
+SHAPE = PolicyShape(
+    num_layers=6,
+    hidden=48,
+    heads=8,
+    kv_heads=4,
+    head_dim=16,
+    ffn=80,
+    vocab_size=131,
+    tied=False,
+    rope_theta=5e5,
+    rms_eps=1e-5,
+    max_positions=512,
+)
+
+
+def write_config(path: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:
+    """A config.json as transformers writes it, with changes."""
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=131,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ).save_pretrained(path)
+    config = {**json.loads((path / "config.json").read_text()), **changes}
+    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in drop}))
+    return path
+
+
+def test_shape_is_read_from_what_transformers_writes(tmp_path: Path) -> None:
+    assert read_shape(write_config(tmp_path)) == SHAPE
+
+
+def test_rotary_base_is_read_from_files_older_than_transformers_5(tmp_path: Path) -> None:
+    path = write_config(tmp_path, drop=("rope_parameters",), rope_theta=5e5, rope_scaling=None)
+    assert read_shape(path) == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}}, "yarn"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({"use_sliding_window": True}, "sliding window"),
+        ({"attention_bias": True}, "biases"),
+        ({"hidden_act": "gelu"}, "gelu"),
+    ],
+)
+def test_a_model_that_would_compute_something_else_is_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        read_shape(write_config(tmp_path, **changes))
+    assert caught.value.setting == "model.path"
+
+
+def test_a_directory_that_is_none_or_holds_no_readable_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no policy is given"):
+        read_shape("")
+    with pytest.raises(UserError, match=r"nowhere: is not a directory"):
+        read_shape(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        read_shape(tmp_path)
+    with pytest.raises(UserError, match="has no 'head_dim'"):
+        read_shape(write_config(tmp_path, drop=("head_dim",)))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not JSON"):
+        read_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "setting", "remedy"),
+    [
+        (LayoutConfig(tp=3), "layout.tp", "one of 1, 2, 4"),
+        (LayoutConfig(tp=8), "layout.tp", "one of 1, 2, 4"),
+        (LayoutConfig(pp=4), "layout.pp", "one of 1, 2, 3, 6"),
+        (LayoutConfig(cp=2), "layout.cp", "set it to 1"),
+    ],
+)
+def test_a_layout_that_does_not_divide_names_those_that_do(layout: LayoutConfig, setting: str, remedy: str) -> None:
+    with pytest.raises(UserError, match=remedy) as caught:
+        check_layout(SHAPE, layout)
+    assert caught.value.setting == setting
+
+
+def test_layouts_that_divide_pass() -> None:
+    for layout in (LayoutConfig(), LayoutConfig(tp=4, pp=3), LayoutConfig(sequence_parallel=True)):
+        check_layout(SHAPE, layout)
+
+
+def test_padding_of_the_vocabulary_does_not_depend_on_the_layout() -> None:
+    assert {padded_vocab(151_936, tp) for tp in (1, 2, 4, 8)} == {151_936}
+    assert {padded_vocab(131, tp) for tp in (1, 2, 4, 128)} == {256}
+    assert padded_vocab(131, 3) == 384
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_as_many_as_transformers_counts(tmp_path: Path, tied: bool) -> None:
+    path = write_config(tmp_path, tie_word_embeddings=tied)
+    model = Qwen3ForCausalLM(Qwen3Config.from_pretrained(path))
+    assert parameters(read_shape(path)) == model.num_parameters()

@@ -1,0 +1,65 @@
+"""The figures at the end of a run are those of its rows."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.observe.console import Console
+from megatron_dppo.observe.metrics import MetricsLog
+from megatron_dppo.observe.summary import print_summary, summarise, write_summary
+from tests.observe.made_up import made_up_rows
+
+
+def test_the_figures_are_those_of_the_rows() -> None:
+    summary = summarise(made_up_rows(4))
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
+    assert summary["seconds"] == 4 * 2.0 + 3 * 3.0  # three evaluations
+    assert summary["seconds_per_step"] == 2.0
+    assert summary["kept_prompt_fraction"] == 0.75
+    assert summary["kept_token_fraction"] == pytest.approx(0.45)
+    assert summary["pack_fill"] == pytest.approx(0.98)
+    assert (summary["steps"], summary["generated_tokens"], summary["trained_tokens"]) == (4, 4000, 1600)
+    assert summary["phase_seconds"] == {"rollout": 4.0, "train": 2.0, "other": 2.0, "evaluation": 9.0}
+
+
+def test_a_step_that_kept_nothing_is_counted_and_said() -> None:
+    rows = made_up_rows(4)
+    del rows[2]["train/grad_norm"]
+    rows[3]["reward/timeouts"] = 2.0
+    summary = summarise(rows)
+    assert (summary["no_op_steps"], summary["reward_timeouts"]) == (1, 2)
+    said = io.StringIO()
+    print_summary("nowhere", summary, Console(4, file=said))
+    assert "1 step kept nothing" in said.getvalue()
+    assert "2 timeouts" in said.getvalue()
+
+
+def test_what_pruning_saved_and_where_things_lie_is_said(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 0)
+    for row in made_up_rows(4):
+        log.write(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
+    log.close()
+    (tmp_path / "progress.png").touch()
+    summary = write_summary(tmp_path, {"seed": 3})
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert summary["seed"] == 3
+    said = io.StringIO()
+    print_summary(tmp_path, summary, Console(4, file=said))
+    text = said.getvalue()
+    assert "25.0% before, 75.0% after (+50.0 points)" in text
+    assert "25% of the generation and 66% of the tokens" in text  # 1 - 0.75, 1 - 0.75 x 0.45
+    assert str(tmp_path / "progress.png") in text
+    assert "checkpoints" not in text  # there are none
+
+
+def test_a_run_without_evaluation_or_pruning_has_no_such_figures() -> None:
+    summary = summarise([{"step": 1, "train/loss": 2.0, "perf/step_time": 1.0}])
+    assert summary["accuracy_before"] is None
+    assert summary["kept_prompt_fraction"] is None
+    said = io.StringIO()
+    print_summary("nowhere", summary, Console(1, file=said))
+    assert "1 step of 1.00 s" in said.getvalue()

@@ -1,0 +1,66 @@
+"""Tokens move once: every rank gets exactly the rows of its replica's packs, whoever generated them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_dppo.config import LayoutConfig
+from megatron_dppo.parallel.exchange import deliver
+from megatron_dppo.parallel.world import initialize
+from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, Prompt, Rows, VersionSpan
+from tests.ranks import RankPool
+
+PROMPT_LENGTHS = (3, 1, 5)
+RESPONSE_LENGTHS = ((4, 1), (2, 7), (6, 3))
+OWNERS = (1, 0, 1)
+
+
+def group(index: int) -> Group:
+    prompt = Prompt(index, np.arange(PROMPT_LENGTHS[index], dtype=np.int32) + 100 * index, "", "")
+    completions = tuple(
+        Completion(
+            np.arange(length, dtype=np.int32) + 1000 * index + 100 * sample,
+            -np.arange(length, dtype=np.float32) / 7 - index - sample,
+            (VersionSpan(0, length),),
+            "stop",
+        )
+        for sample, length in enumerate(RESPONSE_LENGTHS[index])
+    )
+    return Group(prompt, completions, np.zeros(2))
+
+
+def plan() -> MinibatchPlan:
+    """Five of six rows over two replicas, out of order; the second replica has an empty pack."""
+    groups, samples = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 1])
+    rows = Rows(
+        group=groups,
+        sample=samples,
+        owner=np.array(OWNERS)[groups],
+        prompt_length=np.array(PROMPT_LENGTHS)[groups],
+        response_length=np.array(RESPONSE_LENGTHS)[groups, samples],
+        advantage=np.arange(5.0),
+        weight=np.ones(5),
+        scale=np.arange(5.0) / 10,
+    )
+    return MinibatchPlan(rows, 1.0, 32, (((4, 0), (2,)), ((1, 3), ())))
+
+
+def received(rank: int, size: int, layout: LayoutConfig) -> tuple[int, list]:
+    world = initialize(layout, seed=1, timeout_s=60.0)
+    held = {i: group(i) for i in range(3) if OWNERS[i] == rank}
+    return world.dp_rank, deliver(world, plan(), held)
+
+
+def test_every_rank_of_a_replica_gets_its_rows_in_the_planned_order(ranks: RankPool) -> None:
+    for size, layout in ((2, LayoutConfig(dp=2)), (4, LayoutConfig(tp=2, dp=2)), (4, LayoutConfig(pp=2, dp=2))):
+        for replica, packs in ranks.run(size, received, layout):
+            expected = plan().packs[replica]
+            assert [len(pack) for pack in packs] == [len(pack) for pack in expected]
+            for pack, rows in zip(packs, expected, strict=True):
+                for got, row in zip(pack, rows, strict=True):
+                    source = group(int(plan().rows.group[row]))
+                    completion = source.completions[int(plan().rows.sample[row])]
+                    np.testing.assert_array_equal(got.prompt_ids, source.prompt.token_ids)
+                    np.testing.assert_array_equal(got.response_ids, completion.token_ids)
+                    np.testing.assert_array_equal(got.engine_logprobs, completion.logprobs)
+                    assert (got.advantage, got.scale) == (row, row / 10)

@@ -1,0 +1,94 @@
+"""A reward is found by its name or refused in words; what it returns is a finite number or an error."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rewards.functions import InvalidScoreError, resolve, to_score
+
+SOURCE = """
+import neighbour
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return neighbour.SCORE
+def too_few(solution_str):
+    return 0.0
+async def later(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0
+number = 3
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "neighbour.py").write_text("SCORE = 0.25\n")
+    file = tmp_path / "my_reward.py"
+    file.write_text(SOURCE)
+    return file
+
+
+def test_builtin_rewards_go_by_their_names() -> None:
+    assert resolve("exact")("", "2+3=5\n#5", "5") == 1.0
+    assert resolve("math")("", r"\boxed{\frac{1}{2}}", "0.5") == 1.0
+
+
+def test_function_of_a_file_can_import_its_neighbours(source: Path) -> None:
+    assert resolve(f"{source}:compute_score")("", "", "") == 0.25
+
+
+def test_function_of_a_module_in_the_working_directory(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(source.parent)
+    assert resolve("my_reward:compute_score")("", "", "") == 0.25
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("maths", ["names no reward", "'math'"]),
+        (":f", ["names no reward"]),
+        ("nowhere.py:compute_score", ["there is no file nowhere.py"]),
+        ("no_such_module:compute_score", ["cannot be imported", "no_such_module"]),
+        ("FILE:compute_scores", ["no function 'compute_scores'", "Perhaps 'compute_score'"]),
+        ("FILE:too_few", ["cannot be called with (data_source, solution_str, ground_truth, extra_info)"]),
+        ("FILE:later", ["coroutine"]),
+        ("FILE:number", ["is no function"]),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_words(source: Path, spec: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve(spec.replace("FILE", str(source)))
+    assert all(word in str(caught.value) for word in ["reward.function", *words]), str(caught.value)
+
+
+def test_file_that_fails_while_it_is_imported_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
+        resolve(f"{tmp_path}/broken.py:compute_score")
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        (1.0, (1.0, True)),
+        (0.99, (0.99, False)),
+        (True, (1.0, True)),
+        (np.float32(0.5), (0.5, False)),
+        (np.int64(2), (2.0, True)),
+        ({"score": 0.5, "acc": True}, (0.5, True)),
+        ({"score": 1.5, "acc": False, "pred": "7"}, (1.5, False)),
+        ({"score": 1.0}, (1.0, True)),
+        (OrderedDict(score=-1, acc=None), (-1.0, False)),
+    ],
+)
+def test_scores_and_correctness_are_told_apart(returned: object, expected: tuple[float, bool]) -> None:
+    assert to_score(returned) == expected
+
+
+@pytest.mark.parametrize("returned", [float("nan"), float("inf"), None, "1.0", {}, {"acc": True}, {"score": None}, [1.0]])
+def test_what_is_no_finite_number_is_an_error(returned: object) -> None:
+    with pytest.raises(InvalidScoreError):
+        to_score(returned)

@@ -1,0 +1,164 @@
+"""Scoring survives whatever a reward function does, counts it, and never makes a zero of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
+from megatron_dppo.rl.types import Score
+
+FAILING = f"{Path(__file__).parent / 'rewards_that_fail.py'}:compute_score"
+LIMIT_S = 0.5
+
+
+def items(*solutions: str) -> list[ScoreItem]:
+    return [ScoreItem("here", solution, "1") for solution in solutions]
+
+
+@pytest.fixture
+def workers() -> Iterator[RewardWorkers]:
+    pool = RewardWorkers(FAILING, workers=1, timeout_s=LIMIT_S)
+    yield pool
+    pool.close()
+
+
+def rewards(scores: list[Score | None]) -> list[float | None]:
+    return [score and score.reward for score in scores]
+
+
+def test_scores_come_back_in_order_however_the_work_is_spread() -> None:
+    pool = RewardWorkers(FAILING, workers=2, timeout_s=5.0)
+    scored = pool.score(items(*(f"score {n}" for n in range(100))))
+    pool.close()
+    assert rewards(scored.scores) == list(range(100))
+    assert (scored.timeouts, scored.errors, scored.tracebacks) == (0, 0, [])
+
+
+def test_all_that_a_function_is_given_reaches_it(workers: RewardWorkers) -> None:
+    item = ScoreItem("here", "echo", "40", {"add": 2})
+    assert workers.score([item]).scores == [Score(42.0, True)]
+    assert workers.score([]).scores == []
+
+
+def test_import_time_does_not_count_against_the_limit(workers: RewardWorkers) -> None:
+    assert workers.score(items("score 1")).timeouts == 0  # the import takes twice the limit
+
+
+@pytest.mark.parametrize("how", ["spin", "sleep 60", "deaf", "backtrack"])
+def test_function_that_hangs_costs_its_completion_only(workers: RewardWorkers, how: str) -> None:
+    workers.wait_ready()
+    start = time.monotonic()
+    scored = workers.score(items("score 1", how, "score 2", "score 3"))
+    assert rewards(scored.scores) == [1.0, None, 2.0, 3.0]
+    assert (scored.timeouts, scored.errors) == (1, 0)
+    assert time.monotonic() - start < LIMIT_S + 5.0  # the limit, and the start of another worker
+
+
+def test_limit_holds_for_each_completion_and_not_for_a_chunk(workers: RewardWorkers) -> None:
+    scored = workers.score(items(*["sleep 0.2"] * 5))
+    assert rewards(scored.scores) == [0.5] * 5
+
+
+def test_errors_are_counted_each_and_shown_once(workers: RewardWorkers) -> None:
+    scored = workers.score(items("raise one", "raise two", "raise-elsewhere", "score 1", "nan", "nan", "none", "exit"))
+    assert rewards(scored.scores) == [None, None, None, 1.0, None, None, None, None]
+    assert (scored.timeouts, scored.errors) == (0, 7)
+    assert len(scored.tracebacks) == 5
+    assert "ValueError: one" in scored.tracebacks[0] and "rewards_that_fail.py" in scored.tracebacks[0]
+    assert any("not finite: nan" in text for text in scored.tracebacks)
+    again = workers.score(items("raise three", "nan"))
+    assert (again.errors, again.tracebacks) == (2, [])
+
+
+def test_function_that_takes_its_process_down_is_an_error(workers: RewardWorkers) -> None:
+    scored = workers.score(items("score 1", "segfault", "score 2"))
+    assert rewards(scored.scores) == [1.0, None, 2.0]
+    assert scored.errors == 1 and "SIGSEGV" in scored.tracebacks[0]
+
+
+def test_worker_killed_while_idle_is_replaced(workers: RewardWorkers) -> None:
+    pid = int(workers.score(items("pid")).scores[0].reward)
+    os.kill(pid, signal.SIGKILL)
+    scored = workers.score(items("pid"))
+    assert scored.errors == 0 and scored.scores[0].reward != pid
+
+
+def test_worker_holds_one_thread_and_nothing_of_the_trainer(workers: RewardWorkers) -> None:
+    assert rewards(workers.score(items("modules", "threads")).scores) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "word"),
+    [("nowhere.py:f", "there is no file"), (FAILING.replace("compute_score", "compute"), "Perhaps 'compute_score'")],
+)
+def test_function_that_cannot_be_found_is_refused_before_anything_is_scored(function: str, word: str) -> None:
+    pool = RewardWorkers(function, workers=1, timeout_s=1.0)
+    with pytest.raises(UserError, match=word):
+        pool.wait_ready()
+    pool.close()
+
+
+def test_process_that_dies_while_importing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("import os\nos._exit(4)\n")
+    pool = RewardWorkers(f"{tmp_path}/dies.py:f", workers=1, timeout_s=1.0)
+    with pytest.raises(UserError, match="ended with exit code 4 while importing it"):
+        pool.score(items("score 1"))
+    pool.close()
+
+
+def test_five_hundred_sums_take_well_under_a_second() -> None:
+    pool = RewardWorkers("exact", workers=1, timeout_s=5.0)
+    pool.wait_ready()
+    start = time.monotonic()
+    scored = pool.score([ScoreItem("", f"12+{n}={12 + n}\n#{12 + n}", str(12 + n)) for n in range(512)])
+    taken = time.monotonic() - start
+    pool.close()
+    assert sum(score.reward for score in scored.scores) == 512 and taken < 1.0
+
+
+TRAINER = """
+import os, sys, threading, time
+print("main", flush=True)
+from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
+pool = RewardWorkers(sys.argv[1], workers=2, timeout_s=600.0)
+pool.wait_ready()
+print(*(worker.process.pid for worker in pool._workers), flush=True)
+pool.score([ScoreItem("", sys.argv[2], "")] * 2)
+"""
+
+
+@pytest.mark.parametrize("busy_with", ["deaf", "sleep 600"])
+def test_workers_die_with_a_trainer_that_is_killed(tmp_path: Path, busy_with: str) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    trainer = subprocess.Popen([sys.executable, script, FAILING, busy_with], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None and trainer.stdout.readline() == "main\n"
+    pids = [int(pid) for pid in trainer.stdout.readline().split()]  # no second "main": it is not imported again
+    time.sleep(0.3)  # both are at work
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 5.0
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(pids) == 2 and not any(map(alive, pids))
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_close_leaves_no_process(workers: RewardWorkers) -> None:
+    pids = [worker.process.pid for worker in workers._workers]
+    workers.close()
+    workers.close()
+    assert not any(map(alive, pids))

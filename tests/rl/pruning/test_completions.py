@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+
+from megatron_dppo.rl.advantages import advantages
+from megatron_dppo.rl.pruning.completions import CompletionCandidates, completion_inclusion, draw_completions
+
+
+def candidates(rewards: np.ndarray, *, floor: float = 0.2, needs_all: bool = False) -> CompletionCandidates:
+    advantage = advantages(np.asarray(rewards, dtype=float), normalise=True)
+    return CompletionCandidates(
+        advantage=advantage,
+        score=np.abs(advantage),
+        cost=np.full(advantage.shape, 100.0),
+        floor=np.full(advantage.shape, floor),
+        idle=(advantage == 0.0) & (not needs_all),
+    )
+
+
+MIXED = [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]]
+RULES = ["none", "threshold", "neyman"]
+
+
+def test_the_papers_threshold_prunes_the_majority_outcome_of_each_group():
+    inclusion = completion_inclusion("threshold", candidates(MIXED), 0.4)
+    np.testing.assert_array_equal(inclusion, [[1, 0.4, 0.4, 0.4], [0.4, 0.4, 0.4, 1], [0.4] * 4])
+
+
+def test_the_papers_threshold_is_not_fooled_by_rounding():
+    """Two rewards, half of the group each: |A| are equal, though not in floating point."""
+    unequal = candidates([[0.1, 0.7, 0.1, 0.7]])
+    assert len(set(np.abs(unequal.advantage).ravel())) > 1, "the case is meant to be one with a rounding error"
+    np.testing.assert_array_equal(completion_inclusion("threshold", unequal, 0.4), [[0.4] * 4])
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.5, 0.8])
+def test_neyman_meets_its_budget_of_all_rolled_out_tokens(keep: float):
+    given = candidates([*MIXED, [1, 1, 1, 1]])
+    inclusion = completion_inclusion("neyman", given, keep)
+    assert (inclusion * given.cost).sum() == pytest.approx(min(keep * given.cost.sum(), 12 * 100.0))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_completions_that_teach_nothing_are_dropped_under_every_rule(rule: str):
+    given = candidates([[1, 1, 1, 1], [1, 0, 0, 0]])
+    inclusion = completion_inclusion(rule, given, 0.9)
+    assert (inclusion[0] == 0.0).all() and (inclusion[1] > 0.0).all()
+    for seed in range(20):
+        assert not draw_completions(rule, given, inclusion, np.random.default_rng(seed))[0].any()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_with_a_kl_term_no_completion_has_probability_zero(rule: str):
+    assert (completion_inclusion(rule, candidates([[1, 1, 1, 1], [1, 0, 0, 0]], needs_all=True), 0.3) >= 0.2).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_floor_holds_under_every_rule(rule: str):
+    assert (completion_inclusion(rule, candidates(MIXED, floor=0.6), 0.1) >= 0.6).all()
+
+
+def test_a_systematic_draw_is_spread_over_prompts_and_over_outcomes():
+    """Eight groups of four at probability a half: two of each, one of them good and one bad."""
+    given = candidates([[1, 0, 1, 0]] * 8)
+    inclusion = completion_inclusion("neyman", given, 0.5)
+    for seed in range(20):
+        kept = draw_completions("neyman", given, inclusion, np.random.default_rng(seed))
+        assert (kept.sum(axis=1) == 2).all()
+        assert ((kept & (given.advantage > 0)).sum(axis=1) == 1).all()

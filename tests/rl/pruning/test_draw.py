@@ -1,0 +1,87 @@
+"""Samplers keep what they say with the probability they say: integrated or enumerated, never sampled."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_dppo.rl.pruning.budget import capped_proportional
+from megatron_dppo.rl.pruning.draw import bernoulli, systematic
+from tests.rl.integration import outcomes
+
+ALMOST_ONE = float(np.nextafter(1.0, 0.0))
+offsets = st.floats(0.0, ALMOST_ONE)
+dyadic = st.lists(st.integers(0, 64).map(lambda k: k / 64), min_size=1, max_size=40).map(np.array)
+anything = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40).map(np.array)
+
+
+@given(dyadic)
+def test_systematic_inclusion_is_exact_integrated_over_the_offset(inclusion):
+    kept = sum(length * systematic(inclusion, offset) for offset, length in outcomes(inclusion))
+    np.testing.assert_array_equal(kept, inclusion)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.floats(0.01, 0.99), min_size=1, max_size=12).map(np.array), st.data())
+def test_systematic_inclusion_of_any_probability_is_exact_to_1e_12(inclusion, data):
+    """Measured on the draw itself: a unit is kept between two offsets, each found by bisection."""
+    unit = data.draw(st.integers(0, len(inclusion) - 1))
+    end = float(np.cumsum(inclusion)[unit]) % 1.0
+    start = (end - inclusion[unit]) % 1.0
+    assume(1e-6 < start < 1 - 1e-6 and 1e-6 < end < 1 - 1e-6)
+
+    def flip(guess: float, kept_after: bool) -> float:
+        low, high = guess - 1e-7, guess + 1e-7
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (low, middle) if systematic(inclusion, middle)[unit] == kept_after else (middle, high)
+        return high
+
+    measured = (flip(end, kept_after=False) - flip(start, kept_after=True)) % 1.0
+    assert measured == pytest.approx(inclusion[unit], abs=1e-12)
+
+
+@given(anything, offsets)
+def test_systematic_keeps_the_sum_of_the_probabilities_to_within_one(inclusion, offset):
+    kept = systematic(inclusion, offset)
+    assert abs(int(kept.sum()) - inclusion.sum()) < 1 + 1e-9
+    assert kept[inclusion == 1.0].all()
+    assert not kept[inclusion == 0.0].any()
+
+
+@given(st.integers(1, 200), st.integers(0, 2**32), st.one_of(offsets, st.sampled_from([0.0, ALMOST_ONE])), st.data())
+def test_systematic_keeps_exactly_n_where_probabilities_add_up_to_n_up_to_rounding(size, seed, offset, data):
+    count = data.draw(st.integers(1, size))
+    scores = np.random.default_rng(seed).lognormal(0.0, 2.0, size)
+    inclusion = capped_proportional(scores, np.ones(size), count, 0.0)
+    assert systematic(inclusion, offset).sum() == count
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e-16, 0.5, ALMOST_ONE])
+def test_systematic_ends_where_it_should_for_sums_that_float_gets_wrong(offset: float):
+    tenths = np.full(1000, 0.1)
+    assert np.cumsum(tenths)[-1] != 100.0, "the case is meant to be one that float gets wrong"
+    assert systematic(tenths, offset).sum() == 100
+
+
+def test_systematic_handles_a_hundred_thousand_units():
+    inclusion = np.full(100_000, 0.3)
+    inclusion[::7] = 1.0
+    kept = systematic(inclusion, 0.123)
+    assert kept[::7].all()
+    assert abs(kept.sum() - inclusion.sum()) <= 1
+
+
+def test_systematic_spreads_what_it_keeps_over_neighbours():
+    kept = systematic(np.full(40, 0.25), 0.6)
+    assert (kept.reshape(10, 4).sum(axis=1) == 1).all()
+
+
+def test_bernoulli_draws_are_independent_with_the_given_probabilities():
+    inclusion = np.array([0.25, 0.5, 1.0, 0.0])
+    grid = (np.arange(4) + 0.5) / 4  # every uniform number takes four values, of which floor(4π) keep
+    draws = np.array([bernoulli(inclusion, np.array(u)) for u in itertools.product(grid, repeat=4)])
+    np.testing.assert_array_equal(draws.mean(axis=0), inclusion)
+    assert (draws[:, 0] & draws[:, 1]).mean() == 0.25 * 0.5

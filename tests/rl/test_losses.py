@@ -1,0 +1,160 @@
+"""The losses against numbers written by hand, and against autograd."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.config import LossConfig
+from megatron_dppo.rl.losses import HOSTS, TokenLosses, host_for, token_losses
+
+GRPO, DAPO = HOSTS["grpo"], HOSTS["dapo"]
+
+
+def log(*probabilities: float) -> torch.Tensor:
+    return torch.tensor(probabilities, dtype=torch.float64).log()
+
+
+def evaluate(probabilities: tuple[float, ...], advantage: float, host=GRPO, **options: Any) -> tuple[TokenLosses, list]:
+    """Losses of tokens with the given probabilities, and the gradient of their sum."""
+    logprobs = log(*probabilities).requires_grad_()
+    given: dict[str, Any] = {
+        "old_logprobs": None,
+        "engine_logprobs": logprobs.detach(),
+        "reference_logprobs": None,
+        "kl_coef": 0.0,
+        "tis_cap": None,
+    }
+    result = token_losses(
+        host, logprobs=logprobs, advantage=torch.full_like(logprobs, advantage).detach(), **(given | options)
+    )
+    result.loss.sum().backward()
+    assert logprobs.grad is not None
+    return result, logprobs.grad.tolist()
+
+
+@pytest.mark.parametrize(
+    ("host", "advantage", "loss", "gradient"),
+    [
+        # ratios 1.25, 0.75, 1.0 against an old probability of 0.4
+        (GRPO, 1.0, [-1.2, -0.75, -1.0], [0.0, -0.75, -1.0]),
+        (GRPO, -1.0, [1.25, 0.8, 1.0], [1.25, 0.0, 1.0]),
+        (DAPO, 1.0, [-1.25, -0.75, -1.0], [-1.25, -0.75, -1.0]),
+    ],
+)
+def test_the_clipped_surrogate_has_the_loss_and_gradient_of_the_formula(host, advantage, loss, gradient):
+    result, actual = evaluate((0.5, 0.3, 0.4), advantage, host, old_logprobs=log(0.4, 0.4, 0.4))
+    assert result.loss.tolist() == pytest.approx(loss)
+    assert actual == pytest.approx(gradient)
+
+
+def test_against_the_policy_itself_the_ratio_is_one_and_the_gradient_that_of_reinforce():
+    result, gradient = evaluate((0.5, 0.1), 2.0)
+    assert result.loss.tolist() == [-2.0, -2.0]
+    assert gradient == [-2.0, -2.0]
+    assert result.sums["train/ppo_kl"] == 0.0
+    assert result.sums["train/pg_clipfrac"] == 0.0
+
+
+def test_clips_of_zero_keep_the_gradient_at_ratio_one():
+    _, gradient = evaluate((0.5, 0.1), 2.0, replace(GRPO, clip_low=0.0, clip_high=0.0))
+    assert gradient == [-2.0, -2.0]
+
+
+def test_the_kl_term_is_k3_and_has_its_gradient():
+    result, gradient = evaluate((0.5,), 0.0, kl_coef=0.1, reference_logprobs=log(0.25))
+    assert result.loss.tolist() == pytest.approx([0.1 * (0.5 - np.log(0.5) - 1)])
+    assert gradient == pytest.approx([0.1 * (1 - 0.5)])
+    assert result.sums["train/kl_loss"].item() == pytest.approx(0.5 - np.log(0.5) - 1)
+    assert result.sums["train/pg_loss"] == 0.0
+
+
+def test_k3_is_an_unbiased_estimate_of_the_divergence():
+    policy, reference = (0.5, 0.3, 0.2), log(0.1, 0.6, 0.3)
+    expected = sum(p * evaluate((p,), 0.0, kl_coef=1.0, reference_logprobs=r[None])[0].loss.item()
+                   for p, r in zip(policy, reference, strict=True))
+    assert expected == pytest.approx((torch.tensor(policy) * (log(*policy) - reference)).sum().item())
+
+
+def test_a_reference_is_watched_but_not_trained_on_without_a_coefficient():
+    result, gradient = evaluate((0.5,), 1.0, reference_logprobs=log(0.25))
+    assert gradient == [-1.0]
+    assert result.sums["train/kl_loss"] > 0.0
+
+
+def test_kl_without_a_reference_is_refused():
+    with pytest.raises(ValueError, match="reference"):
+        evaluate((0.5,), 1.0, kl_coef=0.1)
+
+
+def test_the_engine_correction_is_truncated_and_constant_to_the_gradient():
+    result, gradient = evaluate((0.6, 0.3), 1.0, engine_logprobs=log(0.2, 0.6), tis_cap=2.0)
+    assert result.loss.tolist() == pytest.approx([-2.0, -0.5])
+    assert gradient == pytest.approx([-2.0, -0.5])
+
+
+def test_the_engine_correction_leaves_the_kl_term_alone():
+    _, gradient = evaluate((0.5,), 0.0, engine_logprobs=log(0.25), tis_cap=2.0, kl_coef=0.1, reference_logprobs=log(0.25))
+    assert gradient == pytest.approx([0.05])
+
+
+def test_the_engine_correction_starts_from_the_old_policy():
+    result, _ = evaluate((0.5,), 1.0, old_logprobs=log(0.45), engine_logprobs=log(0.5), tis_cap=2.0)
+    assert result.loss.item() == pytest.approx(-(0.45 / 0.5) * (0.5 / 0.45))
+
+
+def test_metrics_are_sums_over_tokens_without_gradient():
+    result, _ = evaluate((0.5, 0.3), 1.0, old_logprobs=log(0.4, 0.4), engine_logprobs=log(0.4, 0.2))
+    sums = {name: value.item() for name, value in result.sums.items()}
+    assert sums == {
+        "train/pg_loss": pytest.approx(-1.2 - 0.75),
+        "train/pg_clipfrac": 1,
+        "train/ppo_kl": pytest.approx(np.log(0.4 / 0.5) + np.log(0.4 / 0.3)),
+        "train/kl_loss": 0.0,
+        "train/rollout_logprob_abs_diff": pytest.approx(np.log(2.0)),
+        "train/token_mult_prob_error": pytest.approx(1.0 + 2.0),
+    }
+    assert not any(value.requires_grad for value in result.sums.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"kl_coef": 0.2, "tis_cap": 1.5}])
+def test_autograd_agrees_with_finite_differences(options: dict[str, float]):
+    rng = torch.Generator().manual_seed(0)
+    draws = [torch.rand(16, generator=rng, dtype=torch.float64).log() for _ in range(4)]
+
+    def loss(logprobs: torch.Tensor) -> torch.Tensor:
+        return token_losses(
+            GRPO,
+            logprobs=logprobs,
+            old_logprobs=draws[1],
+            engine_logprobs=draws[2],
+            reference_logprobs=draws[3],
+            advantage=torch.linspace(-2, 2, 16, dtype=torch.float64),
+            kl_coef=options.get("kl_coef", 0.0),
+            tis_cap=options.get("tis_cap"),
+        ).loss.sum()
+
+    assert torch.autograd.gradcheck(loss, draws[0].requires_grad_())
+
+
+def test_no_tokens_give_no_loss():
+    empty = torch.zeros(0)
+    result = token_losses(
+        GRPO,
+        logprobs=empty.clone().requires_grad_(),
+        old_logprobs=None,
+        engine_logprobs=empty,
+        reference_logprobs=None,
+        advantage=empty,
+        kl_coef=0.0,
+        tis_cap=None,
+    )
+    assert result.loss.sum() == 0.0
+
+
+def test_a_run_may_set_its_own_clips():
+    assert host_for(LossConfig(name="dapo")) == DAPO
+    host = host_for(LossConfig(name="dapo", clip_low=0.0, clip_high=0.5))
+    assert (host.clip_low, host.clip_high, host.aggregation) == (0.0, 0.5, "token_mean")

@@ -1,0 +1,74 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dppo.rl.pack import PackedRow, build_pack
+
+PAD = 999
+
+
+def row(prompt: int, response: int, first: int = 0, advantage: float = 1.0, scale: float = 1.0) -> PackedRow:
+    """Prompt tokens first, first + 1, …, then response tokens from 100 + first on."""
+    return PackedRow(
+        prompt_ids=np.arange(first, first + prompt, dtype=np.int32),
+        response_ids=np.arange(100 + first, 100 + first + response, dtype=np.int32),
+        engine_logprobs=-np.arange(1, response + 1, dtype=np.float32),
+        advantage=advantage,
+        scale=scale,
+    )
+
+
+def test_a_pack_of_two_rows_written_out():
+    pack = build_pack([row(2, 3, advantage=0.5, scale=0.1), row(1, 2, first=10)], capacity=12, pad_id=PAD, align=2)
+    assert pack.token_ids.tolist() == [0, 1, 100, 101, 102, PAD, 10, 110, 111, PAD, PAD, PAD]
+    assert pack.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1]
+    assert pack.cu_seqlens.tolist() == [0, 6, 10, 12]
+    assert pack.max_seqlen == 6
+    assert pack.predictors.tolist() == [1, 2, 3, 6, 7]
+    assert pack.targets.tolist() == [100, 101, 102, 110, 111]
+    assert pack.row.tolist() == [0, 0, 0, 1, 1]
+    assert pack.advantage.tolist() == [0.5, 0.5, 0.5, 1.0, 1.0]
+    assert pack.scale.tolist() == [0.1, 0.1, 0.1, 1.0, 1.0]
+    assert pack.engine_logprobs.tolist() == [-1, -2, -3, -1, -2]
+
+
+rows = st.lists(st.builds(row, st.integers(1, 9), st.integers(1, 9), st.integers(0, 50)), max_size=6)
+
+
+@given(rows, st.sampled_from([1, 2, 4]), st.integers(0, 20))
+def test_each_predictor_sees_its_own_row_up_to_the_token_before_its_target(rows, align, spare):
+    needed = sum(-(-(len(r.prompt_ids) + len(r.response_ids)) // align) * align for r in rows)
+    pack = build_pack(rows, max(1, needed + spare), PAD, align)
+    for predictor, target, index in zip(pack.predictors, pack.targets, pack.row, strict=True):
+        start = pack.cu_seqlens[np.searchsorted(pack.cu_seqlens, predictor, side="right") - 1]
+        sequence = np.concatenate([rows[index].prompt_ids, rows[index].response_ids])
+        np.testing.assert_array_equal(pack.token_ids[start : predictor + 1], sequence[: predictor - start + 1])
+        assert sequence[predictor - start + 1] == target
+    assert len(pack.targets) == sum(len(r.response_ids) for r in rows)
+    assert PAD not in pack.targets
+
+
+@given(rows, st.sampled_from([1, 2, 4]), st.integers(0, 20))
+def test_segments_tile_the_pack_and_positions_restart_in_each(rows, align, spare):
+    needed = sum(-(-(len(r.prompt_ids) + len(r.response_ids)) // align) * align for r in rows)
+    capacity = max(1, needed + spare)
+    pack = build_pack(rows, capacity, PAD, align)
+    assert (pack.cu_seqlens[0], pack.cu_seqlens[-1]) == (0, capacity)
+    segments = np.diff(pack.cu_seqlens)
+    assert (segments > 0).all()
+    np.testing.assert_array_equal(pack.position_ids, np.concatenate([np.arange(n) for n in segments]))
+    assert pack.max_seqlen == segments.max()
+    assert pack.max_seqlen < capacity or len(segments) == 1
+
+
+def test_a_pack_without_rows_is_all_padding():
+    pack = build_pack([], capacity=8, pad_id=PAD, align=1)
+    assert (pack.token_ids == PAD).all()
+    assert pack.cu_seqlens.tolist() == [0, 8]
+    assert len(pack.targets) == len(pack.engine_logprobs) == len(pack.scale) == 0
+
+
+def test_rows_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="rows of 6 tokens do not fit into a pack of 5"):
+        build_pack([row(2, 3)], capacity=5, pad_id=PAD, align=2)

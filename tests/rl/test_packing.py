@@ -1,0 +1,174 @@
+"""The packer's invariants as properties, its targets as measurements."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.packing import CostModel, Packing, pack_metrics, pack_sequences
+
+
+def lognormal_lengths(count: int, seed: int, mean: float = 6.6, sigma: float = 1.0) -> np.ndarray:
+    return np.clip(np.random.default_rng(seed).lognormal(mean, sigma, count), 64, 8192).astype(int)
+
+
+def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> int:
+    """Packs opened by the textbook's packer."""
+    room: list[int] = []
+    for length in sorted(lengths.tolist(), reverse=True):
+        pack = next((k for k, left in enumerate(room) if left >= length), None)
+        if pack is None:
+            room.append(capacity - length)
+        else:
+            room[pack] -= length
+    return len(room)
+
+
+def contents(packing: Packing) -> list[tuple[int, ...]]:
+    return [pack for rank in packing.packs for pack in rank]
+
+
+@st.composite
+def requests(draw):
+    align = draw(st.sampled_from([1, 2, 8]))
+    multiple = draw(st.sampled_from([1, 4, 6]))
+    unit = int(np.lcm(align, multiple))
+    most = draw(st.integers(unit, 600))
+    longest = most // unit * unit
+    lengths = draw(st.lists(st.integers(1, longest), max_size=60))
+    return lengths, {
+        "ranks": draw(st.integers(1, 5)),
+        "max_tokens": most,
+        "align": align,
+        "capacity_multiple": multiple,
+        "window": draw(st.sampled_from([1, 3, 64])),
+        "min_per_rank": draw(st.integers(1, 4)),
+    }
+
+
+@given(requests())
+def test_every_sequence_is_in_exactly_one_pack_and_no_pack_overflows(request_):
+    lengths, options = request_
+    packing = pack_sequences(lengths, **options)
+    assert sorted(row for pack in contents(packing) for row in pack) == list(range(len(lengths)))
+    slots = -(-np.array(lengths, dtype=int) // options["align"]) * options["align"]
+    assert all(slots[list(pack)].sum() <= packing.capacity for pack in contents(packing))
+    assert packing.capacity <= options["max_tokens"]
+    assert packing.capacity % options["align"] == packing.capacity % options["capacity_multiple"] == 0
+
+
+@given(requests())
+def test_every_rank_has_equally_many_packs_and_at_least_as_many_as_asked(request_):
+    lengths, options = request_
+    packing = pack_sequences(lengths, **options)
+    assert len(packing.packs) == options["ranks"]
+    counts = {len(rank) for rank in packing.packs}
+    assert len(counts) == 1
+    enough = len(lengths) >= options["ranks"] * options["min_per_rank"]
+    assert counts.pop() >= (options["min_per_rank"] if enough else 0)
+
+
+@given(requests())
+def test_the_same_lengths_give_the_same_packs(request_):
+    lengths, options = request_
+    assert pack_sequences(lengths, **options) == pack_sequences(np.array(lengths, dtype=int), **options)
+
+
+@given(requests())
+def test_fill_is_not_below_that_of_first_fit_decreasing(request_):
+    lengths, options = request_
+    options |= {"align": 1, "capacity_multiple": 1, "min_per_rank": 1, "window": 64}
+    packing = pack_sequences(lengths, **options)
+    packs = first_fit_decreasing(np.array(lengths), options["max_tokens"])
+    packs = -(-packs // options["ranks"]) * options["ranks"]
+    if lengths:
+        assert packing.fill >= sum(lengths) / (packs * options["max_tokens"]) - 1e-12
+
+
+@given(requests())
+def test_the_figures_say_what_the_packs_are(request_):
+    lengths, options = request_
+    packing = pack_sequences(lengths, **options)
+    if not lengths:
+        assert (packing.capacity, packing.packs, packing.fill) == (0, ((),) * options["ranks"], 0.0)
+        return
+    assert packing.fill == pytest.approx(sum(lengths) / (packing.capacity * len(contents(packing))))
+    work = CostModel()(np.array(lengths))
+    load = [sum(work[row] for pack in rank for row in pack) for rank in packing.packs]
+    assert packing.imbalance == pytest.approx(max(load) / np.mean(load))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(("mean", "sigma"), [(6.6, 1.0), (7.0, 0.8), (6.0, 1.2), (8.0, 0.6)])
+def test_dapo_like_lengths_fill_97_percent_and_balance_within_5(ranks: int, mean: float, sigma: float):
+    for seed in range(5):
+        packing = pack_sequences(lognormal_lengths(64 * ranks, seed, mean, sigma), ranks=ranks, max_tokens=16384)
+        assert packing.fill >= 0.97
+        assert packing.imbalance <= 1.05
+
+
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_balance_is_better_than_first_fit_decreasing_in_the_order_of_its_packs(ranks: int):
+    """First-fit decreasing, dealt out rank by rank, gives the long sequences (and the attention) to the first ranks."""
+    lengths = lognormal_lengths(64 * ranks, 0)
+    work = CostModel()(np.sort(lengths)[::-1])
+    blocks = np.array([block.sum() for block in np.array_split(work, ranks)])
+    ours = pack_sequences(lengths, ranks=ranks, max_tokens=16384).imbalance
+    assert ours < 1.05 < blocks.max() / blocks.mean()
+
+
+def test_balance_counts_attention_and_not_tokens_alone():
+    """Two ranks, eight packs of the same size: four are one long sequence each, four are sixty-four short ones."""
+    lengths = [8192] * 4 + [128] * 256
+    packing = pack_sequences(lengths, ranks=2, max_tokens=8192, costs=CostModel(linear=1.0, quadratic=1e-3))
+    long_ones = [sum(row < 4 for pack in rank for row in pack) for rank in packing.packs]
+    assert long_ones == [2, 2]
+
+
+def test_a_hundred_thousand_sequences_are_planned_in_a_second():
+    lengths = lognormal_lengths(100_000, 0)
+    start = time.process_time()
+    packing = pack_sequences(lengths, ranks=64, max_tokens=16384)
+    assert time.process_time() - start < 1.0
+    assert packing.fill >= 0.97
+    assert packing.imbalance <= 1.05
+
+
+def test_the_capacity_shrinks_to_what_the_step_needs():
+    packing = pack_sequences([100] * 9, ranks=2, max_tokens=4096)
+    assert (packing.capacity, packing.fill) == (500, 0.9)
+    assert pack_sequences([100] * 9, ranks=2, max_tokens=4096, capacity_multiple=64).capacity == 512
+
+
+def test_three_sequences_that_do_not_go_in_pairs_get_a_pack_each():
+    packing = pack_sequences([6000, 6000, 6000], ranks=1, max_tokens=16384)
+    assert (packing.capacity, len(packing.packs[0]), packing.fill) == (6000, 3, 1.0)
+
+
+def test_a_pipeline_gets_its_packs_where_there_are_sequences_for_them():
+    assert len(pack_sequences([100] * 16, ranks=2, max_tokens=4096, min_per_rank=4).packs[0]) == 4
+    assert len(pack_sequences([100] * 6, ranks=2, max_tokens=4096, min_per_rank=4).packs[0]) == 3
+
+
+def test_ranks_without_a_sequence_get_an_empty_pack():
+    packing = pack_sequences([10, 20], ranks=4, max_tokens=64)
+    assert sorted(packing.packs) == [((),), ((),), ((0,),), ((1,),)]
+
+
+def test_a_sequence_that_fits_into_no_pack_is_named():
+    with pytest.raises(UserError, match=r"pack\.max_tokens = 1000: a sequence of 1001 tokens"):
+        pack_sequences([5, 1001, 7], ranks=1, max_tokens=1000)
+    with pytest.raises(UserError, match=r"a sequence of 997 tokens does not fit into a pack of 992 .* 1024 or more"):
+        pack_sequences([997], ranks=1, max_tokens=1000, capacity_multiple=32)
+
+
+def test_metrics_weigh_minibatches_by_their_slots():
+    full, half = pack_sequences([64, 64], ranks=2, max_tokens=64), pack_sequences([64, 32], ranks=2, max_tokens=64)
+    metrics = pack_metrics([full, half, pack_sequences([], ranks=2, max_tokens=64)])
+    assert metrics["pack/fill"] == (128 + 96) / 256
+    assert metrics["pack/count"] == 4.0
+    assert metrics["pack/capacity"] == 64.0
+    assert metrics["pack/imbalance"] == half.imbalance > 1.0

@@ -1,0 +1,60 @@
+"""One uniform per completion and position, and the token it picks."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megatron_dppo.rollout.sampling import completion_uniforms, draw_tokens
+
+
+def test_uniforms_are_a_function_of_seed_prompt_and_sample() -> None:
+    row = completion_uniforms(1, 2, 34, 100)
+    np.testing.assert_array_equal(row, completion_uniforms(1, 2, 34, 100))
+    for other in ((2, 2, 34), (1, 3, 34), (1, 2, 35), (1, 23, 4), (12, 3, 4)):
+        assert not np.any(row == completion_uniforms(*other, 100))
+
+
+def test_a_longer_row_begins_with_the_shorter_one() -> None:
+    np.testing.assert_array_equal(completion_uniforms(1, 2, 3, 100)[:7], completion_uniforms(1, 2, 3, 7))
+
+
+def test_uniforms_of_neighbouring_completions_are_uniform_and_uncorrelated() -> None:
+    rows = np.stack([completion_uniforms(0, prompt, sample, 50) for prompt in range(20) for sample in range(20)])
+    assert rows.min() >= 0 and rows.max() < 1
+    assert abs(rows.mean() - 0.5) < 4 / np.sqrt(12 * rows.size)
+    correlations = np.corrcoef(rows)[np.triu_indices(len(rows), 1)]
+    assert abs(correlations.mean()) < 4 / np.sqrt(50 * len(correlations))
+
+
+def test_a_uniform_picks_the_token_in_whose_share_it_falls() -> None:
+    logits = torch.log(torch.tensor([[0.2, 0.0, 0.5, 0.3]])).repeat(6, 1)
+    uniforms = torch.tensor([0.0, 0.19, 0.21, 0.69, 0.71, 1 - 2**-53], dtype=torch.float64)
+    tokens, logprobs = draw_tokens(logits, uniforms, 1.0)
+    assert tokens.tolist() == [0, 0, 2, 2, 3, 3]
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([0.2, 0.2, 0.5, 0.5, 0.3, 0.3]))
+
+
+def test_an_impossible_token_is_never_drawn_at_either_end() -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).repeat(2, 1)
+    tokens, logprobs = draw_tokens(logits, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), 0.7)
+    assert tokens.tolist() == [1, 1] and logprobs.tolist() == [0.0, 0.0]
+
+
+def test_temperature_flattens_and_zero_is_greedy() -> None:
+    logits, uniforms = torch.tensor([[2.0, 4.0]]), torch.tensor([0.2], dtype=torch.float64)
+    tokens, logprobs = draw_tokens(logits, uniforms, 2.0)
+    assert tokens.tolist() == [0]
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits / 2, dim=-1)[:, 0])
+    tokens, logprobs = draw_tokens(logits, uniforms, 0.0)
+    assert tokens.tolist() == [1]
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits, dim=-1)[:, 1])
+
+
+def test_every_rare_token_can_be_drawn() -> None:
+    """A share of 3e-8 near the end of the distribution is less than what fp32 distinguishes there."""
+    rare, share, seen = 4096, 3e-8, 100
+    logits = torch.log(torch.tensor([1 - rare * share] + [share] * rare))
+    uniforms = 1 - torch.linspace(seen * share, 0, 4 * seen + 1, dtype=torch.float64)[:-1]
+    tokens, _ = draw_tokens(logits.repeat(len(uniforms), 1), uniforms, 1.0)
+    assert len(tokens.unique()) >= seen

@@ -1,0 +1,167 @@
+"""Each thing that can be known to be wrong is found before a rank starts, and named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from megatron_dppo.bridge.mapping import expected_tensors
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape, parameters, read_shape
+from megatron_dppo.preflight import bytes_to_write, check_config, preflight
+from megatron_dppo.settings import load_config
+
+SMALL = ["data.max_prompt_tokens=32", "rollout.max_response_tokens=32", "pack.max_tokens=64"]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 directory whose every tensor has the right name and shape."""
+    folder = tmp_path_factory.mktemp("policy")
+    described = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 32,
+        "vocab_size": 64,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 128,
+    }
+    (folder / "config.json").write_text(json.dumps(described))
+    shape = read_shape(folder)
+    tensors = {name: np.zeros(size, np.float32) for name, size in expected_tensors(shape).items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _config(policy: Path, tmp_path: Path, *overrides: str) -> Config:
+    return load_config(None, [f"model.path={policy}", f"run.dir={tmp_path}/run", *SMALL, *overrides])
+
+
+def _refusal(config: Config, command: str = "train") -> UserError:
+    with pytest.raises(UserError) as caught:
+        preflight(config, command)
+    return caught.value
+
+
+def test_a_good_configuration_passes_and_writes_nothing(policy: Path, tmp_path: Path) -> None:
+    preflight(_config(policy, tmp_path), "train")
+    preflight(_config(policy, tmp_path), "sft")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_defaults_do_not_contradict_each_other() -> None:
+    check_config(Config())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting", "remedy"),
+    [
+        (["pack.max_tokens=63"], "pack.max_tokens", "to 64 or more"),
+        (["pack.max_tokens=65", "rollout.max_response_tokens=33", "layout.tp=2", "layout.sequence_parallel=true"],
+         "pack.max_tokens", "to 66 or more"),
+        (["loss.updates_per_rollout=8", "rollout.prompts_per_step=10"], "loss.updates_per_rollout", "keep"),
+        (["pruning.prompts.floor=0.8"], "pruning.prompts.floor", "0.7 or less"),
+        (["pruning.prompts.schedule.shape=linear", "pruning.prompts.schedule.off_last=0.9"],
+         "pruning.prompts.schedule.ramp", "shares of the run"),
+        (["loss.clip_low=1"], "loss.clip_low", "below 1"),
+        (["optimizer.min_lr=1"], "optimizer.min_lr", "optimizer.lr"),
+        (["optimizer.warmup_steps=101"], "optimizer.warmup_steps", "100 or less"),
+        (["sft.warmup_steps=300"], "sft.warmup_steps", "200 or less"),
+        (["reward.overlong_buffer=33"], "reward.overlong_buffer", "32 or less"),
+        (["rollout.prompts_per_step=600"], "rollout.prompts_per_step", "512 or less"),
+        (["optimizer.weight_decay=.inf"], "optimizer.weight_decay", "finite"),
+        (["data.arithmetic.min_terms=5"], "data.arithmetic.min_terms", "max_terms"),
+        (["rollout.max_response_tokens=120", "pack.max_tokens=500"], "rollout.max_response_tokens", "Lower"),
+        (["layout.tp=4"], "layout.tp", "1, 2"),
+        (["layout.pp=3"], "layout.pp", "1, 2"),
+        (["model.path="], "model.path", ""),
+        (["data.train=nowhere.jsonl"], "data.train", ""),
+        (["data.eval=nowhere.jsonl"], "data.eval", ""),
+        (["reward.function=nowhere.py:score"], "reward.function", ""),
+        (["reward.function=maths"], "reward.function", "math"),
+        (["run.dir=/dev/null/run"], "run.dir", "directory"),
+    ],
+)  # fmt: skip
+def test_a_contradiction_names_the_setting_and_the_remedy(
+    policy: Path, tmp_path: Path, overrides: list[str], setting: str, remedy: str
+) -> None:
+    error = _refusal(_config(policy, tmp_path, *overrides))
+    assert error.setting == setting
+    assert remedy in error.remedy
+
+
+def test_updates_are_counted_against_all_prompts_where_none_are_pruned(policy: Path, tmp_path: Path) -> None:
+    many = ("loss.updates_per_rollout=8", "rollout.prompts_per_step=10")
+    preflight(_config(policy, tmp_path, *many, "pruning.prompts.rule=none"), "train")
+
+
+def test_an_empty_dataset_is_refused(policy: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    assert _refusal(_config(policy, tmp_path, f"data.train={tmp_path}/empty.jsonl")).setting == "data.train"
+
+
+def test_a_truncated_weight_file_is_refused(policy: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(policy, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    error = _refusal(_config(broken, tmp_path))
+    assert error.setting == "model.path"
+    assert "truncated" in error.problem
+
+
+def test_no_room_on_the_disk_is_found_before_the_run(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(policy, tmp_path)
+    needed = bytes_to_write(config, read_shape(policy), "train")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    error = _refusal(config)
+    assert error.setting == "run.dir"
+    assert "run.keep_checkpoints" in error.remedy
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
+    preflight(config, "train")
+
+
+def test_room_that_checkpoints_already_take_is_not_asked_for_again(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(policy, tmp_path)
+    needed = bytes_to_write(config, read_shape(policy), "train")
+    old = Path(config.run.dir) / "checkpoints" / "iter_0000001"
+    old.mkdir(parents=True)
+    (old / "shard").write_bytes(b"x" * 1000)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1000))
+    preflight(config, "train")
+
+
+def test_a_checkpoint_is_weights_and_three_fp32_copies(policy: Path) -> None:
+    shape: PolicyShape = read_shape(policy)
+    weights = parameters(shape)
+
+    def size(*overrides: str) -> int:
+        return bytes_to_write(load_config(None, ["run.export=false", *overrides]), shape, "train")
+
+    assert size("run.checkpoint_every=0") == weights * (4 + 12)  # only the last
+    assert size("run.checkpoint_every=50") == weights * 2 * (4 + 12)  # no more than are ever written
+    assert size("run.checkpoint_every=10", "model.dtype=bf16") == weights * 3 * (2 + 12)  # kept ones and a new one
+    assert size("run.checkpoint_every=0", "run.export=true") == weights * (4 + 12 + 4)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_permission_is_refused(policy: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert _refusal(_config(policy, tmp_path)).setting == "run.dir"

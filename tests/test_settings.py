@@ -1,0 +1,163 @@
+"""A file and overrides become a configuration, or one message that names the setting."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.settings import as_yaml, load_config, nearest, settings
+
+
+def _write(folder: Path, text: str) -> str:
+    file = folder / "run.yaml"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def _refused(overrides: list[str], file: str | None = None) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load_config(file, overrides)
+    return caught.value
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert load_config(None, []) == Config()
+
+
+def test_an_empty_file_and_a_section_of_comments_are_the_defaults(tmp_path: Path) -> None:
+    assert load_config(_write(tmp_path, ""), []) == Config()
+    assert load_config(_write(tmp_path, "run:\n  # steps: 3\npruning:\n  prompts:\n"), []) == Config()
+
+
+def test_overrides_win_over_the_file_and_leave_its_other_settings(tmp_path: Path) -> None:
+    file = _write(tmp_path, "pruning:\n  prompts: {keep: 0.4, floor: 0.1}\nrun: {steps: 7}\n")
+    config = load_config(file, ["pruning.prompts.keep=0.9", "layout.tp=2"])
+    assert (config.pruning.prompts.keep, config.pruning.prompts.floor) == (0.9, 0.1)
+    assert (config.run.steps, config.layout.tp) == (7, 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("optimizer.lr=1e-6", 1e-6),  # YAML reads this as a string
+        ("layout.dp=null", None),
+        ("data.eval=", None),
+        ("rollout.stop_token_ids=[3, 4]", (3, 4)),
+        ("run.export=false", False),
+        ("run.dir=2024", "2024"),  # words stay words, whatever YAML makes of them
+        ("data.label_key=yes", "yes"),
+        ("data.system='a: b # c'", "a: b # c"),
+        ("model.path=a=b", "a=b"),
+    ],
+)
+def test_an_override_has_the_type_of_its_setting(override: str, value: object) -> None:
+    section, name = override.split("=")[0].split(".")
+    assert getattr(getattr(load_config(None, [override]), section), name) == value
+
+
+def test_everything_printed_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
+    config = load_config(
+        None,
+        [
+            "optimizer.lr=3e-7",
+            "rollout.stop_token_ids=[1, 2]",
+            "pruning.completions.schedule.shape=cosine",
+            "run.dir=2024",
+            "data.system=line one: {x}\n\n  line 'two' # no comment ",
+        ],
+    )
+    assert load_config(_write(tmp_path, as_yaml(config)), []) == config
+    assert load_config(_write(tmp_path, as_yaml(Config())), []) == Config()
+
+
+def test_every_setting_is_printed_under_its_meaning() -> None:
+    text = as_yaml(Config())
+    for setting in settings().values():
+        assert f"{setting.key.rpartition('.')[2]}:" in text
+    assert "# Tensor-parallel ranks.\n  tp: 1\n" in text
+    assert "[constant, linear, cosine]" in text.replace("\n      #", "")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("run.stpes", ["run.steps"]),
+        ("rollout.temprature", ["rollout.temperature"]),
+        ("train.steps", ["run.steps", "sft.steps"]),  # the right name under a wrong section
+        ("pruning.keep", ["pruning.prompts.keep", "pruning.completions.keep"]),
+        ("optimizer.learning_rate_schedule", ["optimizer.schedule"]),
+        ("kl_coef", ["loss.kl_coef"]),
+        ("prunning", ["pruning"]),
+        ("zzz", []),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(wrong: str, meant: list[str]) -> None:
+    assert nearest(wrong) == meant
+    error = _refused([f"{wrong}=1"])
+    assert error.setting == wrong
+    assert all(key in error.remedy for key in meant)
+
+
+def test_an_unknown_key_in_a_file_is_named_in_full(tmp_path: Path) -> None:
+    error = _refused([], _write(tmp_path, "pruning:\n  prompts:\n    keeep: 0.3\n"))
+    assert error.setting == "pruning.prompts.keeep"
+    assert "pruning.prompts.keep" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("override", "setting", "remedy"),
+    [
+        ("run.steps=0", "run.steps", "at least 1"),
+        ("run.steps=2.5", "run.steps", "a whole number"),
+        ("run.steps=true", "run.steps", "a whole number"),
+        ("optimizer.lr=0", "optimizer.lr", "above 0"),
+        ("optimizer.lr=.nan", "optimizer.lr", "above 0"),
+        ("optimizer.beta1=1", "optimizer.beta1", "at least 0 and below 1"),
+        ("loss.name=ppo", "loss.name", "grpo or dapo"),
+        ("layout.dp=0", "layout.dp", "at least 1 or null"),
+        ("rollout.stop_token_ids=[1, x]", "rollout.stop_token_ids", "a list"),
+        ("pruning.prompts=3", "pruning.prompts", "pruning.prompts.rule"),
+        ("run.steps", "override", "section.setting=value"),
+    ],
+)
+def test_a_wrong_value_names_the_setting_and_what_is_allowed(override: str, setting: str, remedy: str) -> None:
+    error = _refused([override])
+    assert error.setting == setting
+    assert remedy in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "problem"),
+    [
+        ("run:\n  steps: 1\n  steps: 2\n", "CONFIG", "steps stands twice, line 3"),
+        ("run: [", "CONFIG", "line 1"),
+        ("- run\n", "CONFIG", "no sections"),
+        ("run: 3\n", "run", "is a section"),
+        ("run: {steps: yes}\n", "run.steps", "true or false"),
+        ("1: 2\n", "1", "no such setting"),
+    ],
+)
+def test_a_file_that_is_no_configuration_says_where(tmp_path: Path, text: str, setting: str, problem: str) -> None:
+    error = _refused([], _write(tmp_path, text))
+    assert error.setting == setting
+    assert problem in error.problem
+
+
+def test_a_file_that_is_absent_is_named() -> None:
+    assert _refused([], "nowhere.yaml").value == "nowhere.yaml"
+
+
+def test_settings_lists_every_leaf_of_the_configuration() -> None:
+    def leaves(section: object, prefix: str = "") -> set[str]:
+        found: set[str] = set()
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            inner = leaves(value, f"{prefix}{field.name}.") if dataclasses.is_dataclass(value) else set()
+            found |= inner or {prefix + field.name}
+        return found
+
+    assert set(settings()) == leaves(Config())
