@@ -52,9 +52,7 @@ class PolicyParts:
     def engine(self) -> LocalEngine:
         """An engine of this rank's own, without weights until the first sync."""
         model, rollout = self.config.model, self.config.rollout
-        return LocalEngine(
-            model.path, device=self.world.device, dtype=DTYPES[model.dtype], max_batch=rollout.max_batch
-        )
+        return LocalEngine(model.path, device=self.world.device, dtype=DTYPES[model.dtype], max_batch=rollout.max_batch)
 
     def collector(self, engine: LocalEngine, workers: RewardWorkers) -> Collector:
         return Collector(self.config, self.world, engine, workers, self.tokenizer, self.stop_ids)

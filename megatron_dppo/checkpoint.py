@@ -13,8 +13,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
 from megatron_dppo.errors import UserError

@@ -33,7 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    chosen = _parser(needs_init="init" in arguments[:1]).parse_args(arguments)
+    parser = _parser(needs_init="init" in arguments[:1])
+    chosen, rest = parser.parse_known_args(arguments)
+    # argparse takes no positional after an option: overrides that stand there come back as the rest
+    if rest and (chosen.command not in ("train", "sft") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if chosen.command == "init":
         from megatron_dppo.models.init import init_from_arguments
 
@@ -43,7 +47,7 @@ def _run(arguments: Sequence[str]) -> int:
         from megatron_dppo.doctor import doctor
 
         return doctor(as_json=chosen.json)
-    config = _read(chosen.settings)
+    config = _read([*chosen.settings, *rest])
     if chosen.print_config:
         print(as_yaml(config), end="")
         return 0

@@ -1,9 +1,9 @@
-"""Every setting of a run, with its meaning. Imports neither torch nor Megatron, so that any machine can check a file."""
+"""Every setting of a run, with its meaning. Imports neither torch nor Megatron, so any machine can check a file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -43,7 +43,7 @@ class ModelConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in the forward pass; master weights and gradients are fp32."""
     spec: Literal["auto", "torch", "te"] = "auto"
-    """Layers: ``torch`` runs anywhere, ``te`` is Transformer Engine; ``auto`` takes te where CUDA and it are present."""
+    """Layers: ``torch`` runs anywhere, ``te`` is Transformer Engine; ``auto``: te where CUDA and it are present."""
     recompute: Literal["none", "full"] = "none"
     """Activation recomputation: ``full`` keeps only the input of each layer."""
     head_chunk_mib: Positive = 64
@@ -61,7 +61,7 @@ class LayoutConfig:
     cp: Positive = 1
     """Context-parallel ranks."""
     dp: Positive | None = None
-    """Data-parallel replicas; null: as many as the ranks (torchrun, srun) or the machine's GPUs give, 1 without GPUs."""
+    """Data-parallel replicas; null: as many as the ranks (torchrun, srun) or this machine's GPUs give, else 1."""
     sequence_parallel: bool = False
     """Shard norms and their activations along the sequence over the tensor-parallel ranks."""
 
@@ -145,7 +145,7 @@ class RewardConfig:
     max_failures: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """Share of a step's completions whose scoring may fail (hang, raise, NaN) before the run stops."""
     overlong_buffer: Count = 0
-    """DAPO's soft penalty: over the last so many tokens below the response limit the reward falls linearly by up to 1."""
+    """DAPO's soft penalty: over this many tokens up to the response limit the reward falls linearly by up to 1."""
 
 
 @dataclass(frozen=True, slots=True)

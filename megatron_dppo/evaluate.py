@@ -1,4 +1,4 @@
-"""Held-out accuracy by greedy decoding, shared out over all ranks; it touches neither pruning history nor data order."""
+"""Held-out accuracy by greedy decoding, shared out over all ranks; pruning history and data order stay as they are."""
 
 from __future__ import annotations
 

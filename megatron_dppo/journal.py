@@ -1,11 +1,12 @@
-"""What the leader of a run says and writes down: console, metrics, answers, summary, picture. Other ranks stay silent."""
+"""What the leader of a run says and writes: console, metrics, answers, summary, picture. Other ranks are silent."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.config import Config
-from megatron_dppo.evaluate import Evaluation, record_answers
+from megatron_dppo.evaluate import Evaluation, read_answers, record_answers
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import MetricsLog, read_metrics
 from megatron_dppo.observe.picture import draw_progress
@@ -14,6 +15,9 @@ from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.settings import as_yaml
 
+WIDEST = 100
+"""Characters of an answer that the console shows: its end, where the result stands."""
+
 
 class Journal:
     """One row of metrics per step, gathered from the step's phases and written when the step is over."""
@@ -21,7 +25,6 @@ class Journal:
     def __init__(self, config: Config, *, leads: bool, step: int, dropped_prompts: int) -> None:
         self._folder = Path(config.run.dir)
         self._row: dict[str, float] = {}
-        self._said: set[str] = set()
         self._log: MetricsLog | None = None
         if not leads:
             return
@@ -37,8 +40,8 @@ class Journal:
     def record(self, rollouts: Collected, plan: StepPlan, metrics: dict[str, float]) -> None:
         """Take in what a step's phases measured, and say what they have to say in words (each thing once)."""
         self._row |= rollouts.metrics | dict(plan.metrics) | metrics
-        for note in (*rollouts.notes, *plan.notes):
-            self._note(note)
+        for note in (*rollouts.notes, *plan.notes) if self._log else ():
+            self._console.note(note)
 
     def evaluated(self, step: int, evaluation: Evaluation, seconds: dict[str, float]) -> None:
         """Take in an evaluation made after ``step`` steps."""
@@ -59,9 +62,21 @@ class Journal:
             return
         self._log.close()
         draw_progress(read_metrics(self._folder), self._folder / "progress.png")
-        print_summary(self._folder, write_summary(self._folder))
+        self._console.banner(_answers(read_answers(self._folder)))
+        print_summary(self._folder, write_summary(self._folder), self._console)
 
-    def _note(self, text: str) -> None:
-        if self._log and text not in self._said:
-            self._said.add(text)
-            self._console.note(text)
+
+def _answers(rows: list[dict[str, Any]]) -> list[str]:
+    """The same held-out problems, answered before and after training."""
+    lines: list[str] = []
+    for before, after in zip(rows[0]["answers"], rows[-1]["answers"], strict=False) if rows else ():
+        lines.append(f"{_one_line(before['prompt'])}  (answer: {_one_line(before['label'])})")
+        for when, answer in (("before", before), ("after", after)):
+            verdict = "right" if answer["correct"] else "wrong"
+            lines.append(f"  {when:<6} {verdict}  {_one_line(answer['answer'])}")
+    return lines
+
+
+def _one_line(text: str) -> str:
+    joined = " ⏎ ".join(text.strip().splitlines())
+    return joined if len(joined) <= WIDEST else f"…{joined[1 - WIDEST :]}"

@@ -126,8 +126,8 @@ class Learner:
             raise UserError(
                 "rollout.max_logprob_diff",
                 f"{limit:g}",
-                f"trainer and engine disagree on the rollouts' log-probabilities by {difference:.3g} on average at step "
-                f"{step + 1}: the engine holds other weights, another temperature or another tokenizer",
+                f"trainer and engine disagree on the rollouts' log-probabilities by {difference:.3g} on average in "
+                f"step {step + 1}: the engine holds other weights, another temperature or another tokenizer",
                 "find the cause; raise rollout.max_logprob_diff only for a difference that precision explains",
             )
         kl = sums.get("train/kl_loss", 0.0) / max(sums["tokens"], 1.0)

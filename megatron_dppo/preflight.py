@@ -81,14 +81,6 @@ def _check_optimizer(config: Config) -> None:
             f"is above optimizer.lr = {optimizer.lr:g}",
             "Lower it, or raise optimizer.lr",
         )
-    updates = config.run.steps * config.loss.updates_per_rollout
-    for key, warmup, steps in (
-        ("optimizer.warmup_steps", optimizer.warmup_steps, updates),
-        ("sft.warmup_steps", config.sft.warmup_steps, config.sft.steps),
-    ):
-        if warmup > steps:
-            remedy = f"Lower {key} to {steps} or less"
-            raise UserError(key, warmup, f"is more than the {steps} optimizer steps of the run", remedy)
 
 
 def _check_lengths(config: Config) -> None:

@@ -10,7 +10,7 @@ import difflib
 import inspect
 import textwrap
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -80,11 +80,10 @@ def _leaves(section: type, prefix: str) -> Iterator[Setting]:
     hints = get_type_hints(section, include_extras=True)
     for field in fields(section):
         kind, key = hints[field.name], prefix + field.name
-        if is_dataclass(kind):
+        if isinstance(kind, type) and is_dataclass(kind):
             yield from _leaves(kind, key + ".")
         else:
-            default = field.default if field.default is not MISSING else field.default_factory()
-            yield Setting(key, kind, default)
+            yield Setting(key, kind, field.default)
 
 
 class _Loader(yaml.SafeLoader):
@@ -163,7 +162,7 @@ def nearest(key: str) -> list[str]:
 
     same_name = [other for other in settings() if other.rpartition(".")[2] == leaf]
     if same_name:
-        return [other for other in same_name if section and other.startswith(section + ".")] or same_name
+        return [other for other in same_name if other.startswith(section + ".")] or same_name
     best = max([*settings(), *sorted(sections())], key=likeness)
     return [best] if likeness(best) > 0.65 else []
 
@@ -298,7 +297,8 @@ def _meanings() -> Mapping[tuple[str, str], str]:
         if not isinstance(node, ast.ClassDef):
             continue
         for field, after in zip(node.body, node.body[1:], strict=False):
-            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+                continue
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 found[node.name, field.target.id] = " ".join(str(after.value.value).replace("``", "").split())
     return found

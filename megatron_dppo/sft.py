@@ -16,8 +16,8 @@ from megatron_dppo.models.actor import Microbatch, Responses, Sums, learning_rat
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import MetricsLog
 from megatron_dppo.observe.timers import PhaseTimers
-from megatron_dppo.parallel.world import World, initialize, shut_down
-from megatron_dppo.rl.pack import Pack, PackedRow, build_pack
+from megatron_dppo.parallel.world import initialize, shut_down
+from megatron_dppo.rl.pack import PackedRow, build_pack
 from megatron_dppo.rl.packing import pack_sequences
 
 

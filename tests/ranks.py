@@ -1,7 +1,7 @@
 """Real ranks for tests: processes on gloo that stay up between tests, since importing Megatron takes seconds.
 
-    def claim(rank, size, argument): ...      # a module-level function; the process group is up when it is called
-    results = ranks.run(4, claim, argument)   # one return value per rank; an exception on any rank fails the test
+def claim(rank, size, argument): ...      # a module-level function; the process group is up when it is called
+results = ranks.run(4, claim, argument)   # one return value per rank; an exception on any rank fails the test
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 
@@ -27,7 +28,7 @@ def _serve(pipe: Connection) -> None:
         try:
             dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
             pipe.send((function(rank, size, *arguments), None))
-        except BaseException:  # noqa: BLE001 - reported to the test that asked
+        except BaseException:
             pipe.send((None, traceback.format_exc()))
         finally:
             if dist.is_initialized():
@@ -52,7 +53,7 @@ class RankPool:
             theirs.close()
             self._workers.append((process, ours))
         with tempfile.TemporaryDirectory() as folder:
-            rendezvous = os.path.join(folder, "rendezvous")
+            rendezvous = Path(folder, "rendezvous").as_posix()
             for rank, (_, pipe) in enumerate(self._workers[:size]):
                 pipe.send((function, arguments, rank, size, rendezvous))
             return self._collect(size, time.monotonic() + timeout)

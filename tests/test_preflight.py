@@ -77,8 +77,6 @@ def test_defaults_do_not_contradict_each_other() -> None:
          "pruning.prompts.schedule.ramp", "shares of the run"),
         (["loss.clip_low=1"], "loss.clip_low", "below 1"),
         (["optimizer.min_lr=1"], "optimizer.min_lr", "optimizer.lr"),
-        (["optimizer.warmup_steps=101"], "optimizer.warmup_steps", "100 or less"),
-        (["sft.warmup_steps=300"], "sft.warmup_steps", "200 or less"),
         (["reward.overlong_buffer=33"], "reward.overlong_buffer", "32 or less"),
         (["rollout.prompts_per_step=600"], "rollout.prompts_per_step", "512 or less"),
         (["optimizer.weight_decay=.inf"], "optimizer.weight_decay", "finite"),

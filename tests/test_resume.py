@@ -54,7 +54,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(policy: Path, run: Path) -> subprocess.Popen[bytes]:
     settings = [s.format(reward=f"{policy / 'reward.py'}:compute_score") for s in SETTINGS]
-    command = [sys.executable, "-m", "megatron_dppo", "train", "--no-config", f"run.dir={run}", f"model.path={policy / 'hf'}"]
+    command = [sys.executable, "-m", "megatron_dppo", "train", f"run.dir={run}", f"model.path={policy / 'hf'}"]
     log = (run.parent / f"{run.name}.log").open("ab")
     return subprocess.Popen([*command, *settings], stdout=log, stderr=log, start_new_session=True)
 

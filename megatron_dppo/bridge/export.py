@@ -67,7 +67,7 @@ def export_hf(
         UserError: on every rank, if ``out`` holds something else than a model, or cannot be written.
     """
     plan = plan_files(shape, max_shard_bytes, dtype)
-    world.from_leader(lambda: _check_destination(source, out, plan.total_bytes, setting))
+    world.from_leader(lambda: check_destination(source, out, plan.total_bytes, setting))
     failure: Exception | None = None
     if world.dp_rank == 0 and world.cp_rank == 0:  # the leader's own copy of the policy; replicas are not asked
         stream = weight_stream(model, shape, world, dtype=dtype)
@@ -79,8 +79,15 @@ def export_hf(
     world.together(lambda: _report(failure, out, setting))
 
 
-def _check_destination(source: Path, out: Path, size: int, setting: str) -> None:
-    """Refuse what can be known not to work before any weight has moved."""
+def check_destination(source: Path, out: Path, size: int, setting: str = "run.dir") -> None:
+    """Refuse an export that can be known not to work; also for before a run, whose result it would lose.
+
+    Args:
+        size: bytes of the tensors, :attr:`FilePlan.total_bytes`.
+
+    Raises:
+        UserError: naming ``setting``, if ``out`` is the source or no model directory, or its disk has too little room.
+    """
     if out.resolve() == source.resolve():
         raise UserError(setting, out, "is where the initial policy is read from", "write to another directory")
     if out.exists() and not (out / "config.json").is_file() and not (out.is_dir() and not any(out.iterdir())):
@@ -127,7 +134,7 @@ def _write_tensors(stream: Iterator[Tensors], plan: FilePlan, draft: Path) -> No
                 file, start = places[name]
                 data = tensor.contiguous().cpu().view(torch.uint8).flatten().numpy()
                 file.seek(start)
-                file.write(memoryview(data))
+                file.write(data.data)
                 missing.remove(name)
     if missing:
         raise ValueError(f"the weight stream left out {', '.join(sorted(missing))}")
@@ -152,12 +159,14 @@ def _put_in_place(draft: Path, out: Path) -> None:
     """One rename; a directory with something in it cannot be renamed over, so a former export steps aside first."""
     former = out.parent / f".{out.name}.former"
     shutil.rmtree(former, ignore_errors=True)
-    if out.exists():
+    replaces = out.exists()
+    if replaces:
         out.rename(former)
     try:
         draft.rename(out)
     except OSError:
-        former.rename(out)
+        if replaces:
+            former.rename(out)
         raise
     shutil.rmtree(former, ignore_errors=True)
 

@@ -47,7 +47,7 @@ def weight_stream(
     Args:
         model: the bare model.
         bucket_mib: most MiB in a bucket; a single tensor larger than this has a bucket of its own.
-        dtype: of the tensors; None: that of the parameters.
+        dtype: of the tensors; None: that of the parameters, which must then be one.
     """
     parameters = bind(model, shape, world)
     if dtype is None:
@@ -63,15 +63,16 @@ def weight_stream(
         return
     for buckets in zip_longest(*plans):  # a round: one bucket of each stage that still has one
         mine = buckets[world.pp_rank]
-        gathered = None if mine is None else _gather(mine, parameters, world, dtype)
+        gathered = _gather(mine, parameters, world, dtype) if mine else None
         for stage, bucket in enumerate(buckets):
             if bucket is None:
                 continue
-            flat = gathered if stage == world.pp_rank else _buffer(bucket, world, dtype)
+            own = gathered if stage == world.pp_rank else None
+            flat = _buffer(bucket, world, dtype) if own is None else own
             if world.pp > 1:
                 dist.broadcast(flat, group=parallel_state.get_pipeline_model_parallel_group(), group_src=stage)
             yield _views(bucket, flat)
-        gathered = flat = None  # not kept while the next round is gathered
+        del gathered, own, flat  # not kept while the next round is gathered
 
 
 def plan_buckets(shape: PolicyShape, stage: int, stages: int, most_bytes: int, dtype: torch.dtype) -> list[list[Entry]]:

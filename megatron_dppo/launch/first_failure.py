@@ -12,8 +12,8 @@ from pathlib import Path
 MARKER = "MEGATRON_DPPO_FAILURE"
 """Environment variable with the path of the marker that the launcher chose for its ranks."""
 
-STALE_S = 60.0
-"""A marker this much older than the rank that finds it was left by an earlier run. Covers clocks that differ."""
+CLOCK_S = 1.0
+"""By how much a file's time may lag behind this process's clock."""
 
 
 class FirstFailure:
@@ -32,7 +32,7 @@ class FirstFailure:
         """Whether this rank is the first to fail and should say why; and the code to exit with, the first one's."""
         try:
             self._remove_stale()
-            descriptor = os.open(self._marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            descriptor = os.open(self._marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False, self.code() or code
         except OSError:
@@ -53,18 +53,22 @@ class FirstFailure:
         return 1
 
     def _remove_stale(self) -> None:
-        if self._marker.exists() and self._marker.stat().st_mtime < self._start - STALE_S:
+        """What is older than this rank was left by an earlier run: to be silenced by it would be worse than an echo."""
+        if self._marker.exists() and self._marker.stat().st_mtime < self._start - CLOCK_S:
             self._marker.unlink(missing_ok=True)
 
 
 def marker_for(run_dir: Path, environ: Mapping[str, str]) -> Path:
     """Where ranks agree on the first failure: as the launcher said, else in the run's own directory.
 
-    Before that directory exists, the ranks of one node agree among themselves.
+    Before that directory exists, and under torchrun without Slurm, the ranks of one node agree among themselves.
     """
     if MARKER in environ:
         return Path(environ[MARKER])
-    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
-    run = "/".join([str(run_dir.absolute()), *(environ.get(name, "") for name in names)])
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    parts = [str(run_dir.absolute()), *(environ.get(name, "") for name in names)]
+    if "SLURM_STEP_ID" not in environ:
+        parts.append(str(os.getppid()))  # torchrun's agent: its run ids and ports are the same run after run
+    run = "/".join(parts)
     folder = run_dir if run_dir.is_dir() else Path(tempfile.gettempdir())
     return folder / f".megatron-dppo-failure-{hashlib.sha256(run.encode()).hexdigest()[:16]}"

@@ -30,15 +30,6 @@ JOBS = {"train": "megatron_dppo.train:train", "sft": "megatron_dppo.sft:sft"}
 
 PR_SET_PDEATHSIG = 1
 
-ABSENCES = (
-    r"Transformer Engine and Apex are not installed",
-    r"Apex is not installed",
-    r"transformer_engine is not installed",
-    r"Unable to import .*(transformer|nemo|mamba|triton)",
-    r"dist_checkpointing was imported",
-)
-"""Starts of warnings that Megatron-Core gives at import where optional packages are absent: ``doctor`` says so."""
-
 
 def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = None) -> int:
     """Run a job as one rank of the process group that the environment describes. Returns the exit code.
@@ -71,9 +62,14 @@ def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = No
 
 
 def quieten() -> None:
-    """Silence what every import says of packages that are allowed to be absent, and nothing else."""
-    for start in ABSENCES:
-        warnings.filterwarnings("ignore", message=start)
+    """Silence what upstream code says to its own developers on every rank, and nothing else.
+
+    Megatron-Core warns of every optional package that is absent (``doctor`` tells of those) and of its own deprecated
+    defaults; torch of collectives' old names, which Megatron-Core still calls.
+    """
+    for category in (UserWarning, FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
 def _say(failure: FirstFailure, code: int, text: str) -> int:

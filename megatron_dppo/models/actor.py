@@ -172,7 +172,7 @@ class Actor(Policy):
         return UpdateResult(sums, grad_norm)
 
     def accumulate(self, microbatches: Sequence[Microbatch], loss: Loss) -> list[Sums]:
-        """Forward and backward over the microbatches; the gradients are then in the DDP buffers, summed over all ranks."""
+        """Forward and backward over the microbatches; DDP's buffers then hold the gradients, summed over all ranks."""
         self.module.train()
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()

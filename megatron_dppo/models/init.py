@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_dppo.data.vocabulary import END_OF_TEXT, TURN_END, character_tokenizer, train_bpe, write_tokenizer
@@ -105,18 +107,12 @@ def write_model(
     tensors = list(_tensors(size, rows))
     parameters = sum(math.prod(dims) for _, dims in tensors)
     _check_room(out, parameters * DTYPES[dtype][0].itemsize)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as made:
-        folder = Path(made) / out.name
-        folder.mkdir()
+    ends = vocabulary.token_to_id(TURN_END), vocabulary.token_to_id(END_OF_TEXT)
+    with _whole_or_not_at_all(out) as folder:
         write_tokenizer(vocabulary, folder, max_tokens=MAX_POSITIONS)
-        ends = vocabulary.token_to_id(TURN_END), vocabulary.token_to_id(END_OF_TEXT)
         _write_json(folder / "config.json", _config(size, rows, dtype, std, ends))
         _write_json(folder / "generation_config.json", {"eos_token_id": ends[0], "pad_token_id": ends[1]})
         _write_weights(folder, tensors, dtype=DTYPES[dtype][0], seed=seed, std=std, max_shard_bytes=max_shard_bytes)
-        if out.exists():
-            shutil.rmtree(out)
-        folder.rename(out)
     return parameters
 
 
@@ -136,9 +132,7 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", choices=["arithmetic", "bpe"], default="arithmetic")
     parser.add_argument("--corpus", type=Path, help="JSONL or parquet file whose strings train the BPE tokenizer")
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32")
-    parser.add_argument(
-        "--init-std", dest="std", type=float, default=0.02, help="deviation of the initial matrices"
-    )
+    parser.add_argument("--init-std", dest="std", type=float, default=0.02, help="deviation of the initial matrices")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--overwrite", action="store_true", help="replace a model directory that stands there")
 
@@ -189,6 +183,22 @@ def _check_room(out: Path, needed: int) -> None:
             f"its disk has {free / 1e9:.1f} GB free, and the weights take {needed / 1e9:.1f} GB",
             "Make room, or give a directory on another disk",
         )
+
+
+@contextlib.contextmanager
+def _whole_or_not_at_all(out: Path) -> Iterator[Path]:
+    """A folder beside ``out`` that takes its place once it is complete, and vanishes if it never is."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as made:
+            folder = Path(made) / out.name
+            folder.mkdir()
+            yield folder
+            if out.exists():
+                shutil.rmtree(out)
+            folder.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise UserError("out", out, f"cannot be written ({error})", "Mend that, or give another directory") from error
 
 
 def _train(corpus: Path | None, vocab_size: int | None) -> Any:

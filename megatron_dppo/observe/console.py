@@ -75,6 +75,8 @@ class Console:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row. A metric that this step does not have (no evaluation, nothing trained on) is a dash."""
+        if not any(key in metrics for _, key, _ in _COLUMNS):
+            return
         if not self._columns:
             titles = _WARM_UP if "train/loss" in metrics and "rollout/raw_reward" not in metrics else _RUN
             self._columns = [column for column in _COLUMNS if column[0] in titles]

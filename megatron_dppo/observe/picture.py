@@ -10,6 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -20,7 +21,7 @@ from megatron_dppo.observe.timers import breakdown
 INK, FAINT, GRID = "#22303c", "#8795a1", "#e6eaed"
 BLUE, ORANGE, GREEN = "#2f5d8a", "#d9762b", "#3f8f6b"
 
-_STYLE: Mapping[str, Any] = {
+_STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["Inter", "Helvetica Neue", "Arial", "DejaVu Sans"],
     "font.size": 11,
@@ -55,9 +56,9 @@ def draw_progress(metrics: Rows, out: Path, *, title: str = "") -> None:
         out: a PNG file, 1,760 pixels wide; replaced in one piece.
         title: a line above the panels.
     """
-    with matplotlib.rc_context({**_STYLE}):
-        figure = Figure(figsize=(11, 6.8), dpi=160, facecolor="white", layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.2, h_pad=0.14, wspace=0.05, hspace=0.05)
+    with matplotlib.rc_context(_STYLE):
+        layout = ConstrainedLayoutEngine(w_pad=0.2, h_pad=0.14, wspace=0.05, hspace=0.05)
+        figure = Figure(figsize=(11, 6.8), dpi=160, facecolor="white", layout=layout)
         (reward, accuracy), (kept, seconds) = figure.subplots(2, 2)
         if title:
             figure.suptitle(title, x=0.016, ha="left", fontsize=14, fontweight="bold")

@@ -26,8 +26,8 @@ PLACES: Sequence[tuple[str, str]] = (
 def summarise(metrics: Rows) -> dict[str, Any]:
     """The figures of a run, from its rows of ``metrics.jsonl``. A figure that no row knows is None.
 
-    Fractions are means over the steps that have them. ``seconds`` adds up the timed steps and evaluations: of a resumed
-    run, those whose rows were kept, so that nothing is counted twice.
+    Fractions are means over the steps that have them, of pack fill over those that packed anything. ``seconds`` adds up
+    the timed steps and evaluations: of a resumed run, those whose rows were kept, so that nothing is counted twice.
     """
     held_out = [row["eval/accuracy"] for row in metrics if "eval/accuracy" in row]
     steps = [row for row in metrics if "perf/step_time" in row]
@@ -39,7 +39,7 @@ def summarise(metrics: Rows) -> dict[str, Any]:
         "seconds_per_step": _mean(steps, "perf/step_time"),
         "kept_prompt_fraction": _mean(metrics, "prune/kept_prompt_fraction"),
         "kept_token_fraction": _mean(metrics, "prune/kept_token_fraction"),
-        "pack_fill": _mean(metrics, "pack/fill"),
+        "pack_fill": _mean([row for row in metrics if "train/grad_norm" in row], "pack/fill"),
         "steps": len(steps),
         "generated_tokens": int(_total(metrics, "rollout/generated_tokens")),
         "trained_tokens": int(_total(metrics, "train/tokens")),

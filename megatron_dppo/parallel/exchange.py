@@ -26,7 +26,7 @@ class _Route:
 def deliver(world: World, plan: MinibatchPlan, held: Mapping[int, Group]) -> list[list[PackedRow]]:
     """Send the kept rows of a minibatch to their replicas. Collective over all ranks.
 
-    Every length is known from the plan, so one all-to-all carries everything: token ids, and log-probabilities bit-cast.
+    Every length is known from the plan, so one all-to-all carries all: token ids, and log-probabilities bit-cast.
 
     Args:
         world: this rank's place.

@@ -58,7 +58,7 @@ class World:
         if self.leads:
             try:
                 outcome[0] = (make(), None)
-            except Exception as error:  # noqa: BLE001 - it travels to all ranks, which then end together
+            except Exception as error:
                 outcome[0] = (None, error)
         if self.size > 1:
             dist.broadcast_object_list(outcome, src=0, group=self.control)
@@ -84,7 +84,7 @@ class World:
         failure: Exception | None = None
         try:
             value = attempt()
-        except Exception as error:  # noqa: BLE001 - gathered and raised below
+        except Exception as error:
             failure = error
         for error in self.gather(failure):
             if error is not None:
@@ -105,7 +105,7 @@ def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
             "layout",
             f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}",
             f"does not divide the {ranks} ranks that were started",
-            f"start a multiple of {model} ranks, or set layout.tp, layout.pp and layout.dp so that their product is {ranks}",
+            f"Start a multiple of {model} ranks, or set layout.tp, pp and dp so that their product is {ranks}",
         )
     return LayoutConfig(layout.tp, layout.pp, layout.cp, dp, layout.sequence_parallel)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -90,7 +91,8 @@ def _from_file(where: str, spec: str) -> ModuleType:
     assert found is not None and found.loader is not None  # the suffix is .py
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module
-    return _imported(lambda: found.loader.exec_module(module), spec) or module
+    _imported(functools.partial(found.loader.exec_module, module), spec)
+    return module
 
 
 def _from_module(where: str, spec: str) -> ModuleType:

@@ -48,7 +48,7 @@ class Scored:
     timeouts: int
     """Items whose worker was killed at the time limit."""
     errors: int
-    """Items whose function raised, returned no finite number, or took its process down."""
+    """Items whose function raised, returned no finite number, or took two processes down."""
     tracebacks: list[str]
     """One for each kind of error that was never reported before."""
 
@@ -150,6 +150,7 @@ class _Batch:
         self._scores: list[Score | None] = [None] * len(items)
         self._timeouts = self._errors = 0
         self._tracebacks: list[str] = []
+        self._bereaved: set[int] = set()
         # Small enough that the last chunks leave no worker idle for long.
         self._chunk = max(1, min(CHUNK, len(items) // (4 * len(owner._workers))))
 
@@ -176,7 +177,7 @@ class _Batch:
             # The worker is idle, thus reading: this cannot block on a full pipe.
             worker.pipe.send([(i, x.data_source, x.solution, x.label, dict(x.extra)) for i, x in items])
         except (BrokenPipeError, ConnectionResetError):
-            self._put_back(worker)  # it died while it had nothing to do, which is no item's fault
+            self._put_back(worker)  # it died while it had nothing to do
             self._owner._replace(worker)
 
     def _attend(self, worker: _Worker) -> None:
@@ -219,10 +220,13 @@ class _Batch:
         self._owner._replace(worker)
 
     def _bury(self, worker: _Worker) -> None:
-        index = worker.pending.popleft()
-        self._left -= 1
-        end = _how_it_ended(worker)
-        self._fail(end, f"The scoring process {end}, scoring the completion {self._items[index].solution!r:.300}")
+        index, end = worker.pending[0], _how_it_ended(worker)
+        if index in self._bereaved:
+            worker.pending.popleft()
+            self._left -= 1
+            self._fail(end, f"The scoring process {end}, scoring the completion {self._items[index].solution!r:.300}")
+        # One death may have another cause, such as the kernel's need of memory; the second is the completion's own.
+        self._bereaved.add(index)
         self._put_back(worker)
         self._owner._replace(worker)
 

@@ -23,10 +23,12 @@ import numpy as np
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Floats, Ints
 
-GOOD_FILL = 0.97
-"""Share of slots with real tokens at which the packer stops looking for a better number of packs."""
-GOOD_BALANCE = 1.005
-"""Cost of the costliest rank over the mean at which packs are no longer exchanged between ranks."""
+GOOD_FILL, GOOD_IMBALANCE = 0.97, 1.05
+"""Share of slots with real tokens, and cost of the costliest rank over the mean, that are good enough to stop at."""
+MORE_PACKS = 2
+"""How many times the fewest packs may be taken where fewer are not good enough (and always up to four per rank)."""
+SAME_FILL = 0.995
+"""Share of the best fill that is as good as the best, where balance can be had for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ class Packing:
     imbalance: float
     """Cost of the costliest rank over the mean of all."""
 
+    @property
+    def good(self) -> bool:
+        """Whether another number of packs is not worth looking for."""
+        return self.fill >= GOOD_FILL and self.imbalance <= GOOD_IMBALANCE
+
 
 def pack_sequences(
     lengths: Sequence[int] | Ints,
@@ -72,8 +79,9 @@ def pack_sequences(
 ) -> Packing:
     """Pack sequences for data-parallel ranks.
 
-    The number of packs is the least that ``max_tokens`` and ``min_per_rank`` allow; up to twice as many are taken if
-    that fills them better, as for three sequences that do not go in pairs.
+    The number of packs is the least that ``max_tokens`` and ``min_per_rank`` allow. More are taken, up to twice as
+    many, where that fills them better, as for three sequences that do not go in pairs, or levels the ranks: with one
+    pack each, the rank of the longest sequences would have the most attention to do.
 
     Args:
         lengths: [n], tokens of each sequence, all positive.
@@ -103,24 +111,25 @@ def pack_sequences(
         )
 
     fewest = max(-(-int(slots.sum()) // (ranks * most)), min(min_per_rank, max(1, len(lengths) // ranks)))
-    best: tuple[int, list[list[int]]] | None = None
-    for per_rank in range(fewest, 2 * fewest + 1):
-        found = _tightest(slots, ranks * per_rank, window, unit, most)
-        if found and (best is None or found[0] * len(found[1]) < best[0] * len(best[1])):
-            best = found
-        if best and (_fill(lengths, *best) >= GOOD_FILL or ranks * per_rank >= len(lengths)):
+    found: list[Packing] = []
+    for per_rank in range(fewest, max(MORE_PACKS * fewest, 4) + 1):
+        packs = _tightest(slots, ranks * per_rank, window, unit, most)
+        found += [_dealt(*packs, lengths, costs(lengths), ranks)] if packs else []
+        if found and (found[-1].good or ranks * per_rank >= len(lengths)):
             break
-    assert (
-        best is not None
-    )  # any two packs of a greedy packing exceed one: at ``most``, fewer than twice the least are opened
-    capacity, packs = best
-    work = costs(lengths)
+    # Never empty: two packs of a greedy packing exceed one pack together, so twice the fewest always suffice.
+    fullest = max(packing.fill for packing in found)
+    return min((packing for packing in found if packing.fill >= SAME_FILL * fullest), key=lambda p: p.imbalance)
+
+
+def _dealt(capacity: int, packs: list[list[int]], lengths: Ints, work: Floats, ranks: int) -> Packing:
+    """A packing from packs of one capacity, shared out to the ranks."""
     shares = _share_out(np.array([work[pack].sum() for pack in packs]), ranks)
     load = np.array([sum(work[packs[k]].sum() for k in share) for share in shares])
     return Packing(
         capacity=capacity,
         packs=tuple(tuple(tuple(sorted(packs[k])) for k in share) for share in shares),
-        fill=_fill(lengths, capacity, packs),
+        fill=float(lengths.sum() / (capacity * len(packs))),
         imbalance=float(load.max() / load.mean()),
     )
 
@@ -138,10 +147,6 @@ def pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
     }
 
 
-def _fill(lengths: Ints, capacity: int, packs: list[list[int]]) -> float:
-    return float(lengths.sum() / (capacity * len(packs)))
-
-
 def _capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[int]:
     """Capacities worth trying for a number of packs: upwards by quarters of a percent, then by steps that grow."""
     least = max(int(slots.max()), -(-int(slots.sum()) // packs))
@@ -156,7 +161,7 @@ def _capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[int]:
 
 
 def _tightest(slots: Ints, packs: int, window: int, unit: int, most: int) -> tuple[int, list[list[int]]] | None:
-    """The sequences in so many packs at the first capacity that allows it, cut to the fullest pack; None if none does."""
+    """So many packs, and the capacity cut to the fullest, at the first capacity that allows them; None if none does."""
     longest_first = np.argsort(-slots, kind="stable")
     descending, order = slots[longest_first].tolist(), longest_first.tolist()
     for capacity in _capacities(slots, packs, unit, most):
@@ -207,10 +212,7 @@ def _greedy(descending: list[int], capacity: int, window: int, most_packs: int) 
 
 
 def _share_out(costs: Floats, ranks: int) -> list[list[int]]:
-    """Packs to ranks, equally many each: the costliest first, each to the rank with the least work so far.
-
-    Then the most and the least loaded rank exchange the two packs that level them best, while that helps.
-    """
+    """Packs to ranks, equally many each: the costliest first, each to the rank with the least work so far."""
     per_rank = len(costs) // ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     queue = [(0.0, rank) for rank in range(ranks)]
@@ -220,16 +222,4 @@ def _share_out(costs: Floats, ranks: int) -> list[list[int]]:
         shares[rank].append(pack)
         if len(shares[rank]) < per_rank:
             heappush(queue, (lightest + float(costs[pack]), rank))
-
-    for _ in range(4 * ranks):
-        load = np.array([costs[share].sum() for share in shares])
-        heavy, light = int(load.argmax()), int(load.argmin())
-        gap = load[heavy] - load[light]
-        if load[heavy] <= GOOD_BALANCE * load.mean():
-            break
-        moved = costs[shares[heavy]][:, None] - costs[shares[light]][None, :]
-        give, take = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
-        if not 1e-9 * gap < moved[give, take] < (1.0 - 1e-9) * gap:
-            break
-        shares[heavy][give], shares[light][take] = shares[light][take], shares[heavy][give]
-    return [sorted(share, key=lambda pack: (-costs[pack], pack)) for share in shares]
+    return shares

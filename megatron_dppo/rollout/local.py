@@ -82,6 +82,7 @@ class LocalEngine:
 
         Raises:
             UserError: ``max_batch`` does not hold one prompt's samples.
+            ValueError: a prompt has no tokens.
             RuntimeError: the engine is paused or has no weights, or a log-probability is not finite.
         """
         version, problem = self._version, self.health()
@@ -90,6 +91,8 @@ class LocalEngine:
         if sampling.samples > self._max_batch:
             problem = f"one prompt has {sampling.samples} completions, which are decoded together"
             raise UserError("rollout.max_batch", self._max_batch, problem, f"Set it to {sampling.samples} or more")
+        if empty := [prompt.id for prompt in prompts if not len(prompt.token_ids)]:
+            raise ValueError(f"Prompts without a token cannot be continued: {empty}.")
         groups: list[tuple[Completion, ...]] = [()] * len(prompts)
         for batch in _batches([len(prompt.token_ids) for prompt in prompts], self._max_batch // sampling.samples):
             decoded = self._decode([prompts[index] for index in batch], sampling, version)

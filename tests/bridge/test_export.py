@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_dppo.bridge.export import export_hf
+from megatron_dppo.bridge.export import check_destination, export_hf
 from megatron_dppo.bridge.safetensors_files import INDEX, check_weights
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
@@ -147,3 +147,9 @@ def test_a_destination_that_cannot_be_is_refused_before_anything_is_written(rank
         errors = ranks.run(2, export_refused, source, out)
         assert all(problem in error for error in errors)
         assert contents(out) == before
+
+
+def test_too_small_a_disk_is_noticed_beforehand(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has .* GiB free") as caught:
+        check_destination(tmp_path / "source", tmp_path / "run" / "hf", 10**18)
+    assert caught.value.setting == "run.dir"

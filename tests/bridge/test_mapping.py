@@ -139,6 +139,14 @@ def test_the_table_is_of_a_dozen_rows() -> None:
     assert len({*QWEN3, UNTIED_OUTPUT, TIED_OUTPUT}) == 12
 
 
+def test_norms_that_transformer_engine_fuses_into_the_next_linear_are_the_same_tensors() -> None:
+    tensors = {name: list(entry.tensors) for entry in entries(SHAPE) for name in entry.megatron}
+    fused = {"self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight"}
+    fused["mlp.linear_fc1.layer_norm_weight"] = "post_attention_layernorm.weight"
+    for name, norm in fused.items():
+        assert tensors[f"decoder.layers.3.{name}"] == [f"model.layers.3.{norm}"]
+
+
 def test_layers_are_counted_over_all_stages() -> None:
     assert [list(stage_layers(6, stage, 3)) for stage in range(3)] == [[0, 1], [2, 3], [4, 5]]
     names = {name for entry in entries(SHAPE, 1, 2) for name in entry.megatron}

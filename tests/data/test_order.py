@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,44 +15,20 @@ from megatron_dppo.errors import UserError
 SIZES = st.integers(1, 30).flatmap(lambda size: st.tuples(st.just(size), st.lists(st.integers(1, size), max_size=40)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SIZES, st.integers(-(2**70), 2**70))
-def test_no_window_repeats_a_prompt_and_visits_stay_even(case: tuple[int, list[int]], seed: int) -> None:
+def test_no_window_repeats_a_prompt_and_every_epoch_is_a_full_pass(case: tuple[int, list[int]], seed: int) -> None:
     size, windows = case
     order, visits = PromptOrder(size, seed), Counter({prompt: 0 for prompt in range(size)})
     for n in windows:
         window = order.next_window(n)
         assert len(set(window.tolist())) == n == len(window)
         visits.update(window.tolist())
-        # At any time every prompt has been visited in each finished epoch, and at most once in the one begun (two
-        # epochs are begun while a window's deferred prompts wait).
-        assert max(visits.values()) - min(visits.values()) <= 2 if n > 1 else True
+        assert max(visits.values()) - min(visits.values()) <= 1  # an epoch begins where all were visited equally often
     assert set(visits) <= set(range(size))
 
 
-@settings(max_examples=100, deadline=None)
-@given(SIZES, st.integers(0, 99))
-def test_every_epoch_is_a_full_pass(case: tuple[int, list[int]], seed: int) -> None:
-    size, windows = case
-    order, given_out = PromptOrder(size, seed), []
-    for n in windows:
-        given_out += order.next_window(n).tolist()
-    while order.epoch < 3 or order.state_dict()["deferred"]:
-        given_out += order.next_window(1).tolist()
-    state = order.state_dict()
-    finished, begun = state["epoch"], state["position"]
-    visits = Counter(given_out)
-    latest = {int(p) for p in np.array(_permutation(size, seed, finished))[:begun]}
-    assert all(visits[p] == finished + (p in latest) for p in range(size))
-
-
-def _permutation(size: int, seed: int, epoch: int) -> list[int]:
-    order = PromptOrder(size, seed)
-    order.load_state_dict({"size": size, "seed": seed, "epoch": epoch, "position": 0, "deferred": []})
-    return order.next_window(size).tolist()
-
-
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SIZES, st.integers(0, 99), st.data())
 def test_resumed_order_goes_on_as_if_nothing_had_happened(
     case: tuple[int, list[int]], seed: int, data: st.DataObject

@@ -17,7 +17,6 @@ from megatron_dppo.errors import UserError
 from tests.data.conftest import Write
 
 
-
 def gsm8k(file: str, **settings: object) -> DataConfig:
     return DataConfig(train=file, prompt_key="question", label_key="answer", **settings)
 
@@ -99,20 +98,32 @@ GOOD = {"prompt": "a", "label": "1"}
         ("", {}, ["data.train", "holds no rows"]),
         ('{"prompt": "a", "label": "1"}\n{"prompt": \n', {}, ["line 2", "is not JSON"]),
         ("[1]\n", {}, ["line 1", "is a list"]),
-        ('{"question": "a", "label": "1"}\n', {}, ["line 1", "'prompt'", "question, label", "data.prompt_key", "'question'"]),
-        ('{"prompt": "a", "reward_model": {"ground_truth": "1"}}\n', {}, ["'label'", "perhaps 'reward_model.ground_truth'"]),
+        ('{"question": "a", "label": "1"}\n', {}, ["line 1", "'prompt'", "question, label", "perhaps 'question'"]),
+        (
+            '{"prompt": "a", "reward_model": {"ground_truth": "1"}}\n',
+            {},
+            ["data.label_key", "'reward_model.ground_truth'"],
+        ),
         ('{"prompt": "a", "lable": "1"}\n', {}, ["perhaps 'lable'"]),
         ('{"prompt": "a", "label": "1"}\n\n{"prompt": "a", "label": null}\n', {}, ["line 3", "null", "data.label_key"]),
         ('{"prompt": "", "label": "1"}\n', {}, ["line 1", "empty prompt"]),
         ('{"prompt": "", "label": "1"}\n', {"chat_template": False}, ["line 1", "empty prompt"]),
         ('{"prompt": 7, "label": "1"}\n', {}, ["line 1", "neither a string nor a list of messages"]),
         ('{"prompt": [{"role": "user"}], "label": "1"}\n', {}, ["line 1", "chat template"]),
-        ('{"prompt": [{"role": "user", "content": "a"}], "label": "1"}\n', {"chat_template": False}, ["chat_template=true"]),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}], "label": "1"}\n',
+            {"chat_template": False},
+            ["chat_template=true"],
+        ),
         ('{"prompt": "a", "label": "1"}\n', {"chat_template": False, "system": "s"}, ["data.system"]),
-        (json.dumps(GOOD) + "\n" + json.dumps({**GOOD, "prompt": "b " * 99}), {"max_prompt_tokens": 20}, ["line 2", "drop"]),
+        (
+            json.dumps(GOOD) + "\n" + json.dumps({**GOOD, "prompt": "b " * 99}),
+            {"max_prompt_tokens": 20},
+            ["line 2", "drop"],
+        ),
         (json.dumps(GOOD), {"max_prompt_tokens": 2, "overlong_prompts": "drop"}, ["all 1 prompts", "the shortest has"]),
     ],
-)  # fmt: skip
+)
 def test_bad_file_names_its_place_and_the_remedy(
     tokenizer: Tokenizer, tmp_path: Path, content: str, settings: dict[str, object], words: list[str]
 ) -> None:
@@ -126,8 +137,13 @@ def test_bad_file_names_its_place_and_the_remedy(
 
 @pytest.mark.parametrize(
     ("name", "content", "word"),
-    [("no.jsonl", None, "no file"), ("x.csv", "a", "no known kind"), ("x.parquet", "a", "parquet"), ("x.json", "{}", "list")],
-)  # fmt: skip
+    [
+        ("no.jsonl", None, "no file"),
+        ("x.csv", "a", "no known kind"),
+        ("x.parquet", "a", "parquet"),
+        ("x.json", "{}", "list"),
+    ],
+)
 def test_file_of_the_wrong_kind_is_refused(
     tokenizer: Tokenizer, tmp_path: Path, name: str, content: str | None, word: str
 ) -> None:

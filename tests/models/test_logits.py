@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import Qwen3ForCausalLM
 
@@ -183,8 +184,9 @@ def test_a_pack_whose_longest_segment_is_misstated_is_refused() -> None:
         packed_sequence(np.array([0, 20, 30], np.int32), 30, torch.device("cpu"))
 
 
-def gradients(rank: int, size: int, path: Path, recompute: str) -> dict[str, torch.Tensor]:
-    policy, _ = build(path, LayoutConfig(), recompute=recompute)
+def gradients(rank: int, size: int, path: Path, layout: LayoutConfig, recompute: str) -> dict[str, torch.Tensor]:
+    """This rank's, as the backward pass leaves them: before any sum over ranks."""
+    policy, _ = build(path, layout, recompute=recompute)
     policy.train()
     vocab = policy.shape.vocab_size
     ids, positions, packed = pack(LENGTHS, vocab)
@@ -195,7 +197,7 @@ def gradients(rank: int, size: int, path: Path, recompute: str) -> dict[str, tor
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_gradients_equal_those_of_transformers(ranks: RankPool, policy: Path, recompute: str) -> None:
-    [ours] = ranks.run(1, gradients, policy, recompute)
+    [ours] = ranks.run(1, gradients, policy, LayoutConfig(), recompute)
     model = Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.float32)
     vocab = model.config.vocab_size
     ids, _, _ = pack(LENGTHS, vocab)
@@ -218,3 +220,51 @@ def test_gradients_equal_those_of_transformers(ranks: RankPool, policy: Path, re
         assert not gradient[len(parameter) :].any(), f"{name}: padding has a gradient"
         scale = parameter.grad.abs().max().item()
         np.testing.assert_allclose(gradient[: len(parameter)], parameter.grad, atol=2e-5 * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["TP2", "TP2+SP"])
+def test_gradients_of_two_ranks_are_the_parts_of_one_ranks(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    path = write_policy(tmp_path)
+    [whole] = ranks.run(1, gradients, path, LayoutConfig(), "none")
+    parts = ranks.run(2, gradients, path, LAYOUTS[name], "none")
+    layer = "decoder.layers.0."
+    split_along = {
+        "embedding.word_embeddings.weight": 0,
+        layer + "self_attention.linear_qkv.weight": 0,
+        layer + "self_attention.linear_proj.weight": 1,
+        layer + "mlp.linear_fc2.weight": 1,
+        "output_layer.weight": 0,
+    }
+    for parameter, dim in split_along.items():
+        together = torch.cat([part[parameter] for part in parts], dim=dim)
+        scale = whole[parameter].abs().max().item()
+        np.testing.assert_allclose(together, whole[parameter], atol=2e-5 * scale, err_msg=parameter)
+
+
+NORMS = ("input_layernorm", "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm")
+
+
+def norm_gradients(rank: int, size: int, path: Path, layout: LayoutConfig) -> dict[str, torch.Tensor]:
+    """Gradients of the first layer's norms, and of the last, as the optimizer will see them."""
+    policy, _ = build(path, layout)
+    module = DistributedDataParallel(policy.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), policy)
+    vocab = policy.shape.vocab_size
+    ids, positions, packed = pack(LENGTHS, vocab)
+    arguments = {"predictors": torch.arange(ids.shape[1]), "targets": targets_of(ids, vocab)}
+    logprobs, _, _ = module(ids, positions, packed_seq_params=packed, **arguments)
+    logprobs.sum().backward()
+    finalize_model_grads([module], None)
+    names = [f"decoder.layers.0.{norm}.weight" for norm in NORMS] + ["decoder.final_layernorm.weight"]
+    return {name: policy.get_parameter(name).main_grad.clone() for name in names}
+
+
+@pytest.mark.parametrize("name", ["TP2", "TP2+SP"])
+def test_gradients_of_norms_are_summed_over_the_ranks_that_share_them(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    path = write_policy(tmp_path)
+    [whole] = ranks.run(1, norm_gradients, path, LayoutConfig())
+    for part in ranks.run(2, norm_gradients, path, LAYOUTS[name]):
+        for norm, gradient in part.items():
+            scale = whole[norm].abs().max().item()
+            np.testing.assert_allclose(gradient, whole[norm], atol=2e-5 * scale, err_msg=norm)

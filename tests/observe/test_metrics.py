@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,7 @@ def test_a_start_from_nothing_drops_every_row(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
     _run(tmp_path, range(1, 6), resume_step=0)
+    time.sleep(1.1)  # event files are read in the order of the seconds in their names
     _run(tmp_path, range(4, 7), resume_step=3)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

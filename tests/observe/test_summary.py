@@ -29,9 +29,12 @@ def test_the_figures_are_those_of_the_rows() -> None:
 def test_a_step_that_kept_nothing_is_counted_and_said() -> None:
     rows = made_up_rows(4)
     del rows[2]["train/grad_norm"]
+    rows[2] |= {"prune/kept_token_fraction": 0.0, "pack/fill": 0.0}
     rows[3]["reward/timeouts"] = 2.0
     summary = summarise(rows)
     assert (summary["no_op_steps"], summary["reward_timeouts"]) == (1, 2)
+    assert summary["kept_token_fraction"] == pytest.approx((0.5 + 0.0 + 0.5 + 0.4) / 4)
+    assert summary["pack_fill"] == pytest.approx(0.98)  # no pack, no fill
     said = io.StringIO()
     print_summary("nowhere", summary, Console(4, file=said))
     assert "1 step kept nothing" in said.getvalue()

@@ -6,8 +6,9 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 
-time.sleep(1.0)  # a slow import, which must not count against the limit of a completion
+time.sleep(0.9)  # a slow import, which must not count against the limit of a completion
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -38,10 +39,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             sys.exit(3)
         case ["segfault"]:
             ctypes.string_at(0)
+        case ["killed-once", file]:
+            if not Path(file).exists():
+                Path(file).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return 1.0
         case ["pid"]:
             return float(os.getpid())
         case ["modules"]:
-            return float(any(name in sys.modules for name in ("torch", "numpy", "megatron", "__mp_main__")))
+            return float(any(name in sys.modules for name in ("torch", "numpy", "megatron")))
         case ["threads"]:
             return float(os.environ["OMP_NUM_THREADS"])
         case ["echo"]:

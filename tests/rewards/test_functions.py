@@ -88,7 +88,9 @@ def test_scores_and_correctness_are_told_apart(returned: object, expected: tuple
     assert to_score(returned) == expected
 
 
-@pytest.mark.parametrize("returned", [float("nan"), float("inf"), None, "1.0", {}, {"acc": True}, {"score": None}, [1.0]])
+@pytest.mark.parametrize(
+    "returned", [float("nan"), float("inf"), None, "1.0", {}, {"acc": True}, {"score": None}, [1.0]]
+)
 def test_what_is_no_finite_number_is_an_error(returned: object) -> None:
     with pytest.raises(InvalidScoreError):
         to_score(returned)

@@ -21,7 +21,7 @@ def test_closer_is_worth_more_and_never_as_much_as_right() -> None:
     answers = ["1072.001", "1071", "1000", "500", "0", "-9", "99999999"]
     values = [to_score(score("", f"#### {answer}", LABEL))[0] for answer in answers]
     assert values == sorted(values, reverse=True) and len(set(values)) == len(values)
-    assert 0.1 < values[-1] and values[0] <= 0.5
+    assert values[-1] > 0.1 and values[0] <= 0.5
 
 
 def test_answer_without_the_form_is_worth_nothing() -> None:

@@ -61,7 +61,13 @@ def test_the_last_stated_answer_counts(text: str, stated: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "label", "right"),
-    [("1+1=2\n#2", "2", True), (" B ", "B", True), ("#2 ", "#### 2", True), ("#02", "2", False), ("#2\n#3", "2", False)],
+    [
+        ("1+1=2\n#2", "2", True),
+        (" B ", "B", True),
+        ("#2 ", "#### 2", True),
+        ("#02", "2", False),
+        ("#2\n#3", "2", False),
+    ],
 )
 def test_exact_compares_what_follows_the_last_sign(answer: str, label: str, right: bool) -> None:
     assert exact_score("", answer, label) == float(right)

@@ -73,8 +73,10 @@ def test_the_kl_term_is_k3_and_has_its_gradient():
 
 def test_k3_is_an_unbiased_estimate_of_the_divergence():
     policy, reference = (0.5, 0.3, 0.2), log(0.1, 0.6, 0.3)
-    expected = sum(p * evaluate((p,), 0.0, kl_coef=1.0, reference_logprobs=r[None])[0].loss.item()
-                   for p, r in zip(policy, reference, strict=True))
+    expected = sum(
+        p * evaluate((p,), 0.0, kl_coef=1.0, reference_logprobs=r[None])[0].loss.item()
+        for p, r in zip(policy, reference, strict=True)
+    )
     assert expected == pytest.approx((torch.tensor(policy) * (log(*policy) - reference)).sum().item())
 
 
@@ -96,7 +98,9 @@ def test_the_engine_correction_is_truncated_and_constant_to_the_gradient():
 
 
 def test_the_engine_correction_leaves_the_kl_term_alone():
-    _, gradient = evaluate((0.5,), 0.0, engine_logprobs=log(0.25), tis_cap=2.0, kl_coef=0.1, reference_logprobs=log(0.25))
+    _, gradient = evaluate(
+        (0.5,), 0.0, engine_logprobs=log(0.25), tis_cap=2.0, kl_coef=0.1, reference_logprobs=log(0.25)
+    )
     assert gradient == pytest.approx([0.05])
 
 

@@ -305,6 +305,11 @@ def test_weights_that_are_not_numbers_stop_the_generation(tmp_path: Path) -> Non
         engine.generate(make_prompts(3), sampling_of())
 
 
+def test_a_prompt_without_tokens_is_refused_by_its_id(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\[12\]"):
+        make_engine(make_policy(), tmp_path).generate(make_prompts(3, 2, 0, first_id=10), sampling_of())
+
+
 def test_building_an_engine_leaves_the_random_state_alone(tmp_path: Path) -> None:
     make_policy().config.save_pretrained(tmp_path)
     before = torch.get_rng_state()

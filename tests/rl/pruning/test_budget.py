@@ -68,7 +68,7 @@ def test_no_other_feasible_probabilities_have_a_lower_variance():
         moved = 0.02 * rng.random() * min(costs[i], costs[j])
         other[i] += moved / costs[i]
         other[j] -= moved / costs[j]
-        if 0.2 <= other[j] and other[i] <= 1.0:
+        if other[j] >= 0.2 and other[i] <= 1.0:
             assert (scores**2 / other).sum() >= best
 
 

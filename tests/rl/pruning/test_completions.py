@@ -59,10 +59,12 @@ def test_the_floor_holds_under_every_rule(rule: str):
 
 
 def test_a_systematic_draw_is_spread_over_prompts_and_over_outcomes():
-    """Eight groups of four at probability a half: two of each, one of them good and one bad."""
+    """Eight groups of four: at probability a half, one good and one bad of each; at a quarter, one of each."""
     given = candidates([[1, 0, 1, 0]] * 8)
-    inclusion = completion_inclusion("neyman", given, 0.5)
+    half, quarter = (completion_inclusion("neyman", given, keep) for keep in (0.5, 0.25))
     for seed in range(20):
-        kept = draw_completions("neyman", given, inclusion, np.random.default_rng(seed))
+        kept = draw_completions("neyman", given, half, np.random.default_rng(seed))
         assert (kept.sum(axis=1) == 2).all()
         assert ((kept & (given.advantage > 0)).sum(axis=1) == 1).all()
+        kept = draw_completions("neyman", given, quarter, np.random.default_rng(seed))
+        assert (kept.sum(axis=1) == 1).all()

@@ -85,3 +85,4 @@ def test_bernoulli_draws_are_independent_with_the_given_probabilities():
     draws = np.array([bernoulli(inclusion, np.array(u)) for u in itertools.product(grid, repeat=4)])
     np.testing.assert_array_equal(draws.mean(axis=0), inclusion)
     assert (draws[:, 0] & draws[:, 1]).mean() == 0.25 * 0.5
+    assert bernoulli(np.array([0.0, 1.0]), np.array([0.0, ALMOST_ONE])).tolist() == [False, True]

@@ -46,6 +46,13 @@ def test_evidence_fades_visit_by_visit():
     assert expected(undecayed, 1) == expected(reordered, 1)
 
 
+def test_a_record_is_the_decayed_sum_of_its_visits():
+    state = visited((7, [1, 1, 1, 0]), (7, [1, 0, 0, 0])).state_dict()
+    right, wrong, visits, square, magnitude = state["records"]["7"]
+    assert (right, wrong, visits) == (0.5 * 3 + 1, 0.5 * 1 + 3, 0.5 + 1)
+    assert (square, magnitude) == (pytest.approx(0.5 * 4 + 4), pytest.approx(3**0.5 / 2))
+
+
 def test_other_rewards_are_judged_by_a_decayed_mean_of_squares():
     history = visited((1, [0.0, 2.0]), (1, [0.0, 4.0]), (2, [0.5, 0.5]), normalise=False)
     pool = (0.5 * 2.0 + 8.0) / 2.5

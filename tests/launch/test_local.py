@@ -1,0 +1,158 @@
+"""Ranks start together, end together, and of a failure one message is seen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config import LayoutConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch import local
+
+START = """
+import os, sys
+from megatron_dppo.launch.local import start_ranks
+from megatron_dppo.settings import load_config
+for job, folder in zip(sys.argv[1].split(), sys.argv[2].split()):
+    for descriptor, name in (1, "out"), (2, "err"):
+        os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY), descriptor)
+    code = start_ranks("tests.launch.jobs:" + job, load_config(None, [f"run.dir={folder}", "run.steps=7"]), 2)
+    open(f"{folder}/code", "w").write(str(code))
+sys.exit(code)
+"""
+"""One process that launches several jobs in turn, with two ranks each: importing torch takes longer than a job."""
+
+ENDING = (
+    "fail_on_rank_one",
+    "fail_everywhere",
+    "crash_after_another_failed",
+    "crash_on_rank_one",
+    "killed_on_rank_one",
+    "say_environment",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended, and what was seen of it."""
+
+    code: int
+    out: str
+    err: str
+
+
+def _launch(folders: dict[str, Path]) -> subprocess.Popen[bytes]:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    for folder in folders.values():
+        folder.mkdir()
+    words = [" ".join(folders), " ".join(map(str, folders.values()))]
+    return subprocess.Popen([sys.executable, "-c", START, *words], env=environment)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """Every job that comes to an end by itself."""
+    root = tmp_path_factory.mktemp("jobs")
+    folders = {job: root / job for job in ENDING}
+    _launch(folders).wait(timeout=240)
+    return {
+        job: Outcome(int((at / "code").read_text()), (at / "out").read_text(), (at / "err").read_text())
+        for job, at in folders.items()
+    }
+
+
+def _is_gone(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split(") ")[1].startswith("Z")
+    except FileNotFoundError:
+        return True
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.parametrize(
+    ("job", "where"),
+    [("fail_on_rank_one", "on rank 1"), ("fail_everywhere", "everywhere"), ("crash_after_another_failed", "on rank 1")],
+)
+def test_a_mistake_is_said_once_and_ends_every_rank(outcomes: dict[str, Outcome], job: str, where: str) -> None:
+    said = f"error: layout.tp = 3\n  problem  is a mistake seen {where}\n  remedy   Mend it\n"
+    assert outcomes[job] == Outcome(2, "", said)
+
+
+def test_a_crash_shows_its_own_traceback_alone(outcomes: dict[str, Outcome]) -> None:
+    crash = outcomes["crash_on_rank_one"]
+    assert crash.code == 1
+    assert crash.err.startswith("rank 1 of 2 crashed:\nTraceback")
+    assert crash.err.endswith("ValueError: a defect\n")
+    assert crash.err.count("Traceback") == 1
+
+
+def test_a_rank_that_is_killed_is_named(outcomes: dict[str, Outcome]) -> None:
+    said = "error: rank 1 was ended by SIGKILL (was the machine out of memory?)\n"
+    assert outcomes["killed_on_rank_one"] == Outcome(128 + signal.SIGKILL, "", said)
+
+
+def test_ranks_are_told_their_places_and_share_the_cores(outcomes: dict[str, Outcome]) -> None:
+    threads = max(1, local.usable_cores() // 2)
+    told = outcomes["say_environment"]
+    assert (told.code, told.err) == (0, "")
+    assert sorted(told.out.splitlines()) == [
+        f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} OMP_NUM_THREADS={threads} steps=7" for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "run"
+    launcher = _launch({"say_process_ids": folder})
+    files = [folder / f"rank{rank}" for rank in (0, 1)]
+    ranks: list[int] = []
+    try:
+        assert _wait_for(lambda: all(file.exists() for file in files))
+        ranks = [int(file.read_text()) for file in files]
+        launcher.send_signal(number)
+        assert launcher.wait(timeout=20) == (-number if number == signal.SIGKILL else 128 + number)
+        assert (folder / "err").read_text() == ""
+        assert _wait_for(lambda: all(map(_is_gone, ranks)), 10)
+    finally:
+        launcher.kill()
+        for process in (rank for rank in ranks if not _is_gone(rank)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus", "ranks"),
+    [
+        (LayoutConfig(tp=2, pp=2), 0, 4),  # without GPUs, one replica
+        (LayoutConfig(tp=2, dp=3), 0, 6),
+        (LayoutConfig(tp=2), 8, 8),  # with them, as many as they are enough for
+        (LayoutConfig(tp=3), 8, 6),
+        (LayoutConfig(tp=2, dp=1), 8, 2),
+    ],
+)
+def test_the_layout_says_how_many_ranks(
+    monkeypatch: pytest.MonkeyPatch, layout: LayoutConfig, gpus: int, ranks: int
+) -> None:
+    monkeypatch.setattr(local, "_gpus", lambda: gpus)
+    assert local.ranks_of(layout) == ranks
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_gpus", lambda: 2)
+    with pytest.raises(UserError, match="needs 4 GPUs, and this machine has 2"):
+        local.ranks_of(LayoutConfig(tp=4))

@@ -1,0 +1,182 @@
+"""A fresh policy is one that stock transformers loads, whole or not there at all."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_dppo.data.vocabulary import SUM_CHARACTERS
+from megatron_dppo.errors import UserError
+from megatron_dppo.models import init
+from megatron_dppo.models.init import SIZES, add_init_arguments, init_from_arguments, write_model
+
+TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+
+
+def read(folder: Path, name: str) -> dict:
+    return json.loads((folder / name).read_text())
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_transformers_loads_every_tensor_and_misses_none(tmp_path: Path, tie: bool) -> None:
+    parameters = write_model(tmp_path / "policy", **TINY, tie=tie)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert parameters == sum(p.numel() for p in model.parameters())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
+    assert model(torch.tensor([[4, 5, 6]])).logits.shape == (1, 3, 48)
+
+
+def test_weights_are_drawn_as_asked_for(tmp_path: Path) -> None:
+    write_model(tmp_path / "a", **TINY, std=0.05)
+    written = tensors(tmp_path / "a")
+    norms = {name for name in written if "norm" in name}
+    assert len(norms) == 2 * 4 + 1 and all((written[name] == 1).all() for name in norms)
+    for name in written.keys() - norms:
+        assert abs(written[name].std().item() - 0.05) < 0.01 and abs(written[name].mean().item()) < 0.01
+    assert read(tmp_path / "a", "config.json")["initializer_range"] == 0.05
+
+
+def test_weights_are_a_function_of_the_seed_whatever_the_shards(tmp_path: Path) -> None:
+    write_model(tmp_path / "whole", **TINY, seed=3)
+    write_model(tmp_path / "sharded", **TINY, seed=3, max_shard_bytes=8_000)
+    write_model(tmp_path / "other", **TINY, seed=4)
+    whole, sharded, other = (tensors(tmp_path / name) for name in ("whole", "sharded", "other"))
+    assert whole.keys() == sharded.keys() and all(torch.equal(whole[name], sharded[name]) for name in whole)
+    assert not torch.equal(whole["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_shards_are_indexed_and_load(tmp_path: Path) -> None:
+    out = tmp_path / "sharded"
+    parameters = write_model(out, **TINY, dtype="bf16", max_shard_bytes=8_000)
+    index = read(out, "model.safetensors.index.json")
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(files) > 2 and sorted(set(index["weight_map"].values())) == files
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert index["metadata"]["total_size"] == 2 * parameters
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(model.model.norm.weight, torch.ones(32, dtype=torch.bfloat16))
+
+
+def test_every_character_of_a_sum_is_one_token_and_comes_back(tmp_path: Path) -> None:
+    write_model(tmp_path / "policy", **TINY)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    for text in (SUM_CHARACTERS, "12+7+55=12+7=19\n19+55=74\n#74", "\n\n 1  2 \n"):
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text) and tokenizer.decode(ids) == text
+    assert len(tokenizer) == 48 == read(tmp_path / "policy", "config.json")["vocab_size"]
+    assert tokenizer.decode(tokenizer("1é")["input_ids"]) == "1" + 2 * "<|unknown|>"  # never dropped in silence
+
+
+def test_chat_template_is_chatml(tmp_path: Path) -> None:
+    write_model(tmp_path / "policy", **TINY)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    chat = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2"}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert text == "<|im_start|>system\nadd<|im_end|>\n<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    closed = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "3"}], tokenize=False)
+    assert closed == text + "3<|im_end|>\n"
+
+
+def test_policy_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
+    write_model(tmp_path / "policy", **TINY)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    ends = read(tmp_path / "policy", "generation_config.json")
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert (ends["eos_token_id"], ends["pad_token_id"]) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+
+def test_bpe_is_trained_on_the_corpus_to_the_size_asked_for(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"a": "clips clips clips", "nested": [{"b": "altogether altogether"}], "n": 3}) + "\n")
+    write_model(tmp_path / "policy", **TINY, tokenizer="bpe", corpus=corpus, vocab_size=300)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    assert read(tmp_path / "policy", "config.json")["vocab_size"] == 300 >= len(tokenizer)
+    assert [len(tokenizer(text)["input_ids"]) for text in (" clips", " altogether", "1234")] == [1, 1, 4]
+    assert len(tensors(tmp_path / "policy")["model.embed_tokens.weight"]) == 300
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("0.6b", 0.596), ("1.7b", 1.721), ("4b", 4.022), ("8b", 8.191), ("14b", 14.768), ("32b", 32.762)],
+)
+def test_published_shapes_have_their_published_sizes(name: str, billions: float) -> None:
+    shapes = init._tensors(SIZES[f"qwen3-{name}"], init.PUBLISHED_VOCABULARY)
+    assert sum(torch.Size(dims).numel() for _, dims in shapes) / 1e9 == pytest.approx(billions, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"kv_heads": 3}, "--kv-heads = 3: does not divide the 4 query heads"),
+        ({"head_dim": 7}, "--head-dim = 7: is odd"),
+        ({"layers": 0}, "--layers = 0"),
+        ({"std": 0.0}, "--init-std"),
+        ({"vocab_size": 47}, "--vocab-size = 47: is less than the tokenizer's 48"),
+        ({"shape": "5b"}, "--shape = 5b: is no dense Qwen3"),
+        ({"tokenizer": "bpe"}, "--corpus"),
+        ({"tokenizer": "bpe", "corpus": Path("nowhere.jsonl")}, "--corpus = nowhere.jsonl"),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused_and_leave_nothing(tmp_path: Path, options: dict, word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        write_model(tmp_path / "policy", **{**TINY, **options})
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_stands_there_is_replaced_only_on_demand_and_only_if_it_is_a_model(tmp_path: Path) -> None:
+    out = tmp_path / "policy"
+    write_model(out, **TINY, seed=1)
+    before = tensors(out)["model.embed_tokens.weight"]
+    with pytest.raises(UserError, match="exists"):
+        write_model(out, **TINY, seed=2)
+    assert torch.equal(tensors(out)["model.embed_tokens.weight"], before)
+    write_model(out, **TINY, seed=2, overwrite=True)
+    assert not torch.equal(tensors(out)["model.embed_tokens.weight"], before)
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="left alone"):
+        write_model(tmp_path / "papers", **TINY, overwrite=True)
+
+
+def test_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(init.shutil, "disk_usage", lambda _: usage(free=2**24 + 1000))
+    with pytest.raises(UserError, match="GB free, and the weights take"):
+        write_model(tmp_path / "deep" / "policy", **TINY)
+    assert not list(tmp_path.iterdir())
+
+
+def test_write_that_fails_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(init, "save_file", fail)
+    with pytest.raises(UserError, match="No space left on device"):
+        write_model(tmp_path / "policy", **TINY)
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_line_makes_a_policy_of_a_million_parameters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_init_arguments(parser)
+    init_from_arguments(parser.parse_args([str(tmp_path / "policy"), "--init-std", "0.05"]))
+    assert "0.97 million parameters" in capsys.readouterr().out
+    init_from_arguments(parser.parse_args([str(tmp_path / "policy"), "--untied", "--layers", "1", "--overwrite"]))
+    assert "lm_head.weight" in tensors(tmp_path / "policy")

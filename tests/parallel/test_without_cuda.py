@@ -1,0 +1,88 @@
+"""What makes Megatron run without CUDA: installed once, and torch's Adam resumes inside the distributed optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from megatron_dppo.config import LayoutConfig
+from megatron_dppo.models.policy import PolicyModel
+from megatron_dppo.parallel import without_cuda
+from tests.models.test_logits import LENGTHS, build, pack, targets_of
+from tests.policies import write_policy
+from tests.ranks import RankPool
+
+needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is installed where CUDA is available")
+
+
+@needs_no_cuda
+def test_installing_twice_changes_nothing_more() -> None:
+    without_cuda.install()
+    zeros, type_of = torch.zeros, torch.Tensor.type
+    without_cuda.install()
+    assert torch.zeros is zeros and torch.Tensor.type is type_of
+    assert torch.zeros(1, device="cuda").device.type == "cpu"
+    assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+    assert torch.ones(1).type(torch.float64).dtype == torch.float64
+
+
+class Trainer:
+    """The least that trains: Megatron's wrappers around a policy, and one fixed pack."""
+
+    def __init__(self, path: Path, layout: LayoutConfig) -> None:
+        self.policy: PolicyModel = build(path, layout)[0]
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.module = DistributedDataParallel(self.policy.config, settings, self.policy)
+        optimizer = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.01, use_distributed_optimizer=True)
+        self.optimizer = get_megatron_optimizer(optimizer, [self.module])
+        without_cuda.prepare_adam_state(self.optimizer)
+
+    def step(self) -> float:
+        vocab = self.policy.shape.vocab_size
+        ids, positions, packed = pack(LENGTHS, vocab)
+        arguments = {"predictors": torch.arange(ids.shape[1]), "targets": targets_of(ids, vocab)}
+        self.module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        logprobs, _, _ = self.module(ids, positions, packed_seq_params=packed, **arguments)
+        loss = -logprobs.mean()
+        loss.backward()
+        finalize_model_grads([self.module], None)
+        self.optimizer.step()
+        return float(loss)
+
+    def sharded_state(self, sharding: str, loading: bool) -> dict[str, Any]:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        metadata = {"distrib_optim_sharding_type": sharding, "dp_cp_group": group}
+        state: dict[str, Any] = {"model": self.policy.sharded_state_dict(metadata=metadata)}
+        optimizer = self.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
+        return {**state, "optimizer": optimizer}
+
+
+def train_and_resume(rank: int, size: int, path: Path, folder: Path, sharding: str) -> tuple[list[float], list[float]]:
+    """Losses of three steps after a checkpoint, without and with a resume from it."""
+    layout = LayoutConfig(dp=size)
+    trainer = Trainer(path, layout)
+    for _ in range(2):
+        trainer.step()
+    dist_checkpointing.save(trainer.sharded_state(sharding, loading=False), str(folder))
+    uninterrupted = [trainer.step() for _ in range(3)]
+    trainer = Trainer(path, layout)
+    state = dist_checkpointing.load(trainer.sharded_state(sharding, loading=True), str(folder))
+    trainer.policy.load_state_dict(state["model"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+    return uninterrupted, [trainer.step() for _ in range(3)]
+
+
+@pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
+def test_training_resumes_bit_by_bit(ranks: RankPool, tmp_path: Path, sharding: str) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for uninterrupted, resumed in ranks.run(2, train_and_resume, write_policy(tmp_path), folder, sharding):
+        assert resumed == uninterrupted
+        assert len(set(uninterrupted)) == 3, "the steps do something"

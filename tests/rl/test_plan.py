@@ -1,0 +1,244 @@
+import itertools
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dppo.config import Config, PackConfig, RunConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.advantages import advantages
+from megatron_dppo.rl.plan import gather_metadata, plan_step, split_groups, take_groups
+from megatron_dppo.rl.types import StepMetadata, StepPlan
+from tests.rl.steps import step_config, step_metadata
+
+RULES = ["none", "threshold", "neyman"]
+
+
+def plan(metadata: StepMetadata, config: Config, **options: int) -> StepPlan:
+    layout = {"replicas": 2, "align": 1, "capacity_multiple": 1, "step": 3, "pipeline": 1}
+    return plan_step(metadata, config, **(layout | options))
+
+
+def same(one: StepPlan, other: StepPlan) -> bool:
+    return all(
+        np.array_equal(a, b)
+        for x, y in zip(one.minibatches, other.minibatches, strict=True)
+        for a, b in zip(asdict(x.rows).values(), asdict(y.rows).values(), strict=True)
+    ) and [m.packs for m in one.minibatches] == [m.packs for m in other.minibatches]
+
+
+def test_a_plan_is_a_function_of_metadata_configuration_and_step():
+    metadata, config = step_metadata(32), step_config(updates_per_rollout=2)
+    assert same(plan(metadata, config), plan(metadata, config))
+    assert not same(plan(metadata, config), plan(metadata, config, step=4))
+    assert not same(plan(metadata, config), plan(metadata, replace(config, run=RunConfig(seed=2))))
+
+
+@pytest.mark.parametrize("options", [{"replicas": 4}, {"align": 8}, {"capacity_multiple": 64}, {"pipeline": 4}])
+def test_what_is_trained_on_does_not_depend_on_the_layout(options: dict[str, int]):
+    metadata, config = step_metadata(32), step_config()
+    here, there = plan(metadata, config).minibatches[0].rows, plan(metadata, config, **options).minibatches[0].rows
+    np.testing.assert_array_equal(here.group * 8 + here.sample, there.group * 8 + there.sample)
+    np.testing.assert_array_equal(here.scale, there.scale)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_rows_carry_the_numbers_of_their_completion(rule: str, name: str):
+    metadata = step_metadata(24)
+    minibatch = plan(metadata, step_config(rule=rule, name=name)).minibatches[0]
+    rows = minibatch.rows
+    at = (rows.group, rows.sample)
+    assert np.all(np.diff(rows.group * 8 + rows.sample) > 0), "sorted by (prompt, sample)"
+    np.testing.assert_array_equal(rows.owner, metadata.owners[rows.group])
+    np.testing.assert_array_equal(rows.prompt_length, metadata.prompt_lengths[rows.group])
+    np.testing.assert_array_equal(rows.response_length, metadata.response_lengths[at])
+    np.testing.assert_array_equal(rows.advantage, advantages(metadata.rewards, normalise=True)[at])
+    c, z = (1 / rows.response_length, 24 * 8) if name == "grpo" else (1.0, metadata.response_lengths.sum())
+    assert minibatch.normaliser == z
+    np.testing.assert_allclose(rows.scale, rows.weight * c / z, rtol=1e-15)
+
+
+def test_without_pruning_every_mixed_completion_has_weight_one():
+    metadata = step_metadata(24)
+    rows = plan(metadata, step_config(rule="none")).minibatches[0].rows
+    mixed = np.ptp(metadata.rewards, axis=1) > 0
+    np.testing.assert_array_equal(np.unique(rows.group), np.flatnonzero(mixed))
+    assert len(rows.group) == 8 * mixed.sum()
+    assert (rows.weight == 1.0).all()
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10_000), st.floats(0.05, 1.0), st.floats(1.5, 10.0), st.sampled_from(RULES), st.floats(0, 1))
+def test_the_product_of_both_levels_weights_stays_below_its_bound(seed, keep, max_weight, rule, spread):
+    floor = 1.0 / max_weight
+    inclusion = np.maximum(np.random.default_rng(seed).random(16) ** spread, floor)
+    metadata = step_metadata(16, seed=seed, prompt_inclusion=inclusion)
+    result = plan(metadata, step_config(rule=rule, keep=keep, max_weight=max_weight))
+    assert result.minibatches[0].rows.weight.max(initial=0.0) <= max_weight * (1 + 1e-12)
+    assert not any("max_weight" in note for note in result.notes)
+
+
+def test_a_prompt_kept_below_the_bound_is_said_in_words():
+    result = plan(step_metadata(16, prompt_inclusion=np.full(16, 0.1)), step_config(max_weight=5.0))
+    assert any("pruning.max_weight" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.5])
+def test_the_neyman_budget_is_met_by_what_is_kept(keep: float):
+    """In expectation exactly (tested with the rule); here what single draws keep, which systematic drawing steadies."""
+    metadata = step_metadata(64, seed=1)
+    kept = [plan(metadata, step_config(keep=keep), step=s).metrics["prune/kept_token_fraction"] for s in range(20)]
+    assert np.mean(kept) == pytest.approx(keep, abs=0.01)
+    assert np.std(kept) < 0.03
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_step_of_equal_groups_keeps_nothing_and_says_so(rule: str, updates: int):
+    metadata = step_metadata(8, rewards=np.repeat([[0.0], [1.0]], 4, axis=0) * np.ones((8, 8)))
+    result = plan(metadata, step_config(rule=rule, updates_per_rollout=updates))
+    for minibatch in result.minibatches:
+        assert (minibatch.capacity, minibatch.packs, len(minibatch.rows.group)) == (0, ((), ()), 0)
+    assert len(result.notes) == updates
+    assert "nothing" in result.notes[0]
+    assert result.metrics["prune/zero_advantage_fraction"] == 1.0
+    assert result.metrics["prune/kept_token_fraction"] == 0.0
+
+
+def test_a_step_without_any_group_is_a_step_that_keeps_nothing():
+    empty = take_groups(step_metadata(4), np.arange(0))
+    result = plan(empty, step_config(updates_per_rollout=2))
+    assert [minibatch.capacity for minibatch in result.minibatches] == [0, 0]
+    json.dumps(result.metrics, allow_nan=False)
+
+
+def test_with_a_kl_term_completions_without_advantage_are_trained_on():
+    metadata = step_metadata(8, rewards=np.ones((8, 8)))
+    rows = plan(metadata, step_config(keep=0.5, kl_coef=0.01)).minibatches[0].rows
+    assert 0 < len(rows.group) < 64
+    assert (rows.advantage == 0.0).all()
+
+
+def test_minibatches_are_whole_groups_each_with_its_share_of_the_window():
+    metadata = step_metadata(30, prompt_inclusion=np.full(30, 0.6), window=50.0)
+    result = plan(metadata, step_config(rule="none", updates_per_rollout=4, kl_coef=0.1))
+    groups = [np.unique(minibatch.rows.group) for minibatch in result.minibatches]
+    assert sorted(np.concatenate(groups).tolist()) == list(range(30))
+    assert [minibatch.normaliser for minibatch in result.minibatches] == [50 * len(g) / 30 * 8 for g in groups]
+    for group, minibatch in zip(groups, result.minibatches, strict=True):
+        assert len(minibatch.rows.group) == 8 * len(group)
+
+
+def test_a_minibatch_is_on_average_what_the_whole_window_is():
+    """Over all permutations, of five groups in two unequal minibatches, each estimates the window's sum over Z."""
+    metadata = step_metadata(5, prompt_inclusion=np.array([0.4, 0.9, 0.5, 1.0, 0.7]), window=8.0)
+    term = np.random.default_rng(0).normal(size=5) / metadata.prompt_inclusion
+    whole = term.sum() / metadata.window
+
+    class Permutations:
+        def permutation(self, count: int) -> np.ndarray:
+            return self.now
+
+    rng, estimates = Permutations(), []
+    for order in itertools.permutations(range(5)):
+        rng.now = np.array(order)
+        parts = split_groups(5, 2, rng)
+        estimates.append([term[part].sum() / take_groups(metadata, part).window for part in parts])
+    np.testing.assert_allclose(np.mean(estimates, axis=0), whole, rtol=1e-12)
+
+
+def test_only_an_estimated_normaliser_is_called_a_ratio():
+    pruned, whole = step_metadata(8, prompt_inclusion=np.full(8, 0.5)), step_metadata(8)
+    assert any("ratio" in note for note in plan(pruned, step_config(name="dapo")).notes)
+    assert not plan(whole, step_config(name="dapo")).notes
+    assert not plan(pruned, step_config(name="grpo")).notes
+
+
+def test_packs_hold_every_kept_row_once_within_the_capacity():
+    result = plan(step_metadata(64), step_config(pack=PackConfig(max_tokens=1024)), replicas=3, align=4, pipeline=2)
+    for minibatch in result.minibatches:
+        rows = minibatch.rows
+        slots = -(-(rows.prompt_length + rows.response_length) // 4) * 4
+        packs = [pack for rank in minibatch.packs for pack in rank]
+        assert sorted(row for pack in packs for row in pack) == list(range(len(rows.group)))
+        assert max(slots[list(pack)].sum() for pack in packs) <= minibatch.capacity <= 1024
+        assert {len(rank) for rank in minibatch.packs} == {len(packs) // 3}
+        assert len(packs) // 3 >= 4, "twice the pipeline stages"
+
+
+def test_a_row_longer_than_a_pack_is_the_users_to_mend():
+    with pytest.raises(UserError, match=r"pack\.max_tokens"):
+        plan(step_metadata(64), step_config(rule="none", pack=PackConfig(max_tokens=64)))
+
+
+def test_metadata_is_gathered_in_the_order_of_the_prompts_whoever_holds_them():
+    whole = step_metadata(12)
+    parts = [take_groups(whole, np.flatnonzero(whole.owners == rank)) for rank in (3, 1, 0, 2)]
+    parts.insert(1, take_groups(whole, np.arange(0)))
+    gathered = gather_metadata(parts, window=whole.window)
+    for field in StepMetadata.__slots__:
+        np.testing.assert_array_equal(getattr(gathered, field), getattr(whole, field))
+    assert len(gather_metadata(parts[1:2], window=0.0).prompt_ids) == 0
+
+
+def test_metrics_of_a_step_written_out():
+    """Two prompts of three were rolled out at π 1 and 0.5; group 0 is mixed one to three, group 1 all right."""
+    metadata = step_metadata(
+        2,
+        4,
+        prompt_inclusion=np.array([1.0, 0.5]),
+        rewards=np.array([[1.0, 0, 0, 0], [1, 1, 1, 1]]),
+        response_lengths=np.full((2, 4), 10),
+        prompt_lengths=np.array([10, 30]),
+        surprise=np.ones((2, 4)),
+        window=3.0,
+    )
+    metrics = plan(metadata, step_config(rule="none"), replicas=1).metrics
+    assert metrics == {
+        "prune/kept_prompt_fraction": pytest.approx(2 / 3),
+        "prune/kept_completion_fraction": 0.5,
+        "prune/kept_token_fraction": 80 / 240,
+        "prune/zero_advantage_fraction": 0.5,
+        "prune/max_weight": 1.0,
+        "prune/effective_sample_size": 1.0,
+        "prune/variance_inflation": 1.0,
+        "pack/fill": 1.0,
+        "pack/count": 1.0,
+        "pack/capacity": 80.0,
+        "pack/imbalance": 1.0,
+    }
+
+
+def test_variance_inflation_is_that_of_independent_draws():
+    """One mixed group of |A| √3, 1/√3 ×3 under the paper's rule at 1 − r = 0.5: (3 + 2 · 3 · 1/3) / (3 + 3 · 1/3)."""
+    metadata = step_metadata(
+        1, 4, rewards=np.array([[1.0, 0, 0, 0]]), response_lengths=np.full((1, 4), 10), surprise=np.ones((1, 4))
+    )
+    result = plan(metadata, step_config(rule="threshold", keep=0.5))
+    assert result.metrics["prune/variance_inflation"] == pytest.approx(5 / 4)
+
+
+def test_variance_inflation_runs_over_the_window_and_not_over_what_was_rolled_out():
+    """Two groups alike at π 0.5 and 1, none of whose completions is pruned: (1/0.5² + 1) / (1/0.5 + 1)."""
+    metadata = step_metadata(
+        2,
+        4,
+        prompt_inclusion=np.array([0.5, 1.0]),
+        rewards=np.array([[1.0, 0, 0, 0]] * 2),
+        response_lengths=np.full((2, 4), 10),
+        surprise=np.ones((2, 4)),
+    )
+    result = plan(metadata, step_config(rule="none"))
+    assert result.metrics["prune/variance_inflation"] == pytest.approx(5 / 3)
+    assert result.metrics["prune/effective_sample_size"] == pytest.approx(12**2 / (8 * 20))
+
+
+def test_neyman_inflates_the_variance_least_at_the_same_tokens():
+    metadata = step_metadata(64, seed=2)
+    threshold = plan(metadata, step_config(rule="threshold", keep=0.5)).metrics
+    neyman = plan(metadata, step_config(keep=threshold["prune/kept_token_fraction"])).metrics
+    assert neyman["prune/variance_inflation"] < 0.9 * threshold["prune/variance_inflation"]

@@ -1,0 +1,272 @@
+"""Law 2: the expectation of the pruned gradient of a real model is the full gradient, integrated and never sampled.
+
+The whole way is walked: prompts are selected, the step is planned, packs are built, a torch model scores them, and the
+loss is differentiated. All that is put in is the uniform number of each draw, and that is integrated over. Each classic
+mistake, made on purpose on the same way, is seen to be biased.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.config import Config, PackConfig, PromptPruningConfig
+from megatron_dppo.rl import plan as planning
+from megatron_dppo.rl.advantages import advantages
+from megatron_dppo.rl.losses import host_for, token_losses
+from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.pruning.minibatch import prune_minibatch
+from megatron_dppo.rl.pruning.prompts import PROMPT_RULES, PromptCandidates
+from megatron_dppo.rl.select import select
+from megatron_dppo.rl.types import MinibatchPlan, Rows, Selection, StepMetadata
+from tests.rl.integration import FixedMask, FixedOffset, outcomes
+from tests.rl.steps import step_config
+
+VOCABULARY, PROMPTS, SAMPLES = 7, 5, 4
+SETTINGS = {"replicas": 2, "align": 2, "capacity_multiple": 1, "step": 0, "pipeline": 1}
+
+
+class Policy(torch.nn.Module):
+    """Next-token logits from the token and its position: packed wrongly, it would score wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = torch.nn.Embedding(VOCABULARY, 6)
+        self.position = torch.nn.Embedding(16, 6)
+        self.head = torch.nn.Linear(6, VOCABULARY)
+
+    def forward(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.token(token_ids) + self.position(position_ids))
+        return torch.log_softmax(self.head(hidden), dim=-1)
+
+
+@dataclass
+class World:
+    """Prompts with all the completions that their rollout would give, and the policies that score them."""
+
+    policy: Policy
+    old: Policy
+    reference: Policy
+    prompts: list[np.ndarray]
+    responses: list[list[np.ndarray]]
+    engine_logprobs: list[list[np.ndarray]]
+    rewards: np.ndarray
+    history: PromptHistory = field(default_factory=lambda: PromptHistory(0.9))
+
+    def metadata(self, selection: Selection) -> StepMetadata:
+        ids = selection.prompt_ids
+        logprobs = [[self.engine_logprobs[q][i] for i in range(SAMPLES)] for q in ids]
+        return StepMetadata(
+            prompt_ids=ids,
+            prompt_inclusion=selection.inclusion,
+            prompt_lengths=np.array([len(self.prompts[q]) for q in ids]),
+            response_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
+            rewards=self.rewards[ids],
+            surprise=np.array([[np.sqrt(((1 - np.exp(lp)) ** 2).sum()) for lp in group] for group in logprobs]),
+            owners=np.zeros(len(ids), dtype=np.int64),
+            window=float(selection.window),
+        )
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    policies = [Policy().double() for _ in range(3)]
+    with torch.no_grad():  # the old policy is near the new one, so that some ratios are clipped and some are not
+        for new, old in zip(policies[0].parameters(), policies[1].parameters(), strict=True):
+            old.copy_(new + 0.2 * torch.randn_like(new))
+    responses = [[rng.integers(0, VOCABULARY, rng.integers(1, 6)) for _ in range(SAMPLES)] for _ in range(PROMPTS)]
+    world = World(
+        *policies,
+        prompts=[rng.integers(0, VOCABULARY, rng.integers(1, 4)) for _ in range(PROMPTS)],
+        responses=responses,
+        engine_logprobs=[[np.log(rng.uniform(0.05, 0.9, len(r))).astype(np.float32) for r in g] for g in responses],
+        rewards=np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1]], dtype=float),
+    )
+    earlier = np.array([[1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 0], [1, 0, 0, 1]], dtype=float)
+    world.history.update(np.arange(4), earlier, advantages(earlier, normalise=True))
+    return world
+
+
+def gradient(
+    world: World, config: Config, metadata: StepMetadata, minibatch: MinibatchPlan, mistake: str = ""
+) -> torch.Tensor:
+    """The gradient of one minibatch, as a trainer computes it; [parameters]."""
+    world.policy.zero_grad()
+    rows = minibatch.rows if mistake != "advantages of what was kept" else recomputed(metadata, minibatch.rows)
+    total = torch.zeros((), dtype=torch.float64)
+    for members in itertools.chain.from_iterable(minibatch.packs):
+        packed = [
+            PackedRow(
+                prompt_ids=world.prompts[metadata.prompt_ids[rows.group[k]]],
+                response_ids=world.responses[metadata.prompt_ids[rows.group[k]]][rows.sample[k]],
+                engine_logprobs=world.engine_logprobs[metadata.prompt_ids[rows.group[k]]][rows.sample[k]],
+                advantage=float(rows.advantage[k]),
+                scale=float(rows.scale[k]),
+            )
+            for k in members
+        ]
+        pack = build_pack(packed, minibatch.capacity, pad_id=0, align=SETTINGS["align"])
+
+        def score(policy: Policy, pack=pack) -> torch.Tensor:
+            logits = policy(torch.from_numpy(pack.token_ids), torch.from_numpy(pack.position_ids))
+            return logits[pack.predictors, pack.targets]
+
+        with torch.no_grad():
+            old, reference = score(world.old), score(world.reference)
+        weight = torch.from_numpy(rows.weight[np.array(members, dtype=int)][pack.row])
+        inside = mistake == "weight inside the clip"
+        losses = token_losses(
+            host_for(config.loss),
+            logprobs=score(world.policy) + (weight.log() if inside else 0.0),
+            old_logprobs=old,
+            engine_logprobs=torch.from_numpy(pack.engine_logprobs),
+            reference_logprobs=reference if config.loss.kl_coef else None,
+            advantage=torch.from_numpy(pack.advantage),
+            kl_coef=config.loss.kl_coef,
+            tis_cap=config.loss.tis_cap,
+        )
+        total = total + (losses.loss * torch.from_numpy(pack.scale) / (weight if inside else 1.0)).sum()
+    if mistake == "divided by what was kept" and len(rows.group):
+        total = total * minibatch.normaliser / len(rows.group)
+    if total.requires_grad:
+        total.backward()
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in world.policy.parameters()])
+
+
+def recomputed(metadata: StepMetadata, rows: Rows) -> Rows:
+    """Rows whose advantages come from what is left of their groups."""
+    result = np.zeros(len(rows.group))
+    for group in np.unique(rows.group):
+        left = rows.group == group
+        result[left] = advantages(metadata.rewards[group, rows.sample[left]][None], normalise=True)[0]
+    return replace(rows, advantage=result)
+
+
+def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Selection, float]]:
+    """Every selection of prompts that the rule can draw, with its probability."""
+    window = np.arange(PROMPTS)
+    inclusion = PROMPT_RULES[config.rule][0](
+        PromptCandidates(
+            world.history.last_magnitude(window),
+            world.history.expected_square(window, group_size=SAMPLES, normalised=True),
+            config.floor,
+        ),
+        config.keep,
+    )
+    for offset, length in outcomes(inclusion):
+        yield (
+            select(
+                window,
+                world.history,
+                config,
+                group_size=SAMPLES,
+                normalised=True,
+                keep=config.keep,
+                rng=FixedOffset(offset),
+            ),
+            length,
+        )
+
+
+def draws(metadata: StepMetadata, config: Config) -> Iterator[tuple[FixedOffset | FixedMask, float]]:
+    """Every outcome of the draw of completions, as the generator that brings it about, with its probability."""
+    rule = config.pruning.completions
+    known = prune_minibatch(metadata, config, host_for(config.loss), keep=rule.keep, rng=np.random.default_rng())
+    groups = np.repeat(np.arange(len(known.advantage)), SAMPLES)
+    inclusion = known.inclusion.ravel()[np.lexsort((known.advantage.ravel(), groups))]
+    if rule.rule != "threshold":
+        yield from ((FixedOffset(offset), length) for offset, length in outcomes(inclusion))
+        return
+    uncertain = (inclusion > 0.0) & (inclusion < 1.0)
+    for mask in itertools.product([False, True], repeat=int(uncertain.sum())):
+        probability = np.where(mask, inclusion[uncertain], 1.0 - inclusion[uncertain]).prod()
+        yield FixedMask(mask, uncertain), float(probability)
+
+
+def expectation(world: World, config: Config, monkeypatch: pytest.MonkeyPatch, mistake: str = "") -> torch.Tensor:
+    """E[∇Ĵ] over both draws."""
+    total, probability = torch.zeros(()), 0.0
+    for selection, chosen in selections(world, config.pruning.prompts):
+        metadata = world.metadata(selection)
+        for rng, drawn in draws(metadata, config):
+            monkeypatch.setattr(planning, "generator", lambda *_, rng=rng: rng)
+            step = planning.plan_step(metadata, config, **SETTINGS)
+            total = total + chosen * drawn * gradient(world, config, metadata, step.minibatches[0], mistake)
+            probability += chosen * drawn
+    assert probability == pytest.approx(1.0, abs=1e-12)
+    return total
+
+
+def full_gradient(world: World, config: Config, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """∇J, of every completion of every prompt."""
+    everything = Selection(np.arange(PROMPTS), np.ones(PROMPTS), window=PROMPTS)
+    pruning = replace(config.pruning, completions=replace(config.pruning.completions, rule="none"))
+    monkeypatch.setattr(planning, "generator", lambda *_: FixedOffset(0.0))
+    metadata = world.metadata(everything)
+    step = planning.plan_step(metadata, replace(config, pruning=pruning), **SETTINGS)
+    return gradient(world, config, metadata, step.minibatches[0])
+
+
+def relative_error(world: World, config: Config, monkeypatch: pytest.MonkeyPatch, mistake: str = "") -> float:
+    full = full_gradient(world, config, monkeypatch)
+    return float((expectation(world, config, monkeypatch, mistake) - full).norm() / full.norm())
+
+
+def settings(prompts: str, completions: str, **loss) -> Config:
+    config = step_config(rule=completions, keep=0.5, pack=PackConfig(max_tokens=16), **loss)
+    rule = PromptPruningConfig(rule=prompts, keep=0.6)
+    return replace(config, pruning=replace(config.pruning, prompts=rule))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions", "loss"),
+    [
+        ("neyman", "neyman", {"name": "grpo"}),
+        ("neyman", "neyman", {"name": "grpo", "kl_coef": 0.1, "tis_cap": 2.0}),
+        ("none", "neyman", {"name": "dapo", "tis_cap": 2.0}),
+        ("neyman", "none", {"name": "grpo"}),
+        ("none", "neyman", {"name": "grpo", "clip_low": 0.01, "clip_high": 0.01}),
+    ],
+)
+def test_the_expected_pruned_gradient_is_the_full_gradient(world, monkeypatch, prompts, completions, loss):
+    assert relative_error(world, settings(prompts, completions, **loss), monkeypatch) < 1e-6
+
+
+def test_the_papers_rule_is_unbiased_over_all_of_its_masks(world, monkeypatch):
+    small = replace(world, rewards=np.where(np.arange(PROMPTS)[:, None] < 2, world.rewards, 0.0))
+    assert relative_error(small, settings("none", "threshold", name="dapo"), monkeypatch) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "mistake", ["divided by what was kept", "weight inside the clip", "advantages of what was kept"]
+)
+def test_each_classic_mistake_is_biased(world, monkeypatch, mistake):
+    assert relative_error(world, settings("neyman", "neyman", name="grpo"), monkeypatch, mistake) > 0.02
+
+
+def test_clipping_is_in_force_where_unbiasedness_was_shown(world):
+    """Else the tests above could not tell a weight inside the clip from one outside."""
+    rng = np.random.default_rng(0)
+    tokens, positions = torch.from_numpy(rng.integers(0, VOCABULARY, 200)), torch.from_numpy(rng.integers(0, 8, 200))
+    with torch.no_grad():
+        ratio = (world.policy(tokens, positions) - world.old(tokens, positions)).exp()
+    assert 0.05 < ((ratio - 1).abs() > 0.2).double().mean() < 0.95
+
+
+def test_the_second_draw_knows_of_the_first(world):
+    """Two groups alike in everything but π_prompt: the heavier one's completions are kept more, as 1/π_prompt."""
+    alike = Selection(np.array([0, 0]), np.array([0.25, 1.0]), window=5)
+    config = step_config(keep=0.15, max_weight=1e9, name="grpo")
+    pruned = prune_minibatch(
+        world.metadata(alike), config, host_for(config.loss), keep=0.15, rng=np.random.default_rng(0)
+    )
+    assert pruned.inclusion.max() < 1.0
+    np.testing.assert_allclose(pruned.inclusion[0], 4 * pruned.inclusion[1], rtol=1e-12)

@@ -1,0 +1,97 @@
+"""One step of made-up groups for tests that train a real policy on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_dppo.assemble import PolicyParts, assemble_learner, assemble_policy
+from megatron_dppo.bridge.stream import weight_stream
+from megatron_dppo.config import (
+    Config,
+    LayoutConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PackConfig,
+    RolloutConfig,
+)
+from megatron_dppo.learner import Learner
+from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.parallel.world import World, initialize
+from megatron_dppo.rl.plan import plan_step
+from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan
+
+QUERIES, SAMPLES, VOCAB = 6, 4, 131
+Weights = dict[str, torch.Tensor]
+
+
+def config_for(path: Path, layout: LayoutConfig, loss: LossConfig, pack_tokens: int, distributed: bool) -> Config:
+    return Config(
+        model=ModelConfig(path=str(path)),
+        layout=layout,
+        loss=loss,
+        pack=PackConfig(max_tokens=pack_tokens),
+        rollout=RolloutConfig(temperature=0.8, samples_per_prompt=SAMPLES, max_logprob_diff=100.0),
+        optimizer=OptimizerConfig(lr=1.0, eps=1.0, clip_grad=0.0, distributed=distributed),
+    )
+
+
+def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
+    """A step with prompts pruned (weights up to 5) and mixed rewards, the same for every number of ranks."""
+    rng = np.random.default_rng(5)
+    groups = []
+    for index in range(QUERIES):
+        prompt = Prompt(index, rng.integers(3, VOCAB, rng.integers(2, 9)).astype(np.int32), "", "")
+        completions = tuple(
+            Completion(
+                rng.integers(3, VOCAB, length).astype(np.int32),
+                rng.normal(-3.0, 1.0, length).astype(np.float32),
+                (VersionSpan(0, int(length)),),
+                "stop",
+            )
+            for length in rng.integers(1, 24, SAMPLES)
+        )
+        rewards = rng.permutation([1.0, 0.0, 0.0, 1.0 if index % 2 else 0.0])
+        groups.append(Group(prompt, completions, rewards))
+    lengths = np.array([[len(c.token_ids) for c in g.completions] for g in groups])
+    metadata = StepMetadata(
+        prompt_ids=np.arange(QUERIES),
+        prompt_inclusion=np.array([1.0, 0.5, 0.25, 0.2, 0.7, 1.0]),
+        prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups]),
+        response_lengths=lengths,
+        rewards=np.array([g.rewards for g in groups]),
+        surprise=rng.uniform(0.5, 2.0, lengths.shape),
+        owners=np.arange(QUERIES) % ranks,
+        window=float(QUERIES + 3),
+    )
+    return metadata, groups
+
+
+def plan_for(world: World, config: Config, metadata: StepMetadata) -> StepPlan:
+    layout = config.layout
+    multiple = layout.tp if layout.sequence_parallel else 1
+    return plan_step(
+        metadata, config, replicas=world.dp, align=1, capacity_multiple=multiple, step=0, pipeline=layout.pp
+    )
+
+
+def build(config: Config) -> tuple[World, Learner, PolicyParts]:
+    world = initialize(config.layout, seed=1, timeout_s=120.0)
+    policy = assemble_policy(config, world, temperature=config.rollout.temperature)
+    return world, assemble_learner(policy, PhaseTimers()), policy
+
+
+def held_by(rank: int, metadata: StepMetadata, groups: list[Group]) -> dict[int, Group]:
+    return {i: group for i, group in enumerate(groups) if metadata.owners[i] == rank}
+
+
+def weights_of(policy: PolicyParts, world: World) -> Weights:
+    """Copies of the policy's tensors, whole, under Hugging Face's names. Collective."""
+    return {
+        name: tensor.clone()
+        for bucket in weight_stream(policy.actor.bare, policy.shape, world)
+        for name, tensor in bucket.items()
+    }

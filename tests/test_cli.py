@@ -1,0 +1,113 @@
+"""The command line as a user meets it: real processes, exit codes, and what is printed where."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo import __version__
+from megatron_dppo.cli import main
+from megatron_dppo.config import Config
+from megatron_dppo.settings import load_config
+
+
+def _type(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_dppo", *words], capture_output=True, text=True, timeout=60, cwd=cwd
+    )
+
+
+def test_version() -> None:
+    said = _type("--version")
+    assert (said.returncode, said.stdout) == (0, f"megatron-dppo {__version__}\n")
+
+
+def test_an_unknown_key_is_one_block_on_stderr_and_exit_code_2() -> None:
+    said = _type("train", "pruning.completions.kep=0.3")
+    assert (said.returncode, said.stdout) == (2, "")
+    assert said.stderr == (
+        "error: pruning.completions.kep = 0.3\n"
+        "  problem  there is no such setting\n"
+        "  remedy   Write pruning.completions.keep, if that was meant\n"
+    )
+
+
+def test_what_is_printed_can_be_run(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("run: {steps: 4}\n")
+    said = _type("train", "a.yaml", "--print-config", "layout.tp=2", cwd=tmp_path)
+    assert (said.returncode, said.stderr) == (0, "")
+    (tmp_path / "b.yaml").write_text(said.stdout)
+    config = load_config(str(tmp_path / "b.yaml"), [])
+    assert (config.run.steps, config.layout.tp) == (4, 2)
+
+
+def test_settings_are_answered_without_torch_or_megatron(tmp_path: Path) -> None:
+    """A stand-in that fails on import proves it: a file can be checked on a machine that has neither."""
+    for package in ("torch", "megatron", "transformers"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('not needed for this')\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    for words, code in (("--print-config",), 0), (("model.path=nowhere",), 2), (("pack.max_tokens=5",), 2):
+        said = subprocess.run(
+            [sys.executable, "-m", "megatron_dppo", "train", *words], capture_output=True, text=True, env=environment
+        )
+        assert said.returncode == code, said.stderr
+        assert "not needed" not in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        (["train"], "model.path"),
+        (["sft", "model.path=nowhere"], "model.path"),
+        (["train", "nowhere.yaml"], "CONFIG"),
+        (["train", "a.yaml", "b.yaml"], "CONFIG"),
+        (["train", "run.steps=none"], "run.steps"),
+    ],
+)
+def test_a_mistake_ends_with_2_before_anything_is_written(
+    words: list[str], setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"error: {setting} = ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [[], ["trian"], ["train", "--stpes", "3"]])
+def test_a_wrong_command_line_shows_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "usage: megatron-dppo" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_130_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(command: str, config: Config) -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+        return 0
+
+    monkeypatch.setattr("megatron_dppo.launch.local.run", interrupted)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_doctor_tells_programs_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert findings["installed"]["torch"]
+    assert findings["machine"]["cores"] >= 1
+    assert findings["will_use"]["layers (model.spec auto)"] in ("torch", "te")
+
+
+def test_doctor_tells_people_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("Transformer Engine", "megatron-core", "GPUs", "rollouts"))
