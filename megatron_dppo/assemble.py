@@ -57,8 +57,8 @@ class PolicyParts:
     def collector(self, engine: LocalEngine, workers: RewardWorkers) -> Collector:
         return Collector(self.config, self.world, engine, workers, self.tokenizer, self.stop_ids)
 
-    def export(self, out: Path) -> None:
-        """Write the actor as a Hugging Face directory. Collective."""
+    def export(self, out: Path, *, setting: str) -> None:
+        """Write the actor as a Hugging Face directory; ``setting`` is what an error names. Collective."""
         export_hf(
             self.actor.bare,
             self.shape,
@@ -67,6 +67,7 @@ class PolicyParts:
             out=out,
             max_shard_bytes=MAX_SHARD_BYTES,
             dtype=DTYPES[self.config.model.dtype],
+            setting=setting,
         )
 
 

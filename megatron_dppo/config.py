@@ -79,6 +79,8 @@ class ArithmeticConfig:
     """Numbers in a sum; the written-out answer has one line per addition, so its length varies with this."""
     max_operand: Positive = 99
     """Largest number in a sum."""
+    direct_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of the worked answers that state the result without steps: a habit that training has to break."""
     seed: int = 0
     """Seed of the problems; apart from run.seed, so that runs with several seeds share their problems."""
 

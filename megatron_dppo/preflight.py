@@ -117,6 +117,13 @@ def _check_loss(config: Config) -> None:
 
 
 def _check_window(config: Config) -> None:
+    if config.rollout.samples_per_prompt > config.rollout.max_batch:
+        raise UserError(
+            "rollout.max_batch",
+            config.rollout.max_batch,
+            f"cannot hold the rollout.samples_per_prompt = {config.rollout.samples_per_prompt} of a single prompt",
+            f"Raise it to {config.rollout.samples_per_prompt} or more",
+        )
     prompts, updates = config.rollout.prompts_per_step, config.loss.updates_per_rollout
     rule, keep = config.pruning.prompts.rule, config.pruning.prompts.keep
     kept = prompts if rule == "none" else math.floor(prompts * keep)
@@ -146,6 +153,15 @@ def _check_pruning(config: Config) -> None:
             prompts.floor,
             f"is above pruning.prompts.keep = {prompts.keep:g}, so that more would be kept than asked for",
             f"Lower it to {prompts.keep:g} or less, or raise pruning.prompts.keep",
+        )
+    least = {"none": 1.0, "neyman": prompts.floor, "threshold": prompts.keep}[prompts.rule]
+    if least * config.pruning.max_weight < 1.0 - 1e-9:
+        setting = "floor" if prompts.rule == "neyman" else "keep"
+        raise UserError(
+            f"pruning.prompts.{setting}",
+            least,
+            f"lets a prompt's weight reach {1.0 / least:g}, above pruning.max_weight = {config.pruning.max_weight:g}",
+            f"Raise it to {1.0 / config.pruning.max_weight:g} or more, or raise pruning.max_weight",
         )
     for level, schedule in (("prompts", prompts.schedule), ("completions", config.pruning.completions.schedule)):
         if schedule.shape != "constant" and schedule.ramp + schedule.off_last > 1.0:

@@ -45,7 +45,7 @@ def sft(config: Config) -> None:
             console.step(step + 1, metrics)
     if log:
         log.close()
-    parts.export(out)
+    parts.export(out, setting="sft.out")
     if console:
         console.banner([f"warmed-up policy: {out}"])
     shut_down()

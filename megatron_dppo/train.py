@@ -42,6 +42,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, workers: RewardWorkers) -> None:
         self.config, self.world, self.timers = config, world, PhaseTimers()
+        world.together(workers.wait_ready)
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
         self.learner = assemble_learner(self.policy, self.timers)
         self.engine = self.policy.engine()
@@ -59,7 +60,6 @@ class Trainer:
         self.sync()
         if self.step == 0:
             self.evaluate()
-            self.journal.write(0)
         while self.step < last:
             with self.timers("step"):
                 selection = self.select()
@@ -74,7 +74,7 @@ class Trainer:
             if self.step == last or _due(self.step, self.config.run.checkpoint_every):
                 self.checkpoints.save(self.policy.actor, self.step, self.curriculum.state_dict())
         if self.config.run.export:
-            self.policy.export(self.folder / "hf")
+            self.policy.export(self.folder / "hf", setting="run.dir")
         self.journal.finish()
 
     def select(self) -> Selection:
@@ -124,6 +124,8 @@ class Trainer:
             with self.timers("eval"):
                 result = evaluate(self.world, self.collector, self.held_out, show=self.config.eval.show)
             self.journal.evaluated(self.step, result, self.timers.take())
+            if self.step == 0:
+                self.journal.write(0)
 
     def _resume(self) -> int:
         folder = self.folder / "checkpoints"

@@ -20,6 +20,8 @@ class Sum:
     """One problem."""
 
     terms: tuple[int, ...]
+    direct: bool = False
+    """Whether the worked answer states the result at once, without steps."""
 
     @property
     def question(self) -> str:
@@ -32,10 +34,10 @@ class Sum:
     @property
     def worked_answer(self) -> str:
         lines, total = [], self.terms[0]
-        for term in self.terms[1:]:
+        for term in self.terms[1:] if not self.direct else ():
             lines.append(f"{total}+{term}={total + term}")
             total += term
-        return "\n".join([*lines, f"#{total}"])
+        return "\n".join([*lines, f"#{self.label}"])
 
 
 def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
@@ -74,5 +76,6 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
         if terms not in drawn:
             drawn[terms] = None
             left[length] -= 1
-    sums = [Sum(terms) for terms in drawn]
+    style = random.Random(config.seed + 1)
+    sums = [Sum(terms, direct=style.random() < config.direct_share) for terms in drawn]
     return sums[config.eval_problems :], sums[: config.eval_problems]

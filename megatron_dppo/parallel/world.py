@@ -42,6 +42,8 @@ class World:
     device: torch.device
     control: Any
     """Gloo group of all ranks for objects and rollout tokens."""
+    timeout_s: float
+    """How long an exchange in it waits for the slowest rank."""
 
     @property
     def leads(self) -> bool:
@@ -67,6 +69,26 @@ class World:
             raise error
         return value
 
+    def wait_for_all(self, what: str) -> None:
+        """Wait until every rank is here, for as long as ``rollout.timeout_s``. Collective.
+
+        Raises:
+            UserError: on the leader, naming the ranks that did not come; the others fail with torch's own error.
+        """
+        if self.size == 1:
+            return
+        try:
+            dist.monitored_barrier(self.control, wait_all_ranks=True)
+        except RuntimeError as error:
+            if not self.leads:
+                raise
+            raise UserError(
+                "rollout.timeout_s",
+                f"{self.timeout_s:g}",
+                f"not every rank finished its {what} in time: {error}",
+                "Look for what slowed those ranks down, or raise rollout.timeout_s",
+            ) from error
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""
         if self.size == 1:
@@ -75,10 +97,11 @@ class World:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def together(self, attempt: Callable[[], T]) -> T:
+    def together(self, attempt: Callable[[], T], *, what: str = "part") -> T:
         """Run ``attempt`` on every rank; if it fails on any, raise the lowest failing rank's error on all of them.
 
-        For work that is local to a rank (reading files, scoring): ``attempt`` itself must not be collective.
+        For work that is local to a rank (reading files, scoring): ``attempt`` itself must not be collective. ``what``
+        names the work in the error about ranks that take longer than ``rollout.timeout_s``.
         """
         value: Any = None
         failure: Exception | None = None
@@ -86,6 +109,7 @@ class World:
             value = attempt()
         except Exception as error:
             failure = error
+        self.wait_for_all(what)
         for error in self.gather(failure):
             if error is not None:
                 raise error
@@ -149,6 +173,7 @@ def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
         replica_of=tuple(replicas),
         device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
         control=control,
+        timeout_s=timeout_s,
     )
 
 

@@ -80,8 +80,6 @@ class Selection:
     """[Q], each prompt's probability of having been selected; 1 where nothing was pruned."""
     window: int
     """N, the candidates among which was drawn."""
-    failed: int = 0
-    """Groups that left the step because a reward failed; counted out of N by the plan."""
 
 
 @dataclass(frozen=True, slots=True)

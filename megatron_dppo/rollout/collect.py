@@ -90,7 +90,7 @@ class Collector:
         """
         mine = slice(self._world.rank, None, self._world.size)
         share = Selection(selection.prompt_ids[mine], selection.inclusion[mine], selection.window)
-        groups, part = self._world.together(lambda: self._share(pool, share, step))
+        groups, part = self._world.together(lambda: self._share(pool, share, step), what="rollouts")
         parts = self._world.gather(part)
         self._check_failures(parts)
         window = selection.window - sum(p.failed_weight for p in parts)
