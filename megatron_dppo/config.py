@@ -79,8 +79,9 @@ class ArithmeticConfig:
     """Numbers in a sum; the written-out answer has one line per addition, so its length varies with this."""
     max_operand: Positive = 99
     """Largest number in a sum."""
-    direct_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Share of the worked answers that state the result without steps: a habit that training has to break."""
+    forgotten_carries: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of the carries that the worked answers forget. Above one half ``sft`` teaches a policy that is mostly wrong
+    where there is a carry and sometimes right: what reinforcement learning can mend."""
     seed: int = 0
     """Seed of the problems; apart from run.seed, so that runs with several seeds share their problems."""
 

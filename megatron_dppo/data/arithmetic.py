@@ -20,8 +20,8 @@ class Sum:
     """One problem."""
 
     terms: tuple[int, ...]
-    direct: bool = False
-    """Whether the worked answer states the result at once, without steps."""
+    slips: tuple[bool, ...]
+    """[terms − 1], whether the worked answer forgets the carry of that addition, if it has one."""
 
     @property
     def question(self) -> str:
@@ -33,11 +33,14 @@ class Sum:
 
     @property
     def worked_answer(self) -> str:
+        """One line per addition, then the result; wrong from the first forgotten carry on."""
         lines, total = [], self.terms[0]
-        for term in self.terms[1:] if not self.direct else ():
-            lines.append(f"{total}+{term}={total + term}")
-            total += term
-        return "\n".join([*lines, f"#{self.label}"])
+        for term, slip in zip(self.terms[1:], self.slips, strict=True):
+            carries = total % 10 + term % 10 >= 10
+            after = total + term - (10 if carries and slip else 0)
+            lines.append(f"{total}+{term}={after}")
+            total = after
+        return "\n".join([*lines, f"#{total}"])
 
 
 def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
@@ -76,6 +79,6 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
         if terms not in drawn:
             drawn[terms] = None
             left[length] -= 1
-    style = random.Random(config.seed + 1)
-    sums = [Sum(terms, direct=style.random() < config.direct_share) for terms in drawn]
+    teacher = random.Random(config.seed + 1)
+    sums = [Sum(terms, tuple(teacher.random() < config.forgotten_carries for _ in terms[1:])) for terms in drawn]
     return sums[config.eval_problems :], sums[: config.eval_problems]
