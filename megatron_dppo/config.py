@@ -22,7 +22,7 @@ class RunConfig:
 
     dir: str = "runs/default"
     """Where checkpoints, logs, the picture and the export go. The same command run again resumes from here."""
-    seed: int = 1
+    seed: Count = 1
     """Seeds the order of the prompts, the draws of the pruning, and the sampling of the local engine."""
     steps: Positive = 100
     """Training steps, counted from the start of the run and not from a resume."""
@@ -147,8 +147,9 @@ class RewardConfig:
     """Worker processes per rank that generates."""
     max_failures: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """Share of a step's completions whose scoring may fail (hang, raise, NaN) before the run stops."""
-    overlong_buffer: Count = 0
-    """DAPO's soft penalty: over this many tokens up to the response limit the reward falls linearly by up to 1."""
+    overlong_buffer: Count | None = None
+    """DAPO's soft penalty: over this many tokens up to the response limit the reward falls linearly by up to 1; null: the
+    host's (dapo a fifth of the limit, grpo none)."""
 
 
 @dataclass(frozen=True, slots=True)

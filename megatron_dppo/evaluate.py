@@ -29,6 +29,8 @@ class Evaluation:
     metrics: dict[str, float]
     """``eval/…``"""
     shown: tuple[Shown, ...]
+    notes: tuple[str, ...]
+    """What the log must say in words: how scoring failed."""
 
 
 def evaluate(world: World, collector: Collector, prompts: Sequence[Prompt], *, show: int) -> Evaluation:
@@ -47,17 +49,19 @@ def evaluate(world: World, collector: Collector, prompts: Sequence[Prompt], *, s
             sum(score is None for score in scores),
             sum(len(group[0].token_ids) for group in answers.completions),
             shown[:show],
+            answers.tracebacks,
         )
     )
-    scored = max(len(prompts) - sum(part[2] for part in parts), 1)
+    scored = len(prompts) - sum(part[2] for part in parts)
+    rates = {"eval/accuracy": 0, "eval/reward": 1} if scored else {}  # of nothing there is no accuracy, not even 0
     metrics = {
-        "eval/accuracy": sum(part[0] for part in parts) / scored,
-        "eval/reward": sum(part[1] for part in parts) / scored,
+        **{name: sum(part[column] for part in parts) / scored for name, column in rates.items()},
         "eval/unscored": float(sum(part[2] for part in parts)),
         "eval/response_len/mean": sum(part[3] for part in parts) / max(len(prompts), 1),
     }
     in_turn = [part[4][i] for i in range(show) for part in parts if i < len(part[4])]
-    return Evaluation(metrics, tuple(in_turn[:show]))
+    notes = dict.fromkeys(text for part in parts for text in part[5])
+    return Evaluation(metrics, tuple(in_turn[:show]), tuple(notes))
 
 
 def record_answers(run_dir: Path, step: int, evaluation: Evaluation) -> None:

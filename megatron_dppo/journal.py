@@ -48,6 +48,8 @@ class Journal:
         self._row |= evaluation.metrics | seconds
         if self._log:
             record_answers(self._folder, step, evaluation)
+            for note in evaluation.notes:
+                self._console.note(note)
 
     def write(self, step: int) -> None:
         """Close the row of ``step``."""
@@ -62,7 +64,8 @@ class Journal:
             return
         self._log.close()
         draw_progress(read_metrics(self._folder), self._folder / "progress.png")
-        self._console.banner(_answers(read_answers(self._folder)))
+        if answers := _answers(read_answers(self._folder)):
+            self._console.banner(answers)
         print_summary(self._folder, write_summary(self._folder), self._console)
 
 

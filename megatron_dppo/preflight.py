@@ -97,7 +97,7 @@ def _check_lengths(config: Config) -> None:
             f"Raise pack.max_tokens to {math.ceil(longest / unit) * unit} or more, or lower the two limits",
         )
     buffer, limit = config.reward.overlong_buffer, config.rollout.max_response_tokens
-    if buffer > limit:
+    if buffer is not None and buffer > limit:
         raise UserError(
             "reward.overlong_buffer",
             buffer,

@@ -16,6 +16,7 @@ from megatron_dppo.journal import Journal
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.types import Selection, StepPlan
 from megatron_dppo.rollout.collect import Collected
@@ -99,6 +100,7 @@ class Trainer:
                 capacity_multiple=layout.tp if layout.sequence_parallel else 1,
                 step=self.step,
                 pipeline=layout.pp,
+                costs=CostModel.of_width(self.policy.shape.hidden),
             )
             self.curriculum.remember(rollouts.metadata)
             return plan

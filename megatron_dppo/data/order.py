@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.types import Ints
-
-ORDER_STREAM = 0x0DE4
-"""Sets these permutations apart from other draws of the same seed."""
 
 
 class PromptOrder:
@@ -95,6 +93,4 @@ class PromptOrder:
         self._permutation = self._permute()
 
     def _permute(self) -> Ints:
-        # SeedSequence takes no negative numbers.
-        words = (self._seed % 2**64, ORDER_STREAM, self._epoch)
-        return np.random.Generator(np.random.PCG64(np.random.SeedSequence(words))).permutation(self._size)
+        return generator(self._seed, self._epoch, Purpose.ORDER).permutation(self._size)

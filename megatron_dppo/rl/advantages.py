@@ -26,6 +26,7 @@ def advantages(rewards: Floats, *, normalise: bool) -> Floats:
     deviation = np.where(mixed, rewards - rewards.mean(axis=1, keepdims=True), 0.0)
     if not normalise:
         return deviation
+    deviation /= np.where(mixed, np.abs(deviation).max(axis=1, keepdims=True), 1.0)  # squares of tiny ones would vanish
     return deviation / np.where(mixed, np.sqrt(np.mean(deviation**2, axis=1, keepdims=True)), 1.0)
 
 

@@ -20,15 +20,17 @@ class Host:
     """The ratio is clipped at 1 − clip_low …"""
     clip_high: float
     """… and at 1 + clip_high."""
+    overlong_share: float
+    """Share of the response limit over which long responses are penalised, softly."""
 
 
 HOSTS: dict[str, Host] = {
     host.name: host
     for host in (
         # DeepSeekMath, arXiv:2402.03300
-        Host("grpo", aggregation="seq_mean", normalise=True, clip_low=0.2, clip_high=0.2),
+        Host("grpo", aggregation="seq_mean", normalise=True, clip_low=0.2, clip_high=0.2, overlong_share=0.0),
         # DAPO, arXiv:2503.14476
-        Host("dapo", aggregation="token_mean", normalise=True, clip_low=0.2, clip_high=0.28),
+        Host("dapo", aggregation="token_mean", normalise=True, clip_low=0.2, clip_high=0.28, overlong_share=0.2),
     )
 }
 

@@ -42,6 +42,11 @@ class CostModel:
     linear: float = 1.0
     quadratic: float = 1.0 / (12 * 2560)
 
+    @classmethod
+    def of_width(cls, hidden: int) -> CostModel:
+        """The costs of a policy whose hidden size is ``hidden``."""
+        return cls(quadratic=1.0 / (12 * hidden))
+
     def __call__(self, lengths: Ints) -> Floats:
         """Cost of each sequence, from its length in tokens."""
         return self.linear * lengths + self.quadratic * lengths.astype(np.float64) ** 2

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_dppo.config import Config
 from megatron_dppo.rl.hosts import Host, host_for
-from megatron_dppo.rl.packing import Packing, pack_metrics, pack_sequences
+from megatron_dppo.rl.packing import CostModel, Packing, pack_metrics, pack_sequences
 from megatron_dppo.rl.pruning.metrics import prune_metrics
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
 from megatron_dppo.rl.pruning.schedule import scheduled_keep
@@ -30,6 +30,7 @@ def plan_step(
     capacity_multiple: int,
     step: int,
     pipeline: int,
+    costs: CostModel = CostModel(),
 ) -> StepPlan:
     """Plan one step: split it into minibatches; prune, weigh and pack each.
 
@@ -41,6 +42,7 @@ def plan_step(
         capacity_multiple: what a pack's capacity is a multiple of (sequence parallelism).
         step: counted from 0; with ``run.seed`` it settles every draw.
         pipeline: pipeline stages, which want more packs than one.
+        costs: what replicas are balanced by.
 
     Raises:
         UserError: a kept sequence is longer than ``pack.max_tokens``.
@@ -57,12 +59,14 @@ def plan_step(
         align=align,
         capacity_multiple=capacity_multiple,
         window=config.pack.window,
+        costs=costs,
         min_per_rank=config.pack.min_per_rank or (2 * pipeline if pipeline > 1 else 1),
     )
     parts: list[tuple[StepMetadata, Pruned]] = []
     packings: list[Packing] = []
     minibatches: list[MinibatchPlan] = []
-    for groups in split_groups(len(metadata.prompt_ids), config.loss.updates_per_rollout, split):
+    updates = max(1, min(config.loss.updates_per_rollout, len(metadata.prompt_ids)))
+    for groups in split_groups(len(metadata.prompt_ids), updates, split):
         part = take_groups(metadata, groups)
         pruned = prune_minibatch(part, config, host, keep=keep, rng=draws)
         rows = kept_rows(part, groups, pruned)
@@ -145,7 +149,7 @@ def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMeta
 
     Args:
         parts: one per rank, in the order of the ranks; some may hold no group.
-        window: of the whole step, N less the failed groups, each counted with 1/π; the parts' own are not looked at.
+        window: of the whole step; the parts' own are not looked at.
     """
     parts = [part for part in parts if len(part.prompt_ids)] or list(parts[:1])
     prompt_ids = np.concatenate([part.prompt_ids for part in parts])

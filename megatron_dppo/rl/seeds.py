@@ -16,8 +16,17 @@ class Purpose(IntEnum):
     """Which groups share an optimizer step."""
     COMPLETIONS = 2
     """Which completions are trained on."""
+    ORDER = 3
+    """In which order an epoch visits the prompts; ``step`` is then the epoch."""
+    SAMPLING = 4
+    """The seed that an engine's sampling is given."""
 
 
 def generator(seed: int, step: int, purpose: Purpose) -> np.random.Generator:
     """The generator of one purpose at one step of a run with ``run.seed = seed``: same arguments, same draws."""
-    return np.random.default_rng((seed, step, int(purpose)))
+    return np.random.default_rng(sequence(seed, step, purpose))
+
+
+def sequence(seed: int, step: int, purpose: Purpose) -> np.random.SeedSequence:
+    """Spawn keys keep purposes apart for good: tuples of entropy would run into one another, padded with zeros."""
+    return np.random.SeedSequence(entropy=seed, spawn_key=(int(purpose), step))

@@ -101,7 +101,7 @@ class StepMetadata:
     owners: Ints
     """[Q], the rank that holds the group's tokens."""
     window: float
-    """N less the failed groups, each counted with 1/π."""
+    """N, less what groups stood for that left because their scoring failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,9 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
 from megatron_dppo.rl.advantages import soft_overlong_penalty
+from megatron_dppo.rl.hosts import host_for
 from megatron_dppo.rl.plan import gather_metadata
+from megatron_dppo.rl.seeds import Purpose, sequence
 from megatron_dppo.rl.types import Completion, Group, Prompt, Score, Selection, StepMetadata
 from megatron_dppo.rollout.engine import RolloutEngine, Sampling
 
@@ -57,6 +59,8 @@ class _Part:
 
     metadata: StepMetadata
     raw_reward: float
+    surprisal: float
+    """−Σ log p over all generated tokens: with one sample per token, an unbiased estimate of their entropy."""
     correct: int
     truncated: int
     failed_weight: float
@@ -93,12 +97,13 @@ class Collector:
         groups, part = self._world.together(lambda: self._share(pool, share, step), what="rollouts")
         parts = self._world.gather(part)
         self._check_failures(parts)
-        window = selection.window - sum(p.failed_weight for p in parts)
-        metadata = gather_metadata([p.metadata for p in parts], window=window)
+        metadata = gather_metadata([p.metadata for p in parts], window=_window_left(selection.window, parts))
         rows = {int(prompt): row for row, prompt in enumerate(metadata.prompt_ids)}
         held = {rows[group.prompt.id]: group for group in groups}
-        notes = tuple(dict.fromkeys(text for p in parts for text in p.tracebacks))
-        return Collected(held, metadata, self._metrics(parts, metadata), notes)
+        notes = dict.fromkeys(text for p in parts for text in p.tracebacks)
+        if any(p.failed_groups for p in parts):
+            notes["groups whose scoring failed left their step; the rest stands for the window"] = None
+        return Collected(held, metadata, self._metrics(parts, metadata), tuple(notes))
 
     def answer(self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: int) -> Answers:
         """Completions of this rank's prompts, with their scores. Not collective."""
@@ -130,7 +135,7 @@ class Collector:
             [pool[int(prompt)] for prompt in selection.prompt_ids],
             samples=rollout.samples_per_prompt,
             temperature=rollout.temperature,
-            seed=int(np.random.SeedSequence((self._config.run.seed, step)).generate_state(1)[0]),
+            seed=int(sequence(self._config.run.seed, step, Purpose.SAMPLING).generate_state(1)[0]),
         )
         groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []
         for prompt, pi, completions, scores in zip(
@@ -148,6 +153,7 @@ class Collector:
         part = _Part(
             metadata=_metadata(groups, np.array(inclusion), rollout.samples_per_prompt, self._world.rank),
             raw_reward=float(raw),
+            surprisal=-float(sum(c.logprobs.sum(dtype=np.float64) for g in groups for c in g.completions)),
             correct=correct,
             truncated=truncated,
             failed_weight=float(sum(1.0 / pi for pi in failed)),
@@ -159,10 +165,10 @@ class Collector:
         return groups, part
 
     def _penalty(self, completions: Sequence[Completion]) -> np.ndarray:
-        lengths = np.array([len(c.token_ids) for c in completions])
-        return soft_overlong_penalty(
-            lengths, limit=self._config.rollout.max_response_tokens, buffer=self._config.reward.overlong_buffer
-        )
+        limit, buffer = self._config.rollout.max_response_tokens, self._config.reward.overlong_buffer
+        if buffer is None:
+            buffer = round(host_for(self._config.loss).overlong_share * limit)
+        return soft_overlong_penalty([len(c.token_ids) for c in completions], limit=limit, buffer=buffer)
 
     def _check_failures(self, parts: Sequence[_Part]) -> None:
         samples = self._config.rollout.samples_per_prompt
@@ -192,10 +198,23 @@ class Collector:
             "rollout/truncated_ratio": sum(p.truncated for p in parts) / count,
             "rollout/zero_std/ratio": float((rewards == rewards[:, :1]).all(axis=1).sum()) / max(len(rewards), 1),
             "rollout/generated_tokens": float(lengths.sum()),
+            "rollout/entropy": sum(p.surprisal for p in parts) / max(float(lengths.sum()), 1.0),
             "rollout/dropped_groups": float(sum(p.failed_groups for p in parts)),
             "reward/timeouts": float(sum(p.timeouts for p in parts)),
             "reward/errors": float(sum(p.errors for p in parts)),
         }
+
+
+def _window_left(window: int, parts: Sequence[_Part]) -> float:
+    """N without the prompts whose scoring failed: the share of the window that the others stand for, by their 1/π.
+
+    A ratio, not N less what failed: 1/π of the kept sums to N in expectation only, and the difference could reach zero.
+    """
+    failed = sum(part.failed_weight for part in parts)
+    if failed == 0.0:
+        return float(window)
+    left = sum(float((1.0 / part.metadata.prompt_inclusion).sum()) for part in parts)
+    return window * left / (left + failed)
 
 
 def _metadata(groups: Sequence[Group], inclusion: np.ndarray, samples: int, owner: int) -> StepMetadata:

@@ -46,8 +46,22 @@ def test_every_length_occurs() -> None:
 
 
 def test_worked_answer_has_a_line_for_each_addition() -> None:
-    assert Sum((12, 7, 55)).worked_answer == "12+7=19\n19+55=74\n#74"
-    assert Sum((12, 7, 55)).question == "12+7+55="
+    assert Sum((12, 7, 55), (False, False)).worked_answer == "12+7=19\n19+55=74\n#74"
+    assert Sum((12, 7, 55), (False, False)).question == "12+7+55="
+
+
+def test_teacher_who_forgets_to_carry_is_wrong_from_there_on_and_the_label_is_not() -> None:
+    forgetful = Sum((5, 8, 6), (True, True))  # the first addition carries, the second does not
+    assert forgetful.worked_answer == "5+8=3\n3+6=9\n#9"
+    assert forgetful.label == "19"
+
+
+def test_teacher_slips_only_where_told_to() -> None:
+    sums = make_sums(CONFIG)[0]
+    assert all(problem.worked_answer.endswith(f"#{problem.label}") for problem in sums)
+    forgetful = make_sums(replace(CONFIG, forgotten_carries=1.0))[0]
+    wrong = [not problem.worked_answer.endswith(f"#{problem.label}") for problem in forgetful]
+    assert 0.5 < sum(wrong) / len(wrong) < 1.0  # right only where nothing carries
 
 
 def test_all_distinct_sums_can_be_used_up_but_no_more() -> None:
