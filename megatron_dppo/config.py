@@ -148,8 +148,8 @@ class RewardConfig:
     max_failures: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """Share of a step's completions whose scoring may fail (hang, raise, NaN) before the run stops."""
     overlong_buffer: Count | None = None
-    """DAPO's soft penalty: over this many tokens up to the response limit the reward falls linearly by up to 1; null: the
-    host's (dapo a fifth of the limit, grpo none)."""
+    """DAPO's soft penalty: over this many tokens up to the response limit the reward falls linearly by up to 1; null:
+    the host's (dapo a fifth of the limit, grpo none)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,8 @@ class Learner:
     def __init__(
         self, config: Config, world: World, actor: Actor, reference: Policy | None, *, pad_id: int, timers: PhaseTimers
     ) -> None:
-        self._config, self._world, self._actor, self._reference = config, world, actor, reference
+        self._config, self._world, self._actor = config, world, actor
+        self.reference = reference
         self._pad_id, self._timers = pad_id, timers
         loss = config.loss
         self._loss = PolicyLoss(host_for(loss), kl_coef=loss.kl_coef, tis_cap=loss.tis_cap)
@@ -114,7 +115,7 @@ class Learner:
         nothing = [None] * len(packs)
         several = self._config.loss.updates_per_rollout > 1
         old = self._actor.log_probabilities(packs) if several else nothing
-        reference = self._reference.log_probabilities(packs) if self._reference else nothing
+        reference = self.reference.log_probabilities(packs) if self.reference else nothing
         return [Microbatch(*parts) for parts in zip(packs, old, reference, strict=True)]
 
     def _check_start(self, sums: Mapping[str, float], step: int) -> None:

@@ -52,6 +52,9 @@ class CostModel:
         return self.linear * lengths + self.quadratic * lengths.astype(np.float64) ** 2
 
 
+QWEN3_4B = CostModel()
+
+
 @dataclass(frozen=True, slots=True)
 class Packing:
     """Where each sequence goes."""
@@ -80,7 +83,7 @@ def pack_sequences(
     capacity_multiple: int = 1,
     window: int = 64,
     min_per_rank: int = 1,
-    costs: CostModel = CostModel(),
+    costs: CostModel = QWEN3_4B,
 ) -> Packing:
     """Pack sequences for data-parallel ranks.
 

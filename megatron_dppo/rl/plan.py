@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_dppo.config import Config
 from megatron_dppo.rl.hosts import Host, host_for
-from megatron_dppo.rl.packing import CostModel, Packing, pack_metrics, pack_sequences
+from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences
 from megatron_dppo.rl.pruning.metrics import prune_metrics
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
 from megatron_dppo.rl.pruning.schedule import scheduled_keep
@@ -30,7 +30,7 @@ def plan_step(
     capacity_multiple: int,
     step: int,
     pipeline: int,
-    costs: CostModel = CostModel(),
+    costs: CostModel = QWEN3_4B,
 ) -> StepPlan:
     """Plan one step: split it into minibatches; prune, weigh and pack each.
 

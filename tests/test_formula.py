@@ -1,0 +1,102 @@
+"""The update that a real run makes is that of the written-out objective, by autograd on transformers' own model.
+
+Split invariance holds for a wrong loss too. Here the right one is known: algorithm and aggregation as formulas, weights
+and normaliser by hand, and one step of Adam with eps = 1 and rate 1, which moves a weight by −g / (|g| + 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.rl.types import Group, StepMetadata, StepPlan
+from tests.policies import write_policy
+from tests.ranks import RankPool
+from tests.steps import SAMPLES, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
+
+TEMPERATURE, TIS_CAP = 0.8, 2.0
+
+
+def update(rank: int, size: int, config: Config, reference_scale: float) -> tuple[dict[str, float], Weights, StepPlan]:
+    """One update. The reference, where there is one, is the policy with all its weights scaled."""
+    world, learner, policy = build(config)
+    metadata, groups = step_of_groups(size)
+    if learner.reference is not None:
+        with torch.no_grad():
+            for parameter in learner.reference.bare.parameters():
+                parameter.mul_(reference_scale)
+    before = weights_of(policy, world)
+    plan = plan_for(world, config, metadata)
+    result = learner.learn(plan, held_by(rank, metadata, groups), step=1)
+    after = weights_of(policy, world)
+    return result.metrics, {name: after[name] - before[name] for name in before}, plan
+
+
+def response_logprobs(model: Qwen3ForCausalLM, group: Group, sample: int) -> torch.Tensor:
+    prompt, response = group.prompt.token_ids, group.completions[sample].token_ids
+    ids = torch.from_numpy(np.concatenate([prompt, response])).long()
+    logits = model(ids[None]).logits[0] / TEMPERATURE
+    return torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None])[:, 0]
+
+
+def objective(
+    name: str,
+    plan: StepPlan,
+    metadata: StepMetadata,
+    groups: list[Group],
+    model: Qwen3ForCausalLM,
+    other: Qwen3ForCausalLM | None,
+) -> torch.Tensor:
+    """−Ĵ of the kept rows, with advantages of whole groups and Z of the whole window."""
+    rewards, lengths, pi = metadata.rewards, metadata.response_lengths, metadata.prompt_inclusion
+    deviation = rewards - rewards.mean(1, keepdims=True)
+    advantages = deviation / rewards.std(1, keepdims=True)
+    z = metadata.window * SAMPLES if name == "grpo" else float((lengths.sum(1) / pi).sum())
+    (minibatch,) = plan.minibatches
+    total = torch.zeros(())
+    for row, sample, weight in zip(minibatch.rows.group, minibatch.rows.sample, minibatch.rows.weight, strict=True):
+        logprobs = response_logprobs(model, groups[row], sample)
+        engine = torch.from_numpy(groups[row].completions[sample].logprobs)
+        ratio = (logprobs - logprobs.detach()).exp()
+        correction = (logprobs.detach() - engine).exp().clamp(max=TIS_CAP)
+        term = correction * ratio * advantages[row, sample]
+        if other is not None:
+            with torch.no_grad():
+                reference = response_logprobs(other, groups[row], sample)
+            difference = reference - logprobs
+            term = term - 0.1 * (difference.exp() - difference - 1)
+        c = 1 / lengths[row, sample] if name == "grpo" else 1.0
+        total = total - weight * c / z * term.sum()
+    return total
+
+
+@pytest.mark.parametrize(("name", "kl"), [("grpo", 0.0), ("grpo", 0.1), ("dapo", 0.0)])
+def test_update_is_that_of_the_formula(name: str, kl: float, ranks: RankPool, tmp_path: Path) -> None:
+    path = write_policy(tmp_path)
+    loss = LossConfig(name=name, kl_coef=kl, tis_cap=TIS_CAP)
+    config = config_for(path, LayoutConfig(tp=2, dp=1), loss, 64, distributed=True)
+    config = replace(config, rollout=replace(config.rollout, temperature=TEMPERATURE))
+    metrics, moved, plan = ranks.run(2, update, config, 0.97)[0]
+
+    model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
+    other = None
+    if kl:
+        other = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(0.97)
+    metadata, groups = step_of_groups(2)
+    expected_loss = objective(name, plan, metadata, groups, model, other)
+    expected_loss.backward()
+    assert metrics["train/loss"] == pytest.approx(expected_loss.item(), rel=1e-4, abs=1e-6)
+    assert (metrics["train/kl_loss"] > 1e-4) == bool(kl)
+    for parameter_name, parameter in model.named_parameters():
+        expected = -parameter.grad / (parameter.grad.abs() + 1)
+        difference = (moved[parameter_name] - expected).norm()
+        assert difference <= 1e-4 * expected.norm() + 2e-7 * parameter.norm(), parameter_name
