@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron_dppo.bridge.export import export_hf
+from megatron_dppo.bridge.export import check_destination, export_hf
+from megatron_dppo.bridge.file_plan import plan_files
 from megatron_dppo.bridge.load import load_policy
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import Config
@@ -17,7 +16,7 @@ from megatron_dppo.data.prompts import PromptPool, load_prompts
 from megatron_dppo.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from megatron_dppo.learner import Learner
 from megatron_dppo.models.actor import Actor, Policy
-from megatron_dppo.models.policy import PolicyModel
+from megatron_dppo.models.policy import DTYPES, PolicyModel
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, resolve_layout
@@ -26,7 +25,6 @@ from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.local import LocalEngine
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MAX_SHARD_BYTES = 5 * 2**30
 """Size of a safetensors shard, as the hub's own files have it."""
 
@@ -56,6 +54,11 @@ class PolicyParts:
 
     def collector(self, engine: LocalEngine, workers: RewardWorkers) -> Collector:
         return Collector(self.config, self.world, engine, workers, self.tokenizer, self.stop_ids)
+
+    def check_export(self, out: Path, *, setting: str) -> None:
+        """Find out now, rather than after the last step, whether ``export`` may write there. Collective."""
+        size = plan_files(self.shape, MAX_SHARD_BYTES, DTYPES[self.config.model.dtype]).total_bytes
+        self.world.from_leader(lambda: check_destination(Path(self.config.model.path), out, size, setting))
 
     def export(self, out: Path, *, setting: str) -> None:
         """Write the actor as a Hugging Face directory; ``setting`` is what an error names. Collective."""

@@ -2,18 +2,21 @@
 
 ``RUN/checkpoints/iter_0000100/`` holds Megatron's distributed format and ``trainer_state.json``;
 ``latest_checkpointed_iteration.txt`` names the one to resume from. A checkpoint is written beside its place, renamed
-into it, and only then named: whatever the file does not name was never finished, and is removed at the next save.
+into it, and only then named: whatever the file does not name, or is hidden, was never finished or is being removed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
 import shutil
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
@@ -47,10 +50,16 @@ class Checkpoints:
         """
         place, partial = self._path(step), self._folder / f".iter_{step:07d}.partial"
         self._world.from_leader(lambda: self._make_room(partial, place, _bytes(actor, self._world)))
+        # Megatron would start a process that hands over the results of asynchronous writers. These are written here and
+        # now, and the process would outlive a rank that is killed.
+        filesystem_async._results_queue = queue.SimpleQueue()
         try:
             dist_checkpointing.save(_sharded_state(actor, loading=False), str(partial), validate_access_integrity=False)
-        except OSError as error:
-            raise _disk_error(self._folder, error) from error
+        except (OSError, RuntimeError, CheckpointException) as error:  # the last is no Exception, and says little
+            free = shutil.disk_usage(self._folder).free
+            if isinstance(error, OSError) or free < _bytes(actor, self._world):
+                raise _disk_error(self._folder, f"{free / 2**20:.1f} MiB free") from error
+            raise
         self._world.from_leader(lambda: self._put_in_place(partial, place, step, trainer_state))
 
     def load(self, actor: Actor) -> tuple[int, dict[str, Any]]:
@@ -69,11 +78,11 @@ class Checkpoints:
 
     def _make_room(self, partial: Path, place: Path, needed: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for stale in (*self._folder.glob(".iter_*.partial"), place):
+        for stale in (*self._folder.glob(".iter_*"), place):
             shutil.rmtree(stale, ignore_errors=True)
         free = shutil.disk_usage(self._folder).free
         if free < needed:
-            raise _disk_error(self._folder, OSError(f"{free / 2**20:.0f} MiB free, {needed / 2**20:.0f} MiB needed"))
+            raise _disk_error(self._folder, f"{free / 2**20:.1f} MiB free, {needed / 2**20:.1f} MiB needed")
         partial.mkdir()
 
     def _put_in_place(self, partial: Path, place: Path, step: int, trainer_state: dict[str, Any]) -> None:
@@ -91,7 +100,8 @@ class Checkpoints:
             raise _disk_error(self._folder, error) from error
         finished = sorted(path for path in self._folder.glob("iter_*") if int(path.name[5:]) <= step)
         for old in finished[: -self._keep]:
-            shutil.rmtree(old)
+            leaving = old.rename(self._folder / f".{old.name}.old")  # never half a checkpoint under a good name
+            shutil.rmtree(leaving, ignore_errors=True)
 
 
 def _sharded_state(actor: Actor, *, loading: bool) -> dict[str, Any]:
@@ -109,15 +119,15 @@ def _sharded_state(actor: Actor, *, loading: bool) -> dict[str, Any]:
 def _bytes(actor: Actor, world: World) -> int:
     """An upper estimate of a checkpoint, taken on the leader: its shard, with fp32 master weights and two moments."""
     shard = sum(parameter.numel() * (parameter.element_size() + 12) for parameter in actor.bare.parameters())
-    return shard * world.tp * world.pp
+    return shard * world.tp * world.pp * 5 // 4 + 2**20  # names, offsets and the trainer's state come on top
 
 
-def _disk_error(folder: Path, error: OSError) -> UserError:
+def _disk_error(folder: Path, error: object) -> UserError:
     return UserError(
         "run.dir",
         folder.parent,
         f"a checkpoint could not be written ({error}); the last good one is untouched",
-        "free some room or point run.dir at another disk, and run the same command again: it resumes",
+        "Free some room or point run.dir at another disk, and run the same command again: it resumes",
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_dppo.config import Config
 from megatron_dppo.data.order import PromptOrder
+from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import advantages
 from megatron_dppo.rl.hosts import host_for
 from megatron_dppo.rl.pruning.history import PromptHistory
@@ -19,6 +20,17 @@ class Curriculum:
     """The data order and the pruning history. History holds earlier visits only: it learns of a step after its plan."""
 
     def __init__(self, config: Config, pool_size: int) -> None:
+        """
+        Raises:
+            UserError: if a window would need more prompts than the pool has.
+        """
+        if config.rollout.prompts_per_step > pool_size:
+            raise UserError(
+                "rollout.prompts_per_step",
+                config.rollout.prompts_per_step,
+                f"is more than the {pool_size} prompts of the pool, and a window holds no prompt twice",
+                f"Lower it to {pool_size} or less, or give more prompts",
+            )
         self._config = config
         self._normalised = host_for(config.loss).normalise
         self._order = PromptOrder(pool_size, config.run.seed)

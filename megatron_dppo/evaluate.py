@@ -33,35 +33,59 @@ class Evaluation:
     """What the log must say in words: how scoring failed."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank tells the others of its share."""
+
+    correct: int
+    reward: float
+    unscored: int
+    tokens: int
+    timeouts: int
+    errors: int
+    tracebacks: tuple[str, ...]
+    shown: tuple[Shown, ...]
+
+
 def evaluate(world: World, collector: Collector, prompts: Sequence[Prompt], *, show: int) -> Evaluation:
-    """Answer every prompt once, greedily. Collective. A completion that could not be scored counts as unscored."""
+    """Answer every prompt once, greedily. Collective. Rates are over the answers that could be scored.
+
+    Raises:
+        UserError: on every rank, if more than ``reward.max_failures`` of the answers could not be scored.
+    """
+    parts = world.gather(world.together(lambda: _share(world, collector, prompts, show), what="answers"))
+    collector.check_failures(parts, len(prompts))
+    unscored = sum(part.unscored for part in parts)
+    metrics = {
+        "eval/unscored": float(unscored),
+        "eval/response_len/mean": sum(part.tokens for part in parts) / max(len(prompts), 1),
+    }
+    if scored := len(prompts) - unscored:  # of nothing there is no accuracy, not even 0
+        metrics["eval/accuracy"] = sum(part.correct for part in parts) / scored
+        metrics["eval/reward"] = sum(part.reward for part in parts) / scored
+    in_turn = [part.shown[i] for i in range(show) for part in parts if i < len(part.shown)]
+    notes = dict.fromkeys(text for part in parts for text in part.tracebacks)
+    return Evaluation(metrics, tuple(in_turn[:show]), tuple(notes))
+
+
+def _share(world: World, collector: Collector, prompts: Sequence[Prompt], show: int) -> _Part:
     mine = prompts[world.rank :: world.size]
-    answers = world.together(lambda: collector.answer(mine, samples=1, temperature=0.0, seed=0))
+    answers = collector.answer(mine, samples=1, temperature=0.0, seed=0, of_all=len(prompts))
     scores = [group[0] for group in answers.scores]
     shown = [
         Shown(prompt.text, texts[0], prompt.label, bool(score and score.correct))
         for prompt, texts, score in zip(answers.prompts, answers.texts, scores, strict=True)
     ]
-    parts = world.gather(
-        (
-            sum(score.correct for score in scores if score is not None),
-            sum(score.reward for score in scores if score is not None),
-            sum(score is None for score in scores),
-            sum(len(group[0].token_ids) for group in answers.completions),
-            shown[:show],
-            answers.tracebacks,
-        )
+    return _Part(
+        correct=sum(score.correct for score in scores if score is not None),
+        reward=sum(score.reward for score in scores if score is not None),
+        unscored=sum(score is None for score in scores),
+        tokens=sum(len(group[0].token_ids) for group in answers.completions),
+        timeouts=answers.timeouts,
+        errors=answers.errors,
+        tracebacks=answers.tracebacks,
+        shown=tuple(shown[:show]),
     )
-    scored = len(prompts) - sum(part[2] for part in parts)
-    rates = {"eval/accuracy": 0, "eval/reward": 1} if scored else {}  # of nothing there is no accuracy, not even 0
-    metrics = {
-        **{name: sum(part[column] for part in parts) / scored for name, column in rates.items()},
-        "eval/unscored": float(sum(part[2] for part in parts)),
-        "eval/response_len/mean": sum(part[3] for part in parts) / max(len(prompts), 1),
-    }
-    in_turn = [part[4][i] for i in range(show) for part in parts if i < len(part[4])]
-    notes = dict.fromkeys(text for part in parts for text in part[5])
-    return Evaluation(metrics, tuple(in_turn[:show]), tuple(notes))
 
 
 def record_answers(run_dir: Path, step: int, evaluation: Evaluation) -> None:

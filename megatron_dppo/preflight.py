@@ -26,6 +26,8 @@ Command = Literal["train", "sft"]
 MASTER_AND_MOMENTS = 12
 """Bytes per weight of the optimizer's state: an fp32 master copy and Adam's two moments."""
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
+OVERHEAD = 4 * 2**20
+"""Bytes of what lies around the weights: logs, the tokenizer, the picture."""
 
 
 def preflight(config: Config, command: Command) -> None:
@@ -230,11 +232,11 @@ def bytes_to_write(config: Config, shape: PolicyShape, command: Command) -> int:
     written) and the export."""
     weights, dtype = parameters(shape), WEIGHT_BYTES[config.model.dtype]
     if command == "sft":
-        return weights * dtype
+        return weights * dtype + OVERHEAD
     run = config.run
     written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1
     checkpoints = min(written, run.keep_checkpoints + 1)
-    return weights * ((dtype + MASTER_AND_MOMENTS) * checkpoints + (dtype if run.export else 0))
+    return weights * ((dtype + MASTER_AND_MOMENTS) * checkpoints + (dtype if run.export else 0)) + OVERHEAD
 
 
 def _existing(folder: Path) -> Path:

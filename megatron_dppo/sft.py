@@ -12,6 +12,7 @@ from megatron_dppo.assemble import PolicyParts, assemble_policy
 from megatron_dppo.config import Config, OptimizerConfig
 from megatron_dppo.data.order import PromptOrder
 from megatron_dppo.data.prompts import WorkedAnswer, load_worked_answers
+from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Microbatch, Responses, Sums, learning_rate
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import MetricsLog
@@ -30,8 +31,9 @@ def sft(config: Config) -> None:
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     parts = assemble_policy(config, world, temperature=1.0)
-    answers = world.together(lambda: load_worked_answers(config.data, parts.tokenizer))
+    answers = world.together(lambda: _load(config, parts))
     out = Path(config.sft.out or Path(config.run.dir) / "sft")
+    parts.check_export(out, setting="sft.out")
     log = MetricsLog(Path(config.run.dir) / "sft-log", resume_step=-1) if world.leads else None
     console = Console(config.sft.steps) if world.leads else None
     order, timers = PromptOrder(len(answers), config.run.seed), PhaseTimers()
@@ -49,6 +51,20 @@ def sft(config: Config) -> None:
     if console:
         console.banner([f"warmed-up policy: {out}"])
     shut_down()
+
+
+def _load(config: Config, parts: PolicyParts) -> list[WorkedAnswer]:
+    answers = load_worked_answers(config.data, parts.tokenizer)
+    unit = config.layout.tp if config.layout.sequence_parallel else 1
+    longest = max(len(answer.prompt_ids) + len(answer.response_ids) for answer in answers)
+    if longest > config.pack.max_tokens // unit * unit:
+        raise UserError(
+            "pack.max_tokens",
+            config.pack.max_tokens,
+            f"is less than the longest worked answer needs with its prompt, {longest} tokens",
+            f"Raise it to {-(-longest // unit) * unit} or more, or take long answers out of data.train",
+        )
+    return answers
 
 
 def _update(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], step: int) -> dict[str, float]:

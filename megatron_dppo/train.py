@@ -52,6 +52,8 @@ class Trainer:
         self.curriculum = Curriculum(config, len(self.pool))
         self.folder = Path(config.run.dir)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", world, keep=config.run.keep_checkpoints)
+        if config.run.export:
+            self.policy.check_export(self.folder / "hf", setting="run.dir")
         self.step = self._resume()
         self.journal = Journal(config, leads=world.leads, step=self.step, dropped_prompts=self.pool.dropped)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_dppo.checkpoint import TRACKER
@@ -69,12 +70,16 @@ def rows(run: Path) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if not k.startswith("perf/")} for line in lines]
 
 
-def kill_when(process: subprocess.Popen[bytes], moment: Callable[[], bool]) -> None:
-    """kill -9 of the launcher and all its ranks, at the first sight of the moment."""
+def wait_for(process: subprocess.Popen[bytes], moment: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
     while not moment():
         assert process.poll() is None and time.monotonic() < deadline, "the moment never came"
         time.sleep(0.001)
+
+
+def kill_when(process: subprocess.Popen[bytes], moment: Callable[[], bool]) -> None:
+    """kill -9 of the launcher and all its ranks, at the first sight of the moment."""
+    wait_for(process, moment)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -95,6 +100,26 @@ def test_kill_between_steps_changes_nothing(policy: Path, tmp_path: Path, undist
     kill_when(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 6)  # steps 0 to 5
     assert (run / "checkpoints" / TRACKER).read_text().strip() == "3"
     assert finish(start(policy, run), run) == undisturbed
+
+
+def test_kill_of_the_launcher_alone_leaves_no_process_behind(policy: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(policy, run)
+    tracker = run / "checkpoints" / TRACKER
+    wait_for(process, tracker.exists)  # a checkpoint has been written: whatever that starts is there
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while left := [p.cmdline() for p in psutil.process_iter() if in_session(p, process.pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def in_session(process: psutil.Process, session: int) -> bool:
+    try:
+        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
 
 
 def test_kill_in_the_middle_of_a_checkpoint_changes_nothing(

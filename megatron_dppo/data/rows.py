@@ -48,7 +48,8 @@ class Row:
         except KeyError:
             columns = list(_paths(self.values))
             likely = next((c for c in COLUMNS_IN_USE[setting] if c in columns), None)
-            likely = likely or next(iter(get_close_matches(key, columns, 1, 0.0)), None)
+            others = [c for c in columns if c not in COLUMNS_IN_USE["data.prompt_key"] or setting == "data.prompt_key"]
+            likely = likely or next(iter(get_close_matches(key, others, 1, 0.0)), None)
             remedy = f"Set {setting} to the right column" + (f", perhaps {likely!r}" if likely else "")
             raise self.complaint(f"has no column {key!r} (it has {', '.join(columns) or 'none'})", remedy) from None
         if value is None:

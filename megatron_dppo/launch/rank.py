@@ -7,6 +7,7 @@ user can mend, 1 for a crash.
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
 import os
 import signal
@@ -29,6 +30,7 @@ JOBS = {"train": "megatron_dppo.train:train", "sft": "megatron_dppo.sft:sft"}
 """What a rank can be told to run, besides any ``module:function`` that takes a Config."""
 
 PR_SET_PDEATHSIG = 1
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = None) -> int:
@@ -52,13 +54,27 @@ def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = No
         getattr(importlib.import_module(module), function)(config)
     except UserError as error:
         code = _say(failure, 2, describe(error))
-    except Exception:
-        code = _say(failure, 1, f"{_name()} crashed:\n{traceback.format_exc().rstrip()}")
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # torch's errors of distributed checkpoints are no Exceptions
+        if isinstance(error, OSError) and error.errno in DISK_IS_FULL:
+            code = _say(failure, 2, describe(_no_room(config, error)))
+        else:
+            code = _say(failure, 1, f"{_name()} crashed:\n{traceback.format_exc().rstrip()}")
     sys.stdout.flush()
     sys.stderr.flush()
     if code and int(os.environ["WORLD_SIZE"]) > 1:
         os._exit(code)
     return code
+
+
+def _no_room(config: Config, error: OSError) -> UserError:
+    return UserError(
+        "run.dir",
+        config.run.dir,
+        f"could not be written to ({error}); the last good checkpoint is untouched",
+        "Free some room or point run.dir at another disk, and run the same command again: it resumes",
+    )
 
 
 def quieten() -> None:
@@ -70,6 +86,7 @@ def quieten() -> None:
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=r".*ShardedTensor", category=FutureWarning)
 
 
 def _say(failure: FirstFailure, code: int, text: str) -> int:

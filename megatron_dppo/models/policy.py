@@ -24,7 +24,7 @@ from megatron_dppo.models.layer_specs import choose_spec, layer_spec
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
 from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_policy(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *, temperature: float) -> PolicyModel:
@@ -43,7 +43,7 @@ def build_policy(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *
 
 def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig) -> TransformerConfig:
     """Megatron's configuration of a policy. Kernels that need CUDA or Transformer Engine are on where these are."""
-    spec, cuda, dtype = choose_spec(model.spec), torch.cuda.is_available(), _DTYPES[model.dtype]
+    spec, cuda, dtype = choose_spec(model.spec), torch.cuda.is_available(), DTYPES[model.dtype]
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=shape.num_layers,

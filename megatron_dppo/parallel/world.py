@@ -144,7 +144,7 @@ def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=max(timeout_s, 600.0)))
     layout = resolve_layout(layout, dist.get_world_size())
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(

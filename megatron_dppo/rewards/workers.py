@@ -105,13 +105,18 @@ class RewardWorkers:
             for worker in starting:
                 self._greet(worker)
 
-    def score(self, items: Sequence[ScoreItem]) -> Scored:
+    def score(self, items: Sequence[ScoreItem], *, most_failures: int | None = None) -> Scored:
         """Score all items. A worker that hangs or dies is replaced, and what it had not begun goes to another.
+
+        Args:
+            items: what to score.
+            most_failures: past so many the rest is left unscored, for the run is about to stop; a function that always
+                hangs would else be waited for once per completion. None: all are scored.
 
         Raises:
             UserError: as ``wait_ready``.
         """
-        return _Batch(self, items).run()
+        return _Batch(self, items, len(items) if most_failures is None else most_failures).run()
 
     def close(self) -> None:
         """Kill the workers. Safe to call twice."""
@@ -143,8 +148,8 @@ class RewardWorkers:
 class _Batch:
     """The state of one call of ``RewardWorkers.score``."""
 
-    def __init__(self, owner: RewardWorkers, items: Sequence[ScoreItem]) -> None:
-        self._owner, self._items = owner, items
+    def __init__(self, owner: RewardWorkers, items: Sequence[ScoreItem], most_failures: int) -> None:
+        self._owner, self._items, self._most_failures = owner, items, most_failures
         self._queue = deque(range(len(items)))
         self._left = len(items)
         self._scores: list[Score | None] = [None] * len(items)
@@ -155,7 +160,7 @@ class _Batch:
         self._chunk = max(1, min(CHUNK, len(items) // (4 * len(owner._workers))))
 
     def run(self) -> Scored:
-        while self._left:
+        while self._left and self._timeouts + self._errors <= self._most_failures:
             for worker in list(self._owner._workers):
                 if worker.ready and not worker.pending:
                     self._hand_out(worker)
@@ -164,6 +169,8 @@ class _Batch:
             wait([w.pipe for w in busy], timeout=max(soonest - time.monotonic(), 0.0))
             for worker in busy:
                 self._attend(worker)
+        for worker in [w for w in self._owner._workers if w.pending]:  # given up: what they are doing is of no use
+            self._owner._replace(worker)
         return Scored(self._scores, self._timeouts, self._errors, self._tracebacks)
 
     def _hand_out(self, worker: _Worker) -> None:

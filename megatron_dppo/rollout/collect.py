@@ -5,8 +5,10 @@ What the planner needs of them, lengths and rewards and no tokens, is gathered o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -70,6 +72,19 @@ class _Part:
     tracebacks: tuple[str, ...]
 
 
+class Failures(Protocol):
+    """What a rank tells of scoring that failed."""
+
+    @property
+    def timeouts(self) -> int: ...
+
+    @property
+    def errors(self) -> int: ...
+
+    @property
+    def tracebacks(self) -> tuple[str, ...]: ...
+
+
 class Collector:
     """Generates with an engine and scores with workers, on every rank that generates."""
 
@@ -94,9 +109,10 @@ class Collector:
         """
         mine = slice(self._world.rank, None, self._world.size)
         share = Selection(selection.prompt_ids[mine], selection.inclusion[mine], selection.window)
-        groups, part = self._world.together(lambda: self._share(pool, share, step), what="rollouts")
+        total = len(selection.prompt_ids) * self._config.rollout.samples_per_prompt
+        groups, part = self._world.together(lambda: self._share(pool, share, step, total), what="rollouts")
         parts = self._world.gather(part)
-        self._check_failures(parts)
+        self.check_failures(parts, total)
         metadata = gather_metadata([p.metadata for p in parts], window=_window_left(selection.window, parts))
         rows = {int(prompt): row for row, prompt in enumerate(metadata.prompt_ids)}
         held = {rows[group.prompt.id]: group for group in groups}
@@ -105,8 +121,12 @@ class Collector:
             notes["groups whose scoring failed left their step; the rest stands for the window"] = None
         return Collected(held, metadata, self._metrics(parts, metadata), tuple(notes))
 
-    def answer(self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: int) -> Answers:
-        """Completions of this rank's prompts, with their scores. Not collective."""
+    def answer(self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: int, of_all: int) -> Answers:
+        """Completions of this rank's prompts, with their scores. Not collective.
+
+        Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of all ranks, the rest is
+        left unscored: :meth:`check_failures` is then about to stop the run.
+        """
         sampling = Sampling(
             samples=samples,
             max_tokens=self._config.rollout.max_response_tokens,
@@ -124,18 +144,20 @@ class Collector:
                 ScoreItem(prompt.data_source, text, prompt.label, prompt.extra)
                 for prompt, group in zip(prompts, texts, strict=True)
                 for text in group
-            ]
+            ],
+            most_failures=math.floor(self._config.reward.max_failures * of_all),
         )
         scores = [list(scored.scores[i * samples : (i + 1) * samples]) for i in range(len(completions))]
         return Answers(prompts, completions, texts, scores, scored.timeouts, scored.errors, tuple(scored.tracebacks))
 
-    def _share(self, pool: PromptPool, selection: Selection, step: int) -> tuple[list[Group], _Part]:
+    def _share(self, pool: PromptPool, selection: Selection, step: int, total: int) -> tuple[list[Group], _Part]:
         rollout = self._config.rollout
         answers = self.answer(
             [pool[int(prompt)] for prompt in selection.prompt_ids],
             samples=rollout.samples_per_prompt,
             temperature=rollout.temperature,
             seed=int(sequence(self._config.run.seed, step, Purpose.SAMPLING).generate_state(1)[0]),
+            of_all=total,
         )
         groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []
         for prompt, pi, completions, scores in zip(
@@ -170,20 +192,23 @@ class Collector:
             buffer = round(host_for(self._config.loss).overlong_share * limit)
         return soft_overlong_penalty([len(c.token_ids) for c in completions], limit=limit, buffer=buffer)
 
-    def _check_failures(self, parts: Sequence[_Part]) -> None:
-        samples = self._config.rollout.samples_per_prompt
-        failures = sum(p.timeouts + p.errors for p in parts)
-        total = samples * sum(len(p.metadata.prompt_ids) + p.failed_groups for p in parts)
-        if failures > self._config.reward.max_failures * total:
-            timeouts, errors = sum(p.timeouts for p in parts), sum(p.errors for p in parts)
+    def check_failures(self, parts: Sequence[Failures], total: int) -> None:
+        """Stop the run if more of ``total`` completions could not be scored than ``reward.max_failures`` allows.
+
+        Raises:
+            UserError: with the first traceback, where every rank passes the same ``parts``, on every rank.
+        """
+        reward = self._config.reward
+        timeouts, errors = sum(p.timeouts for p in parts), sum(p.errors for p in parts)
+        if timeouts + errors > reward.max_failures * total:
             first = next((text for p in parts for text in p.tracebacks), "")
             raise UserError(
                 "reward.function",
-                self._config.reward.function,
-                f"{failures} of {total} completions could not be scored ({timeouts} timed out after "
-                f"{self._config.reward.timeout_s:g} s, {errors} failed), more than reward.max_failures = "
-                f"{self._config.reward.max_failures:g} allows" + (f"; the first failure:\n{first}" if first else ""),
-                "mend the function, or raise reward.timeout_s or reward.max_failures",
+                reward.function,
+                f"{timeouts + errors} of {total} completions could not be scored ({timeouts} timed out after "
+                f"{reward.timeout_s:g} s, {errors} failed), more than reward.max_failures = {reward.max_failures:g} "
+                "allows" + (f"; the first failure:\n{first}" if first else ""),
+                "Mend the function, or raise reward.timeout_s or reward.max_failures",
             )
 
     def _metrics(self, parts: Sequence[_Part], metadata: StepMetadata) -> dict[str, float]:

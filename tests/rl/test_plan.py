@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.config import Config, PackConfig, RunConfig
+from megatron_dppo.config import CompletionPruningConfig, Config, PackConfig, PruningConfig, RunConfig, ScheduleConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import advantages
+from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import gather_metadata, plan_step, split_groups, take_groups
 from megatron_dppo.rl.types import StepMetadata, StepPlan
 from tests.rl.steps import step_config, step_metadata
@@ -242,3 +243,91 @@ def test_neyman_inflates_the_variance_least_at_the_same_tokens():
     threshold = plan(metadata, step_config(rule="threshold", keep=0.5)).metrics
     neyman = plan(metadata, step_config(keep=threshold["prune/kept_token_fraction"])).metrics
     assert neyman["prune/variance_inflation"] < 0.9 * threshold["prune/variance_inflation"]
+
+
+def scheduled(schedule: ScheduleConfig, *, rule: str = "neyman", keep: float = 0.3, seed: int = 1) -> Config:
+    completions = CompletionPruningConfig(rule=rule, keep=keep, schedule=schedule)
+    return replace(step_config(), run=RunConfig(seed=seed, steps=100), pruning=PruningConfig(completions=completions))
+
+
+def test_kept_tokens_follow_the_schedule_of_the_completions():
+    """Linear over half of a hundred steps from 1 to 0.3, constant until the last tenth. Over twenty seeds each."""
+    metadata = step_metadata(64, seed=1)
+    for step, keep in ((30, 0.58), (40, 0.44), (50, 0.3), (89, 0.3)):
+        configs = [scheduled(ScheduleConfig("linear", ramp=0.5, off_last=0.1), seed=seed) for seed in range(20)]
+        kept = [plan(metadata, config, step=step).metrics["prune/kept_token_fraction"] for config in configs]
+        assert np.mean(kept) == pytest.approx(keep, abs=0.01), step
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("step", [0, 90, 99])
+def test_where_the_schedule_prunes_nothing_all_that_can_teach_is_kept_at_weight_one(rule: str, step: int):
+    metadata = step_metadata(32)
+    config = scheduled(ScheduleConfig("linear", ramp=0.5, off_last=0.1), rule=rule)
+    rows = plan(metadata, config, step=step).minibatches[0].rows
+    group, sample = np.nonzero(advantages(metadata.rewards, normalise=True))
+    np.testing.assert_array_equal(rows.group, group)
+    np.testing.assert_array_equal(rows.sample, sample)
+    assert (rows.weight == 1.0).all()
+
+
+@pytest.mark.parametrize("rule", ["threshold", "neyman"])
+def test_every_minibatch_has_a_draw_of_its_own(rule: str):
+    """Minibatches of identical groups: one draw repeated would keep the same completions of both, step after step."""
+    metadata = step_metadata(
+        12,
+        rewards=np.tile([1.0, 1, 1, 0, 0, 0, 0, 0], (12, 1)),
+        prompt_lengths=np.full(12, 10),
+        response_lengths=np.tile(np.arange(20, 100, 10), (12, 1)),
+        surprise=np.ones((12, 8)),
+    )
+    config = step_config(rule=rule, keep=0.37, updates_per_rollout=2)
+
+    def mask(step: int) -> list[list[tuple[int, int]]]:
+        masks = []
+        split = plan(metadata, step_config(rule="none", updates_per_rollout=2), step=step)
+        for whole, minibatch in zip(split.minibatches, plan(metadata, config, step=step).minibatches, strict=True):
+            place = np.searchsorted(np.unique(whole.rows.group), minibatch.rows.group)
+            masks.append(list(zip(place.tolist(), minibatch.rows.sample.tolist(), strict=True)))
+        return masks
+
+    masks = [mask(step) for step in range(20)]
+    assert sum(first == second for first, second in masks) < 5
+    assert len({str(first) for first, _ in masks}) > 10, "and every step its own"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_who_shares_a_minibatch_does_not_depend_on_what_is_pruned(rule: str):
+    metadata = step_metadata(24)
+    whole = plan(metadata, step_config(rule="none", updates_per_rollout=3, kl_coef=0.1)).minibatches
+    pruned = plan(metadata, step_config(rule=rule, keep=0.4, updates_per_rollout=3)).minibatches
+    for one, other in zip(whole, pruned, strict=True):
+        assert set(other.rows.group.tolist()) <= set(one.rows.group.tolist())
+
+
+def test_dapo_divides_by_what_the_window_is_estimated_to_hold_and_says_so_once():
+    metadata = step_metadata(8, prompt_inclusion=np.linspace(0.3, 1.0, 8), window=20.0)
+    result = plan(metadata, step_config(name="dapo", updates_per_rollout=2))
+    assert sum("ratio" in note for note in result.notes) == 1
+    tokens = metadata.response_lengths.sum(axis=1) / metadata.prompt_inclusion
+    assert sum(minibatch.normaliser for minibatch in result.minibatches) == pytest.approx(tokens.sum())
+
+
+def test_packs_obey_the_settings_of_the_layout_and_of_packing():
+    metadata = step_metadata(64)
+    for least, count in ((0, 8), (3, 3)):
+        pack = PackConfig(max_tokens=65536, min_per_rank=least)
+        packs = plan(metadata, step_config(pack=pack), pipeline=4).minibatches[0].packs
+        assert [len(rank) for rank in packs] == [count, count]
+    padded = plan(metadata, step_config(), capacity_multiple=64).minibatches[0]
+    assert padded.capacity % 64 == 0 != plan(metadata, step_config()).minibatches[0].capacity % 64
+    narrow, wide = (plan(metadata, step_config(pack=PackConfig(max_tokens=512, window=n))) for n in (1, 64))
+    assert narrow.minibatches[0].packs != wide.minibatches[0].packs
+
+
+def test_replicas_are_balanced_by_the_costs_that_are_given():
+    metadata = step_metadata(64)
+    layout = {"replicas": 4, "align": 1, "capacity_multiple": 1, "step": 3, "pipeline": 1}
+    square, flat = CostModel(0.0, 1.0), CostModel(1.0, 0.0)
+    plans = [plan_step(metadata, step_config(), **layout, costs=costs) for costs in (square, flat)]
+    assert plans[0].minibatches[0].packs != plans[1].minibatches[0].packs

@@ -1,0 +1,412 @@
+"""Collecting loses no group in part, keeps every weight with its own group, and counts what could not be scored."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.config import Config, LossConfig, RewardConfig, RolloutConfig, RunConfig
+from megatron_dppo.data.prompts import PromptPool
+from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
+from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from megatron_dppo.errors import UserError
+from megatron_dppo.parallel.world import World
+from megatron_dppo.rewards.workers import RewardWorkers, Scored, ScoreItem
+from megatron_dppo.rl.types import Completion, Prompt, Score, Selection, StepMetadata, VersionSpan
+from megatron_dppo.rollout.collect import Collected, Collector
+from megatron_dppo.rollout.engine import RolloutEngine, Sampling
+
+T = TypeVar("T")
+FAILING = f"{Path(__file__).parents[1] / 'rewards' / 'rewards_that_fail.py'}:compute_score"
+LIMIT_S = 1.5
+SAMPLES = 3
+LIMIT_TOKENS = 20
+
+
+@dataclass(frozen=True)
+class Said:
+    """One completion of a script. The text says what the reward function is to do with it."""
+
+    text: str
+    probability: float | Sequence[float] = 0.5
+    """Of each token, the end of the turn included."""
+    ended: bool = True
+
+
+Script = Mapping[int, Sequence[Said]]
+"""By prompt id."""
+
+
+class ScriptedEngine(RolloutEngine):
+    """Completes each prompt as a script has it, and remembers what it was asked."""
+
+    def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
+        self._tokenizer, self._script = tokenizer, script
+        self.asked: list[tuple[list[int], Sampling]] = []
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[tuple[Completion, ...]]:
+        self.asked.append(([prompt.id for prompt in prompts], sampling))
+        return [tuple(map(self._complete, self._script[p.id][: sampling.samples])) for p in prompts]
+
+    def _complete(self, said: Said) -> Completion:
+        tokens = self._tokenizer([said.text], add_special_tokens=False)["input_ids"][0]
+        tokens = np.array(tokens + [end_token_id(self._tokenizer)] * said.ended, np.int32)
+        logprobs = np.log(np.broadcast_to(said.probability, tokens.shape)).astype(np.float32)
+        return Completion(tokens, logprobs, (VersionSpan(0, len(tokens)),), "stop" if said.ended else "length")
+
+
+class ScriptedWorkers:
+    """Scores "score 1" and fails at anything else, where starting processes would cost more than it shows."""
+
+    def score(self, items: Sequence[ScoreItem], *, most_failures: int | None = None) -> Scored:
+        words = [item.solution.split() for item in items]
+        scores = [Score(float(w[1]), float(w[1]) >= 1.0) if w[0] == "score" else None for w in words]
+        errors = [item.solution for item, score in zip(items, scores, strict=True) if score is None]
+        return Scored(scores, 0, len(errors), list(dict.fromkeys(errors)))
+
+
+class Meeting:
+    """What ranks that are threads put on the table for one another."""
+
+    def __init__(self, size: int) -> None:
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=30.0)
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+
+class ThreadWorld(World):
+    """A rank that is a thread: the same exchanges without a process group."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.control.gather(self.rank, value)
+
+    def wait_for_all(self, what: str) -> None:
+        self.control.gather(self.rank, None)
+
+
+def world_of(size: int, rank: int, meeting: Meeting | None = None) -> World:
+    """Ranks that are all data-parallel. One of one exchanges nothing."""
+    make = World if meeting is None else ThreadWorld
+    return make(
+        rank=rank,
+        size=size,
+        tp_rank=0,
+        tp=1,
+        pp_rank=0,
+        pp=1,
+        cp_rank=0,
+        cp=1,
+        dp_rank=rank,
+        dp=size,
+        replica_of=tuple(range(size)),
+        device=torch.device("cpu"),
+        control=meeting,
+        timeout_s=60.0,
+    )
+
+
+def as_ranks(size: int, claim: Callable[[World], T]) -> list[T]:
+    """What ``claim`` returns on every rank of a world of threads."""
+    meeting = Meeting(size)
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: claim(world_of(size, rank, meeting)), range(size)))
+
+
+def pool_of(size: int) -> PromptPool:
+    """Prompts that differ in length."""
+    return PromptPool([Prompt(i, np.arange(3 + i, dtype=np.int32), f"prompt {i}", "1", "here") for i in range(size)])
+
+
+def collect_config(*, loss: str = "grpo", max_failures: float = 1.0, overlong_buffer: int | None = None) -> Config:
+    return Config(
+        run=RunConfig(seed=5),
+        rollout=RolloutConfig(samples_per_prompt=SAMPLES, max_response_tokens=LIMIT_TOKENS, temperature=0.7),
+        reward=RewardConfig(
+            function=FAILING, timeout_s=LIMIT_S, max_failures=max_failures, overlong_buffer=overlong_buffer
+        ),
+        loss=LossConfig(name=loss),
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(character_tokenizer(), folder, max_tokens=512)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[RewardWorkers]:
+    """Shared: what they report depends on what they have reported before, so no test of reports uses these."""
+    pool = RewardWorkers(FAILING, workers=1, timeout_s=LIMIT_S)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def fresh_workers() -> Iterator[RewardWorkers]:
+    """Workers that have reported nothing yet."""
+    pool = RewardWorkers(FAILING, workers=1, timeout_s=LIMIT_S)
+    yield pool
+    pool.close()
+
+
+@dataclass
+class Bench:
+    """A collector over a script, in this process."""
+
+    tokenizer: Tokenizer
+    workers: RewardWorkers
+
+    def collector(self, script: Script, config: Config | None = None) -> Collector:
+        self.engine = ScriptedEngine(self.tokenizer, script)
+        stops = (end_token_id(self.tokenizer),)
+        return Collector(config or collect_config(), world_of(1, 0), self.engine, self.workers, self.tokenizer, stops)
+
+    def collect(self, script: Script, inclusion: Sequence[float] = (), config: Config | None = None, window: int = 0):
+        """The script's prompts, in its order, at these probabilities (1 where none are given)."""
+        selection = Selection(
+            np.array(list(script), np.int64), np.array(inclusion or [1.0] * len(script)), window or len(script)
+        )
+        return self.collector(script, config).collect(pool_of(10), selection, step=4)
+
+
+@pytest.fixture
+def bench(tokenizer: Tokenizer, workers: RewardWorkers) -> Bench:
+    return Bench(tokenizer, workers)
+
+
+def said(*texts: str) -> list[Said]:
+    return [Said(text) for text in texts]
+
+
+MIXED = said("score 1", "score 0", "score 0")
+BROKEN = said("score 1", "raise it", "score 0")
+
+
+def test_group_one_of_whose_scores_failed_leaves_whole(bench: Bench) -> None:
+    result = bench.collect({4: MIXED, 2: BROKEN})
+    assert result.metadata.prompt_ids.tolist() == [4]
+    assert [group.prompt.id for group in result.held.values()] == [4]
+    assert result.metrics["rollout/dropped_groups"] == 1.0
+    assert result.metrics["rollout/generated_tokens"] == 3 * 8
+    assert result.metrics["rollout/accuracy"] == pytest.approx(1 / 3)
+    assert any("left their step" in note for note in result.notes)
+
+
+def test_what_is_left_stands_for_its_share_of_the_window_by_inverse_probabilities(bench: Bench) -> None:
+    """Of N = 8, groups at π 0.5 and 1 are left (2 + 1), groups at π 0.25 and 0.4 failed (4 + 2.5)."""
+    script = {5: MIXED, 1: BROKEN, 7: BROKEN, 3: MIXED}
+    result = bench.collect(script, inclusion=[0.5, 0.25, 0.4, 1.0], window=8)
+    assert result.metadata.window == pytest.approx(8 * 3.0 / 9.5)
+
+
+def test_without_failures_the_window_is_whole_and_nothing_is_said(bench: Bench) -> None:
+    result = bench.collect({5: MIXED, 1: MIXED}, inclusion=[0.5, 0.25], window=8)
+    assert result.metadata.window == 8.0
+    assert result.notes == ()
+
+
+def test_inclusion_stays_with_its_group_when_one_before_it_leaves(bench: Bench) -> None:
+    script = {5: BROKEN, 8: MIXED, 1: MIXED, 7: BROKEN, 3: MIXED}
+    result = bench.collect(script, inclusion=[0.2, 0.3, 0.4, 0.5, 0.6])
+    assert dict(zip(result.metadata.prompt_ids.tolist(), result.metadata.prompt_inclusion, strict=True)) == {
+        1: 0.4,
+        3: 0.6,
+        8: 0.3,
+    }
+
+
+def test_groups_are_held_under_the_row_that_describes_them(bench: Bench) -> None:
+    script = {
+        5: said("score 1", "score 0  ", "score 0"),
+        2: BROKEN,
+        1: said("score 0", "score 0", "score 3    "),
+    }
+    result = bench.collect(script)
+    known = result.metadata
+    assert sorted(result.held) == [0, 1]
+    for row, group in result.held.items():
+        assert group.prompt.id == known.prompt_ids[row]
+        assert len(group.prompt.token_ids) == known.prompt_lengths[row]
+        assert [len(c.token_ids) for c in group.completions] == known.response_lengths[row].tolist()
+        np.testing.assert_array_equal(group.rewards, known.rewards[row])
+    np.testing.assert_array_equal(known.rewards, [[0, 0, 3], [1, 0, 0]])
+    np.testing.assert_array_equal(known.owners, [0, 0])
+
+
+def test_step_all_of_whose_groups_failed_is_empty_and_still_writes_its_row(bench: Bench) -> None:
+    result = bench.collect({5: BROKEN, 2: BROKEN}, inclusion=[0.5, 0.5])
+    assert (len(result.metadata.prompt_ids), result.metadata.window, result.held) == (0, 0.0, {})
+    assert result.metadata.rewards.shape == (0, SAMPLES)
+    json.dumps(result.metrics, allow_nan=False)
+
+
+OVERLONG = {0: [Said("score 1".ljust(17)), Said("score 1".ljust(20), ended=False), Said("score 0".ljust(15))]}
+"""Of 18, 20 and 16 tokens, under a limit of 20."""
+
+
+def test_overlong_penalty_is_in_what_is_trained_on_and_not_in_the_raw_reward(bench: Bench) -> None:
+    """DAPO's buffer is a fifth of the limit, four tokens: 18 tokens cost a half, 20 cost 1, 16 cost nothing."""
+    result = bench.collect(OVERLONG, config=collect_config(loss="dapo"))
+    np.testing.assert_allclose(result.metadata.rewards, [[0.5, 0.0, 0.0]], atol=1e-12)
+    np.testing.assert_array_equal(result.held[0].rewards, result.metadata.rewards[0])
+    assert result.metrics["rollout/raw_reward"] == pytest.approx(2 / 3)
+    assert result.metrics["rollout/reward"] == pytest.approx(0.5 / 3)
+    assert result.metrics["rollout/accuracy"] == pytest.approx(2 / 3), "right is right, however long"
+
+
+@pytest.mark.parametrize(
+    ("loss", "buffer", "rewards"), [("grpo", None, [1, 1, 0]), ("dapo", 0, [1, 1, 0]), ("grpo", 10, [0.2, 0, -0.6])]
+)
+def test_buffer_is_the_hosts_unless_it_is_set(bench: Bench, loss: str, buffer: int | None, rewards: list) -> None:
+    result = bench.collect(OVERLONG, config=collect_config(loss=loss, overlong_buffer=buffer))
+    np.testing.assert_allclose(result.metadata.rewards, [rewards], atol=1e-12)
+
+
+def test_surprise_and_entropy_are_those_of_the_engines_probabilities(bench: Bench) -> None:
+    p = np.linspace(0.1, 0.95, 8)
+    script = {
+        6: [Said("score 1", p), Said("score 0", 0.25), Said("score 0", 1.0)],
+        2: BROKEN,
+    }
+    result = bench.collect(script)
+    expected = [np.sqrt(((1 - p) ** 2).sum()), np.sqrt(8 * 0.75**2), 0.0]
+    np.testing.assert_allclose(result.metadata.surprise, [expected], rtol=1e-6)
+    nats = -np.log(p).sum() + 8 * np.log(4.0)
+    assert result.metrics["rollout/entropy"] == pytest.approx(nats / 24, rel=1e-6), "a dropped group adds to neither"
+
+
+def test_metrics_of_a_step_written_out(bench: Bench) -> None:
+    script = {
+        1: [Said("score 1"), Said("score 2".ljust(20), ended=False), Said("score 0")],
+        3: said("score 0", "score 0", "score 0 "),
+    }
+    metrics = bench.collect(script).metrics
+    del metrics["rollout/entropy"]
+    assert metrics == {
+        "rollout/raw_reward": 3 / 6,
+        "rollout/reward": 3 / 6,
+        "rollout/accuracy": pytest.approx(2 / 6),
+        "rollout/response_len/mean": pytest.approx(61 / 6),
+        "rollout/response_len/max": 20.0,
+        "rollout/truncated_ratio": pytest.approx(1 / 6),
+        "rollout/zero_std/ratio": 1 / 2,
+        "rollout/generated_tokens": 61.0,
+        "rollout/dropped_groups": 0.0,
+        "reward/timeouts": 0.0,
+        "reward/errors": 0.0,
+    }
+
+
+def test_equal_rewards_are_counted_group_by_group(bench: Bench) -> None:
+    script = {1: said(*["score 0"] * 3), 3: said(*["score 1"] * 3)}
+    assert bench.collect(script).metrics["rollout/zero_std/ratio"] == 1.0
+
+
+def test_correctness_is_what_the_verifier_says_and_not_the_size_of_the_reward(bench: Bench) -> None:
+    prompts = [Prompt(0, np.arange(3, dtype=np.int32), "", "-40", source, {"add": 2}) for source in ("here", "there")]
+    answers = bench.collector({0: said("echo")}).answer(prompts, samples=1, temperature=1.0, seed=0, of_all=2)
+    assert answers.scores == [[Score(-38.0, True)], [Score(-38.0, False)]]
+    assert answers.texts == [["echo"], ["echo"]], "the end of the turn is no part of the answer"
+
+
+def test_timeouts_and_errors_are_counted_apart(bench: Bench) -> None:
+    script = {1: said("sleep 60", "score 1", "none"), 3: said("raise it", "score 0", "score 1")}
+    metrics = bench.collect(script).metrics
+    assert (metrics["reward/timeouts"], metrics["reward/errors"], metrics["rollout/dropped_groups"]) == (1.0, 2.0, 2.0)
+
+
+def test_too_many_failures_stop_the_run_with_the_first_traceback(
+    tokenizer: Tokenizer, fresh_workers: RewardWorkers
+) -> None:
+    script = {1: MIXED, 3: said("raise first", "none", "score 0")}
+    with pytest.raises(UserError) as caught:
+        Bench(tokenizer, fresh_workers).collect(script, config=collect_config(max_failures=0.3))
+    assert (caught.value.setting, caught.value.value) == ("reward.function", FAILING)
+    problem = caught.value.problem
+    assert "2 of 6 completions" in problem and "(0 timed out after 1.5 s, 2 failed)" in problem
+    assert "Traceback" in problem and "ValueError: first" in problem and "rewards_that_fail.py" in problem
+    assert "NoneType" not in problem, "the first is enough"
+
+
+def test_failures_are_a_share_of_all_completions_and_may_reach_their_limit(bench: Bench) -> None:
+    script = {1: MIXED, 3: BROKEN}
+    assert bench.collect(script, config=collect_config(max_failures=1 / 6)).metrics["reward/errors"] == 1.0
+    with pytest.raises(UserError, match=r"reward\.max_failures"):
+        bench.collect(script, config=collect_config(max_failures=0.16))
+
+
+def test_tracebacks_below_the_limit_are_noted(tokenizer: Tokenizer, fresh_workers: RewardWorkers) -> None:
+    result = Bench(tokenizer, fresh_workers).collect({1: MIXED, 3: BROKEN})
+    assert sum("ValueError: it" in note for note in result.notes) == 1
+
+
+def test_engine_is_asked_as_configured_with_a_seed_of_the_step(bench: Bench) -> None:
+    selection = Selection(np.array([3, 1]), np.ones(2), 2)
+    seeds = []
+    for step, seed in ((0, 5), (0, 5), (1, 5), (0, 6)):
+        config = replace(collect_config(), run=RunConfig(seed=seed))
+        bench.collector({3: MIXED, 1: MIXED}, config).collect(pool_of(5), selection, step)
+        ((asked, sampling),) = bench.engine.asked
+        assert asked == [3, 1]
+        assert (sampling.samples, sampling.max_tokens, sampling.temperature) == (SAMPLES, LIMIT_TOKENS, 0.7)
+        assert sampling.stop_token_ids == (end_token_id(bench.tokenizer),)
+        seeds.append(sampling.seed)
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds)) == 3
+
+
+def test_ranks_share_the_work_and_know_the_same(tokenizer: Tokenizer) -> None:
+    script = {9: MIXED, 2: BROKEN, 5: said("score 0", "score 0", "score 0"), 1: MIXED, 7: MIXED}
+    selection = Selection(np.array(list(script)), np.array([0.9, 0.2, 0.5, 0.1, 0.7]), 12)
+
+    def on_a_rank(world: World) -> tuple[Collected, list[int]]:
+        engine = ScriptedEngine(tokenizer, script)
+        collector = Collector(collect_config(), world, engine, ScriptedWorkers(), tokenizer, (2,))
+        result = collector.collect(pool_of(10), selection, step=0)
+        return result, [prompt for prompts, _ in engine.asked for prompt in prompts]
+
+    ((alone, _),) = as_ranks(1, on_a_rank)
+    results = as_ranks(2, on_a_rank)
+    assert sorted(prompt for _, asked in results for prompt in asked) == [1, 2, 5, 7, 9]
+    for rank, (result, _) in enumerate(results):
+        known = result.metadata
+        assert result.metrics == pytest.approx(alone.metrics)
+        assert result.notes == alone.notes
+        for field in set(StepMetadata.__slots__) - {"owners"}:
+            np.testing.assert_allclose(getattr(known, field), getattr(alone.metadata, field), rtol=1e-12)
+        held = {row: group.prompt.id for row, group in result.held.items()}
+        assert held == {row: int(known.prompt_ids[row]) for row in np.flatnonzero(known.owners == rank)}
+        assert held, "both hold something"
+
+
+def test_every_rank_stops_for_the_failures_of_one(tokenizer: Tokenizer) -> None:
+    selection = Selection(np.array([4, 2]), np.ones(2), 2)
+
+    def on_a_rank(world: World) -> str:
+        engine = ScriptedEngine(tokenizer, {4: MIXED, 2: BROKEN})
+        config = collect_config(max_failures=0.1)
+        collector = Collector(config, world, engine, ScriptedWorkers(), tokenizer, (2,))
+        with pytest.raises(UserError) as caught:
+            collector.collect(pool_of(10), selection, step=0)
+        return str(caught.value)
+
+    one, other = as_ranks(2, on_a_rank)
+    assert one == other
+    assert "1 of 6 completions" in one

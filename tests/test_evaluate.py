@@ -1,0 +1,140 @@
+"""Held-out accuracy is of what was scored; each problem is answered once, greedily; a resume leaves no twins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
+from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from megatron_dppo.errors import UserError
+from megatron_dppo.evaluate import Evaluation, Shown, evaluate, read_answers, record_answers
+from megatron_dppo.parallel.world import World
+from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rollout.collect import Collector
+from tests.rollout.test_collect import (
+    FAILING,
+    LIMIT_S,
+    LIMIT_TOKENS,
+    Said,
+    ScriptedEngine,
+    ScriptedWorkers,
+    as_ranks,
+    collect_config,
+    pool_of,
+    world_of,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(character_tokenizer(), folder, max_tokens=512)
+    return load_tokenizer(folder)
+
+
+def evaluated(
+    tokenizer: Tokenizer,
+    answers: Sequence[str],
+    *,
+    show: int = 0,
+    max_failures: float = 1.0,
+    workers: RewardWorkers | None = None,
+) -> tuple[Evaluation, ScriptedEngine]:
+    """The evaluation of prompts that are answered so, in their order, and the engine that answered them."""
+    engine = ScriptedEngine(tokenizer, {i: [Said(answer)] for i, answer in enumerate(answers)})
+    world = world_of(1, 0)
+    stops = (end_token_id(tokenizer),)
+    config = collect_config(max_failures=max_failures)
+    collector = Collector(config, world, engine, workers or ScriptedWorkers(), tokenizer, stops)
+    return evaluate(world, collector, pool_of(len(answers)), show=show), engine
+
+
+def test_accuracy_and_reward_are_of_the_scored_ones_only(tokenizer: Tokenizer) -> None:
+    result, _ = evaluated(tokenizer, ["score 1", "raise it", "score 0", "score 2", "raise it  ", "score 1e-1"])
+    assert result.metrics == {
+        "eval/accuracy": 2 / 4,
+        "eval/reward": pytest.approx(3.1 / 4),
+        "eval/unscored": 2.0,
+        "eval/response_len/mean": pytest.approx((8 + 9 + 8 + 8 + 11 + 11) / 6),
+    }
+
+
+def test_nothing_scored_has_no_accuracy(tokenizer: Tokenizer) -> None:
+    result, _ = evaluated(tokenizer, ["raise it"] * 3)
+    assert result.metrics == {"eval/unscored": 3.0, "eval/response_len/mean": 9.0}
+
+
+def test_all_wrong_is_an_accuracy_of_zero(tokenizer: Tokenizer) -> None:
+    result, _ = evaluated(tokenizer, ["score 0"] * 3)
+    assert (result.metrics["eval/accuracy"], result.metrics["eval/unscored"]) == (0.0, 0.0)
+
+
+def test_tracebacks_come_through_as_notes_each_once(tokenizer: Tokenizer) -> None:
+    workers = RewardWorkers(FAILING, workers=1, timeout_s=LIMIT_S)
+    result, _ = evaluated(tokenizer, ["raise it", "score 1", "raise it", "none"], workers=workers)
+    workers.close()
+    assert len(result.notes) == 2
+    assert "Traceback" in result.notes[0] and "ValueError: it" in result.notes[0]
+    assert result.metrics["eval/accuracy"] == 1.0
+
+
+def test_too_many_failures_stop_an_evaluation_as_they_stop_a_step(tokenizer: Tokenizer) -> None:
+    answers = ["score 1", "raise first", "raise then", "score 0"]
+    assert evaluated(tokenizer, answers, max_failures=0.5)[0].metrics["eval/unscored"] == 2.0
+    with pytest.raises(UserError, match="2 of 4 completions") as caught:
+        evaluated(tokenizer, answers, max_failures=0.45)
+    assert caught.value.setting == "reward.function"
+    assert "raise first" in caught.value.problem
+
+
+def test_every_prompt_is_answered_once_and_greedily(tokenizer: Tokenizer) -> None:
+    _, engine = evaluated(tokenizer, ["score 1"] * 5)
+    ((asked, sampling),) = engine.asked
+    assert asked == [0, 1, 2, 3, 4]
+    assert (sampling.temperature, sampling.samples, sampling.max_tokens) == (0.0, 1, LIMIT_TOKENS)
+
+
+def test_shown_are_the_first_answers_with_their_verdicts(tokenizer: Tokenizer) -> None:
+    result, _ = evaluated(tokenizer, ["score 1", "raise it", "score 0", "score 1"], show=3)
+    assert result.shown == (
+        Shown("prompt 0", "score 1", "1", True),
+        Shown("prompt 1", "raise it", "1", False),
+        Shown("prompt 2", "score 0", "1", False),
+    )
+
+
+def test_ranks_share_the_prompts_and_agree(tokenizer: Tokenizer) -> None:
+    answers = ["score 1", "score 0", "raise odd", "raise even", "score 1"]
+
+    def on_a_rank(world: World) -> tuple[Evaluation, list[int]]:
+        engine = ScriptedEngine(tokenizer, {i: [Said(answer)] for i, answer in enumerate(answers)})
+        collector = Collector(collect_config(), world, engine, ScriptedWorkers(), tokenizer, (2,))
+        result = evaluate(world, collector, pool_of(5), show=3)
+        return result, [prompt for prompts, _ in engine.asked for prompt in prompts]
+
+    ((alone, _),) = as_ranks(1, on_a_rank)
+    (one, here), (other, there) = as_ranks(2, on_a_rank)
+    assert here and there and sorted(here + there) == [0, 1, 2, 3, 4]
+    assert one == other
+    assert one.metrics == pytest.approx(alone.metrics)
+    assert one.metrics["eval/accuracy"] == pytest.approx(2 / 3)
+    assert one.shown == alone.shown, "the first prompts of all, in their order"
+    assert set(one.notes) == set(alone.notes) == {"raise odd", "raise even"}
+
+
+def answered(text: str) -> Evaluation:
+    return Evaluation({}, (Shown("1+1=", text, "2", text == "2"),), ())
+
+
+def test_recorded_answers_replace_those_of_the_same_or_a_later_step(tmp_path: Path) -> None:
+    assert read_answers(tmp_path) == []
+    for step in (0, 10, 20, 30):
+        record_answers(tmp_path, step, answered(f"at {step}"))
+    record_answers(tmp_path, 20, answered("2"))
+    rows = read_answers(tmp_path)
+    assert [(row["step"], row["answers"][0]["answer"]) for row in rows] == [(0, "at 0"), (10, "at 10"), (20, "2")]
+    assert rows[-1]["answers"] == [{"prompt": "1+1=", "answer": "2", "label": "2", "correct": True}]
+    assert [file.name for file in tmp_path.iterdir()] == ["answers.jsonl"]
