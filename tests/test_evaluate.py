@@ -125,6 +125,19 @@ def test_ranks_share_the_prompts_and_agree(tokenizer: Tokenizer) -> None:
     assert set(one.notes) == set(alone.notes) == {"raise odd", "raise even"}
 
 
+def test_failures_may_all_be_one_ranks(tokenizer: Tokenizer) -> None:
+    """A quarter of eight may fail; both that do are among the four of rank 0, which scores the rest all the same."""
+    script = {i: [Said("raise it" if i in (0, 2) else "score 1")] for i in range(8)}
+
+    def on_a_rank(world: World) -> Evaluation:
+        engine, config = ScriptedEngine(tokenizer, script), collect_config(max_failures=0.25)
+        collector = Collector(config, world, engine, ScriptedWorkers(), tokenizer, (2,))
+        return evaluate(world, collector, pool_of(8), show=0)
+
+    for result in as_ranks(2, on_a_rank):
+        assert result.metrics["eval/unscored"] == 2.0
+
+
 def answered(text: str) -> Evaluation:
     return Evaluation({}, (Shown("1+1=", text, "2", text == "2"),), ())
 

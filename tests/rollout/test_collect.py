@@ -65,13 +65,22 @@ class ScriptedEngine(RolloutEngine):
 
 
 class ScriptedWorkers:
-    """Scores "score 1" and fails at anything else, where starting processes would cost more than it shows."""
+    """Scores "score 1", times out at "sleep" and raises at all else, where processes would cost more than they show."""
 
-    def score(self, items: Sequence[ScoreItem], *, most_failures: int | None = None) -> Scored:
-        words = [item.solution.split() for item in items]
-        scores = [Score(float(w[1]), float(w[1]) >= 1.0) if w[0] == "score" else None for w in words]
-        errors = [item.solution for item, score in zip(items, scores, strict=True) if score is None]
-        return Scored(scores, 0, len(errors), list(dict.fromkeys(errors)))
+    def score(self, items: Sequence[ScoreItem], *, most_failures: int) -> Scored:
+        scores: list[Score | None] = [None] * len(items)
+        timeouts, errors = 0, []
+        for number, item in enumerate(items):
+            match item.solution.split():
+                case ["score", reward]:
+                    scores[number] = Score(float(reward), float(reward) >= 1.0)
+                case ["sleep"]:
+                    timeouts += 1
+                case _:
+                    errors.append(item.solution)
+            if timeouts + len(errors) > most_failures:
+                break
+        return Scored(scores, timeouts, len(errors), list(dict.fromkeys(errors)))
 
 
 class Meeting:
@@ -257,6 +266,13 @@ def test_step_all_of_whose_groups_failed_is_empty_and_still_writes_its_row(bench
     json.dumps(result.metrics, allow_nan=False)
 
 
+def test_step_that_selected_nothing_asks_nothing_of_the_engine(bench: Bench) -> None:
+    result = bench.collect({}, window=8)
+    assert (len(result.metadata.prompt_ids), result.metadata.window, result.notes) == (0, 8.0, ())
+    assert bench.engine.asked == []
+    json.dumps(result.metrics, allow_nan=False)
+
+
 OVERLONG = {0: [Said("score 1".ljust(17)), Said("score 1".ljust(20), ended=False), Said("score 0".ljust(15))]}
 """Of 18, 20 and 16 tokens, under a limit of 20."""
 
@@ -350,6 +366,12 @@ def test_failures_are_a_share_of_all_completions_and_may_reach_their_limit(bench
     assert bench.collect(script, config=collect_config(max_failures=1 / 6)).metrics["reward/errors"] == 1.0
     with pytest.raises(UserError, match=r"reward\.max_failures"):
         bench.collect(script, config=collect_config(max_failures=0.16))
+
+
+def test_timeouts_are_failures_too(tokenizer: Tokenizer) -> None:
+    script = {1: MIXED, 3: said("sleep", "score 1", "sleep")}
+    with pytest.raises(UserError, match=r"2 of 6 completions .*\(2 timed out after 1\.5 s, 0 failed\)"):
+        Bench(tokenizer, ScriptedWorkers()).collect(script, config=collect_config(max_failures=0.3))
 
 
 def test_tracebacks_below_the_limit_are_noted(tokenizer: Tokenizer, fresh_workers: RewardWorkers) -> None:
