@@ -14,7 +14,7 @@ from megatron_dppo.evaluate import Evaluation, Shown, evaluate, read_answers, re
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rollout.collect import Collector
-from tests.rollout.test_collect import (
+from tests.rollout.scripted import (
     FAILING,
     LIMIT_S,
     LIMIT_TOKENS,

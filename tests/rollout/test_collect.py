@@ -3,153 +3,34 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-import torch
 
-from megatron_dppo.config import Config, LossConfig, RewardConfig, RolloutConfig, RunConfig
-from megatron_dppo.data.prompts import PromptPool
+from megatron_dppo.config import Config, RunConfig
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rewards.workers import RewardWorkers, Scored, ScoreItem
-from megatron_dppo.rl.types import Completion, Prompt, Score, Selection, StepMetadata, VersionSpan
+from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rl.types import Prompt, Score, Selection, StepMetadata
 from megatron_dppo.rollout.collect import Collected, Collector
-from megatron_dppo.rollout.engine import RolloutEngine, Sampling
-
-T = TypeVar("T")
-FAILING = f"{Path(__file__).parents[1] / 'rewards' / 'rewards_that_fail.py'}:compute_score"
-LIMIT_S = 1.5
-SAMPLES = 3
-LIMIT_TOKENS = 20
-
-
-@dataclass(frozen=True)
-class Said:
-    """One completion of a script. The text says what the reward function is to do with it."""
-
-    text: str
-    probability: float | Sequence[float] = 0.5
-    """Of each token, the end of the turn included."""
-    ended: bool = True
-
-
-Script = Mapping[int, Sequence[Said]]
-"""By prompt id."""
-
-
-class ScriptedEngine(RolloutEngine):
-    """Completes each prompt as a script has it, and remembers what it was asked."""
-
-    def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
-        self._tokenizer, self._script = tokenizer, script
-        self.asked: list[tuple[list[int], Sampling]] = []
-
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[tuple[Completion, ...]]:
-        self.asked.append(([prompt.id for prompt in prompts], sampling))
-        return [tuple(map(self._complete, self._script[p.id][: sampling.samples])) for p in prompts]
-
-    def _complete(self, said: Said) -> Completion:
-        tokens = self._tokenizer([said.text], add_special_tokens=False)["input_ids"][0]
-        tokens = np.array(tokens + [end_token_id(self._tokenizer)] * said.ended, np.int32)
-        logprobs = np.log(np.broadcast_to(said.probability, tokens.shape)).astype(np.float32)
-        return Completion(tokens, logprobs, (VersionSpan(0, len(tokens)),), "stop" if said.ended else "length")
-
-
-class ScriptedWorkers:
-    """Scores "score 1", times out at "sleep" and raises at all else, where processes would cost more than they show."""
-
-    def score(self, items: Sequence[ScoreItem], *, most_failures: int) -> Scored:
-        scores: list[Score | None] = [None] * len(items)
-        timeouts, errors = 0, []
-        for number, item in enumerate(items):
-            match item.solution.split():
-                case ["score", reward]:
-                    scores[number] = Score(float(reward), float(reward) >= 1.0)
-                case ["sleep"]:
-                    timeouts += 1
-                case _:
-                    errors.append(item.solution)
-            if timeouts + len(errors) > most_failures:
-                break
-        return Scored(scores, timeouts, len(errors), list(dict.fromkeys(errors)))
-
-
-class Meeting:
-    """What ranks that are threads put on the table for one another."""
-
-    def __init__(self, size: int) -> None:
-        self._values: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=30.0)
-
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        self._values[rank] = value
-        self._barrier.wait()
-        values = list(self._values)
-        self._barrier.wait()
-        return values
-
-
-class ThreadWorld(World):
-    """A rank that is a thread: the same exchanges without a process group."""
-
-    def gather(self, value: Any) -> list[Any]:
-        return self.control.gather(self.rank, value)
-
-    def wait_for_all(self, what: str) -> None:
-        self.control.gather(self.rank, None)
-
-
-def world_of(size: int, rank: int, meeting: Meeting | None = None) -> World:
-    """Ranks that are all data-parallel. One of one exchanges nothing."""
-    make = World if meeting is None else ThreadWorld
-    return make(
-        rank=rank,
-        size=size,
-        tp_rank=0,
-        tp=1,
-        pp_rank=0,
-        pp=1,
-        cp_rank=0,
-        cp=1,
-        dp_rank=rank,
-        dp=size,
-        replica_of=tuple(range(size)),
-        device=torch.device("cpu"),
-        control=meeting,
-        timeout_s=60.0,
-    )
-
-
-def as_ranks(size: int, claim: Callable[[World], T]) -> list[T]:
-    """What ``claim`` returns on every rank of a world of threads."""
-    meeting = Meeting(size)
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(lambda rank: claim(world_of(size, rank, meeting)), range(size)))
-
-
-def pool_of(size: int) -> PromptPool:
-    """Prompts that differ in length."""
-    return PromptPool([Prompt(i, np.arange(3 + i, dtype=np.int32), f"prompt {i}", "1", "here") for i in range(size)])
-
-
-def collect_config(*, loss: str = "grpo", max_failures: float = 1.0, overlong_buffer: int | None = None) -> Config:
-    return Config(
-        run=RunConfig(seed=5),
-        rollout=RolloutConfig(samples_per_prompt=SAMPLES, max_response_tokens=LIMIT_TOKENS, temperature=0.7),
-        reward=RewardConfig(
-            function=FAILING, timeout_s=LIMIT_S, max_failures=max_failures, overlong_buffer=overlong_buffer
-        ),
-        loss=LossConfig(name=loss),
-    )
+from tests.rollout.scripted import (
+    FAILING,
+    LIMIT_S,
+    LIMIT_TOKENS,
+    SAMPLES,
+    Said,
+    Script,
+    ScriptedEngine,
+    ScriptedWorkers,
+    as_ranks,
+    collect_config,
+    pool_of,
+    world_of,
+)
 
 
 @pytest.fixture(scope="module")
