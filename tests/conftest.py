@@ -10,9 +10,14 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
+import hypothesis
 import pytest
 
 from tests.ranks import RankPool
+
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+if os.environ.get("CI"):  # people look for new cases, a change that is about to land is held against known ones
+    hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture

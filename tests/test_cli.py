@@ -95,7 +95,11 @@ def test_ctrl_c_is_130_without_a_traceback(monkeypatch: pytest.MonkeyPatch, caps
         return 0
 
     monkeypatch.setattr("megatron_dppo.launch.local.run", interrupted)
-    assert main(["train"]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        assert main(["train"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == ""
 
 

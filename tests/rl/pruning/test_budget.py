@@ -33,9 +33,11 @@ def test_probabilities_are_proportional_to_score_over_root_cost_between_floor_an
     between = (inclusion > floor * (1 + 1e-9)) & (inclusion < 1.0 - 1e-9) & (scores > 0)
     c = inclusion[between] / (scores / np.sqrt(costs))[between]
     if len(c):
-        np.testing.assert_allclose(c, c[0], rtol=1e-9)
+        np.testing.assert_allclose(c, c[0], rtol=1e-9, atol=1e-300)
         rate = scores / np.sqrt(costs)
-        np.testing.assert_allclose(inclusion[scores > 0], np.clip(c[0] * rate, floor, 1.0)[scores > 0], rtol=1e-9)
+        np.testing.assert_allclose(
+            inclusion[scores > 0], np.clip(c[0] * rate, floor, 1.0)[scores > 0], rtol=1e-9, atol=1e-300
+        )
 
 
 def test_a_worked_example():
