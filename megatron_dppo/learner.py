@@ -75,8 +75,8 @@ class Learner:
         """Train on a plan: one optimizer step per minibatch that kept anything. Collective.
 
         Raises:
-            UserError: on every rank, if trainer and engine disagree on the log-probabilities of the rollouts.
-            FloatingPointError: on every rank, if a loss or a gradient is not finite.
+            UserError: on every rank, if trainer and engine disagree on the rollouts' log-probabilities, or a loss or a
+                gradient is not finite.
         """
         with self._timers("deliver"):
             packs = {i: self._packs(m, held) for i, m in enumerate(plan.minibatches) if m.capacity}

@@ -26,8 +26,7 @@ def sft(config: Config) -> None:
     """Minimise the mean negative log-likelihood of the answers' tokens; write the policy to ``sft.out``.
 
     Raises:
-        UserError: on every rank, for what the user can mend.
-        FloatingPointError: on every rank, if a loss or a gradient is not finite.
+        UserError: on every rank, for what the user can mend, and where a loss or a gradient is not finite.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     parts = assemble_policy(config, world, temperature=1.0)

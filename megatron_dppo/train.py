@@ -26,8 +26,7 @@ def train(config: Config) -> None:
     """Train from the last checkpoint in ``run.dir``, or from ``model.path`` if there is none, to ``run.steps``.
 
     Raises:
-        UserError: on every rank, for what the user can mend.
-        FloatingPointError: on every rank, if a loss or a gradient is not finite; no weight has changed by it.
+        UserError: on every rank, for what the user can mend, and where a loss or a gradient is not finite.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     workers = RewardWorkers(config.reward.function, workers=config.reward.workers, timeout_s=config.reward.timeout_s)

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
+from megatron_dppo.errors import UserError
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.without_cuda import prepare_adam_state
@@ -158,14 +159,21 @@ class Actor(Policy):
         """One optimizer step on a minibatch. Collective over all ranks, which have equally many microbatches.
 
         Raises:
-            FloatingPointError: on every rank, before any weight changes, if the loss or the gradient is not finite.
+            UserError: on every rank, before any weight changes, if the loss or the gradient is not finite.
         """
         outputs = self.accumulate(microbatches, loss)
         sums = self._total(outputs)
         grad_norm = self._gradient_norm()
         bad = sorted(name for name, value in sums.items() if not math.isfinite(value))
         if bad or not math.isfinite(grad_norm):
-            raise FloatingPointError(f"gradient norm {grad_norm}, not finite: {', '.join(bad) or 'the gradient alone'}")
+            raise UserError(
+                "optimizer.lr",
+                f"{lr:g}",
+                f"the loss or its gradient is not finite ({', '.join(bad) or 'the gradient'}; its norm is {grad_norm}); "
+                "no weight has changed by it",
+                "Lower optimizer.lr or optimizer.clip_grad and resume from the last checkpoint; if that fails at once, "
+                "look for weights in model.path that are not finite",
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step_with_ready_grads()
