@@ -50,11 +50,8 @@ class Checkpoints:
         """
         place, partial = self._path(step), self._folder / f".iter_{step:07d}.partial"
         self._world.from_leader(lambda: self._make_room(partial, place, _bytes(actor, self._world)))
-        # Megatron would start a process that hands over the results of asynchronous writers. These are written here and
-        # now, and the process would outlive a rank that is killed.
-        filesystem_async._results_queue = queue.SimpleQueue()
         try:
-            dist_checkpointing.save(_sharded_state(actor, loading=False), str(partial), validate_access_integrity=False)
+            save_shards(_sharded_state(actor, loading=False), partial)
         except (OSError, RuntimeError, CheckpointException) as error:  # the last is no Exception, and says little
             free = shutil.disk_usage(self._folder).free
             if isinstance(error, OSError) or free < _bytes(actor, self._world):
@@ -102,6 +99,16 @@ class Checkpoints:
         for old in finished[: -self._keep]:
             leaving = old.rename(self._folder / f".{old.name}.old")  # never half a checkpoint under a good name
             shutil.rmtree(leaving, ignore_errors=True)
+
+
+def save_shards(state: dict[str, Any], folder: Path) -> None:
+    """Write a sharded state in Megatron's distributed format, each rank its own part. Collective.
+
+    Megatron would start a process that hands over the results of asynchronous writers. Here they are written at once, a
+    queue within this process will do, and nothing is left to outlive a rank that is killed.
+    """
+    filesystem_async._results_queue = queue.SimpleQueue()
+    dist_checkpointing.save(state, str(folder), validate_access_integrity=False)
 
 
 def _sharded_state(actor: Actor, *, loading: bool) -> dict[str, Any]:

@@ -169,8 +169,7 @@ class Actor(Policy):
             raise UserError(
                 "optimizer.lr",
                 f"{lr:g}",
-                f"the loss or its gradient is not finite ({', '.join(bad) or 'the gradient'}; its norm is {grad_norm}); "
-                "no weight has changed by it",
+                f"not finite: {', '.join(bad) or 'the gradient'} (gradient norm {grad_norm}); no weight was changed",
                 "Lower optimizer.lr or optimizer.clip_grad and resume from the last checkpoint; if that fails at once, "
                 "look for weights in model.path that are not finite",
             )

@@ -11,6 +11,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from megatron_dppo.checkpoint import save_shards
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.parallel import without_cuda
@@ -70,7 +71,7 @@ def train_and_resume(rank: int, size: int, path: Path, folder: Path, sharding: s
     trainer = Trainer(path, layout)
     for _ in range(2):
         trainer.step()
-    dist_checkpointing.save(trainer.sharded_state(sharding, loading=False), str(folder))
+    save_shards(trainer.sharded_state(sharding, loading=False), folder)
     uninterrupted = [trainer.step() for _ in range(3)]
     trainer = Trainer(path, layout)
     state = dist_checkpointing.load(trainer.sharded_state(sharding, loading=True), str(folder))
