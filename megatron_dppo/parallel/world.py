@@ -7,6 +7,7 @@ dead network, and NCCL never waits for one.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,9 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel import without_cuda
 
 T = TypeVar("T")
+
+LEADER_SPEAKS_FIRST_S = 2.0
+"""How long other ranks hold back their own error where the leader's says more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +82,10 @@ class World:
         if self.size == 1:
             return
         try:
-            dist.monitored_barrier(self.control, wait_all_ranks=True)
+            dist.monitored_barrier(self.control, timedelta(seconds=self.timeout_s), wait_all_ranks=True)
         except RuntimeError as error:
             if not self.leads:
+                time.sleep(LEADER_SPEAKS_FIRST_S)
                 raise
             raise UserError(
                 "rollout.timeout_s",

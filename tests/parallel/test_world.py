@@ -1,0 +1,46 @@
+"""A slow rank is named; an error of one rank is everybody's."""
+
+from __future__ import annotations
+
+import time
+
+from megatron_dppo.config import LayoutConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.parallel.world import initialize
+from tests.ranks import RankPool
+
+
+def come_late(rank: int, size: int) -> str:
+    world = initialize(LayoutConfig(dp=2), seed=1, timeout_s=2.0)
+    try:
+        world.together(lambda: time.sleep(4.0 if rank == 1 else 0.0), what="rollouts")
+    except UserError as error:
+        return str(error)
+    except RuntimeError:
+        return "torch's own error"
+    return "no error"
+
+
+def test_rank_that_is_late_is_named_with_the_setting_and_the_work(ranks: RankPool) -> None:
+    leader, late = ranks.run(2, come_late)
+    assert leader.startswith("rollout.timeout_s = 2: not every rank finished its rollouts in time")
+    assert "1" in leader.split("in time: ")[1]
+    assert late == "torch's own error"
+
+
+def fail_on_one(rank: int, size: int) -> str:
+    world = initialize(LayoutConfig(dp=2), seed=1, timeout_s=30.0)
+
+    def attempt() -> None:
+        if rank == 1:
+            raise UserError("data.train", "x", "is broken on rank 1", "Mend it")
+
+    try:
+        world.together(attempt)
+    except UserError as error:
+        return error.problem
+    return "no error"
+
+
+def test_error_of_one_rank_is_raised_on_all(ranks: RankPool) -> None:
+    assert ranks.run(2, fail_on_one) == ["is broken on rank 1"] * 2
