@@ -66,7 +66,7 @@ class Checkpoints:
             raise FileNotFoundError(f"no {TRACKER} in {self._folder}")
         place = self._path(step)
         state = dist_checkpointing.load(_sharded_state(actor, loading=True), str(place))
-        actor.bare.load_state_dict(state["model"], strict=False)  # extra states of fused layers are not weights
+        actor.bare.load_state_dict(state["model"])
         actor.optimizer.load_state_dict(state["optimizer"])
         return step, json.loads((place / "trainer_state.json").read_text())
 
