@@ -30,11 +30,6 @@ class PromptOrder:
         self._deferred: list[int] = []
         self._permutation = self._permute()
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the last id given out, from 0."""
-        return self._epoch
-
     def next_window(self, n: int) -> Ints:
         """[n], the next prompt ids.
 
