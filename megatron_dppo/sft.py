@@ -19,7 +19,8 @@ from megatron_dppo.observe.metrics import MetricsLog
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rl.pack import PackedRow, build_pack
-from megatron_dppo.rl.packing import pack_sequences
+from megatron_dppo.rl.packing import pack_sequences, packs_wanted
+from megatron_dppo.rl.types import Pack
 
 
 def sft(config: Config) -> None:
@@ -79,7 +80,7 @@ def _update(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], s
     }
 
 
-def _packs(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], tokens: int) -> list:
+def _packs(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], tokens: int) -> list[Pack]:
     world, layout = parts.world, config.layout
     packing = pack_sequences(
         np.array([len(a.prompt_ids) + len(a.response_ids) for a in batch]),
@@ -87,7 +88,7 @@ def _packs(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], to
         max_tokens=config.pack.max_tokens,
         capacity_multiple=layout.tp if layout.sequence_parallel else 1,
         window=config.pack.window,
-        min_per_rank=config.pack.min_per_rank or (2 * layout.pp if layout.pp > 1 else 1),
+        min_per_rank=packs_wanted(config.pack.min_per_rank, layout.pp),
     )
     return [
         build_pack([_row(batch[i], tokens) for i in rows], capacity=packing.capacity, pad_id=parts.pad_id, align=1)

@@ -74,6 +74,11 @@ class Packing:
         return self.fill >= GOOD_FILL and self.imbalance <= GOOD_IMBALANCE
 
 
+def packs_wanted(setting: int, pipeline: int) -> int:
+    """``pack.min_per_rank``, or what its 0 means: twice the pipeline stages, for a small bubble; 1 without."""
+    return setting or (2 * pipeline if pipeline > 1 else 1)
+
+
 def pack_sequences(
     lengths: Sequence[int] | Ints,
     *,

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_dppo.config import Config
 from megatron_dppo.rl.hosts import Host, host_for
-from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences
+from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
 from megatron_dppo.rl.pruning.metrics import prune_metrics
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
 from megatron_dppo.rl.pruning.schedule import scheduled_keep
@@ -60,7 +60,7 @@ def plan_step(
         capacity_multiple=capacity_multiple,
         window=config.pack.window,
         costs=costs,
-        min_per_rank=config.pack.min_per_rank or (2 * pipeline if pipeline > 1 else 1),
+        min_per_rank=packs_wanted(config.pack.min_per_rank, pipeline),
     )
     parts: list[tuple[StepMetadata, Pruned]] = []
     packings: list[Packing] = []
