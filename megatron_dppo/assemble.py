@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_dppo.bridge.export import check_destination, export_hf
 from megatron_dppo.bridge.file_plan import plan_files
@@ -13,7 +12,7 @@ from megatron_dppo.bridge.load import load_policy
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import PromptPool, load_prompts
-from megatron_dppo.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
+from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_token_ids
 from megatron_dppo.learner import Learner
 from megatron_dppo.models.actor import Actor, Policy
 from megatron_dppo.models.policy import DTYPES, PolicyModel
@@ -37,7 +36,7 @@ class PolicyParts:
     world: World
     shape: PolicyShape
     actor: Actor
-    tokenizer: Any
+    tokenizer: Tokenizer
     pad_id: int
     stop_ids: tuple[int, ...]
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import PromptPool
+from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
@@ -94,7 +94,7 @@ class Collector:
         world: World,
         engine: RolloutEngine,
         workers: RewardWorkers,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         stop_token_ids: tuple[int, ...],
     ) -> None:
         self._config, self._world = config, world
