@@ -13,12 +13,15 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_dppo.bridge.checkpoint_folder import checkpoint_place, latest_step
+from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.config import Config
 from megatron_dppo.data.arithmetic import make_sums
 from megatron_dppo.data.rows import read_rows
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.shape import PolicyShape, check_layout, parameters, read_shape
+from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
+from megatron_dppo.resume import Writer, read_state
 from megatron_dppo.rewards.functions import BUILTIN, resolve
 
 Command = Literal["train", "sft"]
@@ -39,12 +42,17 @@ def preflight(config: Config, command: Command) -> None:
     check_config(config, command)
     shape = read_shape(config.model.path)
     check_layout(shape, config.layout)
-    check_weights(Path(config.model.path), shape)
+    if config.model.checkpoint is None:
+        check_weights(Path(config.model.path), shape)
+    else:
+        _check_checkpoint(Path(config.model.checkpoint), Path(config.run.dir))
     _check_positions(config, shape, command)
     _check_data(config, command)
     if command == "train":
         _check_reward(config.reward.function)
     _check_run_dir(Path(config.run.dir))
+    if command == "train":
+        _check_resume(config)
     _check_room(config, shape, command)
 
 
@@ -82,6 +90,13 @@ def _check_optimizer(config: Config) -> None:
             optimizer.min_lr,
             f"is above optimizer.lr = {optimizer.lr:g}",
             "Lower it, or raise optimizer.lr",
+        )
+    if optimizer.checkpoint_format == "dp_reshardable" and not optimizer.distributed:
+        raise UserError(
+            "optimizer.checkpoint_format",
+            optimizer.checkpoint_format,
+            "is a format of the distributed optimizer's state, and optimizer.distributed is false",
+            "Leave it out, or set optimizer.distributed=true",
         )
 
 
@@ -211,6 +226,23 @@ def _check_run_dir(folder: Path) -> None:
         raise UserError("run.dir", folder, f"{place} is a file", "Name a directory")
     if not os.access(place, os.W_OK | os.X_OK):
         raise UserError("run.dir", folder, f"{place} cannot be written to", "Name a directory that you may write to")
+
+
+def _check_checkpoint(folder: Path, run_dir: Path) -> None:
+    place, own = checkpoint_place(folder).resolve(), (run_dir / "checkpoints").resolve()
+    if own in (place, *place.parents):
+        raise UserError(
+            "model.checkpoint",
+            folder,
+            "is a checkpoint of this very run, which would take what it has learned for the policy that it began with",
+            "Leave it as it was when the run began (the run resumes by itself), or name another run.dir",
+        )
+
+
+def _check_resume(config: Config) -> None:
+    folder = Path(config.run.dir) / "checkpoints"
+    if latest_step(folder) is not None:
+        read_state(checkpoint_place(folder, "run.dir"), Writer.of(config))
 
 
 def _check_room(config: Config, shape: PolicyShape, command: Command) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from megatron_dppo.bridge.mapping import expected_tensors
+from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.shape import PolicyShape, parameters, read_shape
+from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.preflight import OVERHEAD, bytes_to_write, check_config, preflight
 from megatron_dppo.settings import load_config
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 
 from megatron_dppo.models.shape import PolicyShape, padded_vocab
 
@@ -26,16 +27,17 @@ class Split(StrEnum):
 
 
 class Place(StrEnum):
-    """Which pipeline stage has a parameter."""
+    """Which pipeline stage has a parameter, and how often it occurs."""
 
     FIRST = "the first stage"
-    LAYER = "the stage of the layer"
+    LAYER = "the stage of the layer, once in each"
+    EXPERT = "the stage of the layer, once for each of its experts"
     LAST = "the last stage"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One line of a table. In the names of ``Place.LAYER``, ``*`` stands for the layer, counted over all stages."""
+    """One line of a table. In its names ``{layer}`` is counted over all stages, ``{expert}`` over all ranks."""
 
     place: Place
     split: Split
@@ -46,13 +48,21 @@ class Row:
     copies: bool = False
     """A second copy of tensors that another row has: loaded, never streamed."""
 
+    @property
+    def key(self) -> str:
+        """The parameter's name in Megatron's distributed format, whatever the specification.
 
-_M, _H = "decoder.layers.*.", "model.layers.*."
+        It has the fused norms' names. Layers and experts are not in it: they are leading dimensions there.
+        """
+        return self.megatron[-1].replace(".{layer}", "").replace(".local_experts.{expert}", ".experts")
+
+
+_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 _EMBEDDING = {"model.embed_tokens.weight": "vocabulary hidden"}
 _OUTPUT = ("output_layer.weight",)
 
-QWEN3 = (
-    Row(Place.FIRST, Split.VOCABULARY, ("embedding.word_embeddings.weight",), _EMBEDDING),
+_EMBED = Row(Place.FIRST, Split.VOCABULARY, ("embedding.word_embeddings.weight",), _EMBEDDING)
+_ATTENTION = (
     Row(
         Place.LAYER,
         Split.REPLICATED,
@@ -71,6 +81,14 @@ QWEN3 = (
     ),
     Row(
         Place.LAYER,
+        Split.ROW,
+        (_M + "self_attention.linear_proj.weight",),
+        {_H + "self_attn.o_proj.weight": "hidden queries"},
+    ),
+)
+_QK_NORMS = (
+    Row(
+        Place.LAYER,
         Split.REPLICATED,
         (_M + "self_attention.q_layernorm.weight",),
         {_H + "self_attn.q_norm.weight": "head"},
@@ -81,12 +99,18 @@ QWEN3 = (
         (_M + "self_attention.k_layernorm.weight",),
         {_H + "self_attn.k_norm.weight": "head"},
     ),
-    Row(
-        Place.LAYER,
-        Split.ROW,
-        (_M + "self_attention.linear_proj.weight",),
-        {_H + "self_attn.o_proj.weight": "hidden queries"},
-    ),
+)
+_QKV_BIAS = Row(
+    Place.LAYER,
+    Split.QKV,
+    (_M + "self_attention.linear_qkv.bias",),
+    {
+        _H + "self_attn.q_proj.bias": "queries",
+        _H + "self_attn.k_proj.bias": "keys",
+        _H + "self_attn.v_proj.bias": "keys",
+    },
+)
+_MLP = (
     Row(
         Place.LAYER,
         Split.REPLICATED,
@@ -105,8 +129,40 @@ QWEN3 = (
         (_M + "mlp.linear_fc2.weight",),
         {_H + "mlp.down_proj.weight": "hidden feed_forward"},
     ),
-    Row(Place.LAST, Split.REPLICATED, ("decoder.final_layernorm.weight",), {"model.norm.weight": "hidden"}),
 )
+_EXPERT = "mlp.experts.{expert}."
+_EXPERTS = (
+    Row(
+        Place.LAYER,
+        Split.REPLICATED,
+        (_M + "pre_mlp_layernorm.weight",),
+        {_H + "post_attention_layernorm.weight": "hidden"},
+    ),
+    Row(Place.LAYER, Split.REPLICATED, (_M + "mlp.router.weight",), {_H + "mlp.gate.weight": "experts hidden"}),
+    Row(
+        Place.EXPERT,
+        Split.COLUMN,
+        (_M + "mlp.experts.linear_fc1.weight{expert}", _M + "mlp.experts.local_experts.{expert}.linear_fc1.weight"),
+        {
+            _H + _EXPERT + "gate_proj.weight": "feed_forward hidden",
+            _H + _EXPERT + "up_proj.weight": "feed_forward hidden",
+        },
+    ),
+    Row(
+        Place.EXPERT,
+        Split.ROW,
+        (_M + "mlp.experts.linear_fc2.weight{expert}", _M + "mlp.experts.local_experts.{expert}.linear_fc2.weight"),
+        {_H + _EXPERT + "down_proj.weight": "hidden feed_forward"},
+    ),
+)
+_FINAL_NORM = Row(Place.LAST, Split.REPLICATED, ("decoder.final_layernorm.weight",), {"model.norm.weight": "hidden"})
+
+TABLES: Mapping[str, tuple[Row, ...]] = {
+    "Qwen3ForCausalLM": (_EMBED, *_ATTENTION, *_QK_NORMS, *_MLP, _FINAL_NORM),
+    "Qwen3MoeForCausalLM": (_EMBED, *_ATTENTION, *_QK_NORMS, *_EXPERTS, _FINAL_NORM),
+    "Qwen2ForCausalLM": (_EMBED, *_ATTENTION, _QKV_BIAS, *_MLP, _FINAL_NORM),
+}
+"""By the architecture that config.json names."""
 UNTIED_OUTPUT = Row(Place.LAST, Split.VOCABULARY, _OUTPUT, {"lm_head.weight": "vocabulary hidden"})
 TIED_OUTPUT = Row(Place.LAST, Split.VOCABULARY, _OUTPUT, _EMBEDDING, copies=True)
 """With tied embeddings the output layer has no weight of its own, unless it is on another stage than the embedding."""
@@ -130,26 +186,43 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row of the table for one layer of one policy: a parameter, and the tensors that it is made of."""
+    """A row of the table for one layer (and expert) of one policy: a parameter, and the tensors it is made of."""
 
     row: Row
     shape: PolicyShape
-    layer: int | None
+    layer: int | None = None
     """Counted over all stages; None outside the layers."""
+    expert: int | None = None
+    """Counted over all ranks; None outside the experts."""
 
     @property
     def megatron(self) -> tuple[str, ...]:
-        """The parameter's possible names, with its layer counted over all stages."""
-        return tuple(_numbered(name, self.layer) for name in self.row.megatron)
+        """The parameter's possible names."""
+        return tuple(self._numbered(name) for name in self.row.megatron)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the Hugging Face tensors, by name."""
         extents = _extents(self.shape)
         return {
-            _numbered(name, self.layer): tuple(extents[dimension] for dimension in dimensions.split())
+            self._numbered(name): tuple(extents[dimension] for dimension in dimensions.split())
             for name, dimensions in self.row.tensors.items()
         }
+
+    @property
+    def elements(self) -> int:
+        """Of all its tensors together, without padding."""
+        return sum(map(prod, self.tensors.values()))
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Where the parameter lies in the leading dimensions of its key in Megatron's distributed format."""
+        return tuple(index for index in (self.layer, self.expert) if index is not None)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of its key's tensor there, leading dimensions included."""
+        return (self.shape.num_layers, self.shape.experts)[: len(self.leading)] + self.shard_shape(1)
 
     @property
     def axis(self) -> int:
@@ -189,27 +262,40 @@ class Entry:
                     Piece(name, group * size, (group + 1) * size) for group in groups for name, size in heads.items()
                 )
 
+    def _numbered(self, name: str) -> str:
+        return name.format(layer=self.layer, expert=self.expert)
 
-def stage_layers(layers: int, stage: int, stages: int) -> range:
-    """The layers of a pipeline stage, in equal runs.
+
+def stage_layers(layers: int, stage: int, stages: int, chunks: int = 1) -> list[int]:
+    """The layers of a pipeline stage: of each of its ``chunks`` model chunks an equal run, interleaved over the stages.
 
     Raises:
-        ValueError: if the stages do not divide the layers.
+        ValueError: if the stages and chunks do not divide the layers.
     """
-    return range(*_part(layers, stage, stages, "layers"))
+    return [
+        layer
+        for chunk in range(chunks)
+        for layer in range(*_part(layers, chunk * stages + stage, chunks * stages, "layers"))
+    ]
 
 
-def entries(shape: PolicyShape, stage: int = 0, stages: int = 1) -> Iterator[Entry]:
-    """The parameters of one pipeline stage, in the order of the forward pass: with one stage, of the whole policy."""
+def entries(shape: PolicyShape, stage: int = 0, stages: int = 1, chunks: int = 1) -> Iterator[Entry]:
+    """The parameters of one pipeline stage, in the order of the forward pass: with one stage, of the whole policy.
+
+    With virtual stages (``chunks`` above 1), those of all the stage's model chunks; experts are all there.
+    """
+    table = TABLES[shape.architecture]
     first, last = stage == 0, stage == stages - 1
-    yield from (Entry(row, shape, None) for row in QWEN3 if row.place is Place.FIRST and first)
-    for layer in stage_layers(shape.num_layers, stage, stages):
-        yield from (Entry(row, shape, layer) for row in QWEN3 if row.place is Place.LAYER)
-    yield from (Entry(row, shape, None) for row in QWEN3 if row.place is Place.LAST and last)
+    yield from (Entry(row, shape) for row in table if row.place is Place.FIRST and first)
+    for layer in stage_layers(shape.num_layers, stage, stages, chunks):
+        yield from (Entry(row, shape, layer) for row in table if row.place is Place.LAYER)
+        for expert in range(shape.experts):
+            yield from (Entry(row, shape, layer, expert) for row in table if row.place is Place.EXPERT)
+    yield from (Entry(row, shape) for row in table if row.place is Place.LAST and last)
     if last and not shape.tied:
-        yield Entry(UNTIED_OUTPUT, shape, None)
+        yield Entry(UNTIED_OUTPUT, shape)
     elif last and not first:
-        yield Entry(TIED_OUTPUT, shape, None)
+        yield Entry(TIED_OUTPUT, shape)
 
 
 def expected_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
@@ -222,7 +308,12 @@ def redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
 
     Qwen3's own small models come with it.
     """
-    return Entry(UNTIED_OUTPUT, shape, None).tensors if shape.tied else {}
+    return Entry(UNTIED_OUTPUT, shape).tensors if shape.tied else {}
+
+
+def parameters(shape: PolicyShape) -> int:
+    """Weights of the policy, without padding; tied embeddings count once."""
+    return sum(entry.elements for entry in entries(shape))
 
 
 def _extents(shape: PolicyShape) -> dict[str, int]:
@@ -232,12 +323,9 @@ def _extents(shape: PolicyShape) -> dict[str, int]:
         "queries": shape.heads * shape.head_dim,
         "keys": shape.kv_heads * shape.head_dim,
         "head": shape.head_dim,
+        "experts": shape.experts,
         "feed_forward": shape.ffn,
     }
-
-
-def _numbered(name: str, layer: int | None) -> str:
-    return name if layer is None else name.replace("*", str(layer))
 
 
 def _part(extent: int, part: int, parts: int, what: str) -> tuple[int, int]:

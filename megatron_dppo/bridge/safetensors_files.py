@@ -105,14 +105,14 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
         raise _unreadable(
             path,
             f"{_some(missing)} missing{_nearest(missing[0], unexpected)}",
-            "take a directory that holds the whole model, in Hugging Face's Qwen3 form, and its own config.json",
+            "take a directory that holds the whole model, in Hugging Face's form, and its own config.json",
         )
     if unexpected:
         near = _nearest(unexpected[0], expected)
         raise _unreadable(
             path,
-            f"{_some(unexpected)} no part of a Qwen3 model of {shape.num_layers} layers{near}",
-            "take dense Qwen3 weights (no adapter, no quantization) and the config.json that belongs to them",
+            f"{_some(unexpected)} no part of a {shape.architecture} of {shape.num_layers} layers{near}",
+            "take a plain model's weights (no adapter, no quantization) and the config.json that belongs to them",
         )
     for name, tensor in found.items():
         if tensor.shape != allowed[name]:

@@ -1,23 +1,31 @@
-"""The sizes of a Qwen3 policy, read from a Hugging Face directory, and the layouts that they allow. Needs no torch."""
+"""The sizes of a policy, read from a Hugging Face directory, and the layouts that they allow. Needs no torch."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
 
-ARCHITECTURE = "Qwen3ForCausalLM"
+ARCHITECTURES = {
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen2ForCausalLM": "qwen2",
+}
+"""What can be read, as config.json names it, with its ``model_type``. Qwen2.5 goes by Qwen2's name."""
 _DEFAULT_ROPE_THETA = 10000.0  # transformers' own, for a config.json that names none
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyShape:
-    """A dense Qwen3: grouped-query attention with normalised queries and keys, SwiGLU, RMSNorm, rotary positions."""
+    """A Qwen: grouped-query attention, SwiGLU or experts of it, RMSNorm, rotary positions.
+
+    Qwen3 normalises its queries and keys; Qwen2.5 gives them, and the values, biases instead.
+    """
 
     num_layers: int
     hidden: int
@@ -29,7 +37,7 @@ class PolicyShape:
     head_dim: int
     """Width of one head; heads · head_dim need not be ``hidden``."""
     ffn: int
-    """Width of the feed-forward layer: of the gate and of the up projection, each."""
+    """Width of the feed-forward layer, or of each expert: of the gate and of the up projection, each."""
     vocab_size: int
     """Tokens, before any padding."""
     tied: bool
@@ -39,6 +47,25 @@ class PolicyShape:
     rms_eps: float
     max_positions: int
     """Longest sequence that the policy was made for, in tokens."""
+    architecture: str = "Qwen3ForCausalLM"
+    """One of :data:`ARCHITECTURES`."""
+    experts: int = 0
+    """Experts in every layer; 0: a dense policy."""
+    experts_per_token: int = 0
+    renormalises_experts: bool = True
+    """Whether the weights of a token's experts are made to sum to one."""
+
+    def with_experts(self, experts: int, *, per_token: int) -> PolicyShape:
+        """The Qwen3-MoE of these sizes."""
+        return replace(self, architecture="Qwen3MoeForCausalLM", experts=experts, experts_per_token=per_token)
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.architecture != "Qwen2ForCausalLM"
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.architecture == "Qwen2ForCausalLM"
 
 
 def read_shape(path: str | Path) -> PolicyShape:
@@ -67,19 +94,26 @@ def read_shape(path: str | Path) -> PolicyShape:
 
 
 def _shape(config: dict[str, Any]) -> PolicyShape:
-    heads = config["num_attention_heads"]
+    heads, (architecture,) = config["num_attention_heads"], config["architectures"]
+    moe, dense_qwen3 = architecture == "Qwen3MoeForCausalLM", architecture == "Qwen3ForCausalLM"
     return PolicyShape(
         num_layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
         heads=heads,
         kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        ffn=config["intermediate_size"],
+        # Only the dense Qwen3's files never leave it out.
+        head_dim=config["head_dim"] if dense_qwen3 else config.get("head_dim") or config["hidden_size"] // heads,
+        ffn=config["moe_intermediate_size" if moe else "intermediate_size"],
         vocab_size=config["vocab_size"],
         tied=config.get("tie_word_embeddings", False),
         rope_theta=float(_rope(config).get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROPE_THETA),
         rms_eps=config["rms_norm_eps"],
         max_positions=config["max_position_embeddings"],
+        architecture=architecture,
+        # Transformers 5 writes num_local_experts; before, it was num_experts.
+        experts=(config.get("num_local_experts") or config["num_experts"]) if moe else 0,
+        experts_per_token=config["num_experts_per_tok"] if moe else 0,
+        renormalises_experts=config.get("norm_topk_prob", False) if moe else True,
     )
 
 
@@ -90,20 +124,26 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_other_models(path: str | Path, config: dict[str, Any]) -> None:
     """Refuse what would load and then compute something else."""
-    if ARCHITECTURE not in (config.get("architectures") or []):
-        found = ", ".join(config.get("architectures") or []) or config.get("model_type", "of no named kind")
-        raise UserError("model.path", path, f"holds a model that is {found}", f"give one that is {ARCHITECTURE}")
+    architectures = config.get("architectures") or []
+    if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
+        found = ", ".join(architectures) or config.get("model_type", "of no named kind")
+        known = " or ".join(ARCHITECTURES)
+        raise UserError("model.path", path, f"holds a model that is {found}", f"give one that is {known}")
     rope = _rope(config)
     scaling = rope.get("rope_type", rope.get("type", "default"))
     unsupported = {
         f"scales its rotary positions ({scaling})": scaling != "default",
         "attends through a sliding window": bool(config.get("use_sliding_window")),
         "has biases in its attention": bool(config.get("attention_bias")),
+        "has dense layers among those with experts": bool(config.get("mlp_only_layers"))
+        or config.get("decoder_sparse_step", 1) != 1,
+        "gives every token a single expert, always of weight one": bool(config.get("norm_topk_prob"))
+        and config.get("num_experts_per_tok") == 1,
         f"has the activation {config.get('hidden_act')}": config.get("hidden_act", "silu") != "silu",
     }
     for problem, found in unsupported.items():
         if found:
-            raise UserError("model.path", path, f"it {problem}, which is not supported", "give a plain dense Qwen3")
+            raise UserError("model.path", path, f"it {problem}, which is not supported", "give a plain Qwen")
 
 
 def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
@@ -125,6 +165,9 @@ def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
         possible = _divisors(shape.num_layers)
         problem = f"does not divide the {shape.num_layers} layers"
         raise UserError("layout.pp", layout.pp, problem, f"set it to one of {possible}")
+    if shape.experts and layout.tp > 1 and not layout.sequence_parallel:
+        problem = f"Megatron trains experts with layout.tp = {layout.tp} under sequence parallelism only"
+        raise UserError("layout.sequence_parallel", "false", problem, "set it to true")
     if layout.cp > 1:
         raise UserError(
             "layout.cp", layout.cp, "context parallelism is not supported yet", "set it to 1, and use tp, pp and dp"
@@ -142,12 +185,3 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
     """
     unit = math.lcm(128, tp)
     return (vocab_size + unit - 1) // unit * unit
-
-
-def parameters(shape: PolicyShape) -> int:
-    """Weights of the policy, without padding; tied embeddings count once."""
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = shape.hidden * (2 * queries + 2 * keys) + 2 * shape.head_dim
-    layer = attention + 3 * shape.hidden * shape.ffn + 2 * shape.hidden
-    embeddings = shape.vocab_size * shape.hidden * (1 if shape.tied else 2)
-    return shape.num_layers * layer + embeddings + shape.hidden

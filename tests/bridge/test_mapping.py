@@ -1,7 +1,8 @@
-"""The table against Megatron's own layout, written out once more by hand, and back. No processes."""
+"""The tables against Megatron's own layout, written out once more by hand, and back. No processes."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,8 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_dppo.bridge.mapping import QWEN3, TIED_OUTPUT, UNTIED_OUTPUT, entries, expected_tensors, stage_layers
+from megatron_dppo.bridge.mapping import TABLES, TIED_OUTPUT, UNTIED_OUTPUT, entries, expected_tensors, stage_layers
 from megatron_dppo.bridge.shards import fill_parameter, fill_tensors, whole_tensors
 from megatron_dppo.models.shape import PolicyShape, padded_vocab
 
@@ -28,24 +31,39 @@ SHAPE = PolicyShape(
     rms_eps=1e-6,
     max_positions=128,
 )
+SHAPES = {
+    "Qwen3": SHAPE,
+    "Qwen3-MoE": replace(SHAPE, architecture="Qwen3MoeForCausalLM", experts=3, experts_per_token=2),
+    "Qwen2.5": replace(SHAPE, architecture="Qwen2ForCausalLM"),
+}
+of_every_family = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 @st.composite
-def shapes(draw: st.DrawFn, tp: int, pp: int) -> PolicyShape:
-    """Any small Qwen3 that ``tp`` and ``pp`` divide; the vocabulary is divisible by nothing in particular."""
+def shapes(draw: st.DrawFn, tp: int, stages: int, *, expert_tp: int, expert_shares: int = 1) -> PolicyShape:
+    """Any small policy of any family that the numbers divide; the vocabulary is divisible by nothing in particular.
+
+    Args:
+        stages: pipeline stages, each model chunk of one counted.
+    """
+    architecture = draw(st.sampled_from(sorted(TABLES)))
+    moe = architecture == "Qwen3MoeForCausalLM"
     groups = tp * draw(st.integers(1, 3))
     return PolicyShape(
-        num_layers=pp * draw(st.integers(1, 2)),
+        num_layers=stages * draw(st.integers(1, 2 if stages < 4 else 1)),
         hidden=draw(st.integers(1, 9)),
         heads=groups * draw(st.integers(1, 3)),
         kv_heads=groups,
         head_dim=draw(st.integers(1, 5)),
-        ffn=tp * draw(st.integers(1, 5)),
+        ffn=(expert_tp if moe else tp) * draw(st.integers(1, 5)),
         vocab_size=draw(st.integers(1, 300)),
         tied=draw(st.booleans()),
         rope_theta=1e6,
         rms_eps=1e-6,
         max_positions=128,
+        architecture=architecture,
+        experts=expert_shares * draw(st.integers(1, 3 if expert_shares < 4 else 1)) if moe else 0,
+        experts_per_token=1 if moe else 0,
     )
 
 
@@ -54,7 +72,7 @@ def random_policy(shape: PolicyShape) -> dict[str, torch.Tensor]:
     return {name: torch.randn(size, generator=generator) for name, size in expected_tensors(shape).items()}
 
 
-def shards_of(shape: PolicyShape, policy: dict[str, torch.Tensor], tp: int, pp: int) -> dict:
+def shards_of(shape: PolicyShape, policy: dict[str, torch.Tensor], tp: int, pp: int, chunks: int = 1) -> dict:
     """Every rank's parameters as the bridge fills them, {(tp_rank, stage): {name in the torch layers: tensor}}."""
 
     def read(name: str, axis: int, start: int, stop: int) -> torch.Tensor:
@@ -64,7 +82,7 @@ def shards_of(shape: PolicyShape, policy: dict[str, torch.Tensor], tp: int, pp: 
     for stage in range(pp):
         for tp_rank in range(tp):
             own = ranks[tp_rank, stage] = {}
-            for entry in entries(shape, stage, pp):
+            for entry in entries(shape, stage, pp, chunks):
                 own[entry.megatron[0]] = torch.full(entry.shard_shape(tp), torch.nan)
                 fill_parameter(entry, own[entry.megatron[0]], read, tp_rank, tp)
     return ranks
@@ -74,47 +92,50 @@ def megatron_shards(shape: PolicyShape, policy: dict[str, torch.Tensor], name: s
     """A parameter on every rank, as Megatron-Core lays it out: equal chunks of a whole, except for the gated MLP.
 
     ``SelfAttention.get_query_key_value_tensors`` views the mixed projection as [groups, (queries a group + 2) · head];
-    ``MLP`` halves its rank's fused projection into gate and up.
+    ``MLP`` halves its rank's fused projection into gate and up, and so does each of the experts.
     """
     layer = "model." + name.removeprefix("decoder.").split("self_attention")[0].split("mlp")[0]
     if name.startswith(("embedding", "output_layer")):
         source = "model.embed_tokens.weight" if name.startswith("embedding") or shape.tied else "lm_head.weight"
         missing = padded_vocab(shape.vocab_size, tp) - shape.vocab_size
         return list(torch.cat([policy[source], torch.zeros(missing, shape.hidden)]).chunk(tp))
-    if name.endswith("linear_qkv.weight"):
-        q, k, v = (policy[f"{layer}self_attn.{x}_proj.weight"] for x in "qkv")
-        q, k, v = (x.view(shape.kv_heads, -1, shape.hidden) for x in (q, k, v))
-        return list(torch.cat([q, k, v], dim=1).flatten(0, 1).chunk(tp))
-    if name.endswith("linear_fc1.weight"):
-        gates, ups = (policy[f"{layer}mlp.{half}_proj.weight"].chunk(tp) for half in ("gate", "up"))
-        return [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+    if qkv := re.search(r"linear_qkv\.(weight|bias)$", name):
+        parts = (policy[f"{layer}self_attn.{x}_proj.{qkv[1]}"] for x in "qkv")
+        grouped = [part.view(shape.kv_heads, part.shape[0] // shape.kv_heads, *part.shape[1:]) for part in parts]
+        return list(torch.cat(grouped, dim=1).flatten(0, 1).chunk(tp))
     if name.endswith("linear_proj.weight"):
         return list(policy[layer + "self_attn.o_proj.weight"].chunk(tp, dim=1))
-    if name.endswith("linear_fc2.weight"):
-        return list(policy[layer + "mlp.down_proj.weight"].chunk(tp, dim=1))
-    norms = {
+    if mlp := re.search(r"(linear_fc[12])\.weight(\d*)$", name):
+        mlp_name = f"{layer}mlp.experts.{mlp[2]}." if mlp[2] else f"{layer}mlp."
+        if mlp[1] == "linear_fc2":
+            return list(policy[mlp_name + "down_proj.weight"].chunk(tp, dim=1))
+        gates, ups = (policy[f"{mlp_name}{half}_proj.weight"].chunk(tp) for half in ("gate", "up"))
+        return [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+    whole = {
+        "mlp.router": "mlp.gate",
         "self_attention.q_layernorm": "self_attn.q_norm",
         "self_attention.k_layernorm": "self_attn.k_norm",
         "pre_mlp_layernorm": "post_attention_layernorm",
         "decoder.final_layernorm": "model.norm",
         "decoder.": "model.",
     }
-    for old, new in norms.items():
+    for old, new in whole.items():
         name = name.replace(old, new)
     return [policy[name]] * tp
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_shards_are_megatrons_and_the_way_back_is_the_identity(tp: int, data: st.DataObject) -> None:
     pp = data.draw(st.integers(1, 3))
-    shape = data.draw(shapes(tp, pp))
+    chunks = data.draw(st.integers(1, 2)) if pp > 1 else 1
+    shape = data.draw(shapes(tp, pp * chunks, expert_tp=tp))
     policy = random_policy(shape)
-    ranks = shards_of(shape, policy, tp, pp)
+    ranks = shards_of(shape, policy, tp, pp, chunks)
     returned = {name: torch.full(size, torch.nan) for name, size in expected_tensors(shape).items()}
     for stage in range(pp):
-        for entry in entries(shape, stage, pp):
+        for entry in entries(shape, stage, pp, chunks):
             name = entry.megatron[0]
             shards = [ranks[tp_rank, stage][name] for tp_rank in range(tp)]
             assert all(map(torch.equal, shards, megatron_shards(shape, policy, name, tp))), name
@@ -125,8 +146,9 @@ def test_shards_are_megatrons_and_the_way_back_is_the_identity(tp: int, data: st
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_every_tensor_has_one_home_and_tied_embeddings_a_second_one(tied: bool, pp: int) -> None:
-    shape = replace(SHAPE, tied=tied)
+@of_every_family
+def test_every_tensor_has_one_home_and_tied_embeddings_a_second_one(shape: PolicyShape, pp: int, tied: bool) -> None:
+    shape = replace(shape, tied=tied)
     placed = [entry for stage in range(pp) for entry in entries(shape, stage, pp)]
     own = [name for entry in placed if not entry.row.copies for name in entry.tensors]
     assert sorted(own) == sorted(expected_tensors(shape))
@@ -135,31 +157,57 @@ def test_every_tensor_has_one_home_and_tied_embeddings_a_second_one(tied: bool, 
     assert len({name for entry in placed for name in entry.megatron}) == sum(len(entry.megatron) for entry in placed)
 
 
-def test_the_table_is_of_a_dozen_rows() -> None:
-    assert len({*QWEN3, UNTIED_OUTPUT, TIED_OUTPUT}) == 12
+def test_a_table_is_of_a_dozen_rows() -> None:
+    for table in TABLES.values():
+        assert len({*table, UNTIED_OUTPUT, TIED_OUTPUT}) <= 14
 
 
-def test_norms_that_transformer_engine_fuses_into_the_next_linear_are_the_same_tensors() -> None:
-    tensors = {name: list(entry.tensors) for entry in entries(SHAPE) for name in entry.megatron}
-    fused = {"self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight"}
-    fused["mlp.linear_fc1.layer_norm_weight"] = "post_attention_layernorm.weight"
-    for name, norm in fused.items():
-        assert tensors[f"decoder.layers.3.{name}"] == [f"model.layers.3.{norm}"]
+@of_every_family
+def test_norms_that_transformer_engine_fuses_into_the_next_linear_are_the_same_tensors(shape: PolicyShape) -> None:
+    tensors = {name: list(entry.tensors) for entry in entries(shape) for name in entry.megatron}
+    before_mlp = "pre_mlp_layernorm.weight" if shape.experts else "mlp.linear_fc1.layer_norm_weight"  # a router's stays
+    assert tensors["decoder.layers.3.self_attention.linear_qkv.layer_norm_weight"] == [
+        "model.layers.3.input_layernorm.weight"
+    ]
+    assert tensors[f"decoder.layers.3.{before_mlp}"] == ["model.layers.3.post_attention_layernorm.weight"]
+
+
+def test_experts_one_by_one_are_the_same_tensors_as_grouped() -> None:
+    tensors = {name: list(entry.tensors) for entry in entries(SHAPES["Qwen3-MoE"]) for name in entry.megatron}
+    mlp = "layers.3.mlp.experts."
+    for name in ("linear_fc2.weight2", "local_experts.2.linear_fc2.weight"):
+        assert tensors[f"decoder.{mlp}{name}"] == [f"model.{mlp}2.down_proj.weight"]
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (3, 1), (2, 3), (3, 2)])
+def test_layers_are_where_megatron_puts_them(pp: int, chunks: int) -> None:
+    config = TransformerConfig(
+        num_layers=12,
+        hidden_size=8,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_dtype=torch.float32,
+    )
+    length = 12 // (pp * chunks)
+    for stage in range(pp):
+        offsets = [get_transformer_layer_offset(config, chunk, stage) for chunk in range(chunks)]
+        assert stage_layers(12, stage, pp, chunks) == [offset + i for offset in offsets for i in range(length)]
 
 
 def test_layers_are_counted_over_all_stages() -> None:
-    assert [list(stage_layers(6, stage, 3)) for stage in range(3)] == [[0, 1], [2, 3], [4, 5]]
     names = {name for entry in entries(SHAPE, 1, 2) for name in entry.megatron}
     assert "decoder.layers.2.mlp.linear_fc2.weight" in names
     assert "decoder.layers.1.mlp.linear_fc2.weight" not in names
 
 
-def test_an_unsplit_parameter_is_viewed_and_not_copied_except_for_qkv() -> None:
+@of_every_family
+def test_an_unsplit_parameter_is_viewed_and_not_copied_except_for_qkv(shape: PolicyShape) -> None:
     for (name, parameter), entry in zip(
-        shards_of(SHAPE, random_policy(SHAPE), 1, 1)[0, 0].items(), entries(SHAPE), strict=True
+        shards_of(shape, random_policy(shape), 1, 1)[0, 0].items(), entries(shape), strict=True
     ):
         storages = {t.untyped_storage().data_ptr() for t in whole_tensors(entry, parameter, torch.float32).values()}
-        assert (storages == {parameter.untyped_storage().data_ptr()}) == (not name.endswith("linear_qkv.weight"))
+        assert (storages == {parameter.untyped_storage().data_ptr()}) == (".linear_qkv." not in name)
 
 
 def test_a_split_that_does_not_divide_is_refused() -> None:
@@ -170,6 +218,7 @@ def test_a_split_that_does_not_divide_is_refused() -> None:
         stage_layers(4, 0, 3)
 
 
-def test_mapping_and_checks_need_no_torch() -> None:
-    program = "import sys, megatron_dppo.bridge.safetensors_files; assert 'torch' not in sys.modules, 'torch'"
+def test_mapping_plan_and_checks_need_no_torch() -> None:
+    modules = "megatron_dppo.bridge.reshard, megatron_dppo.bridge.safetensors_files"
+    program = f"import sys, {modules}; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", program], check=True)

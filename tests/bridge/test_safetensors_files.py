@@ -111,7 +111,7 @@ def test_an_unexpected_tensor(tmp_path: Path) -> None:
     shape = single(tmp_path)
     assert "and 10 more tensors are no part" in refusal(tmp_path, replace(shape, num_layers=1))
     rewrite(tmp_path, lambda tensors: tensors.update({UP + "_scale": torch.zeros(1)}))
-    assert f"{UP}_scale is no part of a Qwen3 model of 2 layers (nearest name: {UP})" in refusal(tmp_path, shape)
+    assert f"{UP}_scale is no part of a Qwen3ForCausalLM of 2 layers (nearest name: {UP})" in refusal(tmp_path, shape)
 
 
 def test_a_tensor_of_another_shape(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab, parameters, read_shape
+from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab, read_shape
 
 SHAPE = PolicyShape(
     num_layers=6,
@@ -60,8 +61,7 @@ def test_rotary_base_is_read_from_files_older_than_transformers_5(tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}}, "yarn"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
         ({"use_sliding_window": True}, "sliding window"),
