@@ -1,0 +1,91 @@
+"""The files of a Hugging Face model directory: tensors where the plan says, in any order, and what belongs to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from megatron_dppo.bridge.file_plan import FilePlan
+from megatron_dppo.bridge.safetensors_files import INDEX
+
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE",
+)
+"""Files that belong to the weights and are copied as they are, where the source has them."""
+
+
+def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copy configuration, tokenizer and chat template; config.json then says ``dtype``."""
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)  # the older spelling
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+class SafetensorsWriter:
+    """Writes the tensors of a plan, each once, as they come; threads may write side by side.
+
+    Where every byte goes is known beforehand, so that nothing is held back. At the end of a ``with`` block that did not
+    raise, the index is written.
+    """
+
+    def __init__(self, plan: FilePlan, folder: Path) -> None:
+        self._plan, self._folder = plan, folder
+        self._stack = ExitStack()
+        self._places: dict[str, tuple[int, int]] = {}
+        """The tensors still to be written: file descriptor and first byte."""
+
+    def __enter__(self) -> SafetensorsWriter:
+        with ExitStack() as stack:
+            for name in self._plan.files:
+                file = stack.enter_context((self._folder / name).open("wb", buffering=0))
+                head, starts = self._plan.header(name)
+                file.write(head)
+                self._places |= {tensor: (file.fileno(), start) for tensor, start in starts.items()}
+            self._stack = stack.pop_all()
+        return self
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor of the plan's shape, cast to its dtype.
+
+        Raises:
+            ValueError: if the plan has no such tensor, or it was written before.
+            OSError: for a full disk.
+        """
+        if name not in self._places or tensor.shape != self._plan.tensors[name]:
+            raise ValueError(f"{name} {list(tensor.shape)} was written before, or is not in the plan")
+        file, start = self._places.pop(name)
+        data = memoryview(tensor.detach().to("cpu", self._plan.dtype).contiguous().flatten().view(torch.uint8).numpy())
+        while data:  # one call writes two gigabytes at most
+            written = os.pwrite(file, data, start)
+            data, start = data[written:], start + written
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if kind is not None:
+            return
+        if self._places:
+            raise ValueError(f"these tensors were not written: {', '.join(sorted(self._places))}")
+        if len(self._plan.files) > 1:
+            (self._folder / INDEX).write_text(self._plan.index())
