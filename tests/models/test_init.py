@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 from collections import namedtuple
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_dppo.bridge import replacing
+from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.data.vocabulary import SUM_CHARACTERS
 from megatron_dppo.errors import UserError
-from megatron_dppo.models import init
-from megatron_dppo.models.init import SIZES, add_init_arguments, init_from_arguments, write_model
+from megatron_dppo.models.init import add_init_arguments, init_from_arguments, write_model
+from megatron_dppo.models.published import PUBLISHED
 
 TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
 
@@ -112,11 +115,18 @@ def test_bpe_is_trained_on_the_corpus_to_the_size_asked_for(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("0.6b", 0.596), ("1.7b", 1.721), ("4b", 4.022), ("8b", 8.191), ("14b", 14.768), ("32b", 32.762)],
+    [
+        ("0.6b", 0.596),
+        ("1.7b", 1.721),
+        ("4b", 4.022),
+        ("8b", 8.191),
+        ("14b", 14.768),
+        ("32b", 32.762),
+        ("30b-a3b", 30.532),
+    ],
 )
 def test_published_shapes_have_their_published_sizes(name: str, billions: float) -> None:
-    shapes = init._tensors(SIZES[f"qwen3-{name}"], init.PUBLISHED_VOCABULARY)
-    assert sum(torch.Size(dims).numel() for _, dims in shapes) / 1e9 == pytest.approx(billions, abs=0.001)
+    assert parameters(PUBLISHED[f"qwen3-{name}"]) / 1e9 == pytest.approx(billions, abs=0.001)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +136,9 @@ def test_published_shapes_have_their_published_sizes(name: str, billions: float)
         ({"head_dim": 7}, "--head-dim = 7: is odd"),
         ({"layers": 0}, "--layers = 0"),
         ({"std": 0.0}, "--init-std"),
+        ({"experts": 4, "experts_per_token": 5}, "--experts-per-token = 5"),
         ({"vocab_size": 47}, "--vocab-size = 47: is less than the tokenizer's 48"),
-        ({"shape": "5b"}, "--shape = 5b: is no dense Qwen3"),
+        ({"shape": "5b"}, "--shape = 5b: is no published Qwen3"),
         ({"tokenizer": "bpe"}, "--corpus"),
         ({"tokenizer": "bpe", "corpus": Path("nowhere.jsonl")}, "--corpus = nowhere.jsonl"),
     ],
@@ -149,26 +160,35 @@ def test_what_stands_there_is_replaced_only_on_demand_and_only_if_it_is_a_model(
     assert not torch.equal(tensors(out)["model.embed_tokens.weight"], before)
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="left alone"):
+    with pytest.raises(UserError, match="is no model directory"):
         write_model(tmp_path / "papers", **TINY, overwrite=True)
 
 
 def test_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(init.shutil, "disk_usage", lambda _: usage(free=2**24 + 1000))
-    with pytest.raises(UserError, match="GB free, and the weights take"):
+    monkeypatch.setattr(replacing.shutil, "disk_usage", lambda _: usage(free=1000))
+    with pytest.raises(UserError, match="GiB are to be written"):
         write_model(tmp_path / "deep" / "policy", **TINY)
     assert not list(tmp_path.iterdir())
 
 
-def test_write_that_fails_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(init, "save_file", fail)
-    with pytest.raises(UserError, match="No space left on device"):
-        write_model(tmp_path / "policy", **TINY)
+def test_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="File too large"):
+            write_model(tmp_path / "policy", **TINY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_policy_with_experts_loads_in_transformers(tmp_path: Path) -> None:
+    parameters = write_model(tmp_path / "policy", **TINY, experts=4)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert parameters == model.num_parameters()
 
 
 def test_command_line_makes_a_policy_of_a_million_parameters(
