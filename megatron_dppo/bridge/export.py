@@ -14,7 +14,7 @@ import torch
 from megatron_dppo.bridge.file_plan import FilePlan, plan_files
 from megatron_dppo.bridge.hf_directory import SafetensorsWriter, copy_companions
 from megatron_dppo.bridge.replacing import check_place, replacing
-from megatron_dppo.bridge.stream import Tensors, weight_stream
+from megatron_dppo.bridge.stream import Consumers, Tensors, weight_stream
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
@@ -51,7 +51,7 @@ def export_hf(
     world.from_leader(lambda: check_destination(source, out, plan.total_bytes, setting))
     failure: Exception | None = None
     if world.dp_rank == 0 and world.cp_rank == 0:  # the leader's own copy of the policy; replicas are not asked
-        stream = weight_stream(model, shape, world, dtype=dtype)
+        stream = weight_stream(model, shape, world, to=Consumers.LEADER, dtype=dtype)
         if world.leads:
             failure = _write_directory(stream, plan, source, out)
         else:

@@ -1,0 +1,246 @@
+"""The weight stream of a TP 2 x PP 2 policy to one consumer, against a bare gloo gather and broadcast of its bytes.
+
+    python benchmarks/weight_stream.py [--json] [--layers 16] [--vocabulary 32768] [--bucket-mib 64] [--repeats 7]
+
+Four ranks of one thread each hold a bf16 policy of Qwen3-0.6B's widths. The first of them takes every bucket and does
+nothing with it, so that what is timed is the stream.
+
+The yardstick knows nothing of tensors. In pieces of a bucket's size, each stage gathers its ranks' halves on its first
+rank (``dist.gather``, both stages at once), and the second broadcasts the whole to the consumer (``dist.broadcast``).
+Its buffers are made and touched before the clock starts. The two alternate, after a pass of each that is not timed, and
+medians count. Bytes are those of the tensors that ranks send, taken from the operations that torch dispatches in one
+pass of each. Extra memory is a rank's peak anonymous memory above what it held before its first pass; the worst rank's
+counts, and two buckets are the goal. (An embedding larger than a bucket comes on top: ``--vocabulary 151936``.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_dppo.bridge.mapping import entries
+from megatron_dppo.bridge.stream import Consumers, weight_stream
+from megatron_dppo.config import LayoutConfig, ModelConfig
+from megatron_dppo.models.policy import PolicyModel, build_policy
+from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.parallel.world import World, initialize, shut_down
+
+LAYOUT = LayoutConfig(tp=2, pp=2)
+RANKS = 4
+MIB, GB = 2**20, 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    layers: int
+    vocabulary: int
+    bucket_mib: int
+    repeats: int
+
+
+class PeakMemory:
+    """The most anonymous memory of this process within the ``with`` block, sampled every two milliseconds, in bytes."""
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        self.before = self.peak = self._held()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _held(self) -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            self.peak = max(self.peak, self._held())
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class BytesSent(TorchDispatchMode):
+    """Bytes that leave this rank within the ``with`` block, whatever of torch.distributed sends them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            match func.__name__.split(".")[0]:
+                case "send":
+                    self.total += args[0][0].nbytes
+                case "gather_":
+                    tensor, group, root = args[1][0], dist.ProcessGroup.unbox(args[2]), args[3]
+                    self.total += tensor.nbytes * (group.rank() != root)
+                case "broadcast_":
+                    tensor, group, root = args[0][0], dist.ProcessGroup.unbox(args[1]), args[2]
+                    self.total += tensor.nbytes * (group.size() - 1) * (group.rank() == root)
+                case "recv_" | "barrier":
+                    pass
+                case other:
+                    raise NotImplementedError(f"how many bytes {other} sends")
+        return func(*args, **(kwargs or {}))
+
+
+def streamed(model: PolicyModel, shape: PolicyShape, world: World, sizes: Sizes) -> Callable[[], None]:
+    def run() -> None:
+        stream = weight_stream(model, shape, world, to=Consumers.LEADER, bucket_mib=sizes.bucket_mib)
+        for _ in stream:
+            pass
+
+    return run
+
+
+def bare(model_bytes: int, world: World, sizes: Sizes) -> Callable[[], None]:
+    bucket = sizes.bucket_mib * MIB
+    pieces = [bucket] * (model_bytes // world.pp // bucket) + [model_bytes // world.pp % bucket // 2 * 2]
+    half, whole, received = (torch.ones(size, dtype=torch.uint8) for size in (bucket // 2, bucket, bucket))
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+
+    def run() -> None:
+        for piece in pieces:
+            halves = list(whole[:piece].chunk(2)) if world.tp_rank == 0 else None
+            dist.gather(half[: piece // 2], halves, group=tp_group, group_dst=0)
+            if world.tp_rank == 0:
+                dist.broadcast((whole if world.pp_rank else received)[:piece], group=pp_group, group_src=1)
+
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One rank's measurements."""
+
+    seconds: list[float]
+    bare_seconds: list[float]
+    sent: int
+    bare_sent: int
+    extra: int
+    """Bytes."""
+
+
+def measure(rank: int, sizes: Sizes, rendezvous: str, reports: multiprocessing.Queue[tuple[int, Report]]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    world = initialize(LAYOUT, seed=1, timeout_s=600.0)
+    shape = policy_shape(sizes)
+    model = build_policy(shape, ModelConfig(dtype="bf16"), LAYOUT, temperature=1.0).bfloat16()
+    stream = streamed(model, shape, world, sizes)
+    dist.barrier()
+    with PeakMemory() as memory:
+        stream()
+        dist.barrier()
+    yardstick = bare(policy_bytes(shape), world, sizes)
+    sent, seconds = [], []
+    for run in (stream, yardstick):
+        with BytesSent() as counter:
+            run()
+        sent.append(counter.total)
+        seconds.append([])
+    for _ in range(sizes.repeats):
+        for run, times in zip((stream, yardstick), seconds, strict=True):
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            dist.barrier()
+            times.append(time.perf_counter() - start)
+    reports.put((rank, Report(*seconds, *sent, memory.peak - memory.before)))
+    shut_down()
+
+
+def policy_shape(sizes: Sizes) -> PolicyShape:
+    """Qwen3-0.6B's widths."""
+    return PolicyShape(
+        num_layers=sizes.layers,
+        hidden=1024,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        ffn=3072,
+        vocab_size=sizes.vocabulary,
+        tied=True,
+        rope_theta=1e6,
+        rms_eps=1e-6,
+        max_positions=40960,
+    )
+
+
+def policy_bytes(shape: PolicyShape) -> int:
+    return sum(entry.elements for entry in entries(shape)) * torch.bfloat16.itemsize
+
+
+def on_ranks(sizes: Sizes) -> list[Report]:
+    context = multiprocessing.get_context("spawn")
+    reports = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (sizes, str(Path(folder, "rendezvous")), reports)
+        processes = [context.Process(target=measure, args=(rank, *arguments)) for rank in range(RANKS)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    if any(process.exitcode for process in processes):
+        raise SystemExit(f"the ranks ended with exit codes {[process.exitcode for process in processes]}")
+    return [report for _, report in sorted(reports.get(timeout=10) for _ in processes)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", action="store_true", help="print the JSON line only")
+    arguments = vars(parser.parse_args())
+    quiet = arguments.pop("json")
+    sizes = Sizes(**arguments)
+    ranks = on_ranks(sizes)
+    seconds, bare_seconds = median(ranks[0].seconds), median(ranks[0].bare_seconds)
+    sent, least = (sum(getattr(rank, name) for rank in ranks) for name in ("sent", "bare_sent"))
+    result = {
+        **asdict(sizes),
+        "model_gb": round(policy_bytes(policy_shape(sizes)) / GB, 3),
+        "seconds_over_bare": round(seconds / bare_seconds, 3),
+        "seconds": round(seconds, 3),
+        "bare_seconds": round(bare_seconds, 3),
+        "bytes_over_least": round(sent / least, 4),
+        "sent_gb": round(sent / GB, 4),
+        "extra_gb": round(max(rank.extra for rank in ranks) / GB, 4),
+        "extra_gb_by_rank": [round(rank.extra / GB, 4) for rank in ranks],
+        "two_buckets_gb": round(2 * sizes.bucket_mib * MIB / GB, 4),
+    }
+    if not quiet:
+        print(f"{result['model_gb']:.2f} GB from four ranks to one in buckets of {sizes.bucket_mib} MiB")
+        print(f"stream                {seconds:6.2f} s  {sent / GB:5.2f} GB sent  {result['extra_gb']:.3f} GB extra")
+        print(f"gather and broadcast  {bare_seconds:6.2f} s  {least / GB:5.2f} GB sent")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
