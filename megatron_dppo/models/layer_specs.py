@@ -1,7 +1,8 @@
 """What a transformer layer is made of: torch's own operations, which run anywhere, or Transformer Engine's kernels.
 
 Both specifications write the same checkpoint keys. Transformer Engine fuses a norm into the linear layer behind it;
-Megatron's key map gives the separate norms of the other one those fused names (``linear_qkv.layer_norm_weight``).
+Megatron's key map gives the separate norms of the other one those fused names (``linear_qkv.layer_norm_weight``). The
+norm before experts stays by itself in both: the router reads it as well.
 """
 
 from __future__ import annotations
@@ -52,15 +53,18 @@ def choose_spec(setting: Literal["auto", "torch", "te"]) -> Spec:
 
 def layer_spec(spec: Spec, config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
     """The layers of this rank's pipeline stage, as :class:`megatron.core.models.gpt.GPTModel` takes them."""
+    kind = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     if spec == "te":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **kind)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", **kind)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.num_moe_experts:
+        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SegmentAttention
-    attention.q_layernorm = RMSNorm
-    attention.k_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3 on Megatron-Core's GPTModel, with a head that scores response tokens instead of returning logits."""
+"""A Qwen on Megatron-Core's GPTModel, with a head that scores response tokens instead of returning logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from megatron_dppo.config import LayoutConfig, ModelConfig
-from megatron_dppo.models.layer_specs import choose_spec, layer_spec
+from megatron_dppo.models.layer_specs import Spec, choose_spec, layer_spec
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
 from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab
 
@@ -52,7 +52,8 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
         ffn_hidden_size=shape.ffn,
-        qk_layernorm=True,
+        qk_layernorm=shape.qk_norm,
+        add_qkv_bias=shape.qkv_bias,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_eps,
         gated_linear_unit=True,
@@ -87,7 +88,24 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         # Transformer Engine would want an environment variable and slower kernels; torch's embedding sums in order.
         deterministic_mode=spec == "torch",
         **(full if model.recompute == "full" else {}),
+        **(_experts(shape, spec) if shape.experts else {}),
     )
+
+
+def _experts(shape: PolicyShape, spec: Spec) -> dict[str, Any]:
+    """Megatron's settings for experts. No token is dropped, and nothing is added to the loss to spread them."""
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.ffn,
+        # Softmax over a token's experts alone is softmax over all of them, divided by the sum of the chosen.
+        "moe_router_pre_softmax": not shape.renormalises_experts,
+        # In bf16 the logits of two experts may tie, and which one is chosen is chance.
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": spec == "te",
+    }
 
 
 def packed_sequence(cu_seqlens: NDArray[np.int32], max_seqlen: int, device: torch.device) -> PackedSeqParams:
@@ -232,7 +250,7 @@ class PolicyModel(GPTModel):
         and a checkpoint of the one would not load into the other.
         """
         state = super().sharded_state_dict(*args, **kwargs)
-        return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
+        return {name: value for name, value in state.items() if "_extra_state" not in name}
 
 
 def _allow_missing_extra_state(module: torch.nn.Module, incompatible: Any) -> None:

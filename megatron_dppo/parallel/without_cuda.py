@@ -6,7 +6,7 @@ with CUDA none of them is installed.
 
 Besides, Megatron's distributed optimizer was written for the Adam of Transformer Engine or Apex. Where neither is
 installed it falls back on torch's, whose state it does not restore correctly; that is mended here as well, wherever it
-is torch's Adam that runs (with CUDA or without).
+is torch's Adam that runs (with CUDA or without). The router of experts needs Transformer Engine, too, before 0.17.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _device
 
 CPU = torch.device("cpu")
 _installed = False
@@ -36,6 +37,7 @@ def install() -> None:
         _order_streams()
         _leave_functions_uncompiled()
     _mend_torch_adam()
+    _mend_router()
 
 
 def _answer_device_questions() -> None:
@@ -47,6 +49,7 @@ def _answer_device_questions() -> None:
 
 def _place_literal_cuda_tensors() -> None:
     """Schedules, optimizers and gradient clipping make their scalars with a literal ``device="cuda"``."""
+    _device._device_constructors()  # torch's list of what ``with torch.device("meta")`` steers, made once: of its own
     for name in ("tensor", "zeros", "ones", "empty"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
@@ -97,13 +100,13 @@ class _Program:
     def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> Any:
-        return event
+        return event or self  # an event is waited for as a stream is
 
     def synchronize(self) -> None: ...
 
 
 def _order_streams() -> None:
-    """From 0.17 on, gradient buckets are reduced on streams that wait for the current one."""
+    """Tokens are counted for experts on a stream of their own, and from 0.17 on gradient buckets are reduced on one."""
     program = _Program()
 
     @contextlib.contextmanager
@@ -113,6 +116,7 @@ def _order_streams() -> None:
     torch.cuda.current_stream = lambda device=None: program
     torch.cuda.default_stream = lambda device=None: program
     torch.cuda.stream = on
+    torch.cuda.Stream = _Program
 
 
 def _leave_functions_uncompiled() -> None:
@@ -152,6 +156,14 @@ def _mend_torch_adam() -> None:
 
     optimizer._set_main_param_and_optimizer_states = set_states
     optimizer.load_state_dict = load_with_own_steps
+
+
+def _mend_router() -> None:
+    """Before 0.17 the router asks whether a function of Transformer Engine's is None that has no name without it."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not moe_utils.HAVE_TE:
+        moe_utils.te_general_gemm = None
 
 
 def prepare_adam_state(optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""The policy generates in the trainer's own process: Hugging Face's Qwen3 forward, on weights that the bridge streams.
+"""The policy generates in the trainer's own process: Hugging Face's forward, on weights that the bridge streams.
 
 Slower than a server, but it needs none, it can be seeded, and it runs wherever torch does.
 """
@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import Qwen3Config, Qwen3ForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
@@ -37,6 +36,7 @@ class LocalEngine:
     def __init__(self, path: Path | str, *, device: torch.device, dtype: torch.dtype, max_batch: int) -> None:
         self._device, self._max_batch = device, max_batch
         self._model = _empty_model(Path(path), device, dtype)
+        self._weights = _weights_by_name(self._model)
         self._version: int | None = None
         self._paused = False
 
@@ -60,8 +60,7 @@ class LocalEngine:
                 raised after the end of the stream, and nothing can be generated until an update succeeds.
         """
         self._version = None
-        # Tied embeddings are one parameter here, under the name of the embedding.
-        absent = dict(self._model.named_parameters())
+        absent = dict(self._weights)
         known, problems = set(absent), []
         for bucket in stream:
             for name, tensor in bucket.items():
@@ -203,21 +202,41 @@ def _groups(
     return [tuple(completions[start : start + samples]) for start in range(0, len(completions), samples)]
 
 
-def _empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> Qwen3ForCausalLM:
+def _empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """A model of undefined weights. It is laid out without memory first: no time goes into random weights, and torch's
     random state, which is the trainer's, stays as it is."""
     if not (path / "config.json").is_file():
         raise UserError("model.path", path, "there is no config.json in it", "Name a Hugging Face directory")
-    config = Qwen3Config.from_pretrained(path, attn_implementation="sdpa")
+    config = AutoConfig.from_pretrained(path)
     if config.use_sliding_window:
-        problem, remedy = "sliding windows are not implemented", "Use a Qwen3 model without them"
+        problem, remedy = "sliding windows are not implemented", "Use a Qwen model without them"
         raise UserError(f"{path / 'config.json'}: use_sliding_window", True, problem, remedy)
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(config).to(dtype)  # type: ignore[arg-type]  # a decorator upstream hides the signature
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.to_empty(device=device)
-    model.model.rotary_emb = Qwen3RotaryEmbedding(config).to(device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     model.tie_weights()
     return model.requires_grad_(False).eval()
+
+
+def _weights_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What is to be filled, under the stream's names.
+
+    Tied embeddings are one parameter here, under the name of the embedding. The experts of a layer are two parameters,
+    of which each expert's tensors are views.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        experts, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj":
+            for expert, fused in enumerate(parameter):
+                gate, up = fused.chunk(2)
+                weights |= {f"{experts}.{expert}.gate_proj.weight": gate, f"{experts}.{expert}.up_proj.weight": up}
+        elif kind == "down_proj":
+            weights |= {f"{experts}.{expert}.down_proj.weight": down for expert, down in enumerate(parameter)}
+        else:
+            weights[name] = parameter
+    return weights
 
 
 def _batches(lengths: Sequence[int], groups: int) -> list[list[int]]:

@@ -1,13 +1,22 @@
-"""Small Qwen3 directories, written by transformers itself, with a tokenizer and a chat template."""
+"""Small directories of every family, written by transformers itself, with a tokenizer and a chat template."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_dppo.models.shape import PolicyShape, read_shape
 
@@ -29,18 +38,52 @@ class Sizes:
 def write_qwen3(
     path: Path, sizes: Sizes, *, dtype: torch.dtype = torch.float32, shard_size: str = "1GB"
 ) -> PolicyShape:
-    """A policy with random weights everywhere (norms too, where ones would hide an error)."""
-    fields = {name: getattr(sizes, name) for name in Sizes.__slots__}
-    config = Qwen3Config(**fields, max_position_embeddings=128, initializer_range=0.1, bos_token_id=1, eos_token_id=2)
+    """A policy with random weights everywhere (norms and biases too, where ones and zeros would hide an error)."""
+    return _write(path, Qwen3Config(**asdict(sizes), **COMMON), dtype, shard_size)
+
+
+def write_qwen2(
+    path: Path, sizes: Sizes, *, dtype: torch.dtype = torch.float32, shard_size: str = "1GB"
+) -> PolicyShape:
+    """The same as a Qwen2.5."""
+    return _write(path, Qwen2Config(**asdict(sizes), **COMMON), dtype, shard_size)
+
+
+def write_qwen3_moe(
+    path: Path,
+    sizes: Sizes,
+    *,
+    experts: int = 5,
+    experts_per_token: int = 2,
+    renormalises: bool = True,
+    dtype: torch.dtype = torch.float32,
+    shard_size: str = "1GB",
+) -> PolicyShape:
+    """The same with experts, each of the feed-forward layer's size."""
+    fields = {**asdict(sizes), "moe_intermediate_size": sizes.intermediate_size}
+    routing = {"num_experts": experts, "num_experts_per_tok": experts_per_token, "norm_topk_prob": renormalises}
+    return _write(path, Qwen3MoeConfig(**fields, **routing, **COMMON), dtype, shard_size)
+
+
+COMMON: dict[str, Any] = {
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+    "rms_norm_eps": 1e-5,
+}
+
+
+def _write(path: Path, config: PreTrainedConfig, dtype: torch.dtype, shard_size: str) -> PolicyShape:
     generator = torch.Generator().manual_seed(0)
-    model = Qwen3ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             center = 1.0 if "norm" in name else 0.0
             parameter.copy_(center + 0.2 * torch.randn(parameter.shape, generator=generator))
     model.generation_config = GenerationConfig(do_sample=True, top_k=7, eos_token_id=[2])
     model.to(dtype).save_pretrained(path, max_shard_size=shard_size)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(sizes.vocab_size)}, unk_token="w0"))
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} w3 {% endfor %}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,25 +17,43 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models import layer_specs
 from megatron_dppo.models.layer_specs import SegmentAttention, choose_spec
 from megatron_dppo.models.policy import packed_sequence
+from tests.bridge.directories import Sizes, write_qwen2, write_qwen3, write_qwen3_moe
 from tests.models.test_logits import LENGTHS, build, pack, targets_of
 from tests.policies import write_policy
 from tests.ranks import RankPool
 
 LAYER = "decoder.layers."
-FUSED_KEYS = {
+SHARED_KEYS = {
     "embedding.word_embeddings.weight",
     LAYER + "self_attention.linear_qkv.layer_norm_weight",
     LAYER + "self_attention.linear_qkv.weight",
-    LAYER + "self_attention.q_layernorm.weight",
-    LAYER + "self_attention.k_layernorm.weight",
     LAYER + "self_attention.linear_proj.weight",
-    LAYER + "mlp.linear_fc1.layer_norm_weight",
-    LAYER + "mlp.linear_fc1.weight",
-    LAYER + "mlp.linear_fc2.weight",
     "decoder.final_layernorm.weight",
     "output_layer.weight",
 }
+QK_NORM_KEYS = {LAYER + "self_attention.q_layernorm.weight", LAYER + "self_attention.k_layernorm.weight"}
+MLP_KEYS = {
+    LAYER + "mlp.linear_fc1.layer_norm_weight",
+    LAYER + "mlp.linear_fc1.weight",
+    LAYER + "mlp.linear_fc2.weight",
+}
+EXPERT_KEYS = {
+    LAYER + "pre_mlp_layernorm.weight",
+    LAYER + "mlp.router.weight",
+    LAYER + "mlp.experts.experts.linear_fc1.weight",
+    LAYER + "mlp.experts.experts.linear_fc2.weight",
+}
+FUSED_KEYS: dict[str, set[str]] = {
+    "plain": SHARED_KEYS | QK_NORM_KEYS | MLP_KEYS,
+    "biases": SHARED_KEYS | MLP_KEYS | {LAYER + "self_attention.linear_qkv.bias"},
+    "experts": SHARED_KEYS | QK_NORM_KEYS | EXPERT_KEYS,
+}
 """As Transformer Engine's layers name them, in a checkpoint."""
+WRITERS: dict[str, Callable[[Path, Sizes], object]] = {
+    "plain": write_qwen3,
+    "biases": write_qwen2,
+    "experts": write_qwen3_moe,
+}
 
 needs_transformer_engine = pytest.mark.skipif(
     not (torch.cuda.is_available() and layer_specs.transformer_engine_installed()),
@@ -89,17 +108,21 @@ def checkpoint_keys(rank: int, size: int, path: Path, spec: str) -> tuple[set[st
     return tensors, {value.key for value in state.values()} - tensors, policy.load_state_dict(loaded).missing_keys
 
 
-def test_checkpoint_keys_are_the_fused_ones(ranks: RankPool, tmp_path: Path) -> None:
-    [(tensors, others, missing)] = ranks.run(1, checkpoint_keys, write_policy(tmp_path), "torch")
-    assert tensors == FUSED_KEYS
+@pytest.mark.parametrize("family", WRITERS)
+def test_checkpoint_keys_are_the_fused_ones(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    WRITERS[family](tmp_path, Sizes())
+    [(tensors, others, missing)] = ranks.run(1, checkpoint_keys, tmp_path, "torch")
+    assert tensors == FUSED_KEYS[family]
     assert not others and not missing
 
 
 @pytest.mark.gpu
 @needs_transformer_engine
-def test_checkpoint_keys_of_te_are_those_of_torch(ranks: RankPool, tmp_path: Path) -> None:
-    [(tensors, others, missing)] = ranks.run(1, checkpoint_keys, write_policy(tmp_path), "te")
-    assert tensors == FUSED_KEYS
+@pytest.mark.parametrize("family", WRITERS)
+def test_checkpoint_keys_of_te_are_those_of_torch(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    WRITERS[family](tmp_path, Sizes())
+    [(tensors, others, missing)] = ranks.run(1, checkpoint_keys, tmp_path, "te")
+    assert tensors == FUSED_KEYS[family]
     assert not others and not missing
 
 
@@ -138,10 +161,11 @@ def train_in_bf16(rank: int, size: int, path: Path, layout: LayoutConfig) -> tup
     return float(squares) ** 0.5, logprobs.detach().numpy()
 
 
-def test_bf16_is_close_to_fp32_inside_megatrons_wrappers(ranks: RankPool, tmp_path: Path) -> None:
-    path = write_policy(tmp_path)
-    [expected] = ranks.run(1, logprobs_of, path, "torch", "fp32")
-    for norm, logprobs in ranks.run(2, train_in_bf16, path, LayoutConfig(tp=2, sequence_parallel=True)):
+@pytest.mark.parametrize("family", WRITERS)
+def test_bf16_is_close_to_fp32_inside_megatrons_wrappers(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    WRITERS[family](tmp_path, Sizes())
+    [expected] = ranks.run(1, logprobs_of, tmp_path, "torch", "fp32")
+    for norm, logprobs in ranks.run(2, train_in_bf16, tmp_path, LayoutConfig(tp=2, sequence_parallel=True)):
         assert logprobs.dtype == np.float32
         assert np.abs(logprobs - expected).mean() < 0.1
         assert np.isfinite(norm) and norm > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,16 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from transformers import Qwen3ForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_dppo.bridge.load import load_policy
+from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import LayoutConfig, ModelConfig
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.parallel.world import World, initialize
+from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe
 from tests.policies import write_policy
 from tests.ranks import RankPool
 
@@ -34,11 +39,22 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["untied", "tied", "a rank of padding alone"])
+POLICIES: dict[str, Callable[[Path], object]] = {
+    "untied": write_policy,
+    "tied": partial(write_policy, tied=True),
+    "a rank of padding alone": partial(write_policy, vocab=50),
+    "biases": partial(write_qwen2, sizes=Sizes(hidden_size=48, tie_word_embeddings=True)),
+    "experts": partial(write_qwen3_moe, sizes=Sizes()),
+    "experts whose weights do not sum to one": partial(write_qwen3_moe, sizes=Sizes(), renormalises=False),
+}
+"""An odd vocabulary, padded to 256 or 128 rows; 50 tokens leave the second of two ranks nothing but padding."""
+
+
+@pytest.fixture(scope="module", params=POLICIES)
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An odd vocabulary, padded to 256 or 128 rows; 50 tokens leave the second of two ranks nothing but padding."""
-    vocab = 50 if request.param == "a rank of padding alone" else 131
-    return write_policy(tmp_path_factory.mktemp("policy"), tied=request.param == "tied", vocab=vocab)
+    path = tmp_path_factory.mktemp("policy")
+    POLICIES[request.param](path)
+    return path
 
 
 def build(path: Path, layout: LayoutConfig, **settings: Any) -> tuple[PolicyModel, World]:
@@ -106,7 +122,7 @@ def score_and_logits(rank: int, size: int, path: Path, layout: LayoutConfig) -> 
 
 def reference_logits(path: Path, lengths: tuple[int, ...]) -> torch.Tensor:
     """[T, vocabulary]: every segment by itself, as transformers computes it."""
-    model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ids, _, _ = pack(lengths, model.config.vocab_size)
     with torch.no_grad():
         return torch.cat([model(segment[None]).logits[0] for segment in ids[0].split(lengths)])
@@ -122,7 +138,11 @@ def reference_scores(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, t
     }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [(policy, name) for policy in POLICIES for name in LAYOUTS if "experts" not in policy or name != "TP2"],
+    indirect=["policy"],
+)
 def test_policy_equals_transformers(ranks: RankPool, policy: Path, name: str) -> None:
     layout = LAYOUTS[name]
     results = ranks.run(layout.tp * layout.pp, score_and_logits, policy, layout)
@@ -184,49 +204,64 @@ def test_a_pack_whose_longest_segment_is_misstated_is_refused() -> None:
         packed_sequence(np.array([0, 20, 30], np.int32), 30, torch.device("cpu"))
 
 
-def gradients(rank: int, size: int, path: Path, layout: LayoutConfig, recompute: str) -> dict[str, torch.Tensor]:
-    """This rank's, as the backward pass leaves them: before any sum over ranks."""
-    policy, _ = build(path, layout, recompute=recompute)
+def sum_of_logprobs(policy: PolicyModel) -> torch.Tensor:
+    """Of every position's target, each with a weight of its own."""
     policy.train()
     vocab = policy.shape.vocab_size
     ids, positions, packed = pack(LENGTHS, vocab)
     logprobs, _, _ = policy(ids, positions, packed, torch.arange(ids.shape[1]), targets_of(ids, vocab))
-    (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+    return (logprobs * torch.linspace(-1, 1, len(logprobs))).sum()
+
+
+def gradients(rank: int, size: int, path: Path, layout: LayoutConfig) -> dict[str, torch.Tensor]:
+    """This rank's, as the backward pass leaves them: before any sum over ranks."""
+    policy, _ = build(path, layout)
+    sum_of_logprobs(policy).backward()
     return {name: parameter.grad for name, parameter in policy.named_parameters()}
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_gradients_equal_those_of_transformers(ranks: RankPool, policy: Path, recompute: str) -> None:
-    [ours] = ranks.run(1, gradients, policy, LayoutConfig(), recompute)
-    model = Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.float32)
+def streamed_gradients(
+    rank: int, size: int, path: Path, layout: LayoutConfig, recompute: str
+) -> dict[str, torch.Tensor]:
+    """Under Hugging Face's names: gradients take the way of the weights."""
+    policy, world = build(path, layout, recompute=recompute)
+    sum_of_logprobs(policy).backward()
+    for parameter in policy.parameters():
+        parameter.data.copy_(parameter.grad)
+    for holder in (policy.embedding.word_embeddings, policy.output_layer):
+        assert holder.weight is None or not holder.weight[policy.shape.vocab_size :].any(), "padding has a gradient"
+    return {n: t.clone() for bucket in weight_stream(policy, policy.shape, world) for n, t in bucket.items()}
+
+
+def reference_gradients(path: Path, out: Path) -> dict[str, torch.Tensor]:
+    """Likewise: transformers writes them to ``out`` as if they were weights."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     vocab = model.config.vocab_size
     ids, _, _ = pack(LENGTHS, vocab)
     logits = torch.cat([model(segment[None]).logits[0] for segment in ids[0].split(LENGTHS)])
     logprobs = torch.log_softmax(logits / TEMPERATURE, dim=-1).gather(1, targets_of(ids, vocab)[:, None])[:, 0]
     (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
-    layer, theirs = "decoder.layers.0.", model.model.layers[0]
-    pairs = {
-        "embedding.word_embeddings.weight": model.model.embed_tokens.weight,
-        "decoder.final_layernorm.weight": model.model.norm.weight,
-        layer + "input_layernorm.weight": theirs.input_layernorm.weight,
-        layer + "self_attention.q_layernorm.weight": theirs.self_attn.q_norm.weight,
-        layer + "self_attention.linear_proj.weight": theirs.self_attn.o_proj.weight,
-        layer + "mlp.linear_fc2.weight": theirs.mlp.down_proj.weight,
-    }
-    if not model.config.tie_word_embeddings:
-        pairs["output_layer.weight"] = model.lm_head.weight
-    for name, parameter in pairs.items():
-        gradient = ours[name]
-        assert not gradient[len(parameter) :].any(), f"{name}: padding has a gradient"
-        scale = parameter.grad.abs().max().item()
-        np.testing.assert_allclose(gradient[: len(parameter)], parameter.grad, atol=2e-5 * scale, err_msg=name)
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.grad)
+    model.save_pretrained(out)
+    return load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gradients_equal_those_of_transformers(ranks: RankPool, policy: Path, recompute: str, tmp_path: Path) -> None:
+    [ours] = ranks.run(1, streamed_gradients, policy, LayoutConfig(), recompute)
+    theirs = reference_gradients(policy, tmp_path)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        scale = gradient.abs().max().item()
+        np.testing.assert_allclose(ours[name], gradient, atol=2e-5 * scale, err_msg=name)
 
 
 @pytest.mark.parametrize("name", ["TP2", "TP2+SP"])
 def test_gradients_of_two_ranks_are_the_parts_of_one_ranks(ranks: RankPool, tmp_path: Path, name: str) -> None:
     path = write_policy(tmp_path)
-    [whole] = ranks.run(1, gradients, path, LayoutConfig(), "none")
-    parts = ranks.run(2, gradients, path, LAYOUTS[name], "none")
+    [whole] = ranks.run(1, gradients, path, LayoutConfig())
+    parts = ranks.run(2, gradients, path, LAYOUTS[name])
     layer = "decoder.layers.0."
     split_along = {
         "embedding.word_embeddings.weight": 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,22 @@ def test_rotary_base_is_read_from_files_older_than_transformers_5(tmp_path: Path
     assert read_shape(path) == SHAPE
 
 
+def test_experts_are_read_under_either_name(tmp_path: Path) -> None:
+    fields = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    expected = replace(SHAPE, architecture="Qwen3MoeForCausalLM", ffn=32, experts=6, experts_per_token=2)
+    for name in ("num_experts", "num_local_experts"):
+        for renormalises in (True, False):
+            path = write_config(tmp_path, **fields, **{name: 6}, norm_topk_prob=renormalises)
+            assert read_shape(path) == replace(expected, renormalises_experts=renormalises)
+
+
+def test_a_qwen2_has_biases_and_no_head_size_of_its_own(tmp_path: Path) -> None:
+    shape = read_shape(write_config(tmp_path, drop=("head_dim",), architectures=["Qwen2ForCausalLM"]))
+    assert shape == replace(SHAPE, architecture="Qwen2ForCausalLM", head_dim=6)
+    assert (shape.qkv_bias, shape.qk_norm) == (True, False)
+    assert (SHAPE.qkv_bias, SHAPE.qk_norm) == (False, True)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -67,6 +84,9 @@ def test_rotary_base_is_read_from_files_older_than_transformers_5(tmp_path: Path
         ({"use_sliding_window": True}, "sliding window"),
         ({"attention_bias": True}, "biases"),
         ({"hidden_act": "gelu"}, "gelu"),
+        ({"mlp_only_layers": [0]}, "dense layers among those with experts"),
+        ({"decoder_sparse_step": 2}, "dense layers among those with experts"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "a single expert, always of weight one"),
     ],
 )
 def test_a_model_that_would_compute_something_else_is_refused(
@@ -109,6 +129,15 @@ def test_a_layout_that_does_not_divide_names_those_that_do(layout: LayoutConfig,
 def test_layouts_that_divide_pass() -> None:
     for layout in (LayoutConfig(), LayoutConfig(tp=4, pp=3), LayoutConfig(sequence_parallel=True)):
         check_layout(SHAPE, layout)
+
+
+def test_experts_under_tensor_parallelism_need_sequence_parallelism() -> None:
+    shape = replace(SHAPE, architecture="Qwen3MoeForCausalLM", experts=4, experts_per_token=2)
+    with pytest.raises(UserError, match=r"experts with layout\.tp = 2 under sequence parallelism only") as caught:
+        check_layout(shape, LayoutConfig(tp=2))
+    assert caught.value.setting == "layout.sequence_parallel"
+    for layout in (LayoutConfig(tp=2, sequence_parallel=True), LayoutConfig(pp=2)):
+        check_layout(shape, layout)
 
 
 def test_padding_of_the_vocabulary_does_not_depend_on_the_layout() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,15 @@ def test_installing_twice_changes_nothing_more() -> None:
     assert torch.zeros(1, device="cuda").device.type == "cpu"
     assert torch.ones(1).type() == "torch.cuda.FloatTensor"
     assert torch.ones(1).type(torch.float64).dtype == torch.float64
+
+
+@needs_no_cuda
+def test_models_can_still_be_laid_out_without_memory() -> None:
+    program = (
+        "import torch; from megatron_dppo.parallel import without_cuda; without_cuda.install()\n"
+        "with torch.device('meta'): assert torch.nn.Linear(2, 2).weight.is_meta and torch.zeros(1).is_meta"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)  # torch remembers what was asked first
 
 
 class Trainer:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.engine import Bucket, Sampling
 from megatron_dppo.rollout.local import LocalEngine
+from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe
 
 VOCABULARY = 40
 STOP = (3, 7)
@@ -82,7 +85,7 @@ def tokens_of(groups: list[tuple[Completion, ...]]) -> list[list[list[int]]]:
 
 
 @torch.no_grad()
-def plain_logprobs(policy: Qwen3ForCausalLM, prompt: Prompt, completion: Completion, temperature: float) -> np.ndarray:
+def plain_logprobs(policy: PreTrainedModel, prompt: Prompt, completion: Completion, temperature: float) -> np.ndarray:
     """A forward over prompt and completion, alone, unpadded and without a cache."""
     ids = torch.from_numpy(np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int64))
     logits = policy(input_ids=ids[None]).logits[0, len(prompt.token_ids) - 1 : -1].float()
@@ -97,6 +100,27 @@ def test_logprobs_are_those_of_a_plain_forward_at_the_temperature(tmp_path: Path
     groups = make_engine(policy, tmp_path).generate(prompts, sampling_of(temperature=1.7))
     assert [len(group) for group in groups] == [4] * 4
     assert len({len(completion.token_ids) for group in groups for completion in group}) > 4
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            expected = plain_logprobs(policy, prompt, completion, 1.7)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("write", [write_qwen2, write_qwen3_moe], ids=["Qwen2.5", "Qwen3-MoE"])
+def test_other_families_generate_from_the_tensors_of_their_files(
+    tmp_path: Path, write: Callable[[Path, Sizes], PolicyShape]
+) -> None:
+    write(tmp_path, Sizes())
+    engine = LocalEngine(tmp_path, device=torch.device("cpu"), dtype=torch.float32, max_batch=64)
+    stored = load_file(tmp_path / "model.safetensors")
+    gate = min(name for name in stored if "gate_proj" in name)
+    with pytest.raises(ValueError, match=f"model: {gate} is missing.$"):
+        engine.update_weights([{name: tensor for name, tensor in stored.items() if name != gate}], version=1)
+    engine.update_weights([stored], version=2)
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    prompts = make_prompts(3, 11, 1, 6)
+    groups = engine.generate(prompts, sampling_of(temperature=1.7))
+    assert tokens_of(groups) == tokens_of(engine.generate(prompts, sampling_of(temperature=1.7)))
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
             expected = plain_logprobs(policy, prompt, completion, 1.7)
