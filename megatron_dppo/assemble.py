@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_dppo.bridge.export import check_destination, export_hf
 from megatron_dppo.bridge.file_plan import plan_files
 from megatron_dppo.bridge.load import load_policy
+from megatron_dppo.bridge.load_checkpoint import load_checkpoint
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import PromptPool, load_prompts
@@ -74,7 +75,7 @@ class PolicyParts:
 
 
 def assemble_policy(config: Config, world: World, *, temperature: float) -> PolicyParts:
-    """Build the actor with the weights of ``model.path``, each rank reading its own slices."""
+    """Build the actor with the initial policy's weights, each rank reading its own slices."""
     shape = world.together(lambda: read_shape(config.model.path))
     tokenizer = world.together(lambda: load_tokenizer(config.model.path))
     layout = resolve_layout(config.layout, world.size)
@@ -114,4 +115,7 @@ def load_pools(parts: PolicyParts) -> tuple[PromptPool, Sequence[Prompt]]:
 
 
 def _load(bare: PolicyModel, config: Config, shape: PolicyShape, world: World) -> None:
-    world.together(lambda: load_policy(bare, Path(config.model.path), shape, world))
+    if config.model.checkpoint is not None:
+        load_checkpoint(bare, Path(config.model.checkpoint), world)
+    else:
+        world.together(lambda: load_policy(bare, Path(config.model.path), shape, world))

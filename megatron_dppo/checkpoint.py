@@ -1,41 +1,51 @@
 """Checkpoints in Megatron's layout, written so that a kill at any instant leaves the last good one.
 
-``RUN/checkpoints/iter_0000100/`` holds Megatron's distributed format and ``trainer_state.json``;
+``RUN/checkpoints/iter_0000100/`` holds Megatron's distributed format and the trainer's own state;
 ``latest_checkpointed_iteration.txt`` names the one to resume from. A checkpoint is written beside its place, renamed
 into it, and only then named: whatever the file does not name, or is hidden, was never finished or is being removed.
+``RUN/checkpoints/hf/`` has the policy's configuration and tokenizer, so that the weights can be converted on their own.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing, parallel_state
+import torch
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_dppo.bridge.checkpoint_folder import (
+    COMPANIONS_FOLDER,
+    TRACKER,
+    checkpoint_place,
+    iteration_name,
+    latest_step,
+)
+from megatron_dppo.bridge.hf_directory import copy_companions
+from megatron_dppo.bridge.load_checkpoint import check_policy, read, sharding
+from megatron_dppo.bridge.replacing import replacing
+from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
+from megatron_dppo.models.layer_specs import choose_spec
+from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.parallel.world import World
-
-TRACKER = "latest_checkpointed_iteration.txt"
-
-
-def latest_step(folder: Path) -> int | None:
-    """The step of the last good checkpoint under ``folder``, None if there is none."""
-    tracker = folder / TRACKER
-    return int(tracker.read_text()) if tracker.exists() else None
+from megatron_dppo.resume import Writer, read_state, write_state
 
 
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, world: World, *, keep: int) -> None:
-        self._folder, self._world, self._keep = folder, world, keep
+    def __init__(self, config: Config, world: World) -> None:
+        self._folder = Path(config.run.dir) / "checkpoints"
+        self._source, self._keep, self._world = Path(config.model.path), config.run.keep_checkpoints, world
+        self._dtype = DTYPES[config.model.dtype]
+        self._writer = Writer.of(config, choose_spec(config.model.spec))
 
     def save(self, actor: Actor, step: int, trainer_state: dict[str, Any]) -> None:
         """Write everything that the steps after ``step`` depend on. Collective.
@@ -48,10 +58,10 @@ class Checkpoints:
         Raises:
             UserError: on every rank, if it does not fit on the disk; the last good checkpoint stays.
         """
-        place, partial = self._path(step), self._folder / f".iter_{step:07d}.partial"
+        place, partial = self._path(step), self._folder / f".{iteration_name(step)}.partial"
         self._world.from_leader(lambda: self._make_room(partial, place, _bytes(actor, self._world)))
         try:
-            save_shards(_sharded_state(actor, loading=False), partial)
+            save_shards(_sharded_state(actor, self._writer, loading=False), partial)
         except (OSError, RuntimeError, CheckpointException) as error:  # the last is no Exception, and says little
             free = shutil.disk_usage(self._folder).free
             if isinstance(error, OSError) or free < _bytes(actor, self._world):
@@ -59,19 +69,38 @@ class Checkpoints:
             raise
         self._world.from_leader(lambda: self._put_in_place(partial, place, step, trainer_state))
 
-    def load(self, actor: Actor) -> tuple[int, dict[str, Any]]:
-        """Restore the last good checkpoint into ``actor``. Collective. Returns its step and the trainer's state."""
+    def load(self, actor: Actor) -> tuple[int, dict[str, Any]] | None:
+        """Restore the last good checkpoint into ``actor``, written in whatever layout. Collective.
+
+        The optimizer's settings stay those of this run.
+
+        Returns:
+            Its step and the trainer's state; None if there is no checkpoint.
+
+        Raises:
+            UserError: on every rank, before anything is changed, if this run cannot go on from it.
+        """
         step = self._world.from_leader(lambda: latest_step(self._folder))
         if step is None:
-            raise FileNotFoundError(f"no {TRACKER} in {self._folder}")
-        place = self._path(step)
-        state = dist_checkpointing.load(_sharded_state(actor, loading=True), str(place))
+            return None
+        place = self._world.from_leader(lambda: checkpoint_place(self._folder, "run.dir"))
+        trainer_state, written = self._world.from_leader(lambda: read_state(place, self._writer))
+        self._world.from_leader(lambda: check_policy(place, actor.bare.shape, "run.dir"))
+        state = _sharded_state(actor, written, loading=True)
+        state = read(state, place, "run.dir")
+        if written.optimizer == "plain":
+            _restore_step(state["optimizer"])
         actor.bare.load_state_dict(state["model"])
+        settings = [{**group} for group in actor.optimizer.param_groups]
         actor.optimizer.load_state_dict(state["optimizer"])
-        return step, json.loads((place / "trainer_state.json").read_text())
+        for group, ours in zip(actor.optimizer.param_groups, settings, strict=True):
+            group |= {name: value for name, value in ours.items() if name not in ("params", "step")}
+            if "step" in group:
+                group["step"] = int(group["step"])  # torch's Adam wrote a float, Transformer Engine's takes no such
+        return step, trainer_state
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"iter_{step:07d}"
+        return self._folder / iteration_name(step)
 
     def _make_room(self, partial: Path, place: Path, needed: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -84,8 +113,11 @@ class Checkpoints:
 
     def _put_in_place(self, partial: Path, place: Path, step: int, trainer_state: dict[str, Any]) -> None:
         try:
-            with (partial / "trainer_state.json").open("w") as file:
-                json.dump(trainer_state, file)
+            if not (companions := self._folder / COMPANIONS_FOLDER).exists():  # and never a checkpoint without them
+                with replacing(companions) as draft:
+                    copy_companions(self._source, draft, self._dtype)
+                    _sync_tree(draft)
+            write_state(partial, trainer_state, self._writer)
             _sync_tree(partial)
             partial.rename(place)
             tracker = self._folder / (TRACKER + ".partial")
@@ -111,16 +143,27 @@ def save_shards(state: dict[str, Any], folder: Path) -> None:
     dist_checkpointing.save(state, str(folder), validate_access_integrity=False)
 
 
-def _sharded_state(actor: Actor, *, loading: bool) -> dict[str, Any]:
+def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, Any]:
     metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        **sharding(),
+        # Without the prefix the names do not depend on how many optimizers Megatron made of ours.
+        "chained_optim_avoid_prefix": True,
+        # One replica gathers the others' state, in host memory; else each would, and by way of its GPU.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
     }
+    if writer.optimizer != "plain":
+        metadata["distrib_optim_sharding_type"] = writer.optimizer
     model = actor.bare.sharded_state_dict(metadata=metadata)
     return {
         "model": model,
         "optimizer": actor.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=metadata),
     }
+
+
+def _restore_step(optimizer: dict[str, Any]) -> None:
+    """Put back the count of a plain optimizer that has not stepped: Megatron leaves a count of 0 out."""
+    inner = optimizer.get("optimizer", optimizer)  # bf16 keeps it beside the master weights
+    inner["state"].setdefault("common_step", torch.zeros(()))
 
 
 def _bytes(actor: Actor, world: World) -> int:

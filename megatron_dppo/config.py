@@ -40,6 +40,9 @@ class ModelConfig:
 
     path: str = ""
     """Hugging Face directory of the initial policy: config.json, safetensors, tokenizer files."""
+    checkpoint: str | None = None
+    """Megatron checkpoint folder (of a run, or from tools/convert_ckpt/hf_to_megatron.py) whose weights take the place
+    of those in model.path, where config.json and the tokenizer then suffice."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in the forward pass; master weights and gradients are fp32."""
     spec: Literal["auto", "torch", "te"] = "auto"
@@ -246,6 +249,9 @@ class OptimizerConfig:
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     distributed: bool = True
     """Shard the optimizer's state over the data-parallel ranks."""
+    checkpoint_format: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
+    """How a distributed optimizer's state is written: ``fully_reshardable`` resumes in any layout; ``dp_reshardable``
+    gathers nothing and is faster, and resumes at the same layout.tp and pp only."""
 
 
 @dataclass(frozen=True, slots=True)

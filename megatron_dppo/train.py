@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_dppo.assemble import assemble_learner, assemble_policy, load_pools
-from megatron_dppo.checkpoint import Checkpoints, latest_step
+from megatron_dppo.checkpoint import Checkpoints
 from megatron_dppo.config import Config
 from megatron_dppo.curriculum import Curriculum
 from megatron_dppo.evaluate import evaluate
@@ -23,7 +23,7 @@ from megatron_dppo.rollout.collect import Collected
 
 
 def train(config: Config) -> None:
-    """Train from the last checkpoint in ``run.dir``, or from ``model.path`` if there is none, to ``run.steps``.
+    """Train from the last checkpoint in ``run.dir``, or from the initial policy if there is none, to ``run.steps``.
 
     Raises:
         UserError: on every rank, for what the user can mend, and where a loss or a gradient is not finite.
@@ -50,7 +50,7 @@ class Trainer:
         self.pool, self.held_out = load_pools(self.policy)
         self.curriculum = Curriculum(config, len(self.pool))
         self.folder = Path(config.run.dir)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", world, keep=config.run.keep_checkpoints)
+        self.checkpoints = Checkpoints(config, world)
         if config.run.export:
             self.policy.check_export(self.folder / "hf", setting="run.dir")
         self.step = self._resume()
@@ -131,10 +131,10 @@ class Trainer:
                 self.journal.write(0)
 
     def _resume(self) -> int:
-        folder = self.folder / "checkpoints"
-        if self.world.from_leader(lambda: latest_step(folder)) is None:
+        found = self.checkpoints.load(self.policy.actor)
+        if found is None:
             return 0
-        step, state = self.checkpoints.load(self.policy.actor)
+        step, state = found
         self.curriculum.load_state_dict(state)
         return step
 

@@ -10,16 +10,26 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 
 
-def write_policy(path: Path, *, tied: bool = False, vocab: int = 131, layers: int = 4, seed: int = 7) -> Path:
+def write_policy(
+    path: Path,
+    *,
+    tied: bool = False,
+    vocab: int = 131,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    ffn: int = 80,
+    seed: int = 7,
+) -> Path:
     """A policy with large random weights and norms away from one, so that no mistake hides behind a default."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab,
         hidden_size=48,
-        intermediate_size=80,
+        intermediate_size=ffn,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         head_dim=16,
         rms_norm_eps=1e-6,
         max_position_embeddings=512,

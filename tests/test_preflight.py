@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from megatron_dppo.bridge.checkpoint_folder import FORMAT, TRACKER, iteration_name
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.preflight import OVERHEAD, bytes_to_write, check_config, preflight
+from megatron_dppo.resume import STATE, Writer, read_state, write_state
 from megatron_dppo.settings import load_config
 
 SMALL = ["data.max_prompt_tokens=32", "rollout.max_response_tokens=32", "pack.max_tokens=64"]
@@ -77,6 +79,9 @@ def test_defaults_do_not_contradict_each_other() -> None:
          "pruning.prompts.schedule.ramp", "shares of the run"),
         (["loss.clip_low=1"], "loss.clip_low", "below 1"),
         (["optimizer.min_lr=1"], "optimizer.min_lr", "optimizer.lr"),
+        (["optimizer.checkpoint_format=dp_reshardable", "optimizer.distributed=false"],
+         "optimizer.checkpoint_format", "optimizer.distributed=true"),
+        (["model.checkpoint=/nowhere/checkpoints"], "model.checkpoint", "latest_checkpointed_iteration.txt"),
         (["reward.overlong_buffer=33"], "reward.overlong_buffer", "32 or less"),
         (["rollout.prompts_per_step=600"], "rollout.prompts_per_step", "512 or less"),
         (["optimizer.weight_decay=.inf"], "optimizer.weight_decay", "finite"),
@@ -117,6 +122,65 @@ def test_a_truncated_weight_file_is_refused(policy: Path, tmp_path: Path) -> Non
     error = _refusal(_config(broken, tmp_path))
     assert error.setting == "model.path"
     assert "truncated" in error.problem
+
+
+def _checkpoint(config: Config, step: int) -> Path:
+    """The marks of a run's checkpoint, without weights."""
+    place = Path(config.run.dir) / "checkpoints" / iteration_name(step)
+    place.mkdir(parents=True)
+    (place / FORMAT).write_text("{}")
+    (place.parent / TRACKER).write_text(str(step))
+    write_state(place, {}, Writer.of(config, "torch"))
+    return place
+
+
+def test_a_policy_s_own_weights_are_not_asked_for_where_a_checkpoint_s_replace_them(
+    policy: Path, tmp_path: Path
+) -> None:
+    place = _checkpoint(_config(policy, tmp_path / "before"), 3)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copyfile(policy / "config.json", bare / "config.json")
+    assert _refusal(_config(bare, tmp_path)).setting == "model.path"
+    for named in (place, place.parent):
+        preflight(_config(bare, tmp_path, f"model.checkpoint={named}"), "train")
+    own = _refusal(_config(bare, tmp_path / "before", f"model.checkpoint={place}"))
+    assert own.setting == "model.checkpoint" and "this very run" in own.problem
+
+
+@pytest.mark.parametrize(
+    ("written", "resumed", "setting", "remedy"),
+    [
+        (["optimizer.checkpoint_format=dp_reshardable"], ["layout.pp=2"], "layout", "layout.tp=1 layout.pp=1"),
+        (["optimizer.distributed=false"], [], "optimizer.distributed", "optimizer.distributed=false"),
+        (["model.dtype=bf16"], [], "model.dtype", "model.dtype=bf16"),
+    ],
+)
+def test_a_run_that_cannot_go_on_is_told_so_before_a_rank_starts(
+    policy: Path, tmp_path: Path, written: list[str], resumed: list[str], setting: str, remedy: str
+) -> None:
+    before = _config(policy, tmp_path, *written)
+    place = _checkpoint(before, 3)
+    preflight(before, "train")
+    error = _refusal(_config(policy, tmp_path, *resumed))
+    assert error.setting == setting
+    assert remedy in error.remedy
+    preflight(_config(policy, tmp_path, *resumed), "sft")
+    (place / STATE).write_text("{}")
+    assert _refusal(before).setting == "run.dir"
+
+
+def test_buffers_with_the_parameters_in_another_order_are_refused(policy: Path, tmp_path: Path) -> None:
+    config = _config(policy, tmp_path, "optimizer.checkpoint_format=dp_reshardable")
+    place = _checkpoint(config, 3)
+    read_state(place, Writer.of(config, "torch"))
+    with pytest.raises(UserError, match=r"model\.spec = te: .* written at model\.spec = torch"):
+        read_state(place, Writer.of(config, "te"))
+
+
+def test_a_checkpoint_written_parameter_by_parameter_resumes_anywhere(policy: Path, tmp_path: Path) -> None:
+    _checkpoint(_config(policy, tmp_path, "layout.tp=2"), 3)
+    preflight(_config(policy, tmp_path, "layout.pp=2", "optimizer.checkpoint_format=dp_reshardable"), "train")
 
 
 def test_no_room_on_the_disk_is_found_before_the_run(

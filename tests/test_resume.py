@@ -53,8 +53,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(policy: Path, run: Path) -> subprocess.Popen[bytes]:
-    settings = [s.format(reward=f"{policy / 'reward.py'}:compute_score") for s in SETTINGS]
+def start(policy: Path, run: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    settings = [s.format(reward=f"{policy / 'reward.py'}:compute_score") for s in (*SETTINGS, *overrides)]
     command = [sys.executable, "-m", "megatron_dppo", "train", f"run.dir={run}", f"model.path={policy / 'hf'}"]
     log = (run.parent / f"{run.name}.log").open("ab")
     return subprocess.Popen([*command, *settings], stdout=log, stderr=log, start_new_session=True)
@@ -132,3 +132,31 @@ def test_kill_in_the_middle_of_a_checkpoint_changes_nothing(
     assert (run / "checkpoints" / TRACKER).read_text().strip() == "3"
     assert finish(start(policy, run), run) == undisturbed
     assert (run / "checkpoints" / TRACKER).read_text().strip() == str(STEPS)
+
+
+def test_a_run_goes_on_with_fewer_ranks_in_another_layout(
+    policy: Path, tmp_path: Path, undisturbed: list[dict]
+) -> None:
+    run = tmp_path / "run"
+    tracker = run / "checkpoints" / TRACKER
+    kill_when(start(policy, run, "layout.tp=2", "layout.dp=2"), tracker.exists)
+    ours = finish(start(policy, run, "layout.tp=1", "layout.pp=2"), run)
+    assert [row["step"] for row in ours] == list(range(STEPS + 1))
+    for row, expected in zip(ours, undisturbed, strict=True):  # the same prompts, answers and draws, to rounding
+        for name in row.keys() & expected.keys():
+            if name.startswith(("rollout/", "reward/", "prune/", "eval/", "train/")):
+                assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (row["step"], name)
+
+
+def test_a_layout_that_the_checkpoint_does_not_allow_is_refused_before_a_rank_starts(
+    policy: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    bound = ("optimizer.checkpoint_format=dp_reshardable", "run.steps=3", "eval.problems=0")
+    assert start(policy, run, *bound).wait(timeout=180) == 0
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert start(policy, run, "layout.tp=1", "layout.pp=2").wait(timeout=180) == 2
+    said = (tmp_path / "run.log").read_text()
+    assert "resumes at that tp and pp only" in said and "Resume with layout.tp=2 layout.pp=1" in said
+    assert "Traceback" not in said
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before

@@ -13,8 +13,8 @@ from megatron_dppo.bridge.mapping import expected_tensors
 from megatron_dppo.bridge.safetensors_files import SINGLE
 from megatron_dppo.models.shape import PolicyShape
 
-SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Types that an export can have, as safetensors spells them."""
+SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Types of weights, as safetensors spells them."""
 
 
 @dataclass(frozen=True, slots=True)

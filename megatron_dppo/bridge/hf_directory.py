@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,7 @@ import torch
 
 from megatron_dppo.bridge.file_plan import FilePlan
 from megatron_dppo.bridge.safetensors_files import INDEX
+from megatron_dppo.bridge.strips import write_at
 
 COMPANIONS = (
     "generation_config.json",
@@ -28,6 +29,8 @@ COMPANIONS = (
     "LICENSE",
 )
 """Files that belong to the weights and are copied as they are, where the source has them."""
+MODEL_FILES = ("config.json", "*.safetensors", INDEX, *COMPANIONS)
+"""Patterns of all that is written to such a directory."""
 
 
 def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -65,19 +68,30 @@ class SafetensorsWriter:
         return self
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor of the plan's shape, cast to its dtype.
+        """Write a tensor, cast to the plan's type.
 
         Raises:
-            ValueError: if the plan has no such tensor, or it was written before.
+            ValueError: if the plan has no such tensor, or another shape for it, or it was written before.
             OSError: for a full disk.
         """
-        if name not in self._places or tensor.shape != self._plan.tensors[name]:
-            raise ValueError(f"{name} {list(tensor.shape)} was written before, or is not in the plan")
+        if tensor.shape != self._plan.tensors.get(name):
+            raise ValueError(f"{name} {list(tensor.shape)} is not in the plan")
+        data = tensor.detach().to("cpu", self._plan.dtype).contiguous().flatten().view(torch.uint8)
+        self.write_bytes(name, [memoryview(data.numpy())])
+
+    def write_bytes(self, name: str, data: Iterable[memoryview]) -> None:
+        """Write a tensor's bytes, in the plan's type.
+
+        Raises:
+            ValueError: if they are too many or too few, or the tensor was written before.
+            OSError: for a full disk.
+        """
+        if name not in self._places:
+            raise ValueError(f"{name} was written before, or is not in the plan")
         file, start = self._places.pop(name)
-        data = memoryview(tensor.detach().to("cpu", self._plan.dtype).contiguous().flatten().view(torch.uint8).numpy())
-        while data:  # one call writes two gigabytes at most
-            written = os.pwrite(file, data, start)
-            data, start = data[written:], start + written
+        written = write_at(file, start, data) - start
+        if written != self._plan.bytes_of(name):
+            raise ValueError(f"{name} has {written} bytes instead of {self._plan.bytes_of(name)}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

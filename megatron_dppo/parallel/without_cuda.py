@@ -6,7 +6,7 @@ with CUDA none of them is installed.
 
 Besides, Megatron's distributed optimizer was written for the Adam of Transformer Engine or Apex. Where neither is
 installed it falls back on torch's, whose state it does not restore correctly; that is mended here as well, wherever it
-is torch's Adam that runs (with CUDA or without). The router of experts needs Transformer Engine, too, before 0.17.
+is torch's Adam that runs (with CUDA or without). The router of experts wants Transformer Engine, too.
 """
 
 from __future__ import annotations
@@ -159,19 +159,21 @@ def _mend_torch_adam() -> None:
 
 
 def _mend_router() -> None:
-    """Before 0.17 the router asks whether a function of Transformer Engine's is None that has no name without it."""
+    """Keep the router from Transformer Engine's matrix product where it is not installed, or has no GPU to run on.
+
+    Before 0.17 the router asks whether that function is None, and without Transformer Engine there is no such name.
+    """
     from megatron.core.transformer.moe import moe_utils
 
-    if not moe_utils.HAVE_TE:
+    if not (moe_utils.HAVE_TE and torch.cuda.is_available()):
         moe_utils.te_general_gemm = None
 
 
 def prepare_adam_state(optimizer: Any) -> None:
     """Create the Adam state of a Megatron optimizer now instead of in its first step, as zeros; existing state stays.
 
-    Torch's Adam creates its state lazily, and the distributed optimizer can neither describe it for a checkpoint nor
-    load it before it exists. Call this before ``sharded_state_dict`` on an optimizer that may not have stepped. With
-    the Adam of Transformer Engine or Apex there is nothing to do, and nothing is done.
+    Adam creates its state lazily, and the distributed optimizer can neither describe it for a checkpoint nor load it
+    before it exists. Call this before ``sharded_state_dict`` on an optimizer that may not have stepped.
 
     Args:
         optimizer: what ``get_megatron_optimizer`` returned.
@@ -182,6 +184,8 @@ def prepare_adam_state(optimizer: Any) -> None:
     for part in parts:
         inner = part.optimizer
         if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            if not inner.state:
+                part.load_state_dict(part.state_dict())  # for which Megatron makes that of Transformer Engine's Adam
             continue
         for group in inner.param_groups:
             for parameter in group["params"]:
