@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron_dppo.bridge.file_plan import FilePlan, plan_files
-from megatron_dppo.bridge.hf_directory import SafetensorsWriter, copy_companions
+from megatron_dppo.bridge.hf_directory import MODEL_FILES, SafetensorsWriter, copy_companions
 from megatron_dppo.bridge.replacing import check_place, replacing
 from megatron_dppo.bridge.stream import Consumers, Tensors, weight_stream
 from megatron_dppo.errors import UserError
@@ -71,7 +71,7 @@ def check_destination(source: Path, out: Path, size: int, setting: str = "run.di
     """
     if out.resolve() == source.resolve():
         raise UserError(setting, out, "is where the initial policy is read from", "write to another directory")
-    check_place(out, size, setting, mark="config.json", what="model directory")
+    check_place(out, size, setting, mark="config.json", what="model directory", files=MODEL_FILES)
 
 
 def _write_directory(stream: Iterator[Tensors], plan: FilePlan, source: Path, out: Path) -> Exception | None:

@@ -34,6 +34,8 @@ class StoredTensor:
     dtype: str
     """As safetensors spells it: F32, BF16, …"""
     shape: tuple[int, ...]
+    start: int
+    """Its first byte in the file."""
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -81,7 +83,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             header.pop("__metadata__", None)
             end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
             tensors = {
-                name: StoredTensor(file, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()
+                name: StoredTensor(
+                    file, entry["dtype"], tuple(entry["shape"]), start=8 + length + entry["data_offsets"][0]
+                )
+                for name, entry in header.items()
             }
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise _unreadable(file.parent, f"{file.name} is no safetensors file ({error})", "fetch it again") from None

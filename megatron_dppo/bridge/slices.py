@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from math import prod
 
 import torch
 from safetensors import safe_open
 
+from megatron_dppo.bridge.file_plan import SAFETENSORS
 from megatron_dppo.bridge.safetensors_files import StoredTensor
+from megatron_dppo.bridge.strips import Part
 
 
 class SliceReader(ExitStack):
@@ -25,3 +28,12 @@ class SliceReader(ExitStack):
 
     def read(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
         return self._slices[name][start:stop] if axis == 0 else self._slices[name][:, start:stop]
+
+
+def stored_parts(stored: Mapping[str, StoredTensor]) -> dict[str, Part]:
+    """Every tensor as the rectangle of its file that it is."""
+    torch_types = {name: dtype for dtype, name in SAFETENSORS.items()}
+    return {
+        name: Part(tensor.file, tensor.start, torch_types[tensor.dtype], tensor.shape[0], prod(tensor.shape[1:]))
+        for name, tensor in stored.items()
+    }

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_dppo.bridge.file_plan import FilePlan, plan_files
-from megatron_dppo.bridge.hf_directory import SafetensorsWriter
+from megatron_dppo.bridge.hf_directory import MODEL_FILES, SafetensorsWriter
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.replacing import check_place, replacing
 from megatron_dppo.data.vocabulary import END_OF_TEXT, TURN_END, character_tokenizer, train_bpe, write_tokenizer
@@ -91,7 +91,7 @@ def write_model(
         raise UserError("--vocab-size", rows, f"is less than the tokenizer's {tokens} tokens", f"Give {tokens} or more")
     size = replace(size, vocab_size=rows)
     plan = plan_files(size, max_shard_bytes, DTYPES[dtype])
-    check_place(out, plan.total_bytes, "out", mark="config.json", what="model directory")
+    check_place(out, plan.total_bytes, "out", mark="config.json", what="model directory", files=MODEL_FILES)
     ends = vocabulary.token_to_id(TURN_END), vocabulary.token_to_id(END_OF_TEXT)
     with _disk(out), replacing(out) as folder:
         write_tokenizer(vocabulary, folder, max_tokens=MAX_POSITIONS)

@@ -1,0 +1,249 @@
+"""The two conversions as commands: arguments, checks before anything is written, progress, verification."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from megatron_dppo.bridge.checkpoint_folder import COMPANIONS_FOLDER, FORMAT, RELEASE, TRACKER, checkpoint_place
+from megatron_dppo.bridge.convert import Advance, write_hf, write_megatron
+from megatron_dppo.bridge.file_plan import plan_files
+from megatron_dppo.bridge.hf_directory import MODEL_FILES
+from megatron_dppo.bridge.mapping import expected_tensors, parameters
+from megatron_dppo.bridge.replacing import check_place, replacing
+from megatron_dppo.bridge.safetensors_files import check_weights
+from megatron_dppo.bridge.slices import stored_parts
+from megatron_dppo.bridge.stored_policy import StoredPolicy
+from megatron_dppo.bridge.strips import STRIP_BYTES
+from megatron_dppo.bridge.torch_dist import plan_checkpoint
+from megatron_dppo.bridge.verify import compare_tensors, logits_dtype
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch.rank import quieten
+from megatron_dppo.models.shape import PolicyShape, read_shape
+from megatron_dppo.observe.complaint import describe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+GB = 10**9
+
+
+def run(command: Callable[[argparse.Namespace], None], chosen: argparse.Namespace) -> int:
+    """Run a command. Returns the exit code: 2 for a mistake that the user can mend, 130 after Ctrl-C."""
+    try:
+        command(chosen)
+    except UserError as error:
+        print(describe(error), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def parse_hf_to_megatron(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Write a Hugging Face model as a Megatron checkpoint (torch_dist), which every layout loads."
+    )
+    parser.add_argument("source", metavar="HF", type=Path, help="Hugging Face model directory")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to make: OUT/release, its tracker, OUT/hf")
+    _add_common_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def hf_to_megatron(chosen: argparse.Namespace) -> None:
+    """Convert, and verify where that is asked for.
+
+    Raises:
+        UserError: for a source that is not whole, a destination that cannot be written, or forms that differ; ``OUT``
+            is as it was.
+    """
+    with _named("HF"):
+        shape = read_shape(chosen.source)
+        stored = check_weights(chosen.source, shape)
+    tensors = stored_parts({name: stored[name] for name in expected_tensors(shape)})
+    widest = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
+    plan = plan_checkpoint(shape, DTYPES.get(chosen.dtype, widest))
+    files = (RELEASE, COMPANIONS_FOLDER, TRACKER)
+    _check_out(chosen, plan.files, [chosen.source], f"{RELEASE}/{FORMAT}", "converted checkpoint", files)
+    if _ready(chosen, shape, plan.files, plan.dtype):
+        with _in_place(chosen.out) as draft:
+            with _progress("to Megatron", parameters(shape) * plan.dtype.itemsize) as advance:
+                write_megatron(tensors, plan, chosen.source, draft, workers=chosen.workers, advance=advance)
+            _verify(chosen, draft / RELEASE, chosen.source, shape, plan.dtype)
+        print(f"{chosen.out}: {_weights(shape, plan.dtype)}")
+
+
+def parse_megatron_to_hf(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Write the policy of a Megatron checkpoint (torch_dist) as a Hugging Face model directory."
+    )
+    parser.add_argument(
+        "checkpoint", metavar="CKPT", type=Path, help="folder of checkpoints (RUN/checkpoints: the latest), or one"
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
+    parser.add_argument(
+        "--hf",
+        metavar="DIR",
+        type=Path,
+        help=f"where configuration and tokenizer come from (default: {COMPANIONS_FOLDER}/ beside the checkpoint)",
+    )
+    parser.add_argument(
+        "--shard-gb",
+        metavar="GB",
+        type=_positive(float),
+        default=5.0,
+        help="most in a file (default: %(default)s)",
+    )
+    _add_common_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def megatron_to_hf(chosen: argparse.Namespace) -> None:
+    """Convert, and verify where that is asked for.
+
+    Raises:
+        UserError: for a checkpoint that is not whole, a destination that cannot be written, or forms that differ;
+            ``OUT`` is as it was.
+    """
+    place = checkpoint_place(chosen.checkpoint, "CKPT")
+    companions = chosen.hf or place.absolute().parent / COMPANIONS_FOLDER
+    if not companions.is_dir():
+        problem = f"there is no {COMPANIONS_FOLDER}/ with the model's config.json and tokenizer beside {place.name}"
+        remedy = "Name the Hugging Face directory that the policy began from"
+        raise UserError("--hf", chosen.hf or "(not given)", problem, remedy)
+    with _named("--hf"):
+        shape = read_shape(companions)
+    policy = StoredPolicy(place, shape, "CKPT")
+    plan = plan_files(shape, int(chosen.shard_gb * GB), DTYPES.get(chosen.dtype, policy.dtype))
+    sizes = {file: sum(map(plan.bytes_of, names)) for file, names in plan.files.items()}
+    _check_out(chosen, sizes, [place, companions], "config.json", "model directory", MODEL_FILES)
+    if _ready(chosen, shape, sizes, plan.dtype):
+        with _in_place(chosen.out) as draft:
+            with _progress("to Hugging Face", plan.total_bytes) as advance:
+                write_hf(policy, plan, companions, draft, workers=chosen.workers, advance=advance)
+            _verify(chosen, place, draft, shape, plan.dtype)
+        print(f"{chosen.out}: {_weights(shape, plan.dtype)}")
+
+
+def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype", choices=["auto", *DTYPES], default="auto", help="of the weights (default: as stored)"
+    )
+    parser.add_argument(
+        "--workers", type=_positive(int), default=min(4, os.cpu_count() or 1), help="threads (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--verify",
+        nargs="?",
+        choices=["tensors", "all"],
+        const="all",
+        help="read what was written and compare every tensor's hash; all (the default of --verify): logits as well",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, print what would be written, and stop"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier conversion left in OUT")
+
+
+def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        if not 0 < (number := kind(text)) < float("inf"):
+            raise ValueError
+        return number
+
+    parse.__name__ = "positive number"  # argparse's word for it
+    return parse
+
+
+@contextmanager
+def _named(setting: str) -> Iterator[None]:
+    """Errors about a model directory name the argument, not the setting of a run."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(setting, error.value, error.problem, error.remedy) from error
+
+
+def _check_out(
+    chosen: argparse.Namespace,
+    sizes: Mapping[str, int],
+    sources: Sequence[Path],
+    mark: str,
+    what: str,
+    files: Sequence[str],
+) -> None:
+    out = chosen.out.resolve()
+    for source in sources:
+        if out in (source.resolve(), *source.resolve().parents):
+            raise UserError("OUT", chosen.out, f"{source} is read from there", "Name another directory")
+    if out.is_dir() and any(out.iterdir()) and not chosen.overwrite:
+        raise UserError("OUT", chosen.out, "is there already", "Name another directory, or give --overwrite")
+    check_place(chosen.out, sum(sizes.values()), "OUT", mark=mark, what=what, files=files)
+
+
+def _ready(chosen: argparse.Namespace, shape: PolicyShape, sizes: Mapping[str, int], dtype: torch.dtype) -> bool:
+    """Whether to go on; with ``--dry-run`` what would be done is printed instead."""
+    logits = logits_dtype(shape, dtype) if chosen.verify == "all" else None  # refused now, not after the conversion
+    if not chosen.dry_run:
+        return True
+    table = Table("file", "MiB", title=f"{chosen.out}: {sum(sizes.values()) / GB:.2f} GB", box=None)
+    for file, size in sizes.items():
+        table.add_row(file, f"{size / 2**20:,.1f}")
+    Console().print(table)
+    held = chosen.workers * 2 * STRIP_BYTES
+    print(f"memory: at most {held / 2**20:.1f} MiB of weights at a time, in {chosen.workers} workers")
+    if logits:
+        print(f"        then the whole model for its logits, {_weights(shape, logits)}")
+    print("nothing has been written")
+    return False
+
+
+@contextmanager
+def _in_place(out: Path) -> Iterator[Path]:
+    """A draft of ``out``, which takes its place at the end; a disk that fails or is full, in the user's words."""
+    try:
+        with replacing(out) as draft:
+            yield draft
+    except OSError as error:
+        problem = f"cannot be written ({error}); nothing is left there of this attempt"
+        raise UserError("OUT", out, problem, "Free some space, or name a directory on another disk") from error
+
+
+def _verify(chosen: argparse.Namespace, checkpoint: Path, hf: Path, shape: PolicyShape, dtype: torch.dtype) -> None:
+    if chosen.verify is None:
+        return
+    policy = StoredPolicy(checkpoint, shape, "--verify")
+    with _progress("verifying", parameters(shape) * dtype.itemsize) as advance:
+        digest = compare_tensors(policy, hf, shape, written=dtype, workers=chosen.workers, advance=advance)
+    print(f"every tensor is the same in both forms, read again from the disk (sha256 of all: {digest})")
+    if chosen.verify == "all":
+        quieten()
+        from megatron_dppo.bridge.compare_logits import compare_logits  # seconds, and memory, for what it imports
+
+        difference = compare_logits(checkpoint, hf, shape, logits_dtype(shape, dtype))
+        print(f"logits of both models differ by at most {difference:.2g} of their standard deviation")
+
+
+def _weights(shape: PolicyShape, dtype: torch.dtype) -> str:
+    millions = parameters(shape) / 1e6
+    return f"{millions:,.2f} million weights in {str(dtype).removeprefix('torch.')}"
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Advance]:
+    """A bar on a terminal; elsewhere one line at the end."""
+    console, began = Console(stderr=True), time.monotonic()
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda size: progress.update(task, advance=size)
+    if not console.is_terminal:
+        print(f"{what}: {total / GB:.2f} GB in {time.monotonic() - began:.2f} s", file=sys.stderr)

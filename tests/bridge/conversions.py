@@ -1,0 +1,45 @@
+"""The conversion commands as tests call them, and what they leave behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from megatron_dppo.bridge.convert_commands import (
+    hf_to_megatron,
+    megatron_to_hf,
+    parse_hf_to_megatron,
+    parse_megatron_to_hf,
+    run,
+)
+
+
+def to_megatron(source: Path, out: Path, *options: str) -> int:
+    """The exit code of ``hf_to_megatron.py``."""
+    return run(hf_to_megatron, parse_hf_to_megatron([str(source), str(out), *options]))
+
+
+def to_hf(checkpoint: Path, out: Path, *options: str) -> int:
+    """The exit code of ``megatron_to_hf.py``."""
+    return run(megatron_to_hf, parse_megatron_to_hf([str(checkpoint), str(out), *options]))
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face directory, read with safetensors alone."""
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Bit by bit, names and types included."""
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype
+        and torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8))
+        for name in left
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}

@@ -1,0 +1,243 @@
+"""Sources that are not whole and destinations that cannot be: one clear error, and nothing has changed anywhere."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_dppo.bridge.checkpoint_folder import TRACKER
+from megatron_dppo.bridge.safetensors_files import INDEX
+from tests.bridge.conversions import contents, to_hf, to_megatron, weights
+from tests.bridge.directories import Sizes, write_qwen2, write_qwen3
+
+UP = "model.layers.1.mlp.up_proj.weight"
+LAST = "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A model directory of two files."""
+    write_qwen3(tmp_path / "source", Sizes(), shard_size="40KB")
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def checkpoint(source: Path, tmp_path: Path) -> Path:
+    """A folder of checkpoints with one that was converted."""
+    assert to_megatron(source, tmp_path / "checkpoint") == 0
+    return tmp_path / "checkpoint"
+
+
+def complaint(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one error that was printed, in one line."""
+    text = capsys.readouterr().err
+    text = text[text.index("error: ") :]
+    assert text.count("error: ") == text.count("problem") == text.count("remedy") == 1
+    assert "Traceback" not in text
+    return " ".join(text.split())
+
+
+def set_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def truncate(file: Path, kept: int = -1) -> None:
+    file.write_bytes(file.read_bytes()[:kept])
+
+
+def rename_in_index(source: Path) -> None:
+    index = json.loads((source / INDEX).read_text())
+    index["weight_map"][UP + "s"] = index["weight_map"].pop(UP)
+    (source / INDEX).write_text(json.dumps(index))
+
+
+def add_tensor(source: Path) -> None:
+    tensors = weights(source) | {UP + "_scale": torch.zeros(1)}
+    for file in source.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, source / "model.safetensors")
+
+
+BAD_SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a missing shard": (lambda source: (source / LAST).unlink(), f"{LAST} is missing"),
+    "a truncated shard": (lambda source: truncate(source / LAST), f"{LAST} is truncated"),
+    "an index that names what is not there": (
+        rename_in_index,
+        f"{UP}s is in {LAST}, where it is not (nearest name: {UP})",
+    ),
+    "a tensor too many": (add_tensor, f"{UP}_scale is no part of a Qwen3ForCausalLM of 2 layers (nearest name: {UP})"),
+    "other sizes": (lambda source: set_config(source, head_dim=8), "has shape [6], but config.json makes it [8]"),
+    "another family": (lambda source: set_config(source, architectures=["Qwen2ForCausalLM"]), "q_proj.bias"),
+    "a model that is not supported": (lambda source: set_config(source, architectures=["LlamaForCausalLM"]), "Llama"),
+    "no directory": (shutil.rmtree, "is not a directory"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_SOURCES)
+def test_a_bad_model_directory_is_refused(
+    source: Path, tmp_path: Path, bad: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert to_megatron(source, out) == 0
+    before = contents(out)
+    damage, problem = BAD_SOURCES[bad]
+    damage(source)
+    for place, options in {out: ["--overwrite"], tmp_path / "absent": []}.items():
+        assert to_megatron(source, place, *options) == 2
+        text = complaint(capsys)
+        assert text.startswith(f"error: HF = {source} ")
+        assert problem in text
+    assert contents(out) == before
+    assert not (tmp_path / "absent").exists()
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def distcp(checkpoint: Path) -> Path:
+    (file,) = (checkpoint / "release").glob("*.distcp")
+    return file
+
+
+BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no .metadata": (lambda at: (at / "release/.metadata").unlink(), "has no .metadata"),
+    "a truncated .metadata": (lambda at: truncate(at / "release/.metadata", 700), ".metadata cannot be read"),
+    "an empty .metadata": (lambda at: truncate(at / "release/.metadata", 0), ".metadata cannot be read"),
+    "another pickle": (
+        lambda at: (at / "release/.metadata").write_bytes(pickle.dumps([1])),
+        ".metadata cannot be read",
+    ),
+    "a missing file": (lambda at: distcp(at).unlink(), "__0_0.distcp is missing"),
+    "a truncated file": (lambda at: truncate(distcp(at)), "__0_0.distcp is truncated"),
+    "a file of zeros": (
+        lambda at: distcp(at).write_bytes(bytes(distcp(at).stat().st_size)),
+        "embedding.word_embeddings.weight cannot be read (File is not a zip file)",
+    ),
+    "an older format": (lambda at: (at / "release/metadata.json").unlink(), "no checkpoint in Megatron's distributed"),
+    "no tracker": (lambda at: (at / TRACKER).unlink(), f"holds neither {TRACKER} nor"),
+    "no companions": (lambda at: shutil.rmtree(at / "hf"), "there is no hf/ with the model's config.json"),
+    "more layers": (
+        lambda at: set_config(at / "hf", num_hidden_layers=3),
+        "has shape [2, 24], but config.json makes it",
+    ),
+    "a smaller vocabulary": (lambda at: set_config(at / "hf", vocab_size=257), "has shape [256, 24], but config.json"),
+    "another family": (
+        lambda at: set_config(at / "hf", architectures=["Qwen2ForCausalLM"]),
+        "decoder.layers.self_attention.linear_qkv.bias is missing",
+    ),
+    "tied, and it is not": (
+        lambda at: set_config(at / "hf", tie_word_embeddings=True),
+        "output_layer.weight is no part of a Qwen3ForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_CHECKPOINTS)
+def test_a_bad_checkpoint_is_refused(
+    checkpoint: Path, tmp_path: Path, bad: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert to_hf(checkpoint, out) == 0
+    before = contents(out)
+    damage, problem = BAD_CHECKPOINTS[bad]
+    damage(checkpoint)
+    for place, options in {out: ["--overwrite"], tmp_path / "absent": []}.items():
+        assert to_hf(checkpoint, place, *options) == 2
+        text = complaint(capsys)
+        assert text.startswith(("error: CKPT = ", "error: --hf = "))
+        assert problem in text
+    assert contents(out) == before
+    assert not (tmp_path / "absent").exists()
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_nearest_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_qwen2(tmp_path / "source", Sizes())
+    assert to_megatron(tmp_path / "source", tmp_path / "checkpoint") == 0
+    set_config(tmp_path / "checkpoint/hf", architectures=["Qwen3ForCausalLM"])
+    assert to_hf(tmp_path / "checkpoint", tmp_path / "out") == 2
+    key = "decoder.layers.self_attention."
+    assert f"{key}q_layernorm.weight is missing (nearest name: {key}linear_qkv.bias)" in complaint(capsys)
+
+
+def test_nothing_is_overwritten_unasked(
+    source: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert to_hf(checkpoint, tmp_path / "hf") == 0
+    before = contents(tmp_path)
+    for convert, origin, out in ((to_megatron, source, checkpoint), (to_hf, checkpoint, tmp_path / "hf")):
+        assert convert(origin, out) == 2
+        assert f"error: OUT = {out} problem is there already" in complaint(capsys)
+    assert contents(tmp_path) == before
+
+
+def other_places(source: Path, checkpoint: Path, folder: Path) -> dict[Path, str]:
+    """Where a conversion must not go, even with ``--overwrite``, and why."""
+    run = folder / "run/checkpoints"
+    shutil.copytree(checkpoint / "release", run / "iter_0000004")
+    (run / TRACKER).write_text("4\n")
+    kept = folder / "kept"
+    shutil.copytree(checkpoint, kept)
+    shutil.copytree(source, kept, dirs_exist_ok=True)
+    (kept / "thesis.tex").touch()
+    (folder / "projects/hf").mkdir(parents=True)
+    (folder / "file").touch()
+    return {
+        run: "is there already and is no",
+        folder / "run": "is there already and is no",
+        folder / "projects": "is there already and is no",
+        folder / "file": "is there already and is no",
+        kept: "in it, which is no part of a",
+        Path("/proc"): "is a whole file system",
+    }
+
+
+@pytest.mark.parametrize("convert", [to_megatron, to_hf])
+def test_what_is_no_conversion_of_the_kind_is_never_replaced(
+    source: Path, checkpoint: Path, tmp_path: Path, convert: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = other_places(source, checkpoint, tmp_path)
+    before = contents(tmp_path)
+    for out, problem in places.items():
+        assert convert(source if convert is to_megatron else checkpoint, out, "--overwrite") == 2
+        text = complaint(capsys)
+        assert f"error: OUT = {out} problem" in text
+        assert problem in text
+    assert contents(tmp_path) == before
+
+
+def test_the_source_is_never_replaced(
+    source: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to(source)
+    before = contents(tmp_path)
+    for out in (source, tmp_path, tmp_path / "link"):
+        assert to_megatron(source, out, "--overwrite") == 2
+        assert "is read from there" in complaint(capsys)
+    for out in (checkpoint / "release", checkpoint / "hf", checkpoint):
+        assert to_hf(checkpoint, out, "--overwrite") == 2
+        assert "is read from there" in complaint(capsys)
+    assert contents(tmp_path) == before
+
+
+def test_a_directory_behind_a_link_is_replaced_where_it_is(source: Path, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk/megatron").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk/megatron")
+    for options in ([], ["--overwrite"]):
+        assert to_megatron(source, tmp_path / "link", *options) == 0
+        assert contents(tmp_path / "disk/megatron") == contents(checkpoint)
+        assert (tmp_path / "link").is_symlink()
+
+
+def test_a_folder_that_may_not_be_written_to(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert to_megatron(source, Path("/proc/out")) == 2
+    assert "error: OUT = /proc/out problem" in complaint(capsys)
+    (tmp_path / "file").touch()
+    assert to_megatron(source, tmp_path / "file" / "out") == 2
+    assert f"error: OUT = {tmp_path}/file/out problem cannot be written" in complaint(capsys)

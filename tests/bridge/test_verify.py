@@ -1,0 +1,191 @@
+"""``--verify`` finds what has changed since it was written, and models that are not each other's."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_dppo.bridge import convert_commands, verify
+from megatron_dppo.bridge.mapping import entries, expected_tensors
+from megatron_dppo.bridge.safetensors_files import INDEX, check_weights
+from megatron_dppo.bridge.slices import stored_parts
+from megatron_dppo.bridge.stored_policy import StoredPolicy
+from megatron_dppo.bridge.strips import Part
+from megatron_dppo.bridge.verify import compare_tensors, logits_dtype
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape, read_shape
+from tests.bridge.conversions import contents, to_hf, to_megatron
+from tests.bridge.directories import Sizes, write_qwen3
+from tests.bridge.test_convert_errors import complaint
+
+NAMES = ["model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight"]
+
+
+def flip(part: Part, byte: int) -> None:
+    """Change one bit of a stored tensor."""
+    with part.file.open("r+b") as file:
+        file.seek(part.start + byte)
+        (old,) = file.read(1)
+        file.seek(part.start + byte)
+        file.write(bytes([old ^ 1]))
+
+
+def parts_in_checkpoint(place: Path, shape: PolicyShape) -> dict[str, list[Part]]:
+    policy = StoredPolicy(place, shape, "CKPT")
+    return {name: parts for entry in entries(shape) for name, parts in policy.tensors(entry).items()}
+
+
+def compare(source: Path, checkpoint: Path) -> str:
+    shape = read_shape(source)
+    policy = StoredPolicy(checkpoint, shape, "CKPT")
+    return compare_tensors(policy, source, shape, written=policy.dtype, workers=2, advance=lambda size: None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("which", ["checkpoint", "directory"])
+def test_a_flipped_bit_in_either_form_is_found(tmp_path: Path, name: str, which: str) -> None:
+    shape = write_qwen3(tmp_path / "source", Sizes(), shard_size="40KB")
+    assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
+    checkpoint = tmp_path / "megatron" / "release"
+    digest = compare(tmp_path / "source", checkpoint)
+    if which == "checkpoint":
+        part = parts_in_checkpoint(checkpoint, shape)[name][-1]
+    else:
+        part = stored_parts(check_weights(tmp_path / "source", shape))[name]
+    for byte in (0, part.rows * part.columns * part.dtype.itemsize - 1):
+        flip(part, byte)
+        with pytest.raises(UserError, match=f"--verify = {re.escape(name)}: differs between the two forms"):
+            compare(tmp_path / "source", checkpoint)
+        flip(part, byte)
+    assert compare(tmp_path / "source", checkpoint) == digest
+
+
+def test_the_digest_is_the_policys_and_not_the_files(tmp_path: Path) -> None:
+    digests = []
+    for name, sizes, shard_size in (("one", Sizes(), "1GB"), ("more", Sizes(), "40KB"), ("tied", None, "1GB")):
+        write_qwen3(tmp_path / name, sizes or Sizes(tie_word_embeddings=True), shard_size=shard_size)
+        assert to_megatron(tmp_path / name, tmp_path / f"{name}.megatron") == 0
+        digests.append(compare(tmp_path / name, tmp_path / f"{name}.megatron/release"))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def flipping(write: Callable[..., None], tensor: str) -> Callable[..., None]:
+    """The same, with one bit of what was written flipped afterwards, as a failing disk would."""
+
+    def write_and_flip(*arguments: object, **options: object) -> None:
+        write(*arguments, **options)
+        out = arguments[3]
+        shape = read_shape(out if (out / "config.json").exists() else out / "hf")
+        if (out / "release").exists():
+            flip(parts_in_checkpoint(out / "release", shape)[tensor][0], 5)
+        else:
+            flip(stored_parts(check_weights(out, shape))[tensor], 5)
+
+    return write_and_flip
+
+
+@pytest.mark.parametrize("direction", ["write_megatron", "write_hf"])
+def test_what_was_written_wrongly_is_never_put_in_place(
+    tmp_path: Path, direction: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, checkpoint, out = tmp_path / "source", tmp_path / "checkpoint", tmp_path / "out"
+    write_qwen3(source, Sizes())
+    assert to_megatron(source, checkpoint) == 0
+    convert, origin = (to_hf, checkpoint) if direction == "write_hf" else (to_megatron, source)
+    for options in ([], ["--overwrite"]):
+        before = contents(tmp_path)
+        broken = flipping(getattr(convert_commands, direction), NAMES[1])
+        with patch.object(convert_commands, direction, broken):
+            assert convert(origin, out, "--verify", "tensors", *options) == 2
+        assert f"error: --verify = {NAMES[1]} problem differs between the two forms" in complaint(capsys)
+        assert contents(tmp_path) == before
+        assert convert(origin, out, "--verify", "tensors", *options) == 0
+
+
+def test_an_incomplete_index_is_found(tmp_path: Path) -> None:
+    write_qwen3(tmp_path / "source", Sizes(), shard_size="40KB")
+    assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
+    index = json.loads((tmp_path / "source" / INDEX).read_text())
+    index["weight_map"] = {n: f for n, f in index["weight_map"].items() if f != "model-00002-of-00002.safetensors"}
+    (tmp_path / "source" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match="more tensors are missing"):
+        compare(tmp_path / "source", tmp_path / "megatron/release")
+
+
+def test_logits_are_computed_in_what_fits_in_memory(tmp_path: Path) -> None:
+    shape = write_qwen3(tmp_path, Sizes())
+    count = sum(torch.Size(size).numel() for size in expected_tensors(shape).values())
+
+    def chosen(stored: torch.dtype, free: float) -> torch.dtype:
+        with patch.object(verify.psutil, "virtual_memory") as memory:
+            memory.return_value.available = free * count
+            return logits_dtype(shape, stored)
+
+    assert chosen(torch.bfloat16, 8) is torch.float32
+    assert chosen(torch.bfloat16, 5) is torch.bfloat16
+    for stored, free in ((torch.bfloat16, 3), (torch.float16, 5)):
+        with pytest.raises(UserError, match="Give --verify tensors") as caught:
+            chosen(stored, free)
+        assert caught.value.setting == "--verify"
+
+
+TOOLS = Path(convert_commands.__file__).parents[2] / "tools/convert_ckpt"
+
+
+def test_the_tools_compare_logits_and_print_nothing_else(tmp_path: Path) -> None:
+    write_qwen3(tmp_path / "source", Sizes(), dtype=torch.bfloat16)
+    runs = {
+        "hf_to_megatron.py": (tmp_path / "source", tmp_path / "megatron"),
+        "megatron_to_hf.py": (tmp_path / "megatron", tmp_path / "back"),
+    }
+    processes = [
+        subprocess.run([sys.executable, TOOLS / tool, *paths, "--verify"], capture_output=True, text=True, check=False)
+        for tool, paths in runs.items()
+    ]
+    for process, (_, out) in zip(processes, runs.values(), strict=True):
+        assert process.returncode == 0, process.stderr
+        tensors, logits, written = process.stdout.splitlines()
+        assert "every tensor is the same in both forms" in tensors
+        assert float(re.search(r"differ by at most (\S+) of", logits)[1]) < 1e-4
+        assert written == f"{out}: 0.02 million weights in bfloat16"
+        assert [line.partition(":")[0] for line in process.stderr.splitlines()][1:] == ["verifying"]
+
+
+OTHER_MODELS = {
+    "another base of rotary positions": {"rope_theta": 5e5},
+    "another epsilon": {"rms_eps": 1e-1},
+}
+
+
+def main(folder: Path) -> None:
+    """Run in a process of its own, which Megatron-Core is changed for."""
+    from megatron_dppo.bridge.compare_logits import compare_logits
+
+    shape, place = read_shape(folder / "source"), folder / "megatron/release"
+    print(compare_logits(place, folder / "source", shape, torch.float32))
+    for changes in OTHER_MODELS.values():
+        try:
+            compare_logits(place, folder / "source", replace(shape, **changes), torch.float32)
+        except UserError as error:
+            print(error.problem)
+
+
+def test_models_that_are_not_each_others_are_told_apart(tmp_path: Path) -> None:
+    write_qwen3(tmp_path / "source", Sizes())
+    assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
+    program = f"from pathlib import Path; from tests.bridge.test_verify import main; main(Path({str(tmp_path)!r}))"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    difference, *problems = process.stdout.splitlines()
+    assert float(difference) < 1e-4
+    assert len(problems) == len(OTHER_MODELS)
+    assert all(re.search("logits differ by .* of their deviation, over 0.001", problem) for problem in problems)
