@@ -1,0 +1,121 @@
+"""What Transformer Engine's layers are called, as recorded from them, against the mapping and against torch's layers.
+
+Where it can be imported, the recording is made again, and the law is run through its layers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_dppo.bridge.load import load_policy
+from megatron_dppo.bridge.load_checkpoint import load_checkpoint, sharding
+from megatron_dppo.bridge.mapping import Entry, Place, entries, expected_tensors
+from megatron_dppo.bridge.stream import weight_stream
+from megatron_dppo.checkpoint import save_shards
+from megatron_dppo.config import LayoutConfig, ModelConfig
+from megatron_dppo.models.layer_specs import Spec, transformer_engine_installed
+from megatron_dppo.models.policy import PolicyModel, build_policy
+from megatron_dppo.models.shape import PolicyShape, read_shape
+from megatron_dppo.parallel.world import World, initialize
+from tests.bridge.record_te import POLICIES, RECORDING, TPS, layout_of, making, names, record
+from tests.ranks import RankPool
+
+RECORDED: dict[str, Any] = json.loads(RECORDING.read_text())
+needs_transformer_engine = pytest.mark.skipif(
+    not transformer_engine_installed(),
+    reason="Transformer Engine is not installed; its names are known from a recording",
+)
+
+
+@pytest.mark.parametrize("tp", TPS)
+@pytest.mark.parametrize("family", POLICIES)
+def test_every_parameter_of_te_is_one_row_of_the_table(tmp_path: Path, family: str, tp: int) -> None:
+    recorded = {name: tuple(by_tp[TPS.index(tp)]) for name, by_tp in RECORDED[family]["parameters"].items()}
+    mapped = list(entries(POLICIES[family](tmp_path)))
+    rows = {name: [entry.shard_shape(tp) for entry in mapped if name in entry.megatron] for name in recorded}
+    assert rows == {name: [size] for name, size in recorded.items()}
+    assert [entry.megatron for entry in mapped if len(recorded.keys() & set(entry.megatron)) != 1] == []
+
+
+def whole_shape(entry: Entry) -> tuple[int, ...]:
+    """A row's shape in the distributed format, where layers and experts are leading dimensions."""
+    shape = entry.shape
+    counted = {Place.LAYER: (shape.num_layers,), Place.EXPERT: (shape.num_layers, shape.experts)}
+    return (*counted.get(entry.row.place, ()), *entry.shard_shape(1))
+
+
+@pytest.mark.parametrize("family", POLICIES)
+def test_the_table_knows_the_keys_of_te_checkpoints(tmp_path: Path, family: str) -> None:
+    recorded = {key: tuple(size) for key, size in RECORDED[family]["checkpoint"].items()}
+    weights = {entry.row.key: whole_shape(entry) for entry in entries(POLICIES[family](tmp_path))}
+    assert weights == {key: size for key, size in recorded.items() if not key.startswith("optimizer.")}
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("family", POLICIES)
+def test_a_checkpoint_of_torch_layers_has_the_keys_and_shapes_of_te(
+    ranks: RankPool, tmp_path: Path, family: str, tp: int, pp: int
+) -> None:
+    recorded = {key: tuple(size) for key, size in RECORDED[family]["checkpoint"].items()}
+    POLICIES[family](tmp_path / "policy")
+    for found in ranks.run(tp * pp, names, tmp_path / "policy", layout_of(tp, pp), "torch", tmp_path / "run"):
+        assert found.checkpoint == recorded
+
+
+@needs_transformer_engine
+@pytest.mark.parametrize("family", POLICIES)
+def test_transformer_engine_still_has_the_recorded_names(ranks: RankPool, family: str) -> None:
+    assert record(ranks, POLICIES[family]) == RECORDED[family]
+
+
+def policy(spec: Spec, shape: PolicyShape, layout: LayoutConfig, world: World) -> PolicyModel:
+    """NaN everywhere, so that whatever is not loaded shows."""
+    with making(spec):
+        model = build_policy(shape, ModelConfig(spec=spec), layout, temperature=1.0).to(world.device)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    return model
+
+
+def through_te(rank: int, size: int, path: Path, layout: LayoutConfig, folder: Path | None) -> list[str]:
+    """The tensors that come back changed, or not at all, from layers of Transformer Engine's.
+
+    Args:
+        folder: for a checkpoint of torch's layers to load from; None: to load from the directory itself.
+    """
+    world, shape = initialize(layout, seed=1, timeout_s=60.0), read_shape(path)
+    te = policy("te", shape, layout, world)
+    if folder is None:
+        world.together(lambda: load_policy(te, path, shape, world))
+    else:
+        ours = policy("torch", shape, layout, world)
+        world.together(lambda: load_policy(ours, path, shape, world))
+        save_shards({"model": ours.sharded_state_dict(metadata=sharding())}, folder)
+        world.wait_for_all("checkpoint")
+        load_checkpoint(te, folder, world)
+    left = load_file(path / "model.safetensors")
+    assert left.keys() == expected_tensors(shape).keys()
+    for bucket in weight_stream(te, shape, world):
+        for name in [name for name, tensor in bucket.items() if torch.equal(tensor.cpu(), left[name])]:
+            del left[name]
+    return list(left)
+
+
+@needs_transformer_engine
+@pytest.mark.parametrize("tp", TPS)
+@pytest.mark.parametrize("family", POLICIES)
+@pytest.mark.parametrize("source", ["directory", "checkpoint of torch layers"])
+def test_round_trip_through_te_is_the_identity(
+    ranks: RankPool, tmp_path: Path, source: str, family: str, tp: int
+) -> None:
+    POLICIES[family](tmp_path / "policy")
+    folder = None if source == "directory" else tmp_path / "checkpoint"
+    if folder:
+        folder.mkdir()
+    assert ranks.run(tp, through_te, tmp_path / "policy", layout_of(tp), folder) == [[]] * tp
