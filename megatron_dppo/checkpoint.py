@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
@@ -141,6 +142,9 @@ def save_shards(state: dict[str, Any], folder: Path) -> None:
     """
     filesystem_async._results_queue = queue.SimpleQueue()
     dist_checkpointing.save(state, str(folder), validate_access_integrity=False)
+    if dist.get_rank() == 0 and not (common := folder / "common.pt").exists():
+        # From 0.19 on it is among the shards, where earlier versions do not look for it.
+        torch.save(dist_checkpointing.load_common_state_dict(str(folder)), common)
 
 
 def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, Any]:

@@ -94,6 +94,7 @@ def test_resumed_updates_are_those_of_an_undisturbed_run(
     assert latest_step(tmp_path / "run/checkpoints") == 5
     left = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
     assert left == ["hf", "iter_0000004", "iter_0000005", TRACKER]
+    assert next(tmp_path.rglob("iter_0000005/common.pt")).is_file()  # which Megatron before 0.19 looks for
 
 
 def replace_run(config: Config, folder: Path) -> Config:
