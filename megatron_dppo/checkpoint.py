@@ -88,7 +88,7 @@ class Checkpoints:
         trainer_state, written = self._world.from_leader(lambda: read_state(place, self._writer))
         self._world.from_leader(lambda: check_policy(place, actor.bare.shape, "run.dir"))
         state = _sharded_state(actor, written, loading=True)
-        state = read(state, place, "run.dir")
+        state = read(state, place, "run.dir", self._world)
         if written.optimizer == "plain":
             _restore_step(state["optimizer"])
         actor.bare.load_state_dict(state["model"])

@@ -32,7 +32,7 @@ def load_checkpoint(model: PolicyModel, folder: Path, world: World) -> None:
     place = world.from_leader(lambda: checkpoint_place(folder, setting))
     world.from_leader(lambda: check_policy(place, model.shape, setting))
     state = {"model": model.sharded_state_dict(metadata=sharding())}
-    model.load_state_dict(read(state, place, setting)["model"])
+    model.load_state_dict(read(state, place, setting, world)["model"])
 
 
 def check_policy(place: Path, shape: PolicyShape, setting: str) -> None:
@@ -49,16 +49,20 @@ def sharding() -> dict[str, Any]:
     return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
-def read(state: dict[str, Any], place: Path, setting: str) -> dict[str, Any]:
+def read(state: dict[str, Any], place: Path, setting: str, world: World) -> dict[str, Any]:
     """Read what a sharded state describes. Collective.
 
     Raises:
         UserError: on every rank, naming ``setting``, if a file does not hold what the checkpoint says.
     """
-    try:
-        return dist_checkpointing.load(state, str(place))
-    except CheckpointException as error:  # torch's: raised on every rank, and no Exception
-        failure, _ = next(iter(error.failures.values()))
-    problem = f"cannot be read ({type(failure).__name__}: {failure})"
-    remedy = "Fetch its files again, or write the number of another checkpoint into the tracker beside it"
-    raise UserError(setting, place, problem, remedy) from failure
+
+    def attempt() -> dict[str, Any]:
+        try:
+            return dist_checkpointing.load(state, str(place))
+        except CheckpointException as error:  # torch's, and no Exception; from Megatron 0.17 on, on the one rank alone
+            failure, _ = next(iter(error.failures.values()))
+        problem = f"cannot be read ({type(failure).__name__}: {failure})"
+        remedy = "Fetch its files again, or write the number of another checkpoint into the tracker beside it"
+        raise UserError(setting, place, problem, remedy) from failure
+
+    return world.together(attempt, what="reading of a checkpoint")
