@@ -8,6 +8,7 @@ into it, and only then named: whatever the file does not name, or is hidden, was
 
 from __future__ import annotations
 
+import io
 import os
 import queue
 import shutil
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
@@ -79,7 +79,8 @@ class Checkpoints:
             Its step and the trainer's state; None if there is no checkpoint.
 
         Raises:
-            UserError: on every rank, before anything is changed, if this run cannot go on from it.
+            UserError: on every rank, if this run cannot go on from it; nothing has been read then, unless a file turns
+                out to be damaged.
         """
         step = self._world.from_leader(lambda: latest_step(self._folder))
         if step is None:
@@ -118,6 +119,7 @@ class Checkpoints:
                 with replacing(companions) as draft:
                     copy_companions(self._source, draft, self._dtype)
                     _sync_tree(draft)
+            _keep_common_state(partial)
             write_state(partial, trainer_state, self._writer)
             _sync_tree(partial)
             partial.rename(place)
@@ -142,9 +144,14 @@ def save_shards(state: dict[str, Any], folder: Path) -> None:
     """
     filesystem_async._results_queue = queue.SimpleQueue()
     dist_checkpointing.save(state, str(folder), validate_access_integrity=False)
-    if dist.get_rank() == 0 and not (common := folder / "common.pt").exists():
-        # From 0.19 on it is among the shards, where earlier versions do not look for it.
-        torch.save(dist_checkpointing.load_common_state_dict(str(folder)), common)
+
+
+def _keep_common_state(folder: Path) -> None:
+    """Write ``common.pt`` where Megatron did not: from 0.19 on it is among the shards, where older ones never look."""
+    if not (common := folder / "common.pt").exists():
+        data = io.BytesIO()
+        torch.save(dist_checkpointing.load_common_state_dict(str(folder)), data)
+        common.write_bytes(data.getbuffer())
 
 
 def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, Any]:

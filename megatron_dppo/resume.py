@@ -54,6 +54,10 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
     Raises:
         UserError: if that cannot go on from this checkpoint.
     """
+    if not (place / STATE).is_file():
+        problem = f"{place} has no {STATE}: it is no checkpoint of a run"
+        remedy = f"Name another run.dir; its weights alone are started from with model.checkpoint={place}"
+        raise UserError("run.dir", place.parent.parent, problem, remedy)
     state = json.loads((place / STATE).read_text())
     weights_alone = f"or begin another run.dir with its weights alone: model.checkpoint={place}"
     if _KEY not in state:

@@ -23,13 +23,16 @@ LIMITS = {"fp32": 1e-3, "bf16": 0.1}
 """Largest difference of two logits, over the deviation of all, that different kernels may make."""
 
 
-def compare_logits(checkpoint: Path, hf: Path, shape: PolicyShape, dtype: torch.dtype) -> float:
+def compare_logits(
+    checkpoint: Path, hf: Path, shape: PolicyShape, dtype: torch.dtype, *, written: torch.dtype
+) -> float:
     """Run both models on a few tokens, one after the other.
 
     Args:
         checkpoint: Megatron's.
         hf: Hugging Face directory.
         dtype: to compute in, fp32 or bf16.
+        written: the type that was written; the other side's weights are cast to it first, as the conversion did.
 
     Returns:
         The largest difference of two logits, over the standard deviation of all.
@@ -39,8 +42,8 @@ def compare_logits(checkpoint: Path, hf: Path, shape: PolicyShape, dtype: torch.
     """
     (name,) = (name for name, known in DTYPES.items() if known == dtype)
     tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1))
-    theirs = _huggingface(hf, tokens, dtype)
-    ours = _megatron(checkpoint, shape, tokens, name)
+    theirs = _huggingface(hf, tokens, dtype, written)
+    ours = _megatron(checkpoint, shape, tokens, name, written)
     difference = float((ours - theirs).abs().max() / theirs.std())
     if not difference <= LIMITS[name]:
         problem = f"the models' logits differ by {difference:.2g} of their deviation, over {LIMITS[name]:g}"
@@ -49,12 +52,15 @@ def compare_logits(checkpoint: Path, hf: Path, shape: PolicyShape, dtype: torch.
 
 
 @torch.no_grad()
-def _huggingface(hf: Path, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _huggingface(hf: Path, tokens: torch.Tensor, dtype: torch.dtype, written: torch.dtype) -> torch.Tensor:
     disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(hf, dtype=dtype).eval()(tokens).logits[0].float()
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=written)
+    return model.to(dtype).eval()(tokens).logits[0].float()
 
 
-def _megatron(checkpoint: Path, shape: PolicyShape, tokens: torch.Tensor, dtype: str) -> torch.Tensor:
+def _megatron(
+    checkpoint: Path, shape: PolicyShape, tokens: torch.Tensor, dtype: str, written: torch.dtype
+) -> torch.Tensor:
     """[tokens, vocabulary] fp32, of a model that Megatron itself loads, in a process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -62,6 +68,8 @@ def _megatron(checkpoint: Path, shape: PolicyShape, tokens: torch.Tensor, dtype:
         settings = ModelConfig(dtype=dtype, spec="torch")
         model = build_policy(shape, settings, LayoutConfig(), temperature=1.0).to(world.device, DTYPES[dtype]).eval()
         load_checkpoint(model, checkpoint, world)
+        for parameter in model.parameters():
+            parameter.data.copy_(parameter.data.to(written))
         packed = packed_sequence(np.array([0, TOKENS], dtype=np.int32), TOKENS, world.device)
         positions = torch.arange(TOKENS)[None]
         return model.logits(tokens.to(world.device), positions.to(world.device), packed).cpu()

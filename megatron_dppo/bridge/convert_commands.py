@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -43,6 +45,10 @@ def run(command: Callable[[argparse.Namespace], None], chosen: argparse.Namespac
     except UserError as error:
         print(describe(error), file=sys.stderr)
         return 2
+    except OSError as error:
+        mended = UserError("file", error.filename, error.strerror or str(error), "Mend that, and convert again")
+        print(describe(mended), file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     return 0
@@ -69,7 +75,7 @@ def hf_to_megatron(chosen: argparse.Namespace) -> None:
         shape = read_shape(chosen.source)
         stored = check_weights(chosen.source, shape)
     tensors = stored_parts({name: stored[name] for name in expected_tensors(shape)})
-    widest = max((tensor.dtype for tensor in tensors.values()), key=lambda dtype: dtype.itemsize)
+    widest = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
     plan = plan_checkpoint(shape, DTYPES.get(chosen.dtype, widest))
     files = (RELEASE, COMPANIONS_FOLDER, TRACKER)
     _check_out(chosen, plan.files, [chosen.source], f"{RELEASE}/{FORMAT}", "converted checkpoint", files)
@@ -115,10 +121,10 @@ def megatron_to_hf(chosen: argparse.Namespace) -> None:
     """
     place = checkpoint_place(chosen.checkpoint, "CKPT")
     companions = chosen.hf or place.absolute().parent / COMPANIONS_FOLDER
-    if not companions.is_dir():
+    if chosen.hf is None and not companions.is_dir():
         problem = f"there is no {COMPANIONS_FOLDER}/ with the model's config.json and tokenizer beside {place.name}"
         remedy = "Name the Hugging Face directory that the policy began from"
-        raise UserError("--hf", chosen.hf or "(not given)", problem, remedy)
+        raise UserError("--hf", "(not given)", problem, remedy)
     with _named("--hf"):
         shape = read_shape(companions)
     policy = StoredPolicy(place, shape, "CKPT")
@@ -198,7 +204,7 @@ def _ready(chosen: argparse.Namespace, shape: PolicyShape, sizes: Mapping[str, i
     for file, size in sizes.items():
         table.add_row(file, f"{size / 2**20:,.1f}")
     Console().print(table)
-    held = chosen.workers * 2 * STRIP_BYTES
+    held = chosen.workers * 5 * STRIP_BYTES  # what is written, and what it is cast from: four times, of fp64 to bf16
     print(f"memory: at most {held / 2**20:.1f} MiB of weights at a time, in {chosen.workers} workers")
     if logits:
         print(f"        then the whole model for its logits, {_weights(shape, logits)}")
@@ -208,27 +214,28 @@ def _ready(chosen: argparse.Namespace, shape: PolicyShape, sizes: Mapping[str, i
 
 @contextmanager
 def _in_place(out: Path) -> Iterator[Path]:
-    """A draft of ``out``, which takes its place at the end; a disk that fails or is full, in the user's words."""
+    """A draft of ``out``, which takes its place at the end; a file or disk that fails, in the user's words."""
     try:
         with replacing(out) as draft:
             yield draft
     except OSError as error:
-        problem = f"cannot be written ({error}); nothing is left there of this attempt"
-        raise UserError("OUT", out, problem, "Free some space, or name a directory on another disk") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "Free some space, or name a directory on another disk" if full else "Mend that, and convert again"
+        raise UserError("OUT", out, f"was not written ({error}); nothing is left of this attempt", remedy) from error
 
 
 def _verify(chosen: argparse.Namespace, checkpoint: Path, hf: Path, shape: PolicyShape, dtype: torch.dtype) -> None:
     if chosen.verify is None:
         return
     policy = StoredPolicy(checkpoint, shape, "--verify")
-    with _progress("verifying", parameters(shape) * dtype.itemsize) as advance:
+    with _named("--verify"), _progress("verifying", parameters(shape) * dtype.itemsize) as advance:
         digest = compare_tensors(policy, hf, shape, written=dtype, workers=chosen.workers, advance=advance)
     print(f"every tensor is the same in both forms, read again from the disk (sha256 of all: {digest})")
     if chosen.verify == "all":
         quieten()
         from megatron_dppo.bridge.compare_logits import compare_logits  # seconds, and memory, for what it imports
 
-        difference = compare_logits(checkpoint, hf, shape, logits_dtype(shape, dtype))
+        difference = compare_logits(checkpoint, hf, shape, logits_dtype(shape, dtype), written=dtype)
         print(f"logits of both models differ by at most {difference:.2g} of their standard deviation")
 
 

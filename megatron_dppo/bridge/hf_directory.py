@@ -62,7 +62,7 @@ class SafetensorsWriter:
             for name in self._plan.files:
                 file = stack.enter_context((self._folder / name).open("wb", buffering=0))
                 head, starts = self._plan.header(name)
-                file.write(head)
+                write_at(file.fileno(), 0, [head])
                 self._places |= {tensor: (file.fileno(), start) for tensor, start in starts.items()}
             self._stack = stack.pop_all()
         return self

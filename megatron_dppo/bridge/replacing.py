@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -21,33 +22,52 @@ def replacing(out: Path) -> Iterator[Path]:
     What a killed process left behind goes with the next call. The disk's cache is not flushed.
 
     Raises:
-        OSError: if the disk is full, or another process has begun to replace ``out`` meanwhile.
+        OSError: if the disk is full, or another process is writing there.
     """
     out = out.resolve()  # behind a link
     draft, former = (out.parent / f".{out.name}.{state}" for state in ("writing", "former"))
-    if former.exists() and not out.exists():  # killed between the two renames below
-        former.rename(out)
-    for stale in (draft, former):
-        shutil.rmtree(stale, ignore_errors=True)
-    draft.mkdir(parents=True)
-    ours = os.open(draft, os.O_RDONLY)  # as long as it is open, no other directory is taken for it
-    try:
-        yield draft
-        if not _same(ours, draft):
-            raise FileExistsError(errno.EEXIST, "another process writes there too", str(out))
-        if out.exists():  # a directory with something in it cannot be renamed over: it steps aside first
-            out.rename(former)
-        draft.rename(out)
-    except BaseException:
-        if former.exists() and not out.exists():
+    with _alone_in(draft, out):
+        if former.exists() and not out.exists():  # killed between the two renames below
             former.rename(out)
-        raise
-    finally:
-        if _same(ours, draft):
+        for stale in (former, *draft.iterdir()):
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
+        try:
+            yield draft
+            if out.exists():  # a directory with something in it cannot be renamed over: it steps aside first
+                out.rename(former)
+            draft.rename(out)
+        except BaseException:
+            if former.exists() and not out.exists():
+                former.rename(out)
             shutil.rmtree(draft, ignore_errors=True)
-        os.close(ours)
-        if out.exists():
-            shutil.rmtree(former, ignore_errors=True)
+            raise
+        shutil.rmtree(former, ignore_errors=True)
+
+
+@contextmanager
+def _alone_in(draft: Path, out: Path) -> Iterator[None]:
+    """Make the draft, or take over the one that a killed process left, and keep other processes from doing the same."""
+    draft.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(draft, os.O_RDONLY)
+    try:
+        locked = _locked(descriptor)
+        # Else it was put in place between our opening and locking it.
+        ours = locked and draft.exists() and os.path.samestat(os.fstat(descriptor), draft.stat())
+        if not ours:
+            raise FileExistsError(errno.EEXIST, "another process is writing there", str(out))
+        yield
+    finally:
+        os.close(descriptor)  # and so the lock, which a killed process loses too
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks, as Lustre may be mounted
+        return True
+    return True
 
 
 def check_place(
@@ -79,7 +99,3 @@ def check_place(
     if size > free:
         problem = f"{size / 2**30:.2f} GiB are to be written, and {place} has {free / 2**30:.2f} GiB free"
         raise UserError(setting, out, problem, "free some space, or name a directory on another disk")
-
-
-def _same(descriptor: int, path: Path) -> bool:
-    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from math import prod
 from pathlib import Path
 
@@ -44,9 +45,9 @@ class StoredPolicy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The widest type among the stored weights."""
+        """The type that holds every stored weight."""
         dtypes = {self._checkpoint.tensors[entry.row.key].properties.dtype for entry in self.parameters}
-        return max(dtypes, key=lambda dtype: dtype.itemsize)
+        return reduce(torch.promote_types, dtypes)
 
     def tensors(self, entry: Entry) -> dict[str, list[Part]]:
         """What the Hugging Face tensors of a parameter are put together from, by name.

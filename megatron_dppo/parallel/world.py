@@ -105,8 +105,9 @@ class World:
     def together(self, attempt: Callable[[], T], *, what: str = "part") -> T:
         """Run ``attempt`` on every rank; if it fails on any, raise the lowest failing rank's error on all of them.
 
-        For work that is local to a rank (reading files, scoring): ``attempt`` itself must not be collective. ``what``
-        names the work in the error about ranks that take longer than ``rollout.timeout_s``.
+        For work that is local to a rank (reading files, scoring): ``attempt`` must not be collective, unless every rank
+        fails in it where one does. ``what`` names the work in the error about ranks that take longer than
+        ``rollout.timeout_s``.
         """
         value: Any = None
         failure: Exception | None = None

@@ -62,7 +62,7 @@ def test_a_disk_that_fills_up_meanwhile_is_one_error_and_leaves_nothing(
     with patch.object(replacing.shutil, "disk_usage", return_value=room):  # what was free when that was checked
         assert convert(small_disk / "out") == 2
     text = complaint(capsys)
-    assert f"error: OUT = {small_disk}/out problem cannot be written" in text
+    assert f"error: OUT = {small_disk}/out problem was not written" in text
     assert "No space left on device" in text
     assert list(small_disk.iterdir()) == [small_disk / "ballast"]
 
@@ -79,7 +79,7 @@ def test_a_write_that_fails_leaves_the_old_one(
         assert convert(out, "--overwrite") == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert f"error: OUT = {out} problem cannot be written ([Errno 27] File too large)" in complaint(capsys)
+    assert f"error: OUT = {out} problem was not written ([Errno 27] File too large)" in complaint(capsys)
     assert contents(tmp_path) == before
     assert list(tmp_path.iterdir()) == [out]
 

@@ -240,4 +240,4 @@ def test_a_folder_that_may_not_be_written_to(source: Path, tmp_path: Path, capsy
     assert "error: OUT = /proc/out problem" in complaint(capsys)
     (tmp_path / "file").touch()
     assert to_megatron(source, tmp_path / "file" / "out") == 2
-    assert f"error: OUT = {tmp_path}/file/out problem cannot be written" in complaint(capsys)
+    assert f"error: OUT = {tmp_path}/file/out problem was not written" in complaint(capsys)

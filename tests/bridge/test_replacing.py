@@ -10,24 +10,31 @@ from megatron_dppo.bridge.replacing import replacing
 from tests.bridge.conversions import contents
 
 
-def test_of_two_that_write_to_one_place_the_later_wins_whole(tmp_path: Path) -> None:
+def test_of_two_that_write_to_one_place_the_earlier_goes_on_undisturbed(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(FileExistsError, match="another process writes there too"), replacing(out) as first:
+    with replacing(out) as first:
         (first / "first").touch()
-        with replacing(out) as second:
-            (second / "second").touch()
-    assert contents(tmp_path) == {"out/second": b""}
+        with pytest.raises(FileExistsError, match="another process is writing there"), replacing(out):
+            pytest.fail("two drafts of one directory")
+        (first / "more").touch()
+    assert contents(tmp_path) == {"out/first": b"", "out/more": b""}
 
 
-def test_the_earlier_leaves_the_later_ones_draft_alone(tmp_path: Path) -> None:
+def test_one_after_the_other_the_later_replaces_the_earlier_whole(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    earlier, later = replacing(out), replacing(out)
-    (earlier.__enter__() / "earlier").touch()
-    (later.__enter__() / "later").touch()
-    with pytest.raises(FileExistsError):
-        earlier.__exit__(None, None, None)
-    later.__exit__(None, None, None)
+    for name in ("earlier", "later"):
+        with replacing(out) as draft:
+            (draft / name).touch()
     assert contents(tmp_path) == {"out/later": b""}
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_the_draft_of_a_killed_process_is_emptied(tmp_path: Path) -> None:
+    (tmp_path / ".out.writing" / "half").mkdir(parents=True)
+    (tmp_path / ".out.writing" / "file").touch()
+    with replacing(tmp_path / "out") as draft:
+        (draft / "new").touch()
+    assert contents(tmp_path) == {"out/new": b""}
 
 
 def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
