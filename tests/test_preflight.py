@@ -168,6 +168,8 @@ def test_a_run_that_cannot_go_on_is_told_so_before_a_rank_starts(
     preflight(_config(policy, tmp_path, *resumed), "sft")
     (place / STATE).write_text("{}")
     assert _refusal(before).setting == "run.dir"
+    (place / STATE).unlink()
+    assert "is no checkpoint of a run" in _refusal(before).problem
 
 
 def test_buffers_with_the_parameters_in_another_order_are_refused(policy: Path, tmp_path: Path) -> None:

@@ -108,15 +108,16 @@ def test_weights_may_be_cast_on_either_way(tmp_path: Path) -> None:
         assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == dtype
 
 
-def test_mixed_types_become_the_widest(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("other", "both"), [(torch.float64, torch.float64), (torch.float16, torch.float32)])
+def test_mixed_types_become_one_that_holds_them_all(tmp_path: Path, other: torch.dtype, both: torch.dtype) -> None:
     write_qwen3(tmp_path / "source", Sizes(), dtype=torch.bfloat16)
     tensors = weights(tmp_path / "source")
     wide = "model.layers.1.self_attn.k_proj.weight"
-    tensors[wide] = torch.randn(tensors[wide].shape, dtype=torch.float64)
+    tensors[wide] = torch.randn(tensors[wide].shape).to(other)
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     assert to_megatron(tmp_path / "source", tmp_path / "megatron", "--verify", "tensors") == 0
     assert to_hf(tmp_path / "megatron", tmp_path / "back", "--verify", "tensors") == 0
-    assert same(weights(tmp_path / "back"), {name: tensor.double() for name, tensor in tensors.items()})
+    assert same(weights(tmp_path / "back"), {name: tensor.to(both) for name, tensor in tensors.items()})
 
 
 def test_an_output_layer_that_is_tied_is_not_carried_along(tmp_path: Path) -> None:
