@@ -147,7 +147,7 @@ def test_a_dry_run_prints_the_plan_and_its_memory_and_writes_nothing(
     assert to_megatron(tmp_path / "source", tmp_path / "megatron", "--dry-run", "--workers", "3") == 0
     printed = capsys.readouterr().out
     assert "__0_0.distcp" in printed
-    assert "memory: at most 1.5 MiB of weights at a time, in 3 workers" in printed
+    assert "memory: at most 3.8 MiB of weights at a time, in 3 workers" in printed
     assert contents(tmp_path) == before
     assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
     before = contents(tmp_path)
