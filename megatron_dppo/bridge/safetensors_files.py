@@ -58,7 +58,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         if tensor not in found or found[tensor].file.name != name:
             raise _unreadable(
                 path,
-                f"{INDEX} says that {tensor} is in {name}, where it is not{_nearest(tensor, found)}",
+                f"{INDEX} says that {tensor} is in {name}, where it is not{nearest_name(tensor, found)}",
                 f"fetch {INDEX} and {name} again, from one version of the model",
             )
     return found
@@ -109,11 +109,11 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
     if missing:
         raise _unreadable(
             path,
-            f"{_some(missing)} missing{_nearest(missing[0], unexpected)}",
+            f"{_some(missing)} missing{nearest_name(missing[0], unexpected)}",
             "take a directory that holds the whole model, in Hugging Face's form, and its own config.json",
         )
     if unexpected:
-        near = _nearest(unexpected[0], expected)
+        near = nearest_name(unexpected[0], expected)
         raise _unreadable(
             path,
             f"{_some(unexpected)} no part of a {shape.architecture} of {shape.num_layers} layers{near}",
@@ -174,7 +174,7 @@ def _some(names: list[str]) -> str:
     return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors are"
 
 
-def _nearest(name: str, candidates: Iterable[str]) -> str:
+def nearest_name(name: str, candidates: Iterable[str]) -> str:
     """The candidate most like ``name``, as the end of a sentence."""
-    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.8)
+    near = difflib.get_close_matches(name, list(candidates), n=1)
     return f" (nearest name: {near[0]})" if near else ""

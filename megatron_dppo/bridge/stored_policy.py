@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from math import prod
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Entry, Split, entries
+from megatron_dppo.bridge.safetensors_files import nearest_name
 from megatron_dppo.bridge.strips import Part, tensor_parts
 from megatron_dppo.bridge.torch_dist import METADATA, StoredCheckpoint
 from megatron_dppo.errors import UserError
@@ -78,9 +78,9 @@ class StoredPolicy:
         roots = {key.partition(".")[0] for key in (*keys, UNTIED_OUTPUT.key)}  # beside these are an optimizer's
         unexpected = [key for key in tensors if key.partition(".")[0] in roots and key not in keys]
         if missing := [key for key in keys if key not in tensors]:
-            raise self._other_policy(f"{missing[0]} is missing{_nearest(missing[0], unexpected)}")
+            raise self._other_policy(f"{missing[0]} is missing{nearest_name(missing[0], unexpected)}")
         if unexpected:
-            near = _nearest(unexpected[0], keys)
+            near = nearest_name(unexpected[0], keys)
             raise self._other_policy(f"{unexpected[0]} is no part of a {shape.architecture}{near}")
         places: dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]] = {}
         for key, leading in keys.items():
@@ -106,8 +106,3 @@ class StoredPolicy:
 
     def _unreadable(self, problem: str, remedy: str) -> UserError:
         return UserError(self._setting, self._folder, problem, remedy)
-
-
-def _nearest(name: str, candidates: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(candidates), n=1)
-    return f" (nearest name: {near[0]})" if near else ""
