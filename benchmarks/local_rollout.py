@@ -26,7 +26,7 @@ import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.engine import Sampling, generate
 from megatron_dppo.rollout.local import LocalEngine
 
 VOCABULARY, STOP_TOKENS = 128, (1, 2, 3, 4)
@@ -64,13 +64,13 @@ def with_engine(policy: Qwen3ForCausalLM, prompts: list[Prompt]) -> Callable[[in
     with tempfile.TemporaryDirectory() as directory:
         policy.config.save_pretrained(directory)
         engine = LocalEngine(directory, device=torch.device("cpu"), dtype=torch.float32, max_batch=PROMPTS * SAMPLES)
-    engine.update_weights([dict(policy.named_parameters())], version=0)
+    engine.update_weights(lambda to, bucket_mib=64: iter([dict(policy.named_parameters())]), version=0)
 
     def run(seed: int) -> int:
         sampling = Sampling(
             samples=SAMPLES, max_tokens=MAX_TOKENS, temperature=1.0, stop_token_ids=STOP_TOKENS, seed=seed
         )
-        groups = engine.generate(prompts, sampling)
+        groups = generate(engine, prompts, sampling)
         return sum(len(completion.token_ids) for group in groups for completion in group)
 
     return run

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.bridge.export import check_destination, export_hf
 from megatron_dppo.bridge.file_plan import plan_files
@@ -18,11 +20,13 @@ from megatron_dppo.learner import Learner
 from megatron_dppo.models.actor import Actor, Policy
 from megatron_dppo.models.policy import DTYPES, PolicyModel
 from megatron_dppo.models.shape import PolicyShape, read_shape
+from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, resolve_layout
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.collect import Collector
+from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.local import LocalEngine
 
 MAX_SHARD_BYTES = 5 * 2**30
@@ -41,18 +45,29 @@ class PolicyParts:
     pad_id: int
     stop_ids: tuple[int, ...]
 
-    def sync(self, engine: LocalEngine, version: int) -> None:
+    def sync(self, engine: RolloutEngine[Any], version: int) -> None:
         """Stream the actor's weights to an engine, which then generates with ``version``. Collective."""
         engine.pause()
-        engine.update_weights(weight_stream(self.actor.bare, self.shape, self.world), version)
+        engine.update_weights(partial(weight_stream, self.actor.bare, self.shape, self.world), version)
         engine.resume()
 
-    def engine(self) -> LocalEngine:
+    def engine(self) -> RolloutEngine[Any]:
         """An engine of this rank's own, without weights until the first sync."""
         model, rollout = self.config.model, self.config.rollout
-        return LocalEngine(model.path, device=self.world.device, dtype=DTYPES[model.dtype], max_batch=rollout.max_batch)
+        if rollout.engine != "local":
+            from megatron_dppo.rollout.servers.open import open_servers
 
-    def collector(self, engine: LocalEngine, workers: RewardWorkers) -> Collector:
+            say = partial(Console(self.config.run.steps).note, again=True)
+            return open_servers(self.config, self.world, self.shape, say)
+        return LocalEngine(
+            model.path,
+            device=self.world.device,
+            dtype=DTYPES[model.dtype],
+            max_batch=rollout.max_batch,
+            world=self.world,
+        )
+
+    def collector(self, engine: RolloutEngine[Any], workers: RewardWorkers) -> Collector:
         return Collector(self.config, self.world, engine, workers, self.tokenizer, self.stop_ids)
 
     def check_export(self, out: Path, *, setting: str) -> None:

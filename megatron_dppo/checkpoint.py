@@ -12,6 +12,7 @@ import io
 import os
 import queue
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,30 @@ class Checkpoints:
         self._dtype = DTYPES[config.model.dtype]
         self._writer = Writer.of(config, choose_spec(config.model.spec))
 
-    def save(self, actor: Actor, step: int, trainer_state: dict[str, Any]) -> None:
+    def save(
+        self,
+        actor: Actor,
+        step: int,
+        trainer_state: dict[str, Any],
+        write_more: Callable[[Path], None] | None = None,
+    ) -> None:
         """Write everything that the steps after ``step`` depend on. Collective.
 
         Args:
             actor: whose weights and optimizer state are written, each rank its shards.
             step: finished steps.
             trainer_state: the leader's, JSON-able: data order, pruning history.
+            write_more: writes this rank's own files into the folder that it is given. Not collective.
 
         Raises:
             UserError: on every rank, if it does not fit on the disk; the last good checkpoint stays.
         """
-        place, partial = self._path(step), self._folder / f".{iteration_name(step)}.partial"
+        place, partial = self.path(step), self._folder / f".{iteration_name(step)}.partial"
         self._world.from_leader(lambda: self._make_room(partial, place, _bytes(actor, self._world)))
         try:
             save_shards(_sharded_state(actor, self._writer, loading=False), partial)
+            if write_more is not None:
+                self._world.together(lambda: write_more(partial), what="part of the checkpoint")
         except (OSError, RuntimeError, CheckpointException) as error:  # the last is no Exception, and says little
             free = shutil.disk_usage(self._folder).free
             if isinstance(error, OSError) or free < _bytes(actor, self._world):
@@ -101,7 +111,8 @@ class Checkpoints:
                 group["step"] = int(group["step"])  # torch's Adam wrote a float, Transformer Engine's takes no such
         return step, trainer_state
 
-    def _path(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
         return self._folder / iteration_name(step)
 
     def _make_room(self, partial: Path, place: Path, needed: int) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -72,7 +73,15 @@ def _choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict[str, str
         "layers (model.spec auto)": "te" if engine else "torch",
         "optimizer": f"fused Adam of {fused}" if fused else "Adam of torch",
         "rollouts (rollout.engine)": "local",
+        "servers (rollout.launch)": _servers(),
     }
+
+
+def _servers() -> str:
+    """Which servers a run can start without being told how."""
+    sglang, vllm = importlib.util.find_spec("sglang") is not None, shutil.which("vllm") is not None
+    found = [name for name, here in (("sglang", sglang), ("vllm", vllm)) if here]
+    return ", ".join([*found, "those of rollout.launch.command and rollout.servers"])
 
 
 def _version(distribution: str, module: str) -> str | None:

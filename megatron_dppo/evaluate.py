@@ -53,7 +53,7 @@ def evaluate(world: World, collector: Collector, prompts: Sequence[Prompt], *, s
     Raises:
         UserError: on every rank, if more than ``reward.max_failures`` of the answers could not be scored.
     """
-    parts = world.gather(world.together(lambda: _share(world, collector, prompts, show), what="answers"))
+    parts = world.gather(_share(world, collector, prompts, show))
     collector.check_failures(parts, len(prompts))
     unscored = sum(part.unscored for part in parts)
     metrics = {
@@ -70,7 +70,7 @@ def evaluate(world: World, collector: Collector, prompts: Sequence[Prompt], *, s
 
 def _share(world: World, collector: Collector, prompts: Sequence[Prompt], show: int) -> _Part:
     mine = prompts[world.rank :: world.size]
-    answers = collector.answer(mine, samples=1, temperature=0.0, seed=0, of_all=len(prompts))
+    answers = collector.answers(collector.ask(mine, samples=1, temperature=0.0, seed=0), of_all=len(prompts))
     scores = [group[0] for group in answers.scores]
     shown = [
         Shown(prompt.text, texts[0], prompt.label, bool(score and score.correct))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,14 @@ class Journal:
         if dropped_prompts:
             self._console.note(f"{dropped_prompts} prompts over data.max_prompt_tokens left the pool")
 
-    def record(self, rollouts: Collected, plan: StepPlan, metrics: dict[str, float]) -> None:
+    def add(self, metrics: dict[str, float]) -> None:
+        """Take in what was measured outside of a step."""
+        self._row |= metrics
+
+    def record(self, rollouts: Collected, plan: StepPlan, metrics: dict[str, float], notes: Sequence[str] = ()) -> None:
         """Take in what a step's phases measured, and say what they have to say in words (each thing once)."""
         self._row |= rollouts.metrics | dict(plan.metrics) | metrics
-        for note in (*rollouts.notes, *plan.notes) if self._log else ():
+        for note in (*rollouts.notes, *plan.notes, *notes) if self._log else ():
             self._console.note(note)
 
     def evaluated(self, step: int, evaluation: Evaluation, seconds: dict[str, float]) -> None:

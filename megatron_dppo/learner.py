@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron_dppo.config import Config
+from megatron_dppo.disagreement import Compared, check_disagreement, compared_rows, logprob_limit
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor, Microbatch, Policy, Responses, Sums, learning_rate
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.hosts import Host, host_for
-from megatron_dppo.rl.losses import token_losses
+from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepPlan
 
-MAX_LOGPROB_DIFF = {"fp32": 1e-3, "bf16": 0.1}
-"""Mean |log p(trainer) − log p(engine)| per token past which something other than rounding is at work."""
+TIS_CAP_AHEAD = 2.0
+"""Cap of the truncated importance weights where rollouts are one step ahead and no cap is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +34,43 @@ class Learned:
 
 
 class PolicyLoss:
-    """The loss of a pack's responses under one host: Σ scale · token loss, nothing divided."""
+    """The loss of a step's packs under one host: Σ scale · token loss, nothing divided.
 
-    def __init__(self, host: Host, *, kl_coef: float, tis_cap: float | None) -> None:
-        self._host, self._kl_coef, self._tis_cap = host, kl_coef, tis_cap
+    Args:
+        version: of the weights that the step starts from: what they have generated, the trainer has to agree with.
+    """
+
+    def __init__(self, host: Host, *, kl_coef: float, tis_cap: float | None, version: int) -> None:
+        self._host, self._kl_coef, self._tis_cap, self._version = host, kl_coef, tis_cap, version
+        self._scored: list[tuple[Pack, torch.Tensor]] | None = []
+
+    def take_scored(self) -> list[tuple[Pack, torch.Tensor]]:
+        """The packs so far with the log-probabilities, [R], that they had as the step began. No more are kept."""
+        scored, self._scored = self._scored or [], None
+        return scored
 
     def __call__(self, responses: Responses) -> tuple[torch.Tensor, Sums]:
+        logprobs, pack = responses.logprobs, responses.pack
+        if self._scored is not None:
+            start = logprobs.detach() if responses.old_logprobs is None else responses.old_logprobs
+            self._scored.append((pack, start))
         losses = token_losses(
             self._host,
-            logprobs=responses.logprobs,
+            logprobs=logprobs,
             old_logprobs=responses.old_logprobs,
             engine_logprobs=responses.engine_logprobs,
             reference_logprobs=responses.reference_logprobs,
             advantage=responses.advantage,
             kl_coef=self._kl_coef,
             tis_cap=self._tis_cap,
+            fresh=torch.from_numpy(pack.versions == self._version).to(logprobs.device),
         )
         loss = (losses.loss * responses.scale).sum()
         sums = {
             **losses.sums,
             "train/loss": loss.detach(),
             "train/entropy_loss": responses.entropy.sum(),
-            "tokens": torch.tensor(float(responses.logprobs.numel())),
+            "tokens": torch.tensor(float(logprobs.numel())),
         }
         return loss, sums
 
@@ -68,11 +84,16 @@ class Learner:
         self._config, self._world, self._actor = config, world, actor
         self.reference = reference
         self._pad_id, self._timers = pad_id, timers
-        loss = config.loss
-        self._loss = PolicyLoss(host_for(loss), kl_coef=loss.kl_coef, tis_cap=loss.tis_cap)
 
-    def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int) -> Learned:
+    def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int) -> Learned:
         """Train on a plan: one optimizer step per minibatch that kept anything. Collective.
+
+        Args:
+            plan: the same on every rank.
+            held: the groups that this rank has, by row of the step's metadata.
+            step: counted from 0.
+            version: of the actor's weights. Trainer and engine are compared on what these very weights have generated;
+                what older ones have differs rightly.
 
         Raises:
             UserError: on every rank, if trainer and engine disagree on the rollouts' log-probabilities, or a loss or a
@@ -82,23 +103,28 @@ class Learner:
             packs = {i: self._packs(m, held) for i, m in enumerate(plan.minibatches) if m.capacity}
         with self._timers("log_probs"):
             microbatches = {i: self._microbatches(p) for i, p in packs.items()}
+        settings = self._config.loss
+        cap = settings.tis_cap or (TIS_CAP_AHEAD if self._config.rollout.ahead else None)
+        loss = PolicyLoss(host_for(settings), kl_coef=settings.kl_coef, tis_cap=cap, version=version)
         totals: dict[str, float] = {}
         norms = []
         for i, batch in microbatches.items():
             with self._timers("actor_train"):
                 updates = self._config.loss.updates_per_rollout
                 lr = learning_rate(self._config.optimizer, step * updates + i, self._config.run.steps * updates)
-                result = self._actor.update(batch, self._loss, lr=lr)
+                result = self._actor.update(batch, loss, lr=lr)
             if not norms:
-                self._check_start(result.sums, step)
+                self._check_start(result.sums, step, version, loss.take_scored())
             norms.append(result.grad_norm)
             for name, value in result.sums.items():
                 totals[name] = totals.get(name, 0.0) + value
         metrics = {"train/no_op_updates": float(len(plan.minibatches) - len(packs))}
         if norms:
-            tokens, loss = totals.pop("tokens"), totals.pop("train/loss")
+            tokens, fresh, total = (totals.pop(name) for name in ("tokens", FRESH_TOKENS, "train/loss"))
+            mismatch = {name: totals.pop(name) for name in MISMATCH}
             metrics |= {name: value / tokens for name, value in totals.items()}
-            metrics |= {"train/loss": loss / len(norms), "train/grad_norm": sum(norms) / len(norms), "train/lr": lr}
+            metrics |= {name: value / fresh for name, value in mismatch.items() if fresh}
+            metrics |= {"train/loss": total / len(norms), "train/grad_norm": sum(norms) / len(norms), "train/lr": lr}
             metrics["train/tokens"] = float(
                 sum((m.rows.prompt_length + m.rows.response_length).sum() for m in plan.minibatches)
             )
@@ -118,21 +144,28 @@ class Learner:
         reference = self.reference.log_probabilities(packs) if self.reference else nothing
         return [Microbatch(*parts) for parts in zip(packs, old, reference, strict=True)]
 
-    def _check_start(self, sums: Mapping[str, float], step: int) -> None:
+    def _check_start(
+        self, sums: Mapping[str, float], step: int, version: int, scored: Sequence[tuple[Pack, torch.Tensor]]
+    ) -> None:
         """Before the first update of a step trainer, engine and, at step 0, reference are one and the same policy."""
-        limit = self._config.rollout.max_logprob_diff
-        limit = MAX_LOGPROB_DIFF[self._config.model.dtype] if limit is None else limit
-        difference = sums["train/rollout_logprob_abs_diff"] / max(sums["tokens"], 1.0)
-        if difference > limit:
-            raise UserError(
-                "rollout.max_logprob_diff",
-                f"{limit:g}",
-                f"trainer and engine disagree on the rollouts' log-probabilities by {difference:.3g} on average in "
-                f"step {step + 1}: the engine holds other weights, another temperature or another tokenizer",
-                "find the cause; raise rollout.max_logprob_diff only for a difference that precision explains",
+
+        def compared() -> list[Compared]:
+            return [row for pack, mine in scored for row in compared_rows(pack, mine.float().cpu().numpy(), version)]
+
+        if fresh := sums[FRESH_TOKENS]:
+            difference, error = (sums[name] / fresh for name in MISMATCH)
+            check_disagreement(
+                self._config,
+                self._world,
+                who="the engine",
+                when=f"in step {step + 1}",
+                difference=difference,
+                error=error,
+                compared=compared,
+                name=f"step_{step + 1:07d}",
             )
         kl = sums.get("train/kl_loss", 0.0) / max(sums["tokens"], 1.0)
-        if step == 0 and kl > limit:
+        if step == 0 and kl > logprob_limit(self._config):
             raise UserError(
                 "loss.kl_coef",
                 self._config.loss.kl_coef,

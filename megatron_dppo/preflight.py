@@ -23,6 +23,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
 from megatron_dppo.resume import Writer, read_state
 from megatron_dppo.rewards.functions import BUILTIN, resolve
+from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 
 Command = Literal["train", "sft"]
 
@@ -50,6 +51,7 @@ def preflight(config: Config, command: Command) -> None:
     _check_data(config, command)
     if command == "train":
         _check_reward(config.reward.function)
+        check_servers(config, shape)
     _check_run_dir(Path(config.run.dir))
     if command == "train":
         _check_resume(config)
@@ -71,6 +73,7 @@ def check_config(config: Config, command: Command = "train") -> None:
         _check_loss(config)
         _check_window(config)
         _check_pruning(config)
+        check_rollout(config)
 
 
 def _numbers(section: Any, prefix: str) -> Iterator[tuple[str, float]]:
@@ -134,13 +137,6 @@ def _check_loss(config: Config) -> None:
 
 
 def _check_window(config: Config) -> None:
-    if config.rollout.samples_per_prompt > config.rollout.max_batch:
-        raise UserError(
-            "rollout.max_batch",
-            config.rollout.max_batch,
-            f"cannot hold the rollout.samples_per_prompt = {config.rollout.samples_per_prompt} of a single prompt",
-            f"Raise it to {config.rollout.samples_per_prompt} or more",
-        )
     prompts, updates = config.rollout.prompts_per_step, config.loss.updates_per_rollout
     rule, keep = config.pruning.prompts.rule, config.pruning.prompts.keep
     kept = prompts if rule == "none" else math.floor(prompts * keep)

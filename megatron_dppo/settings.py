@@ -191,12 +191,17 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _value(setting: Setting, text: str) -> Any:
-    """An override's value. It is read as YAML, but words stay words: ``run.dir=2024`` and ``data.label_key=yes``."""
-    words = str in (setting.type, *get_args(setting.type))
-    if (words or setting.choices) and not (setting.takes_none and text.strip() in ("", "~", "null")):
-        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-        return text[1:-1] if quoted else text
+    """An override's value. It is read as YAML, but words stay words: ``run.dir=2024`` and ``data.label_key=yes``, and
+    in lists of words too: ``rollout.launch.flags=[--context-length, 2048]``."""
+    kinds = get_args(setting.type) if get_origin(setting.type) in (Union, UnionType) else (setting.type,)
+    if setting.takes_none and text.strip() in ("", "~", "null"):
+        return None
     try:
+        if any(get_origin(kind) is tuple and str in get_args(kind) for kind in kinds):
+            return yaml.load(text, Loader=yaml.BaseLoader)
+        if str in kinds or any(isinstance(choice, str) for choice in get_args(setting.type)):
+            quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+            return text[1:-1] if quoted else text
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
@@ -232,7 +237,7 @@ def _explain(error: ValidationError) -> UserError:
 
 
 def _wrong(setting: Setting, value: object, problem: str) -> UserError:
-    default = "null" if setting.default is None else setting.default
+    default = "null" if setting.default is None else "[]" if setting.default == () else setting.default
     return UserError(
         setting.key, short(value), problem, f"set {setting.key} to {allowed(setting.type)} (its default is {default})"
     )

@@ -98,7 +98,7 @@ def _packs(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], to
 
 def _row(answer: WorkedAnswer, tokens: int) -> PackedRow:
     unknown = np.zeros(len(answer.response_ids), np.float32)  # no engine made these tokens
-    return PackedRow(answer.prompt_ids, answer.response_ids, unknown, advantage=1.0, scale=1.0 / tokens)
+    return PackedRow(answer.prompt_ids, answer.response_ids, unknown, advantage=1.0, scale=1.0 / tokens, version=0)
 
 
 def _negative_log_likelihood(responses: Responses) -> tuple[torch.Tensor, Sums]:

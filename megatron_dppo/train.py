@@ -1,12 +1,18 @@
 """A run of DPPO: select, roll out, score, plan, train, sync, until the last step. Start reading here.
 
 Every rank runs this same program. Rank 0, the leader, also selects prompts, plans, logs and prints.
+
+With ``rollout.ahead`` the next step's prompts are selected as soon as a step is planned, and servers roll them out
+while it trains: with weights that are one update old, but by a history that lacks nothing.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
+from megatron_dppo.agreement import check_agreement
 from megatron_dppo.assemble import assemble_learner, assemble_policy, load_pools
 from megatron_dppo.checkpoint import Checkpoints
 from megatron_dppo.config import Config
@@ -19,7 +25,9 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.types import Selection, StepPlan
-from megatron_dppo.rollout.collect import Collected
+from megatron_dppo.rollout.collect import Begun, Collected
+from megatron_dppo.rollout.in_flight import Batch, read_batch, write_batch
+from megatron_dppo.rollout.staleness import staleness
 
 
 def train(config: Config) -> None:
@@ -29,23 +37,22 @@ def train(config: Config) -> None:
         UserError: on every rank, for what the user can mend, and where a loss or a gradient is not finite.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
-    workers = RewardWorkers(config.reward.function, workers=config.reward.workers, timeout_s=config.reward.timeout_s)
-    try:
-        Trainer(config, world, workers).run()
-    finally:
-        workers.close()
+    reward = config.reward
+    with ExitStack() as to_close:  # also when the run fails
+        workers = RewardWorkers(reward.function, workers=reward.workers, timeout_s=reward.timeout_s)
+        Trainer(config, world, to_close.enter_context(closing(workers)), to_close).run()
     shut_down()
 
 
 class Trainer:
     """The parts of a run, and the order in which a step uses them."""
 
-    def __init__(self, config: Config, world: World, workers: RewardWorkers) -> None:
+    def __init__(self, config: Config, world: World, workers: RewardWorkers, to_close: ExitStack) -> None:
         self.config, self.world, self.timers = config, world, PhaseTimers()
         world.together(workers.wait_ready)
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
         self.learner = assemble_learner(self.policy, self.timers)
-        self.engine = self.policy.engine()
+        self.engine = to_close.enter_context(closing(self.policy.engine()))
         self.collector = self.policy.collector(self.engine, workers)
         self.pool, self.held_out = load_pools(self.policy)
         self.curriculum = Curriculum(config, len(self.pool))
@@ -53,40 +60,55 @@ class Trainer:
         self.checkpoints = Checkpoints(config, world)
         if config.run.export:
             self.policy.check_export(self.folder / "hf", setting="run.dir")
-        self.step = self._resume()
+        self.step, self.version = 0, 0
+        self.next: Selection | Begun | Batch | None = None
+        """The next step's rollouts: selected, asked for, or there already."""
+        self._resume()
         self.journal = Journal(config, leads=world.leads, step=self.step, dropped_prompts=self.pool.dropped)
 
     def run(self) -> None:
         """All the steps that are left."""
-        last = self.config.run.steps
-        self.sync()
-        if self.step == 0:
+        last, ahead = self.config.run.steps, self.config.rollout.ahead
+        self.sync(self.version)
+        agreement = self.check_agreement()
+        if self.step == 0:  # a resumed run's rows are those of one that never stopped
+            self.journal.add(agreement)
             self.evaluate()
         while self.step < last:
             with self.timers("step"):
-                selection = self.select()
-                rollouts = self.roll_out(selection)
+                rollouts = self.roll_out(self.next or self.select(self.step))
                 plan = self.plan(rollouts)
+                self.next = self.begin(self.select(self.step + 1)) if ahead and self.step + 1 < last else None
                 metrics = self.train(plan, rollouts)
             self.step += 1
-            self.journal.record(rollouts, plan, metrics | self.timers.take())
+            events, notes = self.engine.take_events()
+            self.journal.record(rollouts, plan, metrics | events | self.timers.take(), notes)
             if self.step == last or _due(self.step, self.config.eval.every):
                 self.evaluate()
             self.journal.write(self.step)
             if self.step == last or _due(self.step, self.config.run.checkpoint_every):
-                self.checkpoints.save(self.policy.actor, self.step, self.curriculum.state_dict())
+                self.save()
         if self.config.run.export:
             self.policy.export(self.folder / "hf", setting="run.dir")
         self.journal.finish()
 
-    def select(self) -> Selection:
-        """Draw this step's prompts from the next window of candidates; the draw's probabilities come with them."""
-        return self.world.from_leader(lambda: self.curriculum.select(self.step))
+    def select(self, step: int) -> Selection:
+        """Draw a step's prompts from the next window of candidates; the draw's probabilities come with them."""
+        return self.world.from_leader(lambda: self.curriculum.select(step))
 
-    def roll_out(self, selection: Selection) -> Collected:
+    def begin(self, selection: Selection) -> Begun:
+        """Ask for the next step's rollouts, and wait for nothing."""
+        with self.timers("rollout"):
+            return self.collector.begin(self.pool, selection, self.step + 1)
+
+    def roll_out(self, given: Selection | Begun | Batch) -> Collected:
         """Generate and score; every rank its own share."""
         with self.timers("rollout"):
-            return self.collector.collect(self.pool, selection, self.step)
+            if isinstance(given, Batch):
+                return given.rollouts
+            if isinstance(given, Selection):
+                given = self.collector.begin(self.pool, given, self.step)
+            return self.collector.finish(given)
 
     def plan(self, rollouts: Collected) -> StepPlan:
         """Decide on one rank, from lengths and rewards alone, what is trained on, with which weight, and where."""
@@ -111,15 +133,28 @@ class Trainer:
 
     def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
         """Update the actor as planned, and the engine with it. A plan that keeps nothing changes neither."""
-        learned = self.learner.learn(plan, rollouts.held, self.step)
+        colocated, every = self.config.rollout.colocated, self.config.rollout.sync.check_every
+        metrics = staleness(rollouts.metadata, self.version)
+        if colocated:
+            self.engine.pause()
+        learned = self.learner.learn(plan, rollouts.held, self.step, version=self.version)
         if learned.updated:
             with self.timers("update_weights"):
-                self.sync(version=self.step + 1)
-        return learned.metrics
+                self.sync(self.step + 1)
+            if _due(self.version, every):
+                metrics |= self.check_agreement()
+        elif colocated:
+            self.engine.resume()
+        return metrics | learned.metrics
 
-    def sync(self, version: int | None = None) -> None:
-        """Stream the actor's weights to the engine."""
-        self.policy.sync(self.engine, self.step if version is None else version)
+    def sync(self, version: int) -> None:
+        """Stream the actor's weights to the engine; what it generates then carries their version."""
+        self.policy.sync(self.engine, version)
+        self.version = version
+
+    def check_agreement(self) -> dict[str, float]:
+        """Hold what the engine says of its tokens against the actor, of the same weights."""
+        return check_agreement(self.policy, self.engine, self.pool, version=self.version)
 
     def evaluate(self) -> None:
         """Answer the held-out problems greedily."""
@@ -130,13 +165,24 @@ class Trainer:
             if self.step == 0:
                 self.journal.write(0)
 
-    def _resume(self) -> int:
+    def save(self) -> None:
+        """Write a checkpoint. Rollouts in flight are waited for: they are part of it."""
+        if isinstance(self.next, Begun):
+            self.next = Batch(self.next.selection, self.collector.finish(self.next))
+        write = partial(write_batch, batch=self.next, world=self.world) if isinstance(self.next, Batch) else None
+        state = {"version": self.version, **self.curriculum.state_dict()}
+        self.checkpoints.save(self.policy.actor, self.step, state, write)
+
+    def _resume(self) -> None:
         found = self.checkpoints.load(self.policy.actor)
         if found is None:
-            return 0
-        step, state = found
+            return
+        self.step, state = found
+        self.version = state.get("version", self.step)
         self.curriculum.load_state_dict(state)
-        return step
+        batch = read_batch(self.checkpoints.path(self.step), self.pool, self.world)
+        # On-policy again, the prompts that were drawn are rolled out by the weights as they now are.
+        self.next = batch if batch is None or self.config.rollout.ahead else batch.selection
 
 
 def _due(step: int, every: int) -> bool:

@@ -34,7 +34,7 @@ def config_for(path: Path, layout: LayoutConfig, loss: LossConfig, pack_tokens: 
         layout=layout,
         loss=loss,
         pack=PackConfig(max_tokens=pack_tokens),
-        rollout=RolloutConfig(temperature=0.8, samples_per_prompt=SAMPLES, max_logprob_diff=100.0),
+        rollout=RolloutConfig(temperature=0.8, samples_per_prompt=SAMPLES, max_logprob_diff=100.0, max_prob_error=1e30),
         optimizer=OptimizerConfig(lr=1.0, eps=1.0, clip_grad=0.0, distributed=distributed),
     )
 
@@ -64,6 +64,7 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         response_lengths=lengths,
         rewards=np.array([g.rewards for g in groups]),
         surprise=rng.uniform(0.5, 2.0, lengths.shape),
+        versions=np.zeros(lengths.shape, np.int64),
         owners=np.arange(QUERIES) % ranks,
         window=float(QUERIES + 3),
     )

@@ -56,7 +56,7 @@ def train(rank: int, size: int, config: Config, stop: int, save: tuple[int, ...]
         if step in save and (step, STATE) != found:
             checkpoints.save(policy.actor, step, STATE)
         if step < stop:
-            metrics = learner.learn(plan_for(world, config, metadata), held, step=step + 1).metrics
+            metrics = learner.learn(plan_for(world, config, metadata), held, step=step + 1, version=0).metrics
             losses.append((metrics["train/loss"], metrics["train/grad_norm"]))
     return weights_of(policy, world), losses
 
@@ -182,7 +182,9 @@ def save_as_next(rank: int, size: int, config: Config) -> None:
     step, state = checkpoints.load(policy.actor)
     checkpoints.save(policy.actor, step + 1, state)
     metadata, groups = step_of_groups(size)
-    learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1)  # and it can go on
+    learner.learn(
+        plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0
+    )  # and it can go on
 
 
 def refused(rank: int, size: int, config: Config) -> UserError:
@@ -302,3 +304,28 @@ def test_full_disk_is_told_on_every_rank_and_costs_no_checkpoint(
     for message in ranks.run(2, save_without_room, config):
         assert message.startswith(f"run.dir = {small_disk}: a checkpoint could not be written")
     assert latest_step(small_disk / "checkpoints") == 1
+
+
+def save_more(rank: int, size: int, config: Config) -> str:
+    world, _, policy = build(config)
+    checkpoints = Checkpoints(config, world)
+
+    def write(place: Path) -> None:
+        (place / f"more-{rank}").write_text("more")
+
+    def fail(place: Path) -> None:
+        if rank == 1:
+            raise OSError("no room")
+
+    checkpoints.save(policy.actor, 1, {}, write)
+    with pytest.raises(UserError) as error:
+        checkpoints.save(policy.actor, 2, {}, fail)
+    return str(error.value)
+
+
+def test_what_ranks_add_is_in_the_checkpoint_or_there_is_none(ranks: RankPool, tmp_path: Path) -> None:
+    config = configure(write_policy(tmp_path), tmp_path, LayoutConfig(tp=2, dp=1))
+    for message in ranks.run(2, save_more, config):
+        assert "a checkpoint could not be written" in message
+    assert latest_step(tmp_path / "checkpoints") == 1
+    assert sorted(path.name for path in (tmp_path / "checkpoints/iter_0000001").glob("more-*")) == ["more-0", "more-1"]

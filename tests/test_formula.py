@@ -33,7 +33,7 @@ def update(rank: int, size: int, config: Config, reference_scale: float) -> tupl
                 parameter.mul_(reference_scale)
     before = weights_of(policy, world)
     plan = plan_for(world, config, metadata)
-    result = learner.learn(plan, held_by(rank, metadata, groups), step=1)
+    result = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
     after = weights_of(policy, world)
     return result.metrics, {name: after[name] - before[name] for name in before}, plan
 

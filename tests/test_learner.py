@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
 from megatron_dppo.errors import UserError
+from megatron_dppo.learner import Learned
 from megatron_dppo.models.actor import learning_rate
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -30,7 +32,7 @@ def learn_from_equal_rewards(rank: int, size: int, config: Config) -> tuple[bool
     metadata, groups = step_of_groups(size)
     metadata = replace(metadata, rewards=np.ones_like(metadata.rewards))
     before = weights_of(policy, world)
-    result = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1)
+    result = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
     after = weights_of(policy, world)
     return result.updated, result.metrics, all(torch.equal(after[name], before[name]) for name in before)
 
@@ -52,7 +54,7 @@ def learn_from_nan(rank: int, size: int, config: Config) -> tuple[str, bool]:
     plan = replace(plan, minibatches=(replace(minibatch, rows=rows),))
     before = weights_of(policy, world)
     with pytest.raises(UserError, match="not finite") as error:
-        learner.learn(plan, held_by(rank, metadata, groups), step=1)
+        learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
     after = weights_of(policy, world)
     return str(error.value), all(torch.equal(after[name], before[name]) for name in before)
 
@@ -64,25 +66,81 @@ def test_loss_that_is_not_finite_stops_every_rank_before_a_weight_moves(ranks: R
         assert unchanged
 
 
-def learn_from_another_policys_rollouts(rank: int, size: int, config: Config) -> str:
+FRESH = 2
+"""The one prompt that version 1 has answered; version 0 the others."""
+
+
+def learn_from_another_policys_rollouts(rank: int, size: int, config: Config, version: int) -> UserError | Learned:
     world, learner, _ = build(config)
     metadata, groups = step_of_groups(size)
-    with pytest.raises(UserError) as error:
-        learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=0)
-    return str(error.value)
+    metadata.versions[FRESH] = 1
+    try:
+        return learner.learn(
+            plan_for(world, config, metadata), held_by(rank, metadata, groups), step=0, version=version
+        )
+    except UserError as error:
+        return error
 
 
-def test_engine_that_disagrees_stops_every_rank(ranks: RankPool, path: Path) -> None:
-    config = config_for(path, LayoutConfig(dp=2), LossConfig(), 64, distributed=True)
-    config = replace(config, rollout=replace(config.rollout, max_logprob_diff=None))
-    for message in ranks.run(2, learn_from_another_policys_rollouts, config):
-        assert "rollout.max_logprob_diff = 0.001" in message
+@pytest.mark.parametrize(
+    ("layout", "limits", "said"),
+    [
+        (LayoutConfig(dp=2), {"max_logprob_diff": None}, "rollout.max_logprob_diff = 0.0001"),
+        (LayoutConfig(tp=2, pp=2, dp=1), {"max_prob_error": None}, "rollout.max_prob_error = 1.001"),
+    ],
+)
+def test_engine_that_disagrees_stops_every_rank_and_leaves_evidence(
+    layout: LayoutConfig, limits: dict[str, None], said: str, ranks: RankPool, path: Path, tmp_path: Path
+) -> None:
+    config = config_for(path, layout, LossConfig(), 64, distributed=True)
+    config = replace(config, rollout=replace(config.rollout, **limits), run=replace(config.run, dir=str(tmp_path)))
+    first, *others = ranks.run(layout.tp * layout.pp * layout.dp, learn_from_another_policys_rollouts, config, 1)
+    file = tmp_path / "disagreement" / "step_0000001.json"
+    assert said in str(first) and f"are in {file}." in str(first)
+    assert {str(other) for other in others} == {str(first)}
+    evidence = json.loads(file.read_text())
+    _, groups = step_of_groups(2)
+    kept = [(each["prompt_ids"], each["response_ids"], each["engine_logprobs"]) for each in evidence["completions"]]
+    made = [
+        (groups[FRESH].prompt.token_ids.tolist(), c.token_ids.tolist(), c.logprobs.tolist())
+        for c in groups[FRESH].completions
+    ]
+    assert kept and all(each in made for each in kept), "those of the weights that the step starts from, and no others"
+    for each in evidence["completions"]:
+        difference = np.abs(np.subtract(each["trainer_logprobs"], each["engine_logprobs"]))
+        assert each["mean_abs_diff"] == pytest.approx(difference.mean()) and each["versions"] == [1]
+    assert [each["mean_abs_diff"] for each in evidence["completions"]] == sorted(
+        (each["mean_abs_diff"] for each in evidence["completions"]), reverse=True
+    )
+
+
+def test_tokens_of_older_weights_are_compared_with_nothing(ranks: RankPool, path: Path) -> None:
+    config = config_for(path, LayoutConfig(pp=2, dp=1), LossConfig(), 64, distributed=True)
+    config = replace(config, rollout=replace(config.rollout, max_logprob_diff=0.0, max_prob_error=1.0))
+    for learned in ranks.run(2, learn_from_another_policys_rollouts, config, 2):
+        assert learned.updated
+        assert not {"train/rollout_logprob_abs_diff", "train/token_mult_prob_error"} & learned.metrics.keys()
+
+
+def test_one_step_ahead_importance_weights_are_cut_off_at_two(ranks: RankPool, path: Path) -> None:
+    config = config_for(path, LayoutConfig(dp=1), LossConfig(), 64, distributed=True)
+    ahead = replace(config, rollout=replace(config.rollout, ahead=1))
+    losses = {}
+    for name, settings in {
+        "on-policy": config,
+        "on-policy, 2": replace(config, loss=LossConfig(tis_cap=2.0)),
+        "ahead": ahead,
+        "ahead, 3": replace(ahead, loss=LossConfig(tis_cap=3.0)),
+    }.items():
+        losses[name] = ranks.run(1, learn, settings)[0][0]["train/pg_loss"]
+    assert losses["ahead"] == losses["on-policy, 2"]
+    assert len(set(losses.values())) == 3, "weights without a cap, at 2 and at 3"
 
 
 def learn(rank: int, size: int, config: Config) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     world, learner, policy = build(config)
     metadata, groups = step_of_groups(size)
-    result = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1)
+    result = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
     return result.metrics, weights_of(policy, world)
 
 

@@ -52,11 +52,24 @@ def test_overrides_win_over_the_file_and_leave_its_other_settings(tmp_path: Path
         ("data.label_key=yes", "yes"),
         ("data.system='a: b # c'", "a: b # c"),
         ("model.path=a=b", "a=b"),
+        ("rollout.servers=slurm", "slurm"),
+        ("rollout.servers=[http://a:1,http://b:2]", ("http://a:1", "http://b:2")),
+        ("rollout.launch.command=[/x/python,server.py]", ("/x/python", "server.py")),
+        ("rollout.launch.command=null", None),
+        ("rollout.launch.flags=[--tp-size, 2, --yes, yes]", ("--tp-size", "2", "--yes", "yes")),
+        ("rollout.launch.env=[A=1,BIND=0|1,C=]", ("A=1", "BIND=0|1", "C=")),
+        ('rollout.launch.flags=[\'{"a": 1, "b": 2}\']', ('{"a": 1, "b": 2}',)),
+        ("rollout.ahead=1", 1),
+        ("rollout.launch.tp=2", 2),
+        ("rollout.launch.tp=[1,2]", (1, 2)),
     ],
 )
 def test_an_override_has_the_type_of_its_setting(override: str, value: object) -> None:
-    section, name = override.split("=")[0].split(".")
-    assert getattr(getattr(load_config(None, [override]), section), name) == value
+    *sections, name = override.split("=")[0].split(".")
+    held = load_config(None, [override])
+    for section in sections:
+        held = getattr(held, section)
+    assert getattr(held, name) == value
 
 
 def test_everything_printed_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
@@ -68,6 +81,9 @@ def test_everything_printed_reads_back_as_the_same_configuration(tmp_path: Path)
             "pruning.completions.schedule.shape=cosine",
             "run.dir=2024",
             "data.system=line one: {x}\n\n  line 'two' # no comment ",
+            "rollout.servers=[http://a:1,http://b:2]",
+            "rollout.launch.flags=[--seed, 8, 'a, {b}']",
+            "rollout.launch.tp=[1, 2]",
         ],
     )
     assert load_config(_write(tmp_path, as_yaml(config)), []) == config
@@ -121,6 +137,8 @@ def test_an_unknown_key_in_a_file_is_named_in_full(tmp_path: Path) -> None:
         ("layout.dp=0", "layout.dp", "at least 1 or null"),
         ("rollout.stop_token_ids=[1, x]", "rollout.stop_token_ids", "a list"),
         ("pruning.prompts=3", "pruning.prompts", "pruning.prompts.rule"),
+        ("rollout.servers=http://a:1", "rollout.servers", "slurm or a list, each element text (its default is [])"),
+        ("rollout.launch.tp=[1,0]", "rollout.launch.tp", "each element a whole number at least 1"),
         ("run.steps", "override", "section.setting=value"),
     ],
 )

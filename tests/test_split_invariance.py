@@ -31,7 +31,9 @@ def learned(rank: int, size: int, config: Config, backwards: bool) -> tuple[dict
     world, learner, policy = build(config)
     metadata, groups = step_of_groups(size)
     plan = plan_for(world, config, metadata)
-    result = learner.learn(reverse_order(plan) if backwards else plan, held_by(rank, metadata, groups), step=1)
+    result = learner.learn(
+        reverse_order(plan) if backwards else plan, held_by(rank, metadata, groups), step=1, version=0
+    )
     assert result.updated
     weights = weights_of(policy, world)
     return result.metrics, weights if rank == 0 else {}

@@ -53,7 +53,7 @@ def export_hf(
     if world.dp_rank == 0 and world.cp_rank == 0:  # the leader's own copy of the policy; replicas are not asked
         stream = weight_stream(model, shape, world, to=Consumers.LEADER, dtype=dtype)
         if world.leads:
-            failure = _write_directory(stream, plan, source, out)
+            failure = write_directory(stream, plan, source, out)
         else:
             for _ in stream:
                 pass
@@ -74,7 +74,7 @@ def check_destination(source: Path, out: Path, size: int, setting: str = "run.di
     check_place(out, size, setting, mark="config.json", what="model directory", files=MODEL_FILES)
 
 
-def _write_directory(stream: Iterator[Tensors], plan: FilePlan, source: Path, out: Path) -> Exception | None:
+def write_directory(stream: Iterator[Tensors], plan: FilePlan, source: Path, out: Path) -> Exception | None:
     """Write and put in place. The stream is taken to its end whatever happens: other ranks take part in it."""
     try:
         with replacing(out) as draft, SafetensorsWriter(plan, draft) as writer:

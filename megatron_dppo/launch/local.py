@@ -20,6 +20,7 @@ from megatron_dppo.launch.first_failure import MARKER, FirstFailure
 from megatron_dppo.launch.rank import LAUNCHER, rank_main
 from megatron_dppo.launch.srun import srun_started, torch_environment
 from megatron_dppo.preflight import Command, preflight
+from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
 from megatron_dppo.settings import as_yaml
 
 if TYPE_CHECKING:
@@ -39,27 +40,32 @@ def run(command: Command, config: Config) -> int:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return rank_main(command, config, first=lambda: preflight(config, command))
     preflight(config, command)
-    ranks = ranks_of(config.layout)
+    ranks = ranks_of(config.layout, reserved=gpus_to_reserve(config.rollout))
     if ranks == 1:
         os.environ.update(_alone())
         return rank_main(command, config)
     return start_ranks(command, config, ranks)
 
 
-def ranks_of(layout: LayoutConfig) -> int:
+def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
     """How many ranks to start here: the layout's; without ``layout.dp`` as many replicas as the GPUs are enough for.
+
+    Args:
+        layout: of the run.
+        reserved: GPUs that are left to the servers that the run starts, if this machine has GPUs at all.
 
     Raises:
         UserError: if this machine has GPUs, but fewer than the layout needs.
     """
     model, gpus = layout.tp * layout.pp * layout.cp, _gpus()
-    ranks = model * (layout.dp or max(gpus // model, 1))
-    if 0 < gpus < ranks:
+    ranks = model * (layout.dp or max((gpus - reserved) // model, 1))
+    if 0 < gpus < ranks + reserved:
+        servers = f" and its servers {reserved}" if reserved else ""
         cut = " x ".join(f"{name} {size}" for name, size in (("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp)))
         raise UserError(
             "layout",
             f"{cut} x dp {layout.dp or 1}",
-            f"needs {ranks} GPUs, and this machine has {gpus}",
+            f"needs {ranks} GPUs{servers}, and this machine has {gpus}",
             "Lower the layout, or start the ranks on several machines with torchrun or srun",
         )
     return ranks

@@ -35,6 +35,7 @@ Sums = dict[str, torch.Tensor]
 class Responses:
     """A pack's response tokens as the loss sees them: R targets, on the device of the last stage."""
 
+    pack: Pack
     logprobs: torch.Tensor
     """[R], fp32, with gradient while training."""
     entropy: torch.Tensor
@@ -231,6 +232,7 @@ def _responses(batch: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor)
         return None if values is None else torch.from_numpy(values).to(logprobs.device, torch.float32)
 
     return Responses(
+        pack=batch.pack,
         logprobs=logprobs,
         entropy=entropy,
         advantage=place(batch.pack.advantage),

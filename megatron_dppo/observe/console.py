@@ -91,9 +91,9 @@ class Console:
         row.append(self._left(step, metrics), style="dim")
         self._print(row.append("  ").append_text(self._phases(metrics)))
 
-    def note(self, text: str) -> None:
-        """Something that a number does not say. The same words are said once in a run."""
-        if text not in self._said:
+    def note(self, text: str, *, again: bool = False) -> None:
+        """Something that a number does not say. The same words are said once in a run, unless ``again``."""
+        if again or text not in self._said:
             self._said.add(text)
             self._print(Text("note  ", style="bold yellow").append(text, style="not bold default"))
 

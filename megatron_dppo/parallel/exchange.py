@@ -81,6 +81,7 @@ def _decode(rows: Rows, order: list[int], words: np.ndarray) -> Iterator[tuple[i
                 engine_logprobs=words[b:c].view(np.float32),
                 advantage=float(rows.advantage[row]),
                 scale=float(rows.scale[row]),
+                version=int(rows.version[row]),
             ),
         )
         position = c

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from megatron_dppo.rl.hosts import HOSTS, Host, host_for
 
-__all__ = ["HOSTS", "Host", "TokenLosses", "host_for", "token_losses"]
+__all__ = ["FRESH_TOKENS", "HOSTS", "MISMATCH", "Host", "TokenLosses", "host_for", "token_losses"]
+
+MISMATCH = ("train/rollout_logprob_abs_diff", "train/token_mult_prob_error")
+FRESH_TOKENS = "fresh_tokens"
+"""How many tokens the sums of ``MISMATCH`` are over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,8 @@ class TokenLosses:
     loss: Tensor
     """[R], to be multiplied by the rows' ``scale`` and summed; nothing else is to be divided by."""
     sums: Mapping[str, Tensor]
-    """Sums over the R tokens, without gradient, by the metric they become once divided by the number of tokens."""
+    """Sums over the R tokens, without gradient, by the metric they become once divided by the number of tokens, or by
+    ``FRESH_TOKENS``, which is among them, those of ``MISMATCH``."""
 
 
 def token_losses(
@@ -33,6 +38,7 @@ def token_losses(
     advantage: Tensor,
     kl_coef: float,
     tis_cap: float | None,
+    fresh: Tensor | None = None,
 ) -> TokenLosses:
     """−ℓ of R response tokens: the clipped surrogate of PPO, corrected for the engine, plus the KL to a reference.
 
@@ -51,7 +57,10 @@ def token_losses(
         advantage: [R], of the token's completion.
         kl_coef: β.
         tis_cap: cap of the truncated importance weight w = min(p_old / p_engine, cap), a constant to the gradient;
-            None: w is 1. It corrects the surrogate for an engine that samples from a slightly different distribution.
+            None: w is 1. It corrects the surrogate for an engine that samples from a slightly different distribution,
+            or with weights that are older.
+        fresh: [R] of bool, the tokens that the engine made with the very weights of ``old_logprobs``: on the others it
+            differs rightly, and they are left out of the sums of its mismatch. None: all of them.
 
     Raises:
         ValueError: ``kl_coef`` is positive and there is no reference.
@@ -74,13 +83,16 @@ def token_losses(
 
     with torch.no_grad():
         mismatch = (old - engine_logprobs).abs()
+        fresh = torch.ones_like(mismatch, dtype=torch.bool) if fresh is None else fresh
         sums = {
             "train/pg_loss": policy_loss.sum(),
             "train/pg_clipfrac": (clipped < unclipped).sum(),
             "train/ppo_kl": (old - logprobs).sum(),
             "train/kl_loss": divergence.sum(),
-            "train/rollout_logprob_abs_diff": mismatch.sum(),
-            "train/token_mult_prob_error": mismatch.exp().sum(),
+            "train/rollout_logprob_abs_diff": torch.where(fresh, mismatch, 0.0).sum(),
+            # Whatever is past e^50 is past every limit, and is to be told as that and not as a number too large.
+            "train/token_mult_prob_error": torch.where(fresh, mismatch.clamp(max=50.0).exp(), 0.0).sum(),
+            FRESH_TOKENS: fresh.sum(),
         }
     return TokenLosses(loss=loss, sums=sums)
 

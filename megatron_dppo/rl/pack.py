@@ -23,6 +23,8 @@ class PackedRow:
     """[L]"""
     advantage: float
     scale: float
+    version: int
+    """The oldest weights that made any of the response."""
 
 
 def build_pack(rows: Sequence[PackedRow], capacity: int, pad_id: int, align: int) -> Pack:
@@ -68,4 +70,5 @@ def build_pack(rows: Sequence[PackedRow], capacity: int, pad_id: int, align: int
         advantage=np.array([row.advantage for row in rows], dtype=np.float64)[owner],
         scale=np.array([row.scale for row in rows], dtype=np.float64)[owner],
         engine_logprobs=np.concatenate([np.zeros(0, np.float32), *(row.engine_logprobs for row in rows)]),
+        versions=np.array([row.version for row in rows], dtype=np.int64)[owner],
     )

@@ -101,6 +101,7 @@ def take_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
         response_lengths=metadata.response_lengths[groups],
         rewards=metadata.rewards[groups],
         surprise=metadata.surprise[groups],
+        versions=metadata.versions[groups],
         owners=metadata.owners[groups],
         window=metadata.window * len(groups) / max(1, len(metadata.prompt_ids)),
     )
@@ -120,6 +121,7 @@ def kept_rows(part: StepMetadata, groups: Ints, pruned: Pruned) -> Rows:
         group=groups[group],
         sample=sample,
         owner=part.owners[group],
+        version=part.versions[group, sample],
         prompt_length=part.prompt_lengths[group],
         response_length=part.response_lengths[group, sample],
         advantage=pruned.advantage[group, sample],
@@ -161,6 +163,7 @@ def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMeta
         response_lengths=np.concatenate([part.response_lengths for part in parts])[order],
         rewards=np.concatenate([part.rewards for part in parts])[order],
         surprise=np.concatenate([part.surprise for part in parts])[order],
+        versions=np.concatenate([part.versions for part in parts])[order],
         owners=np.concatenate([part.owners for part in parts])[order],
         window=window,
     )

@@ -20,6 +20,8 @@ class Purpose(IntEnum):
     """In which order an epoch visits the prompts; ``step`` is then the epoch."""
     SAMPLING = 4
     """The seed that an engine's sampling is given."""
+    AGREEMENT = 5
+    """The same where servers are compared with the actor."""
 
 
 def generator(seed: int, step: int, purpose: Purpose) -> np.random.Generator:

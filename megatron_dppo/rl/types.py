@@ -51,6 +51,11 @@ class Completion:
     """In order; the counts sum to L."""
     finish_reason: Literal["stop", "length"]
 
+    @property
+    def oldest_version(self) -> int:
+        """What a completion counts as whose tokens several weights have made."""
+        return min(span.version for span in self.versions)
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -98,6 +103,8 @@ class StepMetadata:
     """[Q, G]"""
     surprise: Floats
     """[Q, G], √Σ_t (1 − p_t)² of the engine's probabilities p_t; ones where an engine reports none."""
+    versions: Ints
+    """[Q, G], the oldest weights that made any of a completion's tokens."""
     owners: Ints
     """[Q], the rank that holds the group's tokens."""
     window: float
@@ -114,6 +121,8 @@ class Rows:
     """[K], column of StepMetadata."""
     owner: Ints
     """[K], the rank that holds the tokens."""
+    version: Ints
+    """[K], of StepMetadata."""
     prompt_length: Ints
     response_length: Ints
     advantage: Floats
@@ -174,3 +183,5 @@ class Pack:
     """[R], of the target's row."""
     engine_logprobs: NDArray[np.float32]
     """[R]"""
+    versions: Ints
+    """[R], of the target's row."""

@@ -1,6 +1,7 @@
 """From selected prompts to scored groups: each rank generates and scores its own share, and holds on to those tokens.
 
-What the planner needs of them, lengths and rewards and no tokens, is gathered on every rank.
+What the planner needs of them, lengths and rewards and no tokens, is gathered on every rank. Asking and waiting are two
+calls, so that servers can be at work while the trainer is.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,8 +23,28 @@ from megatron_dppo.rl.advantages import soft_overlong_penalty
 from megatron_dppo.rl.hosts import host_for
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.seeds import Purpose, sequence
-from megatron_dppo.rl.types import Completion, Group, Prompt, Score, Selection, StepMetadata
-from megatron_dppo.rollout.engine import RolloutEngine, Sampling
+from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, Score, Selection, StepMetadata
+from megatron_dppo.rollout.engine import Groups, RolloutEngine, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Prompts that the engine is at work on for this rank."""
+
+    prompts: Sequence[Prompt]
+    samples: int
+    pending: Any
+    """The engine's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A step's rollouts, asked for and not waited for."""
+
+    selection: Selection
+    """Of all ranks."""
+    asked: Asked
+    """This rank's share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +65,7 @@ class Answers:
     """One rank's completions with what the verifier said of them, P prompts with G samples each."""
 
     prompts: Sequence[Prompt]
-    completions: list[tuple[Completion, ...]]
+    completions: Groups
     """[P][G]"""
     texts: list[list[str]]
     """[P][G], special tokens left out."""
@@ -92,7 +113,7 @@ class Collector:
         self,
         config: Config,
         world: World,
-        engine: RolloutEngine,
+        engine: RolloutEngine[Any],
         workers: RewardWorkers,
         tokenizer: Tokenizer,
         stop_token_ids: tuple[int, ...],
@@ -101,16 +122,27 @@ class Collector:
         self._engine, self._workers, self._tokenizer = engine, workers, tokenizer
         self._stops = stop_token_ids
 
-    def collect(self, pool: PromptPool, selection: Selection, step: int) -> Collected:
-        """Roll out and score a selection. Collective.
+    def begin(self, pool: PromptPool, selection: Selection, step: int) -> Begun:
+        """Ask the engine for this rank's share of a selection."""
+        rollout = self._config.rollout
+        asked = self.ask(
+            [pool[int(prompt)] for prompt in selection.prompt_ids[self._mine]],
+            samples=rollout.samples_per_prompt,
+            temperature=rollout.temperature,
+            seed=int(sequence(self._config.run.seed, step, Purpose.SAMPLING).generate_state(1)[0]),
+        )
+        return Begun(selection, asked)
+
+    def finish(self, begun: Begun) -> Collected:
+        """Wait for what was begun, and score it. Collective.
 
         Raises:
             UserError: on every rank, if more than ``reward.max_failures`` of the completions could not be scored.
         """
-        mine = slice(self._world.rank, None, self._world.size)
-        share = Selection(selection.prompt_ids[mine], selection.inclusion[mine], selection.window)
-        total = len(selection.prompt_ids) * self._config.rollout.samples_per_prompt
-        groups, part = self._world.together(lambda: self._share(pool, share, step, total), what="rollouts")
+        selection = begun.selection
+        total = len(selection.prompt_ids) * begun.asked.samples
+        answers = self.answers(begun.asked, of_all=total)
+        groups, part = self._share(answers, selection.inclusion[self._mine], begun.asked.samples)
         parts = self._world.gather(part)
         self.check_failures(parts, total)
         metadata = gather_metadata([p.metadata for p in parts], window=_window_left(selection.window, parts))
@@ -121,12 +153,13 @@ class Collector:
             notes["groups whose scoring failed left their step; the rest stands for the window"] = None
         return Collected(held, metadata, self._metrics(parts, metadata), tuple(notes))
 
-    def answer(self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: int, of_all: int) -> Answers:
-        """Completions of this rank's prompts, with their scores. Not collective.
+    @property
+    def _mine(self) -> slice:
+        """This rank's share of what all ranks have in one order."""
+        return slice(self._world.rank, None, self._world.size)
 
-        Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of all ranks, the rest is
-        left unscored: :meth:`check_failures` is then about to stop the run.
-        """
+    def ask(self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: int) -> Asked:
+        """Have the engine begin with completions of this rank's prompts (there may be none)."""
         sampling = Sampling(
             samples=samples,
             max_tokens=self._config.rollout.max_response_tokens,
@@ -134,7 +167,19 @@ class Collector:
             stop_token_ids=self._stops,
             seed=seed,
         )
-        completions = self._engine.generate(prompts, sampling) if prompts else []
+        return Asked(prompts, samples, self._engine.begin(prompts, sampling))
+
+    def answers(self, asked: Asked, *, of_all: int) -> Answers:
+        """Wait for the completions of this rank's prompts, and score them. Collective.
+
+        Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of all ranks, the rest is
+        left unscored: :meth:`check_failures` is then about to stop the run.
+        """
+        completions = self._engine.finish(asked.pending)
+        return self._world.together(lambda: self._score(asked, completions, of_all), what="scores")
+
+    def _score(self, asked: Asked, completions: Groups, of_all: int) -> Answers:
+        prompts, samples = asked.prompts, asked.samples
         texts = [
             self._tokenizer.batch_decode([c.token_ids for c in group], skip_special_tokens=True)
             for group in completions
@@ -150,18 +195,10 @@ class Collector:
         scores = [list(scored.scores[i * samples : (i + 1) * samples]) for i in range(len(completions))]
         return Answers(prompts, completions, texts, scores, scored.timeouts, scored.errors, tuple(scored.tracebacks))
 
-    def _share(self, pool: PromptPool, selection: Selection, step: int, total: int) -> tuple[list[Group], _Part]:
-        rollout = self._config.rollout
-        answers = self.answer(
-            [pool[int(prompt)] for prompt in selection.prompt_ids],
-            samples=rollout.samples_per_prompt,
-            temperature=rollout.temperature,
-            seed=int(sequence(self._config.run.seed, step, Purpose.SAMPLING).generate_state(1)[0]),
-            of_all=total,
-        )
+    def _share(self, answers: Answers, inclusions: Floats, samples: int) -> tuple[list[Group], _Part]:
         groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []
         for prompt, pi, completions, scores in zip(
-            answers.prompts, selection.inclusion, answers.completions, answers.scores, strict=True
+            answers.prompts, inclusions, answers.completions, answers.scores, strict=True
         ):
             if any(score is None for score in scores):
                 failed.append(pi)
@@ -173,7 +210,7 @@ class Collector:
             groups.append(Group(prompt, completions, rewards + self._penalty(completions)))
             inclusion.append(pi)
         part = _Part(
-            metadata=_metadata(groups, np.array(inclusion), rollout.samples_per_prompt, self._world.rank),
+            metadata=_metadata(groups, np.array(inclusion), samples, self._world.rank),
             raw_reward=float(raw),
             surprisal=-float(sum(c.logprobs.sum(dtype=np.float64) for g in groups for c in g.completions)),
             correct=correct,
@@ -251,6 +288,7 @@ def _metadata(groups: Sequence[Group], inclusion: np.ndarray, samples: int, owne
         response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups], np.int64).reshape(shape),
         rewards=np.array([g.rewards for g in groups], np.float64).reshape(shape),
         surprise=np.array([[_surprise(c) for c in g.completions] for g in groups], np.float64).reshape(shape),
+        versions=np.array([[c.oldest_version for c in g.completions] for g in groups], np.int64).reshape(shape),
         owners=np.full(len(groups), owner, np.int64),
         window=0.0,
     )

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
+from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.rl.types import Completion, Prompt
 
 Bucket = Mapping[str, torch.Tensor]
 """Some of the policy's tensors, by their Hugging Face names, whole (unsharded)."""
+
+Groups = list[tuple[Completion, ...]]
+"""One tuple of completions per prompt, in the order of the prompts."""
+
+Pending = TypeVar("Pending")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +34,69 @@ class Sampling:
     """Sampling of a completion is a function of (seed, prompt id, sample), where the engine can be seeded."""
 
 
-class RolloutEngine(Protocol):
-    """Token ids in, token ids out; text is never tokenised again."""
+class WeightSource(Protocol):
+    """The actor's weights, as often as they are asked for: ``weight_stream`` with the actor bound to it.
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[tuple[Completion, ...]]:
-        """One tuple of ``sampling.samples`` completions per prompt, in the order of the prompts."""
+    Calling it and taking every bucket to the end is collective over the ranks of a replica.
+    """
+
+    def __call__(self, *, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]: ...
+
+
+class RolloutEngine(Protocol[Pending]):
+    """Token ids in, token ids out; text is never tokenised again.
+
+    Every rank has one and calls the same methods in the same order; ``begin`` alone is no meeting of ranks.
+    """
+
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Pending:
+        """Ask for ``sampling.samples`` completions of each of this rank's prompts (there may be none).
+
+        Where servers generate it returns at once, and they go on while the trainer does something else.
+        """
+        ...
+
+    def finish(self, pending: Pending) -> Groups:
+        """Wait for what was begun. Collective: if it fails on one rank, it fails on all of them."""
         ...
 
     def pause(self) -> None:
-        """Stop generating and release what stands in the way of an update of the weights."""
+        """Stop generating and release what stands in the way of an update of the weights, or of training on the same
+        GPUs. Nothing happens the second time. Collective."""
         ...
 
     def resume(self) -> None:
-        """Generate again, with the weights of the last update."""
+        """Generate again, with the weights of the last update. Collective."""
         ...
 
-    def update_weights(self, stream: Iterable[Bucket], version: int) -> None:
-        """Take every bucket of the stream; tokens generated afterwards carry ``version``.
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Take the actor's weights; tokens generated afterwards carry ``version``. Collective.
 
-        The stream must be consumed to its end, since producing it is collective.
+        ``source`` may be kept, to bring a server that comes back up to the same weights, until the next update.
         """
         ...
 
     def health(self) -> str | None:
         """None if the engine can generate, else what is wrong with it."""
         ...
+
+    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
+        """Completions of the leader's prompts from every server there is, by its name; the same on every rank.
+
+        For comparing each with the actor. Collective.
+        """
+        ...
+
+    def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
+        """What happened since the last call: ``rollout/…`` and ``sync/…`` metrics, the same on every rank, and words
+        for the log. Collective."""
+        ...
+
+    def close(self) -> None:
+        """End what the engine has started. Not collective, and it may be called twice."""
+        ...
+
+
+def generate(engine: RolloutEngine[Pending], prompts: Sequence[Prompt], sampling: Sampling) -> Groups:
+    """Ask and wait. Collective."""
+    return engine.finish(engine.begin(prompts, sampling))

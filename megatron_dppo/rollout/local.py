@@ -5,7 +5,8 @@ Slower than a server, but it needs none, it can be seeded, and it runs wherever 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,28 +14,52 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.errors import UserError
+from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.cache import Departure, RolloutCache
-from megatron_dppo.rollout.engine import Bucket, Sampling
+from megatron_dppo.rollout.engine import Groups, RolloutEngine, Sampling, WeightSource
 from megatron_dppo.rollout.sampling import completion_uniforms, draw_tokens
 
 
-class LocalEngine:
-    """A rollout engine on one device of this process.
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What came of asking: the groups, or why there are none."""
+
+    groups: Groups
+    failure: Exception | None = None
+
+    def result(self) -> Groups:
+        if self.failure is not None:
+            raise self.failure
+        return self.groups
+
+
+class LocalEngine(RolloutEngine[Generated]):
+    """A rollout engine on one device of this process. It generates when it is asked, before ``begin`` returns.
 
     Args:
         path: Hugging Face directory; only config.json is read.
         device: where the weights, the cache and the forward are.
         dtype: of weights and cache; log-probabilities are fp32.
         max_batch: completions decoded at once. Groups stay together, so it must hold one.
+        world: the ranks that have an engine each and meet where the protocol says so; None: this process is alone.
 
     Raises:
         UserError: there is no config.json, or the model has layers with a sliding window.
     """
 
-    def __init__(self, path: Path | str, *, device: torch.device, dtype: torch.dtype, max_batch: int) -> None:
-        self._device, self._max_batch = device, max_batch
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_batch: int,
+        world: World | None = None,
+    ) -> None:
+        self._device, self._max_batch, self._world = device, max_batch, world
         self._model = _empty_model(Path(path), device, dtype)
         self._weights = _weights_by_name(self._model)
         self._version: int | None = None
@@ -51,9 +76,15 @@ class LocalEngine:
     def resume(self) -> None:
         self._paused = False
 
+    def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
+        return {}, ()
+
+    def close(self) -> None:
+        pass
+
     @torch.no_grad()
-    def update_weights(self, stream: Iterable[Bucket], version: int) -> None:
-        """Copy the stream into the model, in place.
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Copy the weights into the model, in place.
 
         Raises:
             ValueError: a tensor is missing, unknown, repeated or of the wrong shape; the message names each. It is
@@ -62,7 +93,7 @@ class LocalEngine:
         self._version = None
         absent = dict(self._weights)
         known, problems = set(absent), []
-        for bucket in stream:
+        for bucket in source(to=Consumers.EVERYONE):
             for name, tensor in bucket.items():
                 parameter = absent.pop(name, None)
                 if parameter is None:
@@ -76,14 +107,30 @@ class LocalEngine:
             raise ValueError(f"The weights of version {version} do not fit the rollout model: {'; '.join(problems)}.")
         self._version = version
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[tuple[Completion, ...]]:
-        """See the protocol. The same call gives the same bits.
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Generated:
+        """See the protocol. The same call gives the same bits. What fails here is raised by ``finish``."""
+        try:
+            return Generated(self._generate(prompts, sampling))
+        except Exception as error:
+            return Generated([], error)
 
+    def finish(self, pending: Generated) -> Groups:
+        """
         Raises:
             UserError: ``max_batch`` does not hold one prompt's samples.
             ValueError: a prompt has no tokens.
             RuntimeError: the engine is paused or has no weights, or a log-probability is not finite.
         """
+        return pending.result() if self._world is None else self._world.together(pending.result, what="rollouts")
+
+    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
+        """Every rank's engine has weights of its own, and counts as a server."""
+        groups = self.finish(self.begin(prompts, sampling))
+        if self._world is None:
+            return {"local": groups}
+        return {f"local, rank {rank}": each for rank, each in enumerate(self._world.gather(groups))}
+
+    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Groups:
         version, problem = self._version, self.health()
         if version is None or problem is not None:
             raise RuntimeError(f"The local engine cannot generate: {problem}.")
@@ -92,7 +139,7 @@ class LocalEngine:
             raise UserError("rollout.max_batch", self._max_batch, problem, f"Set it to {sampling.samples} or more")
         if empty := [prompt.id for prompt in prompts if not len(prompt.token_ids)]:
             raise ValueError(f"Prompts without a token cannot be continued: {empty}.")
-        groups: list[tuple[Completion, ...]] = [()] * len(prompts)
+        groups: Groups = [()] * len(prompts)
         for batch in _batches([len(prompt.token_ids) for prompt in prompts], self._max_batch // sampling.samples):
             decoded = self._decode([prompts[index] for index in batch], sampling, version)
             for index, group in zip(batch, decoded, strict=True):

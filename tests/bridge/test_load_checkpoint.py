@@ -28,7 +28,7 @@ def configure(policy: Path, run: Path, layout: LayoutConfig) -> Config:
 def save(rank: int, size: int, config: Config) -> None:
     world, learner, policy = build(config)
     metadata, groups = step_of_groups(size)
-    learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1)
+    learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
     Checkpoints(config, world).save(policy.actor, 1, {})
 
 
@@ -49,7 +49,7 @@ def start(rank: int, size: int, config: Config) -> tuple[Weights, float]:
     if not config.loss.kl_coef:
         return weights, 0.0
     metadata, groups = step_of_groups(size)
-    learned = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=0)
+    learned = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=0, version=0)
     return weights, learned.metrics["train/kl_loss"]
 
 

@@ -9,14 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config import LayoutConfig
+from megatron_dppo.config import LaunchConfig, LayoutConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import local
+from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
 
 START = """
 import os, sys
@@ -150,6 +151,18 @@ def test_the_layout_says_how_many_ranks(
 ) -> None:
     monkeypatch.setattr(local, "_gpus", lambda: gpus)
     assert local.ranks_of(layout) == ranks
+
+
+def test_servers_that_the_run_starts_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_gpus", lambda: 8)
+    assert local.ranks_of(LayoutConfig(tp=2), reserved=3) == 4
+    with pytest.raises(UserError, match="needs 4 GPUs and its servers 5, and this machine has 8"):
+        local.ranks_of(LayoutConfig(tp=4), reserved=5)
+    monkeypatch.setattr(local, "_gpus", lambda: 0)
+    assert local.ranks_of(LayoutConfig(tp=2), reserved=3) == 2
+    servers = RolloutConfig(launch=LaunchConfig(count=2, tp=(1, 2)))
+    assert gpus_to_reserve(servers) == 3
+    assert gpus_to_reserve(replace(servers, colocated=True)) == gpus_to_reserve(RolloutConfig()) == 0
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

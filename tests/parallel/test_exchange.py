@@ -36,6 +36,7 @@ def plan() -> MinibatchPlan:
         group=groups,
         sample=samples,
         owner=np.array(OWNERS)[groups],
+        version=np.arange(5) + 20,
         prompt_length=np.array(PROMPT_LENGTHS)[groups],
         response_length=np.array(RESPONSE_LENGTHS)[groups, samples],
         advantage=np.arange(5.0),
@@ -63,4 +64,4 @@ def test_every_rank_of_a_replica_gets_its_rows_in_the_planned_order(ranks: RankP
                     np.testing.assert_array_equal(got.prompt_ids, source.prompt.token_ids)
                     np.testing.assert_array_equal(got.response_ids, completion.token_ids)
                     np.testing.assert_array_equal(got.engine_logprobs, completion.logprobs)
-                    assert (got.advantage, got.scale) == (row, row / 10)
+                    assert (got.advantage, got.scale, got.version) == (row, row / 10, row + 20)

@@ -119,8 +119,22 @@ def test_metrics_are_sums_over_tokens_without_gradient():
         "train/kl_loss": 0.0,
         "train/rollout_logprob_abs_diff": pytest.approx(np.log(2.0)),
         "train/token_mult_prob_error": pytest.approx(1.0 + 2.0),
+        "fresh_tokens": 2,
     }
     assert not any(value.requires_grad for value in result.sums.values())
+
+
+def test_mismatch_is_summed_over_fresh_tokens_only_and_never_overflows():
+    """Also where an engine gave a token no chance at all: that is past every limit, and a number all the same."""
+    engine = torch.tensor([np.log(0.2), -np.inf, -700.0], dtype=torch.float32)
+    stale = {"engine_logprobs": engine, "tis_cap": 2.0, "fresh": torch.tensor([True, False, False])}
+    result, _ = evaluate((0.4, 0.5, 0.5), 1.0, **stale)
+    assert result.sums["fresh_tokens"] == 1
+    assert result.sums["train/rollout_logprob_abs_diff"].item() == pytest.approx(np.log(2.0))
+    assert result.sums["train/token_mult_prob_error"].item() == pytest.approx(2.0)
+    assert result.loss.tolist() == [-2.0, -2.0, -2.0], "the others are corrected, and not compared"
+    result, _ = evaluate((0.5,), 1.0, engine_logprobs=engine[2:].double().expand(1))
+    assert np.isfinite(result.sums["train/token_mult_prob_error"].float().item())
 
 
 @pytest.mark.parametrize("options", [{}, {"kl_coef": 0.2, "tis_cap": 1.5}])

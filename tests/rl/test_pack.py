@@ -8,7 +8,9 @@ from megatron_dppo.rl.pack import PackedRow, build_pack
 PAD = 999
 
 
-def row(prompt: int, response: int, first: int = 0, advantage: float = 1.0, scale: float = 1.0) -> PackedRow:
+def row(
+    prompt: int, response: int, first: int = 0, advantage: float = 1.0, scale: float = 1.0, version: int = 0
+) -> PackedRow:
     """Prompt tokens first, first + 1, …, then response tokens from 100 + first on."""
     return PackedRow(
         prompt_ids=np.arange(first, first + prompt, dtype=np.int32),
@@ -16,11 +18,14 @@ def row(prompt: int, response: int, first: int = 0, advantage: float = 1.0, scal
         engine_logprobs=-np.arange(1, response + 1, dtype=np.float32),
         advantage=advantage,
         scale=scale,
+        version=version,
     )
 
 
 def test_a_pack_of_two_rows_written_out():
-    pack = build_pack([row(2, 3, advantage=0.5, scale=0.1), row(1, 2, first=10)], capacity=12, pad_id=PAD, align=2)
+    pack = build_pack(
+        [row(2, 3, advantage=0.5, scale=0.1), row(1, 2, first=10, version=3)], capacity=12, pad_id=PAD, align=2
+    )
     assert pack.token_ids.tolist() == [0, 1, 100, 101, 102, PAD, 10, 110, 111, PAD, PAD, PAD]
     assert pack.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1]
     assert pack.cu_seqlens.tolist() == [0, 6, 10, 12]
@@ -31,6 +36,7 @@ def test_a_pack_of_two_rows_written_out():
     assert pack.advantage.tolist() == [0.5, 0.5, 0.5, 1.0, 1.0]
     assert pack.scale.tolist() == [0.1, 0.1, 0.1, 1.0, 1.0]
     assert pack.engine_logprobs.tolist() == [-1, -2, -3, -1, -2]
+    assert pack.versions.tolist() == [0, 0, 0, 3, 3]
 
 
 rows = st.lists(st.builds(row, st.integers(1, 9), st.integers(1, 9), st.integers(0, 50)), max_size=6)

@@ -18,7 +18,7 @@ from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import Scored, ScoreItem
 from megatron_dppo.rl.types import Completion, Prompt, Score, VersionSpan
-from megatron_dppo.rollout.engine import RolloutEngine, Sampling
+from megatron_dppo.rollout.engine import Groups, RolloutEngine, Sampling
 
 T = TypeVar("T")
 FAILING = f"{Path(__file__).parents[1] / 'rewards' / 'rewards_that_fail.py'}:compute_score"
@@ -35,28 +35,36 @@ class Said:
     probability: float | Sequence[float] = 0.5
     """Of each token, the end of the turn included."""
     ended: bool = True
+    versions: tuple[VersionSpan, ...] | None = None
+    """None: all tokens by version 0."""
 
 
 Script = Mapping[int, Sequence[Said]]
 """By prompt id."""
 
 
-class ScriptedEngine(RolloutEngine):
+class ScriptedEngine(RolloutEngine[Groups]):
     """Completes each prompt as a script has it, and remembers what it was asked."""
 
     def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
         self._tokenizer, self._script = tokenizer, script
         self.asked: list[tuple[list[int], Sampling]] = []
+        self.finished = 0
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[tuple[Completion, ...]]:
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Groups:
         self.asked.append(([prompt.id for prompt in prompts], sampling))
         return [tuple(map(self._complete, self._script[p.id][: sampling.samples])) for p in prompts]
+
+    def finish(self, pending: Groups) -> Groups:
+        self.finished += 1
+        return pending
 
     def _complete(self, said: Said) -> Completion:
         tokens = self._tokenizer([said.text], add_special_tokens=False)["input_ids"][0]
         tokens = np.array(tokens + [end_token_id(self._tokenizer)] * said.ended, np.int32)
         logprobs = np.log(np.broadcast_to(said.probability, tokens.shape)).astype(np.float32)
-        return Completion(tokens, logprobs, (VersionSpan(0, len(tokens)),), "stop" if said.ended else "length")
+        versions = said.versions or (VersionSpan(0, len(tokens)),)
+        return Completion(tokens, logprobs, versions, "stop" if said.ended else "length")
 
 
 class ScriptedWorkers:
@@ -98,6 +106,9 @@ class ThreadWorld(World):
 
     def gather(self, value: Any) -> list[Any]:
         return self.control.gather(self.rank, value)
+
+    def from_leader(self, make: Callable[[], T]) -> T:
+        return self.gather(self.together(lambda: make() if self.leads else None))[0]
 
     def wait_for_all(self, what: str) -> None:
         self.control.gather(self.rank, None)

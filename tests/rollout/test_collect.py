@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import Config, RunConfig
+from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.types import Prompt, Score, Selection, StepMetadata
+from megatron_dppo.rl.types import Prompt, Score, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.collect import Collected, Collector
+from megatron_dppo.rollout.engine import Groups
+from megatron_dppo.rollout.staleness import staleness
 from tests.rollout.scripted import (
     FAILING,
     LIMIT_S,
@@ -56,6 +59,10 @@ def fresh_workers() -> Iterator[RewardWorkers]:
     pool.close()
 
 
+def collect(collector: Collector, pool: PromptPool, selection: Selection, step: int) -> Collected:
+    return collector.finish(collector.begin(pool, selection, step))
+
+
 @dataclass
 class Bench:
     """A collector over a script, in this process."""
@@ -73,7 +80,7 @@ class Bench:
         selection = Selection(
             np.array(list(script), np.int64), np.array(inclusion or [1.0] * len(script)), window or len(script)
         )
-        return self.collector(script, config).collect(pool_of(10), selection, step=4)
+        return collect(self.collector(script, config), pool_of(10), selection, step=4)
 
 
 @pytest.fixture
@@ -147,10 +154,11 @@ def test_step_all_of_whose_groups_failed_is_empty_and_still_writes_its_row(bench
     json.dumps(result.metrics, allow_nan=False)
 
 
-def test_step_that_selected_nothing_asks_nothing_of_the_engine(bench: Bench) -> None:
+def test_a_rank_without_prompts_meets_the_others_in_the_engine_all_the_same(bench: Bench) -> None:
     result = bench.collect({}, window=8)
     assert (len(result.metadata.prompt_ids), result.metadata.window, result.notes) == (0, 8.0, ())
-    assert bench.engine.asked == []
+    assert [prompts for prompts, _ in bench.engine.asked] == [[]]
+    assert bench.engine.finished == 1, "waiting is collective"
     json.dumps(result.metrics, allow_nan=False)
 
 
@@ -218,7 +226,8 @@ def test_equal_rewards_are_counted_group_by_group(bench: Bench) -> None:
 
 def test_correctness_is_what_the_verifier_says_and_not_the_size_of_the_reward(bench: Bench) -> None:
     prompts = [Prompt(0, np.arange(3, dtype=np.int32), "", "-40", source, {"add": 2}) for source in ("here", "there")]
-    answers = bench.collector({0: said("echo")}).answer(prompts, samples=1, temperature=1.0, seed=0, of_all=2)
+    collector = bench.collector({0: said("echo")})
+    answers = collector.answers(collector.ask(prompts, samples=1, temperature=1.0, seed=0), of_all=2)
     assert answers.scores == [[Score(-38.0, True)], [Score(-38.0, False)]]
     assert answers.texts == [["echo"], ["echo"]], "the end of the turn is no part of the answer"
 
@@ -265,7 +274,7 @@ def test_engine_is_asked_as_configured_with_a_seed_of_the_step(bench: Bench) -> 
     seeds = []
     for step, seed in ((0, 5), (0, 5), (1, 5), (0, 6)):
         config = replace(collect_config(), run=RunConfig(seed=seed))
-        bench.collector({3: MIXED, 1: MIXED}, config).collect(pool_of(5), selection, step)
+        bench.collector({3: MIXED, 1: MIXED}, config).begin(pool_of(5), selection, step)
         ((asked, sampling),) = bench.engine.asked
         assert asked == [3, 1]
         assert (sampling.samples, sampling.max_tokens, sampling.temperature) == (SAMPLES, LIMIT_TOKENS, 0.7)
@@ -275,6 +284,38 @@ def test_engine_is_asked_as_configured_with_a_seed_of_the_step(bench: Bench) -> 
     assert len(set(seeds)) == 3
 
 
+def test_a_completion_is_as_old_as_its_oldest_token(bench: Bench) -> None:
+    """One of six completions, of eight tokens each, has its first four from version 6."""
+    mixed = Said("score 1", versions=(VersionSpan(6, 4), VersionSpan(7, 4)))
+    fresh = Said("score 0", versions=(VersionSpan(7, 8),))
+    result = bench.collect({4: [fresh, mixed, fresh], 2: [fresh] * 3})
+    assert result.metadata.versions.tolist() == [[7, 7, 7], [7, 6, 7]]
+    assert staleness(result.metadata, 7) == {
+        "rollout/stale_tokens": pytest.approx(1 / 6),
+        "rollout/version_lag": pytest.approx(1 / 6),
+    }
+    assert staleness(result.metadata, 9) == {"rollout/stale_tokens": 1.0, "rollout/version_lag": pytest.approx(13 / 6)}
+    nothing = staleness(bench.collect({}, window=8).metadata, 9)
+    assert nothing == {"rollout/stale_tokens": 0.0, "rollout/version_lag": 0.0}
+
+
+def test_what_fails_in_the_engine_of_one_rank_stops_all_of_them(tokenizer: Tokenizer) -> None:
+    class Failing(ScriptedEngine):
+        def finish(self, pending: Groups) -> Groups:
+            super().finish(pending)
+            raise RuntimeError("no server is left")  # on every rank, as the protocol has it
+
+    def on_a_rank(world: World) -> str:
+        engine = Failing(tokenizer, {4: MIXED, 2: MIXED})
+        collector = Collector(collect_config(), world, engine, ScriptedWorkers(), tokenizer, (2,))
+        with pytest.raises(RuntimeError) as caught:
+            collect(collector, pool_of(10), Selection(np.array([4]), np.ones(1), 2), step=0)
+        assert engine.finished == 1, "the rank without a prompt waits too"
+        return str(caught.value)
+
+    assert as_ranks(2, on_a_rank) == ["no server is left"] * 2
+
+
 def test_ranks_share_the_work_and_know_the_same(tokenizer: Tokenizer) -> None:
     script = {9: MIXED, 2: BROKEN, 5: said("score 0", "score 0", "score 0"), 1: MIXED, 7: MIXED}
     selection = Selection(np.array(list(script)), np.array([0.9, 0.2, 0.5, 0.1, 0.7]), 12)
@@ -282,7 +323,7 @@ def test_ranks_share_the_work_and_know_the_same(tokenizer: Tokenizer) -> None:
     def on_a_rank(world: World) -> tuple[Collected, list[int]]:
         engine = ScriptedEngine(tokenizer, script)
         collector = Collector(collect_config(), world, engine, ScriptedWorkers(), tokenizer, (2,))
-        result = collector.collect(pool_of(10), selection, step=0)
+        result = collect(collector, pool_of(10), selection, step=0)
         return result, [prompt for prompts, _ in engine.asked for prompt in prompts]
 
     ((alone, _),) = as_ranks(1, on_a_rank)
@@ -307,7 +348,7 @@ def test_every_rank_stops_for_the_failures_of_one(tokenizer: Tokenizer) -> None:
         config = collect_config(max_failures=0.1)
         collector = Collector(config, world, engine, ScriptedWorkers(), tokenizer, (2,))
         with pytest.raises(UserError) as caught:
-            collector.collect(pool_of(10), selection, step=0)
+            collect(collector, pool_of(10), selection, step=0)
         return str(caught.value)
 
     one, other = as_ranks(2, on_a_rank)

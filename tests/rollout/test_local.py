@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +11,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
-from megatron_dppo.rollout.engine import Bucket, Sampling
+from megatron_dppo.rollout.engine import Bucket, Sampling, WeightSource, generate
 from megatron_dppo.rollout.local import LocalEngine
 from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe
+from tests.rollout.scripted import as_ranks
 
 VOCABULARY = 40
 STOP = (3, 7)
@@ -51,18 +54,31 @@ def make_policy(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.
     return policy.to(dtype=dtype).eval()
 
 
-def stream_of(policy: Qwen3ForCausalLM, size: int = 5) -> Iterator[Bucket]:
-    tensors = list(policy.named_parameters())
-    for start in range(0, len(tensors), size):
-        yield dict(tensors[start : start + size])
+def source_of(tensors: Mapping[str, torch.Tensor], size: int = 5) -> WeightSource:
+    def source(*, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]:
+        assert to is Consumers.EVERYONE, "every rank has an engine"
+        items = list(tensors.items())
+        for start in range(0, len(items), size):
+            yield dict(items[start : start + size])
+
+    return source
+
+
+def weights_of(policy: PreTrainedModel) -> WeightSource:
+    return source_of(dict(policy.named_parameters()))
 
 
 def make_engine(
-    policy: Qwen3ForCausalLM, path: Path, *, dtype: torch.dtype = torch.float32, max_batch: int = 64
+    policy: Qwen3ForCausalLM,
+    path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_batch: int = 64,
+    world: World | None = None,
 ) -> LocalEngine:
     policy.config.save_pretrained(path)
-    engine = LocalEngine(path, device=torch.device("cpu"), dtype=dtype, max_batch=max_batch)
-    engine.update_weights(stream_of(policy), version=1)
+    engine = LocalEngine(path, device=torch.device("cpu"), dtype=dtype, max_batch=max_batch, world=world)
+    engine.update_weights(weights_of(policy), version=1)
     return engine
 
 
@@ -97,7 +113,7 @@ def plain_logprobs(policy: PreTrainedModel, prompt: Prompt, completion: Completi
 def test_logprobs_are_those_of_a_plain_forward_at_the_temperature(tmp_path: Path, tied: bool) -> None:
     policy = make_policy(tied=tied)
     prompts = make_prompts(3, 11, 1, 6)
-    groups = make_engine(policy, tmp_path).generate(prompts, sampling_of(temperature=1.7))
+    groups = generate(make_engine(policy, tmp_path), prompts, sampling_of(temperature=1.7))
     assert [len(group) for group in groups] == [4] * 4
     assert len({len(completion.token_ids) for group in groups for completion in group}) > 4
     for prompt, group in zip(prompts, groups, strict=True):
@@ -115,12 +131,12 @@ def test_other_families_generate_from_the_tensors_of_their_files(
     stored = load_file(tmp_path / "model.safetensors")
     gate = min(name for name in stored if "gate_proj" in name)
     with pytest.raises(ValueError, match=f"model: {gate} is missing.$"):
-        engine.update_weights([{name: tensor for name, tensor in stored.items() if name != gate}], version=1)
-    engine.update_weights([stored], version=2)
+        engine.update_weights(source_of({name: stored[name] for name in stored if name != gate}), version=1)
+    engine.update_weights(source_of(stored), version=2)
     policy = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     prompts = make_prompts(3, 11, 1, 6)
-    groups = engine.generate(prompts, sampling_of(temperature=1.7))
-    assert tokens_of(groups) == tokens_of(engine.generate(prompts, sampling_of(temperature=1.7)))
+    groups = generate(engine, prompts, sampling_of(temperature=1.7))
+    assert tokens_of(groups) == tokens_of(generate(engine, prompts, sampling_of(temperature=1.7)))
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
             expected = plain_logprobs(policy, prompt, completion, 1.7)
@@ -130,7 +146,7 @@ def test_other_families_generate_from_the_tensors_of_their_files(
 def test_bf16_logprobs_are_those_of_a_plain_forward_but_for_rounding(tmp_path: Path) -> None:
     policy = make_policy(dtype=torch.bfloat16)
     prompts = make_prompts(3, 9)
-    groups = make_engine(policy, tmp_path, dtype=torch.bfloat16).generate(prompts, sampling_of())
+    groups = generate(make_engine(policy, tmp_path, dtype=torch.bfloat16), prompts, sampling_of())
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
             difference = completion.logprobs - plain_logprobs(policy, prompt, completion, 1.0)
@@ -140,7 +156,7 @@ def test_bf16_logprobs_are_those_of_a_plain_forward_but_for_rounding(tmp_path: P
 def test_greedy_equals_transformers_generate(tmp_path: Path) -> None:
     policy = make_policy()
     prompts, stop = make_prompts(4, 9, 2, 7, 5), tuple(range(0, VOCABULARY, 4))
-    groups = make_engine(policy, tmp_path).generate(prompts, sampling_of(samples=2, temperature=0.0, stop=stop))
+    groups = generate(make_engine(policy, tmp_path), prompts, sampling_of(samples=2, temperature=0.0, stop=stop))
     lengths = set()
     for prompt, group in zip(prompts, groups, strict=True):
         ids = torch.from_numpy(prompt.token_ids.astype(np.int64))[None]
@@ -162,10 +178,10 @@ def test_greedy_equals_transformers_generate(tmp_path: Path) -> None:
 def test_a_completion_does_not_depend_on_its_company(tmp_path: Path) -> None:
     engine = make_engine(make_policy(dtype=torch.float64), tmp_path, dtype=torch.float64)
     prompts = make_prompts(3, 11, 1, 6, 6, 4)
-    together = tokens_of(engine.generate(prompts, sampling_of()))
-    alone = [tokens_of(engine.generate([prompt], sampling_of()))[0] for prompt in prompts]
-    backwards = tokens_of(engine.generate(prompts[::-1], sampling_of()))[::-1]
-    fewer = tokens_of(engine.generate(prompts, sampling_of(samples=2)))
+    together = tokens_of(generate(engine, prompts, sampling_of()))
+    alone = [tokens_of(generate(engine, [prompt], sampling_of()))[0] for prompt in prompts]
+    backwards = tokens_of(generate(engine, prompts[::-1], sampling_of()))[::-1]
+    fewer = tokens_of(generate(engine, prompts, sampling_of(samples=2)))
     assert together == alone == backwards
     assert [group[:2] for group in together] == fewer
 
@@ -175,7 +191,7 @@ def test_small_batches_give_the_same_completions_in_the_order_asked(tmp_path: Pa
     prompts = make_prompts(3, 11, 1, 6, 6, 4, 2)
     wide = make_engine(policy, tmp_path, dtype=torch.float64, max_batch=64)
     narrow = make_engine(policy, tmp_path, dtype=torch.float64, max_batch=9)
-    assert tokens_of(wide.generate(prompts, sampling_of())) == tokens_of(narrow.generate(prompts, sampling_of()))
+    assert tokens_of(generate(wide, prompts, sampling_of())) == tokens_of(generate(narrow, prompts, sampling_of()))
 
 
 def test_no_batch_is_larger_than_asked_and_every_prompt_is_prefilled_once(tmp_path: Path) -> None:
@@ -186,7 +202,7 @@ def test_no_batch_is_larger_than_asked_and_every_prompt_is_prefilled_once(tmp_pa
         shapes.append((keywords["input_ids"].shape[0], keywords["input_ids"].shape[1]))
 
     engine._model.register_forward_pre_hook(note, with_kwargs=True)
-    groups = engine.generate(make_prompts(3, 11, 2, 6, 6), sampling_of())
+    groups = generate(engine, make_prompts(3, 11, 2, 6, 6), sampling_of())
     lengths = [len(completion.token_ids) for group in groups for completion in group]
     assert sum(rows for rows, width in shapes if width > 1) == 5
     assert max(rows for rows, _ in shapes) == 8
@@ -197,11 +213,11 @@ def test_no_batch_is_larger_than_asked_and_every_prompt_is_prefilled_once(tmp_pa
 def test_the_seed_decides(tmp_path: Path) -> None:
     engine = make_engine(make_policy(), tmp_path)
     prompts = make_prompts(5, 8)
-    first, again = (engine.generate(prompts, sampling_of(seed=5)) for _ in range(2))
+    first, again = (generate(engine, prompts, sampling_of(seed=5)) for _ in range(2))
     assert tokens_of(first) == tokens_of(again)
     for one, other in zip(sum(first, ()), sum(again, ()), strict=True):
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
-    assert tokens_of(first) != tokens_of(engine.generate(prompts, sampling_of(seed=6)))
+    assert tokens_of(first) != tokens_of(generate(engine, prompts, sampling_of(seed=6)))
     assert len({tuple(completion) for completion in tokens_of(first)[0]}) == 4, "samples of a group must differ"
 
 
@@ -209,7 +225,7 @@ def test_first_tokens_are_distributed_as_the_policy_says(tmp_path: Path) -> None
     policy, samples, temperature = make_policy(), 2048, 1.3
     prompt = make_prompts(5)[0]
     engine = make_engine(policy, tmp_path, max_batch=samples)
-    (group,) = engine.generate([prompt], sampling_of(samples=samples, max_tokens=1, temperature=temperature))
+    (group,) = generate(engine, [prompt], sampling_of(samples=samples, max_tokens=1, temperature=temperature))
     counts = np.bincount([completion.token_ids[0] for completion in group], minlength=VOCABULARY)
     with torch.no_grad():
         logits = policy(input_ids=torch.from_numpy(prompt.token_ids.astype(np.int64))[None]).logits[0, -1]
@@ -227,7 +243,7 @@ def test_first_tokens_are_distributed_as_the_policy_says(tmp_path: Path) -> None
 
 def test_a_stop_token_ends_a_completion_and_belongs_to_it(tmp_path: Path) -> None:
     engine = make_engine(make_policy(), tmp_path)
-    completions = sum(engine.generate(make_prompts(5, 8, 2), sampling_of(samples=8, max_tokens=12)), ())
+    completions = sum(generate(engine, make_prompts(5, 8, 2), sampling_of(samples=8, max_tokens=12)), ())
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
     for completion in completions:
         tokens = completion.token_ids.tolist()
@@ -239,19 +255,19 @@ def test_a_stop_token_ends_a_completion_and_belongs_to_it(tmp_path: Path) -> Non
 
 
 def test_without_stop_tokens_every_completion_has_full_length(tmp_path: Path) -> None:
-    groups = make_engine(make_policy(), tmp_path).generate(make_prompts(5, 2), sampling_of(max_tokens=9, stop=()))
+    groups = generate(make_engine(make_policy(), tmp_path), make_prompts(5, 2), sampling_of(max_tokens=9, stop=()))
     for completion in sum(groups, ()):
         assert len(completion.token_ids) == 9 and completion.finish_reason == "length"
 
 
 def test_an_update_changes_tokens_and_version(tmp_path: Path) -> None:
     engine, prompts = make_engine(make_policy(0), tmp_path), make_prompts(5, 8)
-    before = engine.generate(prompts, sampling_of())
+    before = generate(engine, prompts, sampling_of())
     other = make_policy(9)
     engine.pause()
-    engine.update_weights(stream_of(other), version=2)
+    engine.update_weights(weights_of(other), version=2)
     engine.resume()
-    after = engine.generate(prompts, sampling_of())
+    after = generate(engine, prompts, sampling_of())
     assert tokens_of(before) != tokens_of(after)
     for groups, version in ((before, 1), (after, 2)):
         for completion in sum(groups, ()):
@@ -268,7 +284,7 @@ def test_a_stream_that_does_not_fit_is_consumed_then_refused_by_name(tmp_path: P
     missing, misshapen, repeated = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
     consumed = []
 
-    def stream() -> Iterator[Bucket]:
+    def stream(*, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]:
         yield {"model.layers.7.mlp.up_proj.weight": torch.zeros(2)}
         yield {"lm_head.weight": tensors["model.embed_tokens.weight"]}
         yield {name: tensor for name, tensor in tensors.items() if name not in (missing, misshapen)}
@@ -277,7 +293,7 @@ def test_a_stream_that_does_not_fit_is_consumed_then_refused_by_name(tmp_path: P
         consumed.append(True)
 
     with pytest.raises(ValueError) as caught:
-        engine.update_weights(stream(), version=2)
+        engine.update_weights(stream, version=2)
     assert consumed
     message = str(caught.value)
     for claim in (
@@ -290,8 +306,8 @@ def test_a_stream_that_does_not_fit_is_consumed_then_refused_by_name(tmp_path: P
         assert claim in message
     assert message.count("missing") == 1
     with pytest.raises(RuntimeError, match="no weights"):
-        engine.generate(make_prompts(3), sampling_of())
-    engine.update_weights(stream_of(policy), version=3)
+        generate(engine, make_prompts(3), sampling_of())
+    engine.update_weights(weights_of(policy), version=3)
     assert engine.health() is None
 
 
@@ -300,7 +316,7 @@ def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:
     engine = make_engine(policy, tmp_path)
     tensors = {name: tensor for name, tensor in policy.named_parameters() if name != "lm_head.weight"}
     with pytest.raises(ValueError, match=r"lm_head\.weight is missing"):
-        engine.update_weights([tensors], version=2)
+        engine.update_weights(source_of(tensors), version=2)
 
 
 def test_nothing_is_generated_before_the_first_update_or_while_paused(tmp_path: Path) -> None:
@@ -309,29 +325,55 @@ def test_nothing_is_generated_before_the_first_update_or_while_paused(tmp_path: 
     engine = LocalEngine(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32, max_batch=8)
     assert engine.health() is not None
     with pytest.raises(RuntimeError, match="no weights"):
-        engine.generate(make_prompts(3), sampling_of())
-    engine.update_weights(stream_of(policy), version=0)
+        generate(engine, make_prompts(3), sampling_of())
+    engine.update_weights(weights_of(policy), version=0)
     assert engine.health() is None
     engine.pause()
     with pytest.raises(RuntimeError, match="paused"):
-        engine.generate(make_prompts(3), sampling_of())
+        generate(engine, make_prompts(3), sampling_of())
     engine.resume()
-    assert engine.generate([], sampling_of()) == []
-    assert engine.generate(make_prompts(3), sampling_of())[0][0].versions[0].version == 0
+    assert generate(engine, [], sampling_of()) == []
+    assert generate(engine, make_prompts(3), sampling_of())[0][0].versions[0].version == 0
+
+
+def test_what_is_begun_keeps_the_weights_that_it_was_begun_with(tmp_path: Path) -> None:
+    engine, prompts = make_engine(make_policy(0), tmp_path), make_prompts(5, 8)
+    expected = generate(engine, prompts, sampling_of())
+    pending = engine.begin(prompts, sampling_of())
+    engine.pause()
+    engine.update_weights(weights_of(make_policy(9)), version=2)
+    groups = engine.finish(pending)
+    assert tokens_of(groups) == tokens_of(expected)
+    assert {span.version for group in groups for completion in group for span in completion.versions} == {1}
+
+
+def test_a_rank_that_cannot_generate_stops_all_of_them_when_they_wait(tmp_path: Path) -> None:
+    def on_a_rank(world: World) -> tuple[str, dict[str, list]]:
+        engine = make_engine(make_policy(world.rank), tmp_path / str(world.rank), world=world)
+        each = {name: tokens_of(groups) for name, groups in engine.sample_each(make_prompts(5), sampling_of()).items()}
+        pending = engine.begin(make_prompts(3, 0 if world.rank else 2), sampling_of())  # which does not raise
+        with pytest.raises(ValueError) as caught:
+            engine.finish(pending)
+        return str(caught.value), each
+
+    (message, each), (same_message, same) = as_ranks(2, on_a_rank)
+    assert message == same_message == "Prompts without a token cannot be continued: [1]."
+    assert each == same, "samples of every rank's engine, on every rank"
+    assert list(each) == ["local, rank 0", "local, rank 1"] and each["local, rank 0"] != each["local, rank 1"]
 
 
 def test_weights_that_are_not_numbers_stop_the_generation(tmp_path: Path) -> None:
     policy = make_policy()
     engine = make_engine(policy, tmp_path)
     policy.model.norm.weight.data[0] = float("nan")
-    engine.update_weights(stream_of(policy), version=2)
+    engine.update_weights(weights_of(policy), version=2)
     with pytest.raises(RuntimeError, match="version 2 give log-probabilities that are not finite"):
-        engine.generate(make_prompts(3), sampling_of())
+        generate(engine, make_prompts(3), sampling_of())
 
 
 def test_a_prompt_without_tokens_is_refused_by_its_id(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\[12\]"):
-        make_engine(make_policy(), tmp_path).generate(make_prompts(3, 2, 0, first_id=10), sampling_of())
+        generate(make_engine(make_policy(), tmp_path), make_prompts(3, 2, 0, first_id=10), sampling_of())
 
 
 def test_building_an_engine_leaves_the_random_state_alone(tmp_path: Path) -> None:
@@ -344,7 +386,7 @@ def test_building_an_engine_leaves_the_random_state_alone(tmp_path: Path) -> Non
 def test_mistakes_of_the_user_name_the_setting(tmp_path: Path) -> None:
     engine = make_engine(make_policy(), tmp_path, max_batch=3)
     with pytest.raises(UserError, match=r"rollout\.max_batch = 3"):
-        engine.generate(make_prompts(3), sampling_of(samples=4))
+        generate(engine, make_prompts(3), sampling_of(samples=4))
     with pytest.raises(UserError, match=r"model\.path"):
         LocalEngine(tmp_path / "nowhere", device=torch.device("cpu"), dtype=torch.float32, max_batch=3)
     Qwen3Config(num_hidden_layers=2, use_sliding_window=True).save_pretrained(tmp_path / "sliding")

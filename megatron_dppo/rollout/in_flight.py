@@ -1,0 +1,152 @@
+"""The batch in flight, in a checkpoint: what a run that rolls out one step ahead has not trained on yet.
+
+``rollouts/`` in a checkpoint's folder holds ``step.npz``, with what every rank knows, and the tokens of each rank's
+groups in a file of its own. A run goes on from it with any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.parallel.world import World
+from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
+from megatron_dppo.rollout.collect import Collected
+
+FOLDER = "rollouts"
+_STEP = "step.npz"
+_CHOSEN = "selection."
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step's rollouts, waited for before the step."""
+
+    selection: Selection
+    rollouts: Collected
+
+
+def write_batch(place: Path, batch: Batch, world: World) -> None:
+    """Write this rank's groups into a checkpoint's folder, and on the leader what goes for all. Not collective."""
+    folder, rollouts = place / FOLDER, batch.rollouts
+    folder.mkdir(exist_ok=True)
+    np.savez(_file(folder, world.rank), **_tokens(rollouts.held))
+    if world.leads:
+        words = json.dumps({"metrics": rollouts.metrics, "notes": rollouts.notes, "ranks": world.size})
+        chosen = {_CHOSEN + name: value for name, value in asdict(batch.selection).items()}
+        np.savez(folder / _STEP, words=np.array(words), **asdict(rollouts.metadata), **chosen)
+
+
+def read_batch(place: Path, pool: Sequence[Prompt], world: World) -> Batch | None:
+    """The batch in a checkpoint; None if it holds none. Collective.
+
+    Ranks keep their groups where there are as many of them as there were; else every rank takes each n-th.
+
+    Args:
+        place: the checkpoint.
+        pool: of the run that wrote it.
+
+    Raises:
+        UserError: on every rank, if the pool's prompts are other ones, or a file is damaged.
+    """
+    folder = place / FOLDER
+    stored = world.from_leader(lambda: _arrays(folder / _STEP) if (folder / _STEP).exists() else None)
+    if stored is None:
+        return None
+    words = json.loads(str(stored["words"]))
+    chosen = {name.removeprefix(_CHOSEN): value for name, value in stored.items() if name.startswith(_CHOSEN)}
+    selection = Selection(**chosen | {"window": int(chosen["window"])})
+    known = {field.name: stored[field.name] for field in fields(StepMetadata)}
+    metadata = StepMetadata(**known | {"window": float(known["window"])})
+    written_by = metadata.owners
+    if words["ranks"] != world.size:
+        metadata = replace(metadata, owners=np.arange(len(written_by)) % world.size)
+
+    def mine() -> dict[int, Group]:
+        rows = np.flatnonzero(metadata.owners == world.rank)
+        prompts = {row: _prompt(place, pool, metadata, row) for row in rows.tolist()}
+        held: dict[int, Group] = {}
+        for writer in np.unique(written_by[rows]).tolist():
+            held |= _groups(_arrays(_file(folder, writer)), metadata, prompts)
+        return held
+
+    held = world.together(mine, what="rollouts in the checkpoint")
+    return Batch(selection, Collected(held, metadata, words["metrics"], tuple(words["notes"])))
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}.npz"
+
+
+def _arrays(file: Path) -> dict[str, Any]:
+    try:
+        with np.load(file) as stored:  # which unpickles nothing
+            return {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, BadZipFile) as error:
+        problem = f"cannot be read ({type(error).__name__}: {error})"
+        remedy = "Fetch its files again, or write the number of another checkpoint into the tracker beside it"
+        raise UserError("run.dir", file.parent.parent, problem, remedy) from error
+
+
+def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
+    """Groups by row of the metadata, which has their prompts, lengths and rewards; one after the other."""
+    completions = [completion for group in held.values() for completion in group.completions]
+    spans = [(span.version, span.count) for completion in completions for span in completion.versions]
+    return {
+        "rows": np.array(list(held), np.int64),
+        "token_ids": np.concatenate([np.zeros(0, np.int32), *(c.token_ids for c in completions)]),
+        "logprobs": np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in completions)]),
+        "stopped": np.array([c.finish_reason == "stop" for c in completions], bool),
+        "span_counts": np.array([len(c.versions) for c in completions], np.int64),
+        "spans": np.array(spans, np.int64).reshape(-1, 2),
+    }
+
+
+def _groups(stored: dict[str, Any], metadata: StepMetadata, prompts: dict[int, Prompt]) -> dict[int, Group]:
+    """The stored groups of these prompts, by row of the metadata."""
+    rows = stored["rows"]
+    lengths, samples = metadata.response_lengths[rows], metadata.response_lengths.shape[1]
+    completions = list(_completions(stored, lengths.ravel()))
+    return {
+        row: Group(
+            prompts[row],
+            tuple(completions[number * samples : (number + 1) * samples]),
+            metadata.rewards[row],
+        )
+        for number, row in enumerate(rows.tolist())
+        if row in prompts
+    }
+
+
+def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
+    ends, last_spans = np.cumsum(lengths)[:-1], np.cumsum(stored["span_counts"])[:-1]
+    for token_ids, logprobs, spans, stopped in zip(
+        np.split(stored["token_ids"], ends),
+        np.split(stored["logprobs"], ends),
+        np.split(stored["spans"], last_spans),
+        stored["stopped"].tolist(),
+        strict=False,  # splitting nothing gives one piece
+    ):
+        versions = tuple(VersionSpan(*span) for span in spans.tolist())
+        yield Completion(token_ids, logprobs, versions, "stop" if stopped else "length")
+
+
+def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:
+    prompt, tokens = int(metadata.prompt_ids[row]), int(metadata.prompt_lengths[row])
+    if prompt >= len(pool) or len(pool[prompt].token_ids) != tokens:
+        raise UserError(
+            "run.dir",
+            place.parent.parent,
+            f"its checkpoint holds completions of prompt {prompt}, which has {tokens} tokens, and no such prompt is in "
+            "the pool",
+            "Resume with the data that the run began with, or begin another run.dir with its weights alone: "
+            f"model.checkpoint={place}",
+        )
+    return pool[prompt]

@@ -1,0 +1,1 @@
+"""Rollout servers behind HTTP: SGLang and vLLM, spoken to alike."""

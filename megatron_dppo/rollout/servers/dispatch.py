@@ -1,0 +1,296 @@
+"""One rank's prompts, spread over the servers that serve, until every sample of every prompt is there exactly once.
+
+Everything here runs in the HTTP thread but :class:`Batch`, which the main thread waits for. A prompt is one request for
+all its samples. What a server breaks off is asked again of another one, whole; what it aborts is continued from the
+tokens that it gave. A group is never left out for being slow: slow ones are the long ones, and leaving them out would
+bias what pruning keeps unbiased.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rollout.engine import Groups, Sampling
+from megatron_dppo.rollout.servers.api import Ask, Piece, ServerApi
+from megatron_dppo.rollout.servers.http import Http, ServerError
+
+PROBE_S = 5.0
+"""How long a server, whose connection broke, may take to say that it lives."""
+
+ReadVersion = Callable[[str], int | None]
+"""The number of a version as a server tells it; None if it is none of this run's."""
+
+
+class PromptFailedError(Exception):
+    """One prompt could not be answered by any server."""
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One completion in the making."""
+
+    token_ids: list[NDArray[np.int32]] = field(default_factory=list)
+    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
+    versions: list[VersionSpan] = field(default_factory=list)
+    reason: str = "abort"
+    """Why it ended; ``abort`` as long as it has not."""
+
+    @property
+    def length(self) -> int:
+        return sum(span.count for span in self.versions)
+
+    def add(self, piece: Piece, versions: Sequence[VersionSpan]) -> None:
+        self.token_ids.append(piece.token_ids)
+        self.logprobs.append(piece.logprobs)
+        for span in versions:
+            if self.versions and self.versions[-1].version == span.version:
+                span = VersionSpan(span.version, self.versions.pop().count + span.count)
+            self.versions.append(span)
+        self.reason = piece.reason
+
+    def completion(self) -> Completion:
+        return Completion(
+            token_ids=np.concatenate(self.token_ids),
+            logprobs=np.concatenate(self.logprobs),
+            versions=tuple(self.versions),
+            finish_reason="stop" if self.reason == "stop" else "length",
+        )
+
+
+class Batch:
+    """Prompts under way. The main thread waits for it, and reads how far it is."""
+
+    def __init__(self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int) -> None:
+        self.prompts, self.sampling = prompts, sampling
+        self.oldest = oldest
+        """Version before which no token may have been made."""
+        self.samples = [[Sample() for _ in range(sampling.samples)] for _ in prompts]
+        self.finished = 0
+        self.progressed = time.monotonic()
+        """When the last prompt was finished."""
+        self._over = threading.Event()
+        self._error: Exception | None = None
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.prompts) - self.finished
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it will never be finished."""
+        return self._error
+
+    def wait(self, seconds: float) -> None:
+        """Until it is finished or has failed, for so long at most."""
+        self._over.wait(seconds)
+
+    def groups(self) -> Groups:
+        return [tuple(sample.completion() for sample in group) for group in self.samples]
+
+    def one_finished(self) -> None:
+        self.finished += 1
+        self.progressed = time.monotonic()
+
+    def over(self, error: Exception | None) -> None:
+        self._error = self._error or error
+        self._over.set()
+
+
+@dataclass(slots=True)
+class _Place:
+    """A server, and what this rank has asked of it."""
+
+    api: ServerApi
+    asked: set[asyncio.Task[list[Piece]]] = field(default_factory=set)
+
+
+class Dispatcher:
+    """Which server is asked what, on this rank.
+
+    Args:
+        http: in whose thread all of this runs.
+        read_version: see :data:`ReadVersion`.
+        first: where to begin among equally busy servers, so that not all ranks begin with the same one.
+        max_in_flight: prompts under way at one server.
+        request_timeout_s: how long one of them may take there.
+        attempts: how often a prompt is asked before the batch fails.
+    """
+
+    def __init__(
+        self,
+        http: Http,
+        read_version: ReadVersion,
+        *,
+        first: int,
+        max_in_flight: int,
+        request_timeout_s: float,
+        attempts: int,
+    ) -> None:
+        self._http, self._read_version, self._first = http, read_version, first
+        self._max_in_flight, self._timeout_s, self._attempts = max_in_flight, request_timeout_s, attempts
+        self._places: dict[str, _Place] = {}
+        self._lost: dict[str, str] = {}
+        self._changed = asyncio.Event()
+        self.resubmitted = 0
+        """Prompts that were asked again, since the beginning."""
+
+    @property
+    def serving(self) -> int:
+        """Servers that this rank may ask."""
+        return len(self._places)
+
+    def take_lost(self) -> dict[str, str]:
+        """Servers that this rank found unfit since the last call, and why."""
+        lost, self._lost = self._lost, {}
+        return lost
+
+    def serve_from(self, apis: Mapping[str, ServerApi]) -> None:
+        """These servers are asked from now on, and no others; what is under way elsewhere is asked anew."""
+        self._http.run(self._serve_from(apis))
+
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int) -> Batch:
+        """Ask for all of these prompts, and return at once.
+
+        Args:
+            prompts: in whose order the groups come back.
+            sampling: the same for all.
+            oldest: version before which no token may have been made; a server that gives an older one is lost.
+        """
+        batch = Batch(prompts, sampling, oldest)
+        self._http.start(self._run(batch)).add_done_callback(lambda future: batch.over(_outcome(future)))
+        return batch
+
+    async def _serve_from(self, apis: Mapping[str, ServerApi]) -> None:
+        for url in set(self._places) - set(apis):
+            self._drop(url)
+        for url, api in apis.items():
+            self._places.setdefault(url, _Place(api))
+        self._wake()
+
+    async def _run(self, batch: Batch) -> None:
+        tasks = [asyncio.create_task(self._prompt(batch, index)) for index in range(len(batch.prompts))]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise
+
+    async def _prompt(self, batch: Batch, index: int) -> None:
+        """See one prompt through."""
+        prompt, attempt, last = batch.prompts[index], 0, ""
+        while open_samples := [sample for sample in batch.samples[index] if sample.reason == "abort"]:
+            if attempt >= self._attempts:
+                raise PromptFailedError(f"prompt {prompt.id} was asked {attempt} times, the last time {last}")
+            fresh = [sample for sample in open_samples if not sample.length]
+            parts = [[sample] for sample in open_samples if sample.length] + ([fresh] if fresh else [])
+            results = await asyncio.gather(*(self._part(batch, index, part, attempt) for part in parts))
+            if failures := [failure for failure in results if failure]:
+                attempt, last = attempt + 1, failures[0]
+                self.resubmitted += 1
+        batch.one_finished()
+
+    async def _part(self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int) -> str | None:
+        """Ask one server for a continuation of each of these samples, which have the same tokens so far.
+
+        Returns:
+            None, or why it has to be asked again.
+        """
+        place = await self._least_busy()
+        task = asyncio.create_task(
+            place.api.generate(self._ask(batch, index, samples, attempt), timeout_s=self._timeout_s)
+        )
+        place.asked.add(task)
+        try:
+            await asyncio.wait([task])
+            if task.cancelled():
+                return f"server {place.api.url} was taken out"
+            pieces = task.result()
+            if len(pieces) != len(samples):
+                raise ServerError(place.api.url, f"gave {len(pieces)} samples, not {len(samples)}", alive=True)
+            spans = [self._spans(place.api, piece, batch.oldest) for piece in pieces]
+        except ServerError as error:
+            await self._blame(place.api, error)
+            return str(error)
+        finally:
+            task.cancel()
+            place.asked.discard(task)
+            self._wake()
+        for sample, piece, span in zip(samples, pieces, spans, strict=True):
+            sample.add(piece, span)
+            if sample.reason == "abort" and sample.length == batch.sampling.max_tokens:
+                sample.reason = "length"  # aborted after its last token
+        return None
+
+    def _ask(self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int) -> Ask:
+        prompt, sampling = batch.prompts[index], batch.sampling
+        made = np.concatenate([np.empty(0, np.int32), *samples[0].token_ids])
+        which = batch.samples[index].index(samples[0])
+        digest = hashlib.blake2b(f"{sampling.seed}/{prompt.id}/{which}/{attempt}".encode(), digest_size=4).digest()
+        return Ask(
+            token_ids=[*prompt.token_ids.tolist(), *made.tolist()],
+            samples=len(samples),
+            max_tokens=sampling.max_tokens - len(made),
+            temperature=sampling.temperature,
+            stop_token_ids=sampling.stop_token_ids,
+            seed=int.from_bytes(digest, "little") >> 1,
+        )
+
+    def _spans(self, api: ServerApi, piece: Piece, oldest: int) -> list[VersionSpan]:
+        spans = []
+        for told, count in piece.versions:
+            version = self._read_version(told)
+            if version is None or version < oldest:
+                self._lost[api.url] = f"generates with weights of version {told!r}, which this step must not use"
+                self._drop(api.url)
+                raise ServerError(api.url, self._lost[api.url], alive=True)
+            spans.append(VersionSpan(version, count))
+        return spans
+
+    async def _blame(self, api: ServerApi, error: ServerError) -> None:
+        """Take a server out that broke off and does not say that it lives."""
+        if error.alive or api.url not in self._places:
+            return
+        try:
+            await asyncio.wait_for(api.version(), PROBE_S)
+        except (ServerError, TimeoutError):
+            self._lost.setdefault(api.url, error.problem)
+            self._drop(api.url)
+
+    def _drop(self, url: str) -> None:
+        if place := self._places.pop(url, None):
+            for task in place.asked:
+                task.cancel()
+
+    async def _least_busy(self) -> _Place:
+        """A server with room, as soon as there is one."""
+        while True:
+            places = list(self._places.values())
+            if places:
+                turned = places[self._first % len(places) :] + places[: self._first % len(places)]
+                place = min(turned, key=lambda place: len(place.asked))
+                if len(place.asked) < self._max_in_flight:
+                    return place
+            await self._changed.wait()
+
+    def _wake(self) -> None:
+        """Let those look again who wait for room or for a server."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _outcome(future: Future[None]) -> Exception | None:
+    if future.cancelled():
+        return PromptFailedError("generation was broken off")
+    error = future.exception()
+    return error if error is None or isinstance(error, Exception) else PromptFailedError(str(error))

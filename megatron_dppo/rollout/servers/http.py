@@ -1,0 +1,133 @@
+"""HTTP beside the trainer: one event loop in a thread of its own, one connection pool, orjson.
+
+Only HTTP lives in that thread. Collectives and tensors stay on the main thread, which waits for futures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import aiohttp
+import orjson
+
+T = TypeVar("T")
+
+MOST_SAID = 600
+"""Characters of a server's complaint that are worth repeating."""
+
+
+class ServerError(Exception):
+    """A server did not do what it was asked to: it refused, broke off, or said nothing in time.
+
+    Args:
+        url: of the server.
+        problem: what happened, to stand after "server URL".
+        alive: whether it answered at all; one that refuses what it is asked lives.
+    """
+
+    def __init__(self, url: str, problem: str, *, alive: bool) -> None:
+        self.url, self.problem, self.alive = url, problem, alive
+        super().__init__(f"server {url} {problem}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _server_error, (self.url, self.problem, self.alive)
+
+
+def _server_error(url: str, problem: str, alive: bool) -> ServerError:
+    return ServerError(url, problem, alive=alive)
+
+
+class Http:
+    """The loop, its thread and its connections. Close it, or it ends with the process."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
+        self._thread.start()
+        self._session: aiohttp.ClientSession | None = None
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine in the loop and wait for it, from any other thread; it is cancelled at the timeout."""
+        future = self.start(work)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    async def call(
+        self,
+        method: str,
+        url: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        secret: str | None = None,
+        timeout_s: float,
+    ) -> Any:
+        """One request; what came back, read as JSON (None where there was nothing).
+
+        Raises:
+            ServerError: no connection, no answer within ``timeout_s``, an answer that is no JSON, or one of another
+                status than 200.
+        """
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if secret is not None:
+            headers["Authorization"] = f"Bearer {secret}"
+        try:
+            async with self._connections().request(
+                method,
+                url + path,
+                data=orjson.dumps(body) if body is not None else None,
+                params=query,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 10.0)),
+            ) as answer:
+                content = await answer.read()
+                status = answer.status
+        except TimeoutError:
+            raise ServerError(url, f"did not answer {path} within {timeout_s:g} s", alive=False) from None
+        except (aiohttp.ClientError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise ServerError(url, f"broke off at {path} ({reason})", alive=False) from None
+        if status != 200:
+            said = content[:MOST_SAID].decode(errors="replace")
+            raise ServerError(url, f"refused {path} with status {status}: {said}", alive=True)
+        try:
+            return orjson.loads(content) if content else None
+        except orjson.JSONDecodeError:
+            return None  # some routes say in plain words that all is well
+
+    def close(self) -> None:
+        """Drop all connections and end the thread. Requests under way end as cancelled."""
+        if self._loop.is_closed():
+            return
+        self.run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _connections(self) -> aiohttp.ClientSession:
+        if self._session is None:  # within the loop, as aiohttp wants it
+            # Servers close idle connections after 5 s: one that is reused just then would look like a death.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+            # A proxy of the environment has no business between a trainer and its servers.
+            self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
+        return self._session
+
+    async def _close(self) -> None:
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()

@@ -1,0 +1,172 @@
+"""What can be known to be wrong with the settings of rollout servers before one is started. Needs no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.rollout.servers.allocation import server_urls
+from megatron_dppo.rollout.servers.kinds import OUR_FLAGS, tensor_parallel
+
+LAST_PORT = 65535
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+
+
+def check_rollout(config: Config) -> None:
+    """Hold the settings of rollouts against each other.
+
+    Raises:
+        UserError: for the first contradiction.
+    """
+    if config.rollout.engine == "local":
+        _check_local(config)
+        return
+    _check_source(config)
+    _check_sharing(config)
+    if config.rollout.launch.count:
+        _check_launch(config)
+
+
+def check_servers(config: Config, shape: PolicyShape, environ: Mapping[str, str] = os.environ) -> None:
+    """Hold the settings of servers against the policy and this machine. Whether given servers answer is found later.
+
+    Raises:
+        UserError: for the first thing that is wrong.
+    """
+    rollout = config.rollout
+    if rollout.engine == "local":
+        return
+    server_urls(config, environ)
+    if rollout.launch.count:
+        _check_split(config, shape)
+        _check_command(config)
+    if rollout.colocated:
+        import torch
+
+        if not torch.cuda.is_available():
+            remedy = "Set it to false: without GPUs nothing is shared"
+            raise UserError("rollout.colocated", "true", "this machine has no CUDA", remedy)
+    if rollout.sync.transport == "disk":
+        folder = Path(rollout.sync.folder or Path(config.run.dir) / "sync").absolute()
+        place = next(place for place in (folder, *folder.parents) if place.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            problem = f"{place} is no directory that can be written to"
+            raise UserError("rollout.sync.folder", folder, problem, "Name one that you and the servers share")
+
+
+def _check_local(config: Config) -> None:
+    rollout = config.rollout
+    for setting, value, given in (
+        ("rollout.servers", rollout.servers, bool(rollout.servers)),
+        ("rollout.launch.count", rollout.launch.count, rollout.launch.count > 0),
+        ("rollout.colocated", "true", rollout.colocated),
+        ("rollout.ahead", rollout.ahead, rollout.ahead > 0),
+    ):
+        if given:
+            problem = "is for servers, and rollout.engine is local: the trainer's own processes generate, in turn"
+            raise UserError(setting, value, problem, "Leave it out, or set rollout.engine=sglang or vllm")
+    if rollout.samples_per_prompt > rollout.max_batch:
+        raise UserError(
+            "rollout.max_batch",
+            rollout.max_batch,
+            f"cannot hold the rollout.samples_per_prompt = {rollout.samples_per_prompt} of a single prompt",
+            f"Raise it to {rollout.samples_per_prompt} or more",
+        )
+
+
+def _check_source(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.servers and rollout.launch.count:
+        raise UserError(
+            "rollout.launch.count",
+            rollout.launch.count,
+            "servers are to be started, though rollout.servers names some that run already",
+            "Set it to 0, or leave rollout.servers out",
+        )
+    if not rollout.servers and not rollout.launch.count:
+        raise UserError(
+            "rollout.engine",
+            rollout.engine,
+            "no server is named in rollout.servers, and none is to be started",
+            "Set rollout.launch.count=1 or more, or rollout.servers=[http://HOST:PORT]",
+        )
+
+
+def _check_sharing(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.colocated and rollout.ahead:
+        raise UserError(
+            "rollout.ahead",
+            rollout.ahead,
+            "servers cannot generate while a step trains if they share its GPUs (rollout.colocated)",
+            "Set it to 0, or rollout.colocated=false",
+        )
+    if rollout.colocated and rollout.sync.transport == "collective":
+        raise UserError(
+            "rollout.sync.transport",
+            rollout.sync.transport,
+            "NCCL takes no two ranks on one GPU, where rollout.colocated puts the trainer and a server",
+            "Set rollout.sync.transport=tensor",
+        )
+
+
+def _check_launch(config: Config) -> None:
+    launch, engine = config.rollout.launch, config.rollout.engine
+    if isinstance(launch.tp, tuple) and len(launch.tp) != launch.count:
+        raise UserError(
+            "rollout.launch.tp",
+            list(launch.tp),
+            f"has {len(launch.tp)} numbers for rollout.launch.count = {launch.count} servers",
+            "Give one for each, or one number for all",
+        )
+    if launch.first_port + launch.ports - 1 > LAST_PORT or launch.ports < launch.count:
+        raise UserError(
+            "rollout.launch.ports",
+            launch.ports,
+            f"{launch.count} servers want a port each from {launch.first_port} to "
+            f"{launch.first_port + launch.ports - 1}, and the last one there is is {LAST_PORT}",
+            "Raise or lower it, or lower rollout.launch.first_port",
+        )
+    for entry in launch.env:
+        if not VARIABLE.match(entry):
+            raise UserError("rollout.launch.env", entry, "is no environment variable", "Write NAME=value")
+    for flag in launch.flags:
+        if flag.partition("=")[0] in OUR_FLAGS[engine]:
+            problem = "is set by the run itself: for all servers, for each, or where nobody can read it"
+            raise UserError("rollout.launch.flags", flag, problem, "Leave it out; see the settings of rollout.launch")
+
+
+def _check_split(config: Config, shape: PolicyShape) -> None:
+    for tp in tensor_parallel(config.rollout):
+        shared = shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0  # a server copies heads where it has more ranks
+        if shape.heads % tp or not shared:
+            heads = f"the policy's {shape.heads} query heads and {shape.kv_heads} key-value heads"
+            fit = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0]
+            fit = [n for n in fit if shape.kv_heads % n == 0 or n % shape.kv_heads == 0]
+            remedy = f"Set it to one of {', '.join(map(str, fit))}"
+            raise UserError("rollout.launch.tp", tp, f"does not divide {heads}", remedy)
+
+
+def _check_command(config: Config) -> None:
+    engine, command = config.rollout.engine, config.rollout.launch.command
+    if command is None:
+        here = importlib.util.find_spec("sglang") is not None if engine == "sglang" else shutil.which("vllm")
+        if not here:
+            module = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}[engine]
+            raise UserError(
+                "rollout.launch.command",
+                "null",
+                f"{engine} is not installed in this environment",
+                f"Install it in one of its own, and set rollout.launch.command=[/ITS/bin/python,-m,{module}]",
+            )
+    elif not command or shutil.which(command[0]) is None:
+        name = command[0] if command else ""
+        remedy = "Begin it with the path of an interpreter or a program"
+        raise UserError("rollout.launch.command", name, "is no program that can be run", remedy)

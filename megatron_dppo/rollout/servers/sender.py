@@ -1,0 +1,238 @@
+"""A process group of one sender and all ranks of all servers, and buckets that go through it.
+
+The servers make their end with torch's own group constructor behind a store of rank 0; so does the sender. A group
+belongs to the servers that it was made with: when one of them goes, all of it goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+
+from megatron_dppo.rollout.engine import Bucket
+from megatron_dppo.rollout.servers.api import Manifest, Meeting, ServerApi
+from megatron_dppo.rollout.servers.http import Http, ServerError
+
+LOOK_S = 0.0005
+"""Seconds between looks at a bucket on its way."""
+GRACE_S = 5.0
+"""How long servers may take to say what went wrong, once it has."""
+
+
+class SyncFailedError(Exception):
+    """An update broke off.
+
+    Args:
+        problems: what went wrong, by URL of the server at fault. Empty where no single one is known to be.
+        problem: what the sender itself saw.
+    """
+
+    def __init__(self, problems: Mapping[str, str], problem: str) -> None:
+        self.problems, self.problem = dict(problems), problem
+        super().__init__(self.problems, problem)  # both, so that it can be sent to other ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A bucket, ready to be sent."""
+
+    manifest: Manifest
+    flat: torch.Tensor
+    """[bytes], uint8: its tensors one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A bucket on its way, and what servers will say of it, by URL."""
+
+    work: dist.Work
+    replies: Mapping[str, Future[None]]
+
+
+class Sender:
+    """Rank 0 of a group whose other ranks are the servers'.
+
+    Args:
+        http: through which servers are told what comes.
+        apis: the servers, which know how many ranks they have.
+        name: of the group, never used before.
+        host: address of this machine for the servers.
+        device: where buckets are sent from; its kind decides between NCCL and gloo.
+        timeout_s: how long joining, and one bucket, may take.
+
+    Raises:
+        SyncFailedError: not all of them joined.
+    """
+
+    def __init__(
+        self,
+        http: Http,
+        apis: Sequence[ServerApi],
+        *,
+        name: str,
+        host: str,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        self._http, self._apis, self.name = http, list(apis), name
+        self._device, self._timeout_s = device, timeout_s
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=timeout_s)
+        size = 1 + sum(api.ranks for api in apis)
+        # Not by rendezvous: under torchrun it would look for torchrun's own store, at any address.
+        store = dist.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        joins, offset = {}, 1
+        for api in apis:
+            meeting = Meeting(name, host, store.port, backend, offset, size)
+            joins[api.url] = http.start(api.join(meeting))
+            offset += api.ranks
+        problem = "not all servers joined the group for weights"
+        try:
+            self._group, _ = _new_process_group_helper(
+                size, 0, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=timeout
+            )
+        except Exception as error:
+            raise SyncFailedError(outcomes(joins, GRACE_S), f"{problem} ({_first_line(error)})") from error
+        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(size)}
+        self._store = store
+        if problems := outcomes(joins, timeout_s):
+            self.close()
+            raise SyncFailedError(problems, problem)
+        self._flats: list[torch.Tensor] = []
+        self._turn = 0
+        self._sent: _Sent | None = None
+        """The bucket on its way."""
+        self._loading: _Sent | None = None
+        """The one before, which servers may still be loading."""
+
+    def stage(self, bucket: Bucket) -> Staged:
+        """Copy a bucket into the one of two buffers that is not on its way: the caller may then reuse its memory."""
+        size = sum(tensor.numel() * tensor.element_size() for tensor in bucket.values())
+        self._turn ^= 1
+        while len(self._flats) <= self._turn:
+            self._flats.append(torch.empty(0, dtype=torch.uint8, device=self._device))
+        if self._flats[self._turn].numel() < size:
+            self._flats[self._turn] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        flat, start = self._flats[self._turn][:size], 0
+        for tensor in bucket.values():
+            end = start + tensor.numel() * tensor.element_size()
+            flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            start = end
+        return Staged(Manifest.of(bucket), flat)
+
+    def send(self, staged: Staged, version: str | None) -> None:
+        """Set a bucket on its way, once the one before has travelled.
+
+        Servers may still be loading that one: they are told of this one meanwhile, and take requests in their order.
+
+        Args:
+            staged: the bucket that was staged last.
+            version: with the last bucket of an update.
+
+        Raises:
+            SyncFailedError: an earlier one did not arrive. Nothing can be sent through this group any more.
+        """
+        if self._sent is not None:
+            self._travel(self._sent)
+        if self._loading is not None:
+            self._be_loaded(self._loading)
+        self._loading, self._sent = self._sent, None
+        replies = {api.url: self._http.start(api.receive(staged.manifest, self.name, version)) for api in self._apis}
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._sent = _Sent(self._group.broadcast([staged.flat], options), replies)
+
+    def arrive(self) -> None:
+        """Wait until every server has loaded what was sent last.
+
+        Raises:
+            SyncFailedError: as said of :meth:`send`.
+        """
+        if self._sent is not None:
+            self._travel(self._sent)
+        for sent in (self._loading, self._sent):
+            if sent is not None:
+                self._be_loaded(sent)
+        self._loading = self._sent = None
+
+    def _travel(self, sent: _Sent) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not sent.work.is_completed():
+            # A server that refused, or is gone, will not take part; the group would wait for it until it times out.
+            if any(reply.done() and reply.exception() for reply in sent.replies.values()):
+                raise self._broken(sent, "a server left while a bucket was on its way")
+            if time.monotonic() > deadline:
+                raise self._broken(sent, f"a bucket took more than {self._timeout_s:g} s")
+            time.sleep(LOOK_S)
+        try:
+            sent.work.wait()
+        except RuntimeError as error:
+            raise self._broken(sent, f"a bucket could not be sent ({_first_line(error)})") from error
+
+    def _be_loaded(self, sent: _Sent) -> None:
+        if problems := outcomes(sent.replies, self._timeout_s):
+            self.close()
+            raise SyncFailedError(problems, "a bucket was not loaded")
+
+    def close(self) -> None:
+        """End this side of the group, which frees servers that wait in it."""
+        self._sent = self._loading = None
+        if self._group in _world.pg_map:
+            with contextlib.suppress(RuntimeError):  # what is broken already need not be broken off
+                self._group.abort()
+            dist.destroy_process_group(self._group)
+
+    def _broken(self, sent: _Sent, problem: str) -> SyncFailedError:
+        """Close the group, so that servers that wait in it say so; those that still say nothing are at fault."""
+        self.close()
+        return SyncFailedError(outcomes(sent.replies, GRACE_S, refusals=False), problem)
+
+
+def address_towards(urls: Iterable[str]) -> str:
+    """The address of this machine that servers see: the one from which packets to them would leave.
+
+    Where some are on this machine and some are not, that for those which are not; it serves all.
+    """
+    found = []
+    for url in urls:
+        parts = urlsplit(url)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((parts.hostname, parts.port or 80))  # sends nothing
+            found.append(probe.getsockname()[0])
+    return next((address for address in found if not address.startswith("127.")), found[0])
+
+
+def outcomes(replies: Mapping[str, Future[None]], timeout_s: float, *, refusals: bool = True) -> dict[str, str]:
+    """What went wrong at each server; nothing for those that did as they were told.
+
+    Args:
+        replies: by URL.
+        timeout_s: how long to wait for all of them.
+        refusals: whether a server that answers, but with a refusal, is at fault itself.
+    """
+    deadline = time.monotonic() + timeout_s
+    problems = {}
+    for url, reply in replies.items():
+        try:
+            reply.result(max(deadline - time.monotonic(), 0.0))
+        except ServerError as error:
+            if refusals or not error.alive:
+                problems[url] = error.problem
+        except TimeoutError:
+            reply.cancel()
+            problems[url] = f"said nothing within {timeout_s:g} s"
+    return problems
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

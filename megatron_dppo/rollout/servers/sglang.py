@@ -1,0 +1,195 @@
+"""A stock SGLang server, in its own words.
+
+Traps that are dealt with here: a server sends its refusals with status 200 on some routes and 400 on others, so that
+``success`` is always looked at; updates must stand between begin and end where the server has those routes, and older
+ones have not; tensors by value are pickled whole, since torch's own sharing of file descriptors kills a server that is
+another process; ``ignore_eos`` would switch every stop token off, so that the model's own end-of-sequence tokens stop a
+completion whether they are asked for or not; a token id beyond the vocabulary kills the server.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_dppo.rollout.servers.api import Ask, Facts, InFlight, Manifest, Meeting, Piece, ServerApi
+from megatron_dppo.rollout.servers.http import ServerError
+
+INCOMPLETE = "incomplete"
+"""Version of a server between the beginning and the end of an update: it may hold weights of two."""
+PAUSES: Mapping[InFlight, str] = {"retract": "retract", "keep": "in_place", "abort": "abort"}
+
+
+class SglangApi(ServerApi):
+    """See :class:`ServerApi`."""
+
+    _known_routes: frozenset[str] | None = None
+
+    async def facts(self) -> Facts:
+        model, server = await self.get("/model_info"), await self.get("/server_info")
+        self._known_routes = await self.routes()
+        self.ranks = int(server["tp_size"]) * int(server.get("pp_size", 1))
+        return Facts(
+            model=model["model_path"],
+            architecture=(model.get("architectures") or [None])[0],
+            ranks=self.ranks,
+            version=str(model["weight_version"]),
+            dtype=_dtype(server.get("dtype")),
+            max_tokens=server.get("context_length"),
+            routes=self._known_routes,
+        )
+
+    async def health(self, timeout_s: float) -> None:
+        await self.get("/health_generate", timeout_s=timeout_s)
+
+    async def generate(self, ask: Ask, *, timeout_s: float) -> list[Piece]:
+        sampling: dict[str, Any] = {
+            "n": ask.samples,
+            "temperature": ask.temperature,
+            "max_new_tokens": ask.max_tokens,
+            "stop_token_ids": list(ask.stop_token_ids),
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+        }
+        if ask.seed is not None:
+            sampling["sampling_seed"] = ask.seed
+        body = {"input_ids": list(ask.token_ids), "sampling_params": sampling, "return_logprob": True}
+        answers = await self.post("/generate", body, timeout_s=timeout_s)
+        answers = answers if isinstance(answers, list) else [answers]
+        return [self._piece(answer) for answer in answers]
+
+    async def pause(self, in_flight: InFlight) -> None:
+        await self.post("/pause_generation", {"mode": PAUSES[in_flight]})
+
+    async def resume(self) -> None:
+        await self.post("/continue_generation", {})
+
+    async def flush(self) -> None:
+        await self.post("/flush_cache", {})
+
+    async def begin_update(self) -> None:
+        if await self._has("/begin_weight_update"):
+            await self._order("/begin_weight_update", {})
+        await self._call_it(INCOMPLETE)
+
+    async def end_update(self, version: str) -> None:
+        if await self._has("/end_weight_update"):
+            await self._order("/end_weight_update", {})
+        if await self.version() != version:
+            await self._call_it(version)
+
+    async def abandon_update(self) -> None:
+        if await self._has("/end_weight_update"):
+            try:
+                await self._order("/end_weight_update", {})
+            except ServerError as error:
+                if not error.alive:
+                    raise  # a live server refuses because no update is open, which is what is wanted
+
+    async def join(self, meeting: Meeting) -> None:
+        body = {
+            "master_address": meeting.host,
+            "master_port": meeting.port,
+            "rank_offset": meeting.offset,
+            "world_size": meeting.size,
+            "group_name": meeting.name,
+            "backend": meeting.backend,
+        }
+        await self._order("/init_weights_update_group", body)
+
+    async def leave(self, group: str) -> None:
+        if await self._has("/destroy_weights_update_group"):
+            try:
+                await self._order("/destroy_weights_update_group", {"group_name": group})
+            except ServerError as error:
+                if not error.alive:
+                    raise
+
+    async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
+        body = {
+            "names": manifest.names,
+            "dtypes": manifest.dtypes,
+            "shapes": manifest.shapes,
+            "group_name": group,
+            "load_format": "flattened_bucket",
+        }
+        await self._order("/update_weights_from_distributed", body | _version(version))
+
+    async def take(self, tensors: Mapping[str, torch.Tensor], version: str | None) -> None:
+        data = io.BytesIO()
+        pickle.dump([(name, tensor.detach().cpu().clone()) for name, tensor in tensors.items()], data)
+        values = [base64.b64encode(data.getbuffer()).decode()] * self.ranks
+        await self._order("/update_weights_from_tensor", {"serialized_named_tensors": values} | _version(version))
+
+    async def load(self, folder: Path, version: str) -> None:
+        body = {"model_path": str(folder), "load_format": "auto"}
+        await self._order("/update_weights_from_disk", body | _version(version))
+
+    async def version(self) -> str:
+        return str((await self.get("/model_info"))["weight_version"])
+
+    async def checksums(self) -> dict[str, str]:
+        if not await self._has("/weights_checker"):
+            return {}
+        answer = await self._order("/weights_checker", {"action": "checksum"})
+        return {
+            f"{name}@{rank}": checksum
+            for rank, part in enumerate(answer["ranks"])
+            for name, checksum in part["checksums"].items()
+        }
+
+    async def release_memory(self) -> None:
+        await self.post("/release_memory_occupation", {})
+
+    async def regain_weights(self) -> None:
+        await self.post("/resume_memory_occupation", {"tags": ["weights", "cuda_graph"]})
+
+    async def regain_cache(self) -> None:
+        await self.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
+
+    async def _call_it(self, version: str) -> None:
+        await self._order("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    async def _has(self, route: str) -> bool:
+        if self._known_routes is None:
+            self._known_routes = await self.routes()
+        return route in self._known_routes
+
+    async def _order(self, path: str, body: Mapping[str, Any]) -> Any:
+        """A request whose answer says whether it succeeded."""
+        answer = await self.post(path, body)
+        if not (isinstance(answer, Mapping) and answer.get("success")):
+            raise ServerError(self.url, f"refused {path}: {answer}", alive=True)
+        return answer
+
+    def _piece(self, answer: Mapping[str, Any]) -> Piece:
+        meta, tokens = answer["meta_info"], answer["output_ids"]
+        reason = meta["finish_reason"]["type"]
+        logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
+        if len(logprobs) != len(tokens) or reason not in ("stop", "length", "abort"):
+            said = f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, finish reason {meta['finish_reason']}"
+            raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
+        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+        return Piece(
+            token_ids=np.array(tokens, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            versions=tuple((str(s["version"]), s["end"] - s["start"]) for s in spans if s["end"] > s["start"]),
+            reason=reason,
+        )
+
+
+def _version(version: str | None) -> dict[str, Any]:
+    """The caches of prompts are flushed once, at the end of an update, and not with every bucket."""
+    return {"flush_cache": False} | ({} if version is None else {"weight_version": version})
+
+
+def _dtype(name: str | None) -> str | None:
+    return None if name in (None, "auto") else name

@@ -1,0 +1,86 @@
+"""Runs one server and sees to its end: ``python supervisor.py TRAINER COMMAND…``. Needs the standard library only.
+
+A server is several processes, and whoever dies first must leave none of the others: not the trainer, even by SIGKILL,
+nor the server's main process, whose children need not notice. So this process stands between the two. It adopts what
+its descendants leave behind, whatever session they have moved to, and ends only when it has no child left; and if it
+is killed itself, the kernel kills the server.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LOOK_S = 0.2
+"""Seconds between looks whether the trainer is still there."""
+GRACE_S = 3.0
+"""How long a server may take to end by itself."""
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def supervise(trainer: int, command: list[str]) -> int:
+    """Run the command until it ends, the trainer does, or this process is told to end.
+
+    Returns:
+        The command's exit code, negative for the signal that ended it.
+    """
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    awaited = {signal.SIGCHLD, *ENDING}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+
+    def before_the_command() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+
+    server = subprocess.Popen(command, preexec_fn=before_the_command)
+    try:
+        while server.poll() is None and os.getppid() == trainer:
+            heard = signal.sigtimedwait(awaited, LOOK_S)
+            if heard is not None and heard.si_signo in ENDING:
+                break
+        if os.getppid() == trainer and server.poll() is None:
+            _ask_to_end(server, awaited)
+    finally:
+        _kill_the_rest(server)
+    return server.wait()
+
+
+def _ask_to_end(server: subprocess.Popen[bytes], awaited: set[signal.Signals]) -> None:
+    server.terminate()
+    until = time.monotonic() + GRACE_S
+    while server.poll() is None and (left := until - time.monotonic()) > 0:
+        signal.sigtimedwait(awaited, min(left, LOOK_S))
+
+
+def _kill_the_rest(server: subprocess.Popen[bytes]) -> None:
+    """Kill children until there are none: those of a child that died become ours."""
+    while children := _children():
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        for child in children:
+            server.wait() if child == server.pid else os.waitpid(child, 0)
+
+
+def _children() -> list[int]:
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (place / "stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            continue  # it ended meanwhile
+        if int(parent) == os.getpid():
+            found.append(int(place.name))
+    return found
+
+
+if __name__ == "__main__":
+    code = supervise(int(sys.argv[1]), sys.argv[2:])
+    sys.exit(code if code >= 0 else 128 - code)

@@ -1,0 +1,189 @@
+"""How a new version of the weights comes to serve: pause, begin, buckets, end, flush, check, and then continue.
+
+A server that fails in any of these holds nobody knows what. It is left paused, named, and not asked again until an
+update has brought it up to date.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_dppo.parallel.world import World
+from megatron_dppo.rollout.engine import WeightSource
+from megatron_dppo.rollout.servers.api import InFlight, ServerApi
+from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.transports import Transport
+
+ABANDON_S = 15.0
+"""How long a server may take to close an update that failed elsewhere."""
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds of the parts of an update that succeeded, on the leader."""
+
+    pause: float = 0.0
+    """Until every server has paused and opened an update."""
+    transfer: float = 0.0
+    """From the first group that is joined to the last bucket that is loaded."""
+    end: float = 0.0
+    """Closing the update, flushing caches, reading the version back."""
+    resume: float = 0.0
+    bytes: int = 0
+    """Of tensors, to each server."""
+
+
+@dataclass(slots=True)
+class Sync:
+    """Updates of servers that serve. Every method is collective.
+
+    Args:
+        world: the ranks.
+        http: through which the leader speaks to the servers.
+        transport: moves the tensors.
+        in_flight: what becomes of unfinished requests.
+        colocated: servers give their memory back while they are paused.
+    """
+
+    world: World
+    http: Http
+    transport: Transport
+    in_flight: InFlight
+    colocated: bool
+    timings: Timings = field(default_factory=Timings)
+    _released: bool = False
+
+    def release(self, apis: Sequence[ServerApi]) -> Mapping[str, str]:
+        """Have colocated servers give their memory back; what went wrong, by URL."""
+        if self._released:
+            return {}
+        self._released = True
+
+        async def release(api: ServerApi) -> None:
+            await api.pause(self.in_flight)
+            await api.release_memory()
+
+        return self._all(apis, release)
+
+    def update(
+        self, apis: Sequence[ServerApi], source: WeightSource, version: str, *, verify: bool
+    ) -> Mapping[str, str] | None:
+        """Bring servers to a version, and leave them paused.
+
+        Args:
+            apis: the servers.
+            source: the weights.
+            version: what they are to call them.
+            verify: whether to compare checksums, where servers have them.
+
+        Returns:
+            None if all of them have it. Else what went wrong, by URL: nobody is at the version then, and the servers
+            that are not named can be tried again at once.
+        """
+        timings, clock = Timings(), _Clock()
+        problems = self._all(apis, self._begin)
+        timings.pause = clock.lap()
+        if problems:
+            return problems
+        sent = self.transport.send(apis, source, version)
+        timings.transfer, timings.bytes = clock.lap(), sent.moved.bytes
+        if sent.problem is not None:
+            stuck = self._all([api for api in apis if api.url not in sent.problems], _abandon)
+            return {**stuck, **sent.problems}
+        if problems := self._all(apis, lambda api: self._end(api, version)):
+            return problems
+        timings.end = clock.lap()
+        if verify and (problems := self._verify(apis, sent.moved.digests)):
+            return problems
+        self.timings = timings
+        return None
+
+    def resume(self, apis: Sequence[ServerApi]) -> Mapping[str, str]:
+        """Have the servers generate; what went wrong, by URL."""
+        clock = _Clock()
+        released, self._released = self._released, False
+
+        async def resume(api: ServerApi) -> None:
+            if released:
+                await api.regain_cache()
+            await api.resume()
+
+        problems = self._all(apis, resume)
+        self.timings.resume = clock.lap()
+        return problems
+
+    async def _begin(self, api: ServerApi) -> None:
+        await api.pause(self.in_flight)
+        if self._released:
+            await api.regain_weights()
+        try:
+            await api.begin_update()
+        except ServerError as error:
+            if not error.alive:
+                raise
+            await api.abandon_update()  # of an update that somebody began, and did not end
+            await api.begin_update()
+
+    async def _end(self, api: ServerApi, version: str) -> None:
+        await api.end_update(version)
+        if self.in_flight != "keep":
+            await api.flush()
+        if (told := await api.version()) != version:
+            raise ServerError(api.url, f"says that its weights are of version {told!r} after an update", alive=True)
+
+    def _verify(self, apis: Sequence[ServerApi], digests: Mapping[str, str]) -> Mapping[str, str]:
+        """Servers whose checksums are not the actor's, or not those of others with as many ranks, with the reason.
+
+        On a GPU servers use checksums of their own making, which tell only whether servers hold the same.
+        """
+        expected = digests if self.world.device.type == "cpu" else {}
+        first: dict[int, Mapping[str, str]] = {}
+
+        async def verify(api: ServerApi) -> None:
+            seen = await api.checksums()
+            others = first.setdefault(api.ranks, seen)
+            for name, checksum in seen.items():
+                of_actor = expected.get(name.partition("@")[0], checksum)
+                if not of_actor.startswith(checksum):
+                    raise ServerError(api.url, f"holds another {name} than the actor after an update", alive=True)
+                if others.get(name) != checksum:
+                    raise ServerError(api.url, f"holds another {name} than other servers after an update", alive=True)
+
+        return self._all(apis, verify)
+
+    def _all(self, apis: Sequence[ServerApi], act: Callable[[ServerApi], Awaitable[None]]) -> dict[str, str]:
+        """Do one thing with all servers at once, from the leader; what went wrong, by URL."""
+
+        async def act_on_all() -> dict[str, str]:
+            results = await asyncio.gather(*(act(api) for api in apis), return_exceptions=True)
+            problems = {}
+            for api, result in zip(apis, results, strict=True):
+                if isinstance(result, ServerError):
+                    problems[api.url] = result.problem
+                elif result is not None:
+                    raise result
+            return problems
+
+        return self.world.from_leader(lambda: self.http.run(act_on_all()))
+
+
+async def _abandon(api: ServerApi) -> None:
+    try:
+        await asyncio.wait_for(api.abandon_update(), ABANDON_S)
+    except TimeoutError:
+        raise ServerError(api.url, f"hangs in an update that failed, for {ABANDON_S:g} s", alive=False) from None
+
+
+class _Clock:
+    """Seconds since it was last asked."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds

@@ -1,0 +1,245 @@
+"""Three ways for a version of the weights to reach servers that wait for it.
+
+A transport moves tensors and nothing else: pausing, opening and closing an update, and trying again are the business of
+``sync.py``. All are collective, and say on every rank alike what went wrong, by server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megatron_dppo.bridge.export import write_directory
+from megatron_dppo.bridge.file_plan import plan_files
+from megatron_dppo.bridge.stream import Consumers
+from megatron_dppo.config import ModelConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.policy import DTYPES
+from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.parallel.world import World
+from megatron_dppo.rollout.engine import Bucket, WeightSource
+from megatron_dppo.rollout.servers.api import ServerApi
+from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards, outcomes
+
+MAX_SHARD_BYTES = 5 * 2**30
+
+
+@dataclass(slots=True)
+class Moved:
+    """What went to each server."""
+
+    bytes: int = 0
+    digests: dict[str, str] = field(default_factory=dict)
+    """SHA-256 in hex of the vectors (norms), by their Hugging Face names: enough to tell one version from another."""
+
+    def count(self, bucket: Bucket) -> None:
+        """Take in a bucket that is about to go."""
+        for name, tensor in bucket.items():
+            self.bytes += tensor.numel() * tensor.element_size()
+            if tensor.dim() == 1:
+                data = tensor.detach().cpu().contiguous().view(torch.uint8)
+                self.digests[name] = hashlib.sha256(data.numpy()).hexdigest()
+
+    def __or__(self, other: Moved) -> Moved:
+        return Moved(self.bytes + other.bytes, self.digests | other.digests)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What became of an update; the same on every rank."""
+
+    problems: Mapping[str, str]
+    """By URL of the server at fault."""
+    problem: str | None
+    """What went wrong; None if every server has loaded every tensor."""
+    moved: Moved
+
+
+class Transport(Protocol):
+    """Moves the weights to all servers."""
+
+    def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
+        """Collective. Every server is paused, with an update open."""
+        ...
+
+    def close(self) -> None:
+        """Give up what it holds on this rank. Not collective."""
+        ...
+
+
+class Collective:
+    """One process group per pipeline stage: its first rank, and behind it all ranks of all servers.
+
+    Stages send one after the other, since a server takes one update at a time. Within a stage the next bucket is
+    gathered and copied while one travels.
+    """
+
+    def __init__(self, http: Http, world: World, *, run: str, bucket_mib: int, timeout_s: float) -> None:
+        self._http, self._world, self._run = http, world, run
+        self._bucket_mib, self._timeout_s = bucket_mib, timeout_s
+        self._sender: Sender | None = None
+        self._members: tuple[str, ...] = ()
+        self._groups = count()
+
+    def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
+        members = tuple(api.url for api in apis)
+        if self._members != members:  # every rank comes to the same conclusion
+            self.close()
+            joined = _by_stage(self._world, lambda: self._join(apis))
+            if joined.problem:
+                return joined
+            self._members = members
+        sent = _by_stage(self._world, lambda: self._stage(source, version if self._world.last_stage else None))
+        if sent.problem:
+            self.close()
+        return sent
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._sender, self._members = None, ()
+
+    def _join(self, apis: Sequence[ServerApi]) -> Moved:
+        number = next(self._groups)
+        if self._world.tp_rank == 0:
+            self._sender = Sender(
+                self._http,
+                apis,
+                name=f"{self._run}-{self._world.pp_rank}-{number}",
+                host=address_towards(api.url for api in apis),
+                device=self._world.device,
+                timeout_s=self._timeout_s,
+            )
+        return Moved()
+
+    def _stage(self, source: WeightSource, version: str | None) -> Moved:
+        """Send the stage's buckets, ``version`` with the last of them. Collective over the stage."""
+        buckets = source(to=Consumers.STAGE_LEADERS, bucket_mib=self._bucket_mib)
+        if self._sender is None:
+            for _ in buckets:
+                pass
+            return Moved()
+        moved, bucket = Moved(), next(buckets, None)
+        try:
+            while bucket is not None:
+                # Copied before the next one is asked for, which may use the same memory; whether this is the last
+                # one is known only afterwards.
+                moved.count(bucket)
+                staged = self._sender.stage(bucket)
+                bucket = next(buckets, None)
+                self._sender.send(staged, version if bucket is None else None)
+            self._sender.arrive()
+        finally:
+            for _ in buckets:  # the others of the stage wait for whoever does not take it to the end
+                pass
+        return moved
+
+
+class ByValue:
+    """The first rank of each stage sends its tensors with the requests themselves."""
+
+    def __init__(self, http: Http, world: World, *, bucket_mib: int, timeout_s: float) -> None:
+        self._http, self._world, self._bucket_mib, self._timeout_s = http, world, bucket_mib, timeout_s
+
+    def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
+        told = version if self._world.last_stage else None
+        return _by_stage(self._world, lambda: self._stage(apis, source, told))
+
+    def close(self) -> None:
+        pass
+
+    def _stage(self, apis: Sequence[ServerApi], source: WeightSource, version: str | None) -> Moved:
+        buckets, moved = source(to=Consumers.STAGE_LEADERS, bucket_mib=self._bucket_mib), Moved()
+        bucket = next(buckets, None)
+        try:
+            while bucket is not None:
+                if not bucket:  # a rank that only sends to its stage's first one
+                    bucket = next(buckets, None)
+                    continue
+                moved.count(bucket)
+                tensors = {name: tensor.to("cpu", copy=True) for name, tensor in bucket.items()}
+                bucket = next(buckets, None)
+                last = version if bucket is None else None
+                replies = {api.url: self._http.start(api.take(tensors, last)) for api in apis}
+                if problems := outcomes(replies, self._timeout_s):
+                    raise SyncFailedError(problems, "tensors were not loaded")
+        finally:
+            for _ in buckets:
+                pass
+        return moved
+
+
+class Disk:
+    """The leader writes a Hugging Face directory, which servers on the same file system load."""
+
+    def __init__(
+        self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig, folder: Path, timeout_s: float
+    ) -> None:
+        self._http, self._world, self._folder, self._timeout_s = http, world, folder, timeout_s
+        self._companions = Path(model.path)
+        self._plan = plan_files(shape, MAX_SHARD_BYTES, DTYPES[model.dtype])
+
+    def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
+        place = self._folder.absolute() / version
+        failure: Exception | None = None
+        if self._world.dp_rank == 0 and self._world.cp_rank == 0:
+            buckets = source(to=Consumers.LEADER)
+            if self._world.leads:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                failure = write_directory(buckets, self._plan, self._companions, place)
+            else:
+                for _ in buckets:
+                    pass
+        return self._world.from_leader(lambda: self._load(apis, place, version, failure))
+
+    def close(self) -> None:
+        pass
+
+    def _load(self, apis: Sequence[ServerApi], place: Path, version: str, failure: Exception | None) -> Sent:
+        if failure is not None:
+            remedy = "Free some room there, or name another folder that the servers can read"
+            raise UserError("rollout.sync.folder", self._folder, f"cannot be written ({failure})", remedy)
+        try:
+            problems = outcomes({api.url: self._http.start(api.load(place, version)) for api in apis}, self._timeout_s)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        problem = "a server did not load what was written" if problems else None
+        return Sent(problems, problem, Moved(self._plan.total_bytes))
+
+
+def _by_stage(world: World, attempt: Callable[[], Moved]) -> Sent:
+    """Run ``attempt`` on the ranks of one pipeline stage after the other, in the first replica. Collective.
+
+    Args:
+        attempt: returns what it sent; what it raises ends the update, for all ranks alike.
+
+    Raises:
+        Exception: on every rank, what ``attempt`` raised other than that servers failed it.
+    """
+    problems: dict[str, str] = {}
+    problem, total = None, Moved()
+    for stage in range(world.pp):
+        mine: tuple[Moved, Exception | None] = (Moved(), None)
+        if stage == world.pp_rank and world.dp_rank == 0 and world.cp_rank == 0:
+            try:
+                mine = (attempt(), None)
+            except Exception as error:
+                mine = (Moved(), error)
+        for moved, error in world.gather(mine):
+            if isinstance(error, SyncFailedError):
+                problems |= error.problems
+                problem = problem or error.problem
+            elif error is not None:
+                raise error
+            total |= moved
+        if problem:
+            break
+    return Sent(problems, problem, total)

@@ -1,0 +1,272 @@
+"""A stock vLLM server (0.32), in its own words, with our extension of its workers for weights (``vllm_plugin/``).
+
+Traps that are dealt with here: the model's end-of-sequence tokens stop a completion though nobody asked, unless
+``ignore_eos``, which leaves ``stop_token_ids`` alone; ``/health`` answers though the engine hangs; ``keep`` is the only
+pause that leaves requests alive, and to have their cache recomputed takes a second request; layers that an update
+leaves out keep their old weights with no more than a warning (the extension refuses that); while weights may be mixed,
+we have the version say so; on CPU the server's checksums are of empty tensors for everything that is prepacked.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from megatron_dppo.rollout.servers.api import CONTROL_S, Ask, Facts, InFlight, Manifest, Meeting, Piece, ServerApi
+from megatron_dppo.rollout.servers.http import ServerError
+
+PLUGIN = Path(__file__).parent / "vllm_plugin"
+EXTENSION = "megatron_dppo_vllm.worker.WorkerExtension"
+LOCK = "megatron_dppo_vllm.lock.Lock"
+INCOMPLETE = "incomplete"
+"""Version of a server between the beginning and the end of an update: it may hold weights of two."""
+DESCRIPTION_S = 120.0
+"""How long a server may take to describe itself: it looks at all of its machine, the first time."""
+NO_LOGPROB = -9999.0
+"""What vLLM says for minus infinity, or where there is none."""
+
+DEVELOPMENT = "the environment variable VLLM_SERVER_DEV_MODE=1"
+GIVEN_BY = {
+    "/inference/v1/generate": "--enable-scale-out",
+    "/weight_info": DEVELOPMENT,
+    "/get_world_size": DEVELOPMENT,
+    "/pause": DEVELOPMENT,
+    "/resume": DEVELOPMENT,
+    "/reset_prefix_cache": DEVELOPMENT,
+    "/collective_rpc": DEVELOPMENT,
+    "/server_info": DEVELOPMENT,
+    "/update_weight_version": DEVELOPMENT,
+}
+"""Routes that we cannot do without, and what a server must be started with to have them."""
+
+
+def server_environment() -> dict[str, str]:
+    """What the environment of a server must hold, besides VLLM_API_KEY where it is to have a secret."""
+    paths = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # On CPU it would bind every server to the same cores, and refuse more ranks than there are NUMA nodes.
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+    }
+
+
+def server_flags(*, secret: bool, sleeps: bool) -> list[str]:
+    """Flags that a server must be started with, besides those of its model, its ranks and its address.
+
+    Args:
+        secret: whether it wants the secret of VLLM_API_KEY: on every route then, not only on those that generate.
+        sleeps: whether it must be able to give its GPU's memory back (refused on CPU).
+    """
+    flags = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    flags += ["--worker-extension-cls", EXTENSION]
+    flags += ["--middleware", LOCK] if secret else []
+    return flags + (["--enable-sleep-mode"] if sleeps else [])
+
+
+class VllmApi(ServerApi):
+    """See :class:`ServerApi`."""
+
+    _known_config: Mapping[str, Any] | None = None
+
+    async def facts(self) -> Facts:
+        """
+        Raises:
+            ServerError: it lacks a route, or was started so that it gives other log-probabilities; the message says
+                what to start it with.
+        """
+        routes = await self.routes()
+        for route, giver in GIVEN_BY.items():
+            if route not in routes:
+                raise ServerError(self.url, f"has no {route}: start it with {giver}", alive=True)
+        model = (await self._config())["model_config"]
+        if model["logprobs_mode"] != "processed_logprobs":
+            problem = f"gives {model['logprobs_mode']}: start it with --logprobs-mode processed_logprobs"
+            raise ServerError(self.url, problem, alive=True)
+        self.ranks = int((await self.get("/get_world_size"))["world_size"])
+        return Facts(
+            model=model["model"],
+            architecture=None,
+            ranks=self.ranks,
+            version=await self.version(),
+            dtype=str(model["dtype"]).removeprefix("torch."),
+            max_tokens=model["max_model_len"],
+            routes=routes,
+        )
+
+    async def health(self, timeout_s: float) -> None:
+        """Ask for what the engine answers between two steps, when all of its ranks and their devices have caught up.
+
+        No request for a token: that would wait behind all others, and for ever while the server is paused. While a
+        server receives weights it does not answer this.
+        """
+        await self.get("/health", timeout_s=timeout_s)
+        await self.post("/collective_rpc", {"method": "synchronize_device"}, timeout_s=timeout_s)
+
+    async def generate(self, ask: Ask, *, timeout_s: float) -> list[Piece]:
+        """Greedy samples are all the same, which is why vLLM makes but one; it is then given so often."""
+        greedy = ask.temperature == 0
+        sampling: dict[str, Any] = {
+            "n": 1 if greedy else ask.samples,
+            "temperature": ask.temperature,
+            "max_tokens": ask.max_tokens,
+            "stop_token_ids": list(ask.stop_token_ids),
+            "ignore_eos": True,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        if ask.seed is not None:
+            sampling["seed"] = ask.seed & (2**62 - 1)  # vLLM adds the sample's number, in 64 bits with a sign
+        body = {"token_ids": list(ask.token_ids), "sampling_params": sampling}
+        answer = await self.post("/inference/v1/generate", body, timeout_s=timeout_s)
+        pieces = [self._piece(choice) for choice in answer["choices"]]
+        return pieces * ask.samples if greedy else pieces
+
+    async def pause(self, in_flight: InFlight) -> None:
+        mode = "abort" if in_flight == "abort" else "keep"
+        await self.post("/pause", {}, mode=mode, clear_cache="false")
+        if in_flight == "retract":
+            await self._flush(reset_running_requests="true")
+
+    async def resume(self) -> None:
+        await self.post("/resume", {})
+
+    async def flush(self) -> None:
+        await self._flush()
+
+    async def begin_update(self) -> None:
+        if await self._extended():
+            await self._order("begin")
+        await self._call_it(INCOMPLETE)
+
+    async def end_update(self, version: str) -> None:
+        if await self._extended():
+            await self._order("end")
+        await self._call_it(version)
+
+    async def abandon_update(self) -> None:
+        if await self._extended():
+            await self._order("abandon")
+
+    async def join(self, meeting: Meeting) -> None:
+        await self._order(
+            "join",
+            name=meeting.name,
+            host=meeting.host,
+            port=meeting.port,
+            backend=meeting.backend,
+            offset=meeting.offset,
+            size=meeting.size,
+            timeout_s=0.9 * self.timeout_s,  # so that the server says what is wrong before we stop listening
+        )
+
+    async def leave(self, group: str) -> None:
+        await self._order("leave", name=group)
+
+    async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
+        """The version comes with the end of the update."""
+        await self._order("receive", group=group, names=manifest.names, dtypes=manifest.dtypes, shapes=manifest.shapes)
+
+    async def take(self, tensors: Mapping[str, torch.Tensor], version: str | None) -> None:
+        """The version comes with the end of the update."""
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        await self._order("take", tensors=base64.b64encode(safetensors.torch.save(whole)).decode())
+
+    async def load(self, folder: Path, version: str) -> None:
+        """Possible without our extension, too, but not on CPU: there a tied head would keep what it packed before.
+
+        The version comes with the end of the update.
+        """
+        if await self._extended():
+            await self._order("load", folder=str(folder))
+        else:
+            await self._of_all_ranks("reload_weights", {"weights_path": str(folder)})
+
+    async def version(self) -> str:
+        return str((await self.get("/weight_info"))["weight_version"])
+
+    async def checksums(self) -> dict[str, str]:
+        """Without those of empty tensors: on CPU, what a layer has prepacked leaves one behind."""
+        if "/weight_checker" not in await self.routes():
+            return {}
+        answer = await self.post("/weight_checker", {"action": "checksum"})
+        empty = hashlib.sha256().hexdigest()
+        return {name: digest for name, digest in answer["checksums"].items() if digest != empty}
+
+    async def release_memory(self) -> None:
+        """The weights go to the host's memory, so that a server woken without an update still has them.
+
+        On CPU the server says yes and does nothing.
+        """
+        config = await self._config()
+        if not config["model_config"]["enable_sleep_mode"] and config["device_config"]["device"] != "cpu":
+            raise ServerError(self.url, "cannot release its memory: start it with --enable-sleep-mode", alive=True)
+        await self.post("/sleep", {}, level="1", mode="keep")
+
+    async def regain_weights(self) -> None:
+        await self.post("/wake_up", {}, tags="weights")
+
+    async def regain_cache(self) -> None:
+        """A server that has all of its memory again generates, too: vLLM does not stay paused over this."""
+        await self.post("/wake_up", {}, tags="kv_cache")
+
+    async def _config(self) -> Mapping[str, Any]:
+        if self._known_config is None:
+            answer = await self.get("/server_info", timeout_s=DESCRIPTION_S, config_format="json")
+            self._known_config = answer["vllm_config"]
+        return self._known_config
+
+    async def _extended(self) -> bool:
+        return (await self._config())["parallel_config"]["worker_extension_cls"] == EXTENSION
+
+    async def _order(self, order: str, **arguments: Any) -> None:
+        """Have every rank's receiver do something; they all answer, whatever becomes of it."""
+        if not await self._extended():
+            flag = f"--worker-extension-cls {EXTENSION}"
+            problem = f"can load weights from disk only: start it with {flag} and {PLUGIN} on its PYTHONPATH"
+            raise ServerError(self.url, problem, alive=True)
+        answers = await self._of_all_ranks("megatron_dppo", {"order": order, **arguments})
+        for rank, answer in enumerate(answers):
+            if answer is not None:
+                raise ServerError(self.url, f"failed to {order} at its rank {rank}: {answer['problem']}", alive=True)
+
+    async def _of_all_ranks(self, method: str, arguments: Mapping[str, Any]) -> list[Any]:
+        body = {"method": method, "kwargs": arguments}
+        return (await self.post("/collective_rpc", body))["results"]
+
+    async def _call_it(self, version: str) -> None:
+        await self.post("/update_weight_version", {"new_version": version})
+
+    async def _flush(self, **query: str) -> None:
+        answer = await self.post("/reset_prefix_cache", {}, timeout_s=CONTROL_S, **query)
+        if not answer["success"]:
+            raise ServerError(self.url, "did not drop its cache: requests still hold parts of it", alive=True)
+
+    def _piece(self, choice: Mapping[str, Any]) -> Piece:
+        tokens, reason = choice["token_ids"], choice["finish_reason"]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        spans = choice["weight_versions"] or []
+        counts = [span["end"] - span["start"] for span in spans]
+        if not (len(logprobs) == len(tokens) == sum(counts)) or reason not in ("stop", "length", "abort"):
+            said = f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, versions {spans}, finish reason {reason}"
+            raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
+        if NO_LOGPROB in logprobs:
+            raise ServerError(self.url, f"gave no log-probability for token {logprobs.index(NO_LOGPROB)}", alive=True)
+        return Piece(
+            token_ids=np.array(tokens, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            versions=tuple((str(span["version"]), count) for span, count in zip(spans, counts, strict=True)),
+            reason=reason,
+        )

@@ -1,0 +1,32 @@
+"""A lock on every route: vLLM's own guards only those that generate, and leaves those that change weights open."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+
+class Lock:
+    """ASGI middleware that wants the secret of the environment's VLLM_API_KEY with every request.
+
+    Raises:
+        RuntimeError: there is no secret.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app, self._wanted = app, f"Bearer {os.environ.get('VLLM_API_KEY', '')}".encode()
+        if self._wanted == b"Bearer ":
+            raise RuntimeError("the lock wants a secret in the environment variable VLLM_API_KEY")
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        shown = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or secrets.compare_digest(shown, self._wanted):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"error": "a secret is wanted with every request"}'})
+        else:
+            await send({"type": "websocket.close", "code": 1008})

@@ -1,0 +1,188 @@
+"""Weights for a running vLLM worker: flat buckets from process groups, tensors by value, or a directory.
+
+An extension of vLLM's workers, by its own flag ``--worker-extension-cls``, and not one of its weight transfer engines.
+Those report a failure by raising, and after that vLLM's executor reads the answers of all ranks but the first one call
+late, for ever: a refusal would be taken for a success, and a success for a refusal. What is asked of us always answers.
+
+vLLM's layerwise reload does the loading: it collects what belongs to a layer, has the layer process it (on CPU, linears
+are prepacked), and copies the result to where the old weights were. A bare ``load_weights`` would write past all that.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from megatron_dppo_vllm.group import Group
+
+logger = init_logger("vllm.megatron_dppo")
+
+ORDERS = frozenset({"join", "leave", "begin", "receive", "take", "load", "end", "abandon"})
+
+
+class WorkerExtension:
+    """Mixed into the server's workers."""
+
+    def megatron_dppo(self, order: str, **arguments: Any) -> dict[str, str] | None:
+        """Have the worker's :class:`Receiver` do something: one of ``ORDERS``.
+
+        Returns:
+            None if it did, else ``{"problem": …}``.
+        """
+        if not hasattr(self, "_megatron_dppo_receiver"):
+            self._megatron_dppo_receiver = Receiver(self)
+        try:
+            if order not in ORDERS:
+                raise ValueError(f"no such order; there are {sorted(ORDERS)}")
+            with set_current_vllm_config(self.vllm_config), torch.no_grad():
+                getattr(self._megatron_dppo_receiver, order)(**arguments)
+        except Exception as error:
+            logger.exception("%s failed", order)
+            return {"problem": f"{type(error).__name__}: {error}"}
+        return None
+
+
+class Receiver:
+    """What one worker does with orders.
+
+    The order of an update is: ``begin``, any number of ``receive`` or ``take`` (or one ``load``), ``end``. One that
+    failed half-way is ended by ``abandon``, or by the next ``begin``.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker, self._groups = worker, dict[str, Group]()
+
+    def join(self, *, name: str, host: str, port: int, backend: str, offset: int, size: int, timeout_s: float) -> None:
+        """Join a group; several may stand at once, one for each pipeline stage of the trainer.
+
+        Args:
+            offset: rank in the group of the server's first rank.
+            others: see :class:`Group`.
+        """
+        self.leave(name=name)
+        parallel = self._worker.parallel_config
+        rank = offset + parallel.data_parallel_index * parallel.world_size + self._worker.rank
+        device = self._worker.device if backend == "nccl" else torch.device("cpu")
+        self._groups[name] = Group(
+            name=name, host=host, port=port, backend=backend, rank=rank, size=size, timeout_s=timeout_s, device=device
+        )
+
+    def leave(self, *, name: str) -> None:
+        """Leave a group, if this worker is in it."""
+        if group := self._groups.pop(name, None):
+            group.close()
+
+    def begin(self) -> None:
+        self.abandon()
+        initialize_layerwise_reload(self._model)
+
+    def receive(
+        self, *, group: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> None:
+        """Load one bucket that the group's rank 0 broadcasts: tensors one after the other, without gaps."""
+        if group not in self._groups:
+            raise ValueError(f"no group named {group} was joined; there are {sorted(self._groups)}")
+        types = [getattr(torch, name) for name in dtypes]
+        size = sum(prod(shape) * dtype.itemsize for dtype, shape in zip(types, shapes, strict=True))
+        flat = self._groups[group].receive(size).to(self._worker.device)
+        self._load(_views(flat, names, types, shapes))
+
+    def take(self, *, tensors: str) -> None:
+        """Load what comes with the order: a safetensors file in base64. Nothing is ever unpickled."""
+        content = safetensors.torch.load(base64.b64decode(tensors))
+        self._load((name, tensor.to(self._worker.device)) for name, tensor in content.items())
+
+    def load(self, *, folder: str) -> None:
+        """Load a Hugging Face directory."""
+        files = sorted(Path(folder).glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"there are no safetensors files in {folder}")
+        self._load(_tensors_of(files))
+
+    def end(self) -> None:
+        """
+        Raises:
+            ValueError: a layer got no weights, and would keep the old ones (vLLM would only warn).
+        """
+        missing, tied = self._without_own_weights()
+        if missing:
+            raise ValueError(f"the update is not whole: {len(missing)} layers got no weights, such as {missing[0]}")
+        self._finalize()
+        for layer in tied:  # vLLM forgets them: on CPU, a tied head would keep what it packed of the old embeddings
+            layer.quant_method.process_weights_after_loading(layer)
+
+    def abandon(self) -> None:
+        """Put the old tensors back into every layer that is not loaded whole."""
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights, info.load_numel = [], 0
+        self._finalize()
+
+    @property
+    def _model(self) -> torch.nn.Module:
+        return self._worker.get_model()
+
+    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if not any(get_layerwise_info(layer).can_load() for layer in self._model.modules()):
+            raise ValueError("no update was begun")
+        last = "nothing"
+
+        def marked() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal last
+            for name, tensor in tensors:
+                last = f"{name} of shape {list(tensor.shape)}"
+                yield name, tensor
+
+        try:
+            self._model.load_weights(marked())
+        except Exception as error:  # vLLM's own loaders do not say of which tensor they speak
+            raise ValueError(f"the server cannot load {last}: {error!r}") from error
+        if self._worker.device.type != "cpu":
+            torch.accelerator.synchronize()  # the sender may reuse its buffer, and the next step sees the new weights
+
+    def _finalize(self) -> None:
+        finalize_layerwise_reload(self._model, self._worker.model_config)
+
+    def _without_own_weights(self) -> tuple[list[str], list[torch.nn.Module]]:
+        """Layers that got none: names of those that miss them, and those that share another's, as with tied heads."""
+        layers = [(name, layer, get_layerwise_info(layer)) for name, layer in self._model.named_modules()]
+        loaded: set[int] = set()
+        for _, layer, info in layers:
+            if not info.can_load():
+                loaded.update(map(id, layer.parameters(recurse=False)))
+            elif info.load_numel > 0:
+                loaded.update(map(id, info.kernel_tensors[0].values()))
+        without = [(name, layer, info.kernel_tensors[0]) for name, layer, info in layers if info.can_load()]
+        missing = [name for name, _, own in without if not loaded.issuperset(map(id, own.values()))]
+        return missing, [layer for _, layer, own in without if own and get_layerwise_info(layer).load_numel == 0]
+
+
+def _tensors_of(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in files:
+        with safetensors.safe_open(file, framework="pt") as content:
+            for name in content.offset_keys():
+                yield name, content.get_tensor(name)
+
+
+def _views(
+    flat: torch.Tensor, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views of the flat bytes, or copies where a dtype does not sit on a multiple of its own size."""
+    start = 0
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        end = start + prod(shape) * dtype.itemsize
+        piece = flat[start:end] if start % dtype.itemsize == 0 else flat[start:end].clone()
+        yield name, piece.view(dtype).view(tuple(shape))
+        start = end

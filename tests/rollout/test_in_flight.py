@@ -1,0 +1,144 @@
+"""A batch in flight comes back from a checkpoint as it was, with any number of ranks, each group on one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.parallel.world import World
+from megatron_dppo.rl.plan import gather_metadata
+from megatron_dppo.rl.types import Completion, Group, Selection, StepMetadata, VersionSpan
+from megatron_dppo.rollout.collect import Collected
+from megatron_dppo.rollout.in_flight import Batch, read_batch, write_batch
+from tests.rollout.scripted import as_ranks, pool_of, world_of
+
+PROMPTS = (8, 1, 5, 3, 7)
+"""As they were selected; the metadata has them sorted."""
+SELECTION = Selection(np.array([*PROMPTS, 2]), np.array([0.1, 0.2, 1 / 3, 0.7, 1.0, 0.9]), 12)
+METRICS = {"rollout/reward": 0.1 + 0.2, "rollout/generated_tokens": 51.0}
+
+
+def group_of(prompt: int) -> Group:
+    """Three completions, some of one version and some of two, with log-probabilities of every bit."""
+    rng = np.random.default_rng(prompt)
+    completions = []
+    for sample, length in enumerate(rng.integers(2, 9, 3).tolist()):
+        first = int(rng.integers(1, length))
+        mixed = (VersionSpan(3, first), VersionSpan(4, length - first))
+        completions.append(
+            Completion(
+                rng.integers(3, 99, length).astype(np.int32),
+                np.log(rng.random(length)).astype(np.float32),
+                (VersionSpan(4, length),) if sample == 1 else mixed,
+                "length" if rng.random() < 0.5 else "stop",
+            )
+        )
+    return Group(pool_of(10)[prompt], tuple(completions), rng.random(3))
+
+
+def batch_of(world: World) -> Batch:
+    groups = {prompt: group_of(prompt) for prompt in PROMPTS[world.rank :: world.size]}
+    shape = (len(groups), 3)
+    part = StepMetadata(
+        prompt_ids=np.array(list(groups), np.int64),
+        prompt_inclusion=np.array(list(groups)) / 7.0,
+        prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups.values()], np.int64),
+        response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups.values()]).reshape(shape),
+        rewards=np.array([g.rewards for g in groups.values()]).reshape(shape),
+        surprise=np.random.default_rng(0).random(shape),
+        versions=np.array([[c.oldest_version for c in g.completions] for g in groups.values()]).reshape(shape),
+        owners=np.full(len(groups), world.rank),
+        window=0.0,
+    )
+    metadata = gather_metadata(world.gather(part), window=11.7)
+    held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
+    return Batch(SELECTION, Collected(held, metadata, METRICS, ("a note",)))
+
+
+def same_group(ours: Group, expected: Group) -> bool:
+    return (
+        ours.prompt.id == expected.prompt.id
+        and np.array_equal(ours.rewards, expected.rewards)
+        and all(
+            np.array_equal(one.token_ids, other.token_ids)
+            and np.array_equal(one.logprobs.view(np.int32), other.logprobs.view(np.int32))
+            and (one.token_ids.dtype, one.logprobs.dtype) == (np.int32, np.float32)
+            and (one.versions, one.finish_reason) == (other.versions, other.finish_reason)
+            for one, other in zip(ours.completions, expected.completions, strict=True)
+        )
+    )
+
+
+def read(world: World, place: Path) -> Batch:
+    batch = read_batch(place, pool_of(10), world)
+    assert batch is not None
+    return batch
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (2, 3), (3, 1), (2, 7), (7, 2)])
+def test_every_group_comes_back_once_and_bit_by_bit(writers: int, readers: int, tmp_path: Path) -> None:
+    written = as_ranks(writers, lambda world: wrote(world, tmp_path))
+    back = as_ranks(readers, lambda world: read(world, tmp_path))
+    expected = written[0].rollouts.metadata
+    for rank, batch in enumerate(back):
+        known = batch.rollouts.metadata
+        assert (batch.rollouts.metrics, batch.rollouts.notes) == (METRICS, ("a note",))
+        np.testing.assert_array_equal(batch.selection.prompt_ids, SELECTION.prompt_ids)
+        np.testing.assert_array_equal(batch.selection.inclusion, SELECTION.inclusion)
+        assert batch.selection.window == 12
+        for field in set(StepMetadata.__slots__) - {"owners"}:
+            np.testing.assert_array_equal(getattr(known, field), getattr(expected, field))
+        assert sorted(batch.rollouts.held) == np.flatnonzero(known.owners == rank).tolist()
+        if writers == readers:
+            assert batch.rollouts.held.keys() == written[rank].rollouts.held.keys()
+        for row, group in batch.rollouts.held.items():
+            assert same_group(group, group_of(int(expected.prompt_ids[row])))
+    assert sorted(row for batch in back for row in batch.rollouts.held) == list(range(len(PROMPTS)))
+    counts = [len(batch.rollouts.held) for batch in back]
+    assert writers == readers or max(counts) - min(counts) <= 1
+
+
+def wrote(world: World, place: Path) -> Batch:
+    batch = batch_of(world)
+    write_batch(place, batch, world)
+    return batch
+
+
+def test_a_checkpoint_without_a_batch_has_none(tmp_path: Path) -> None:
+    assert read_batch(tmp_path, pool_of(10), world_of(1, 0)) is None
+
+
+def test_a_batch_all_of_whose_groups_failed_comes_back_empty(tmp_path: Path) -> None:
+    world = world_of(1, 0)
+    batch = batch_of(world)
+    fields = {name: getattr(batch.rollouts.metadata, name) for name in StepMetadata.__slots__}
+    empty = StepMetadata(**{name: v if name == "window" else v[:0] for name, v in fields.items()})
+    write_batch(tmp_path, replace(batch, rollouts=replace(batch.rollouts, held={}, metadata=empty)), world)
+    back = read(world, tmp_path).rollouts
+    assert (back.held, back.metadata.rewards.shape, back.metadata.window) == ({}, (0, 3), 11.7)
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-99])])
+def test_a_damaged_file_is_told_on_every_rank(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    as_ranks(2, lambda world: wrote(world, tmp_path))
+    damage(tmp_path / "rollouts" / "rank_00001.npz")
+
+    def on_a_rank(world: World) -> str:
+        with pytest.raises(UserError, match="cannot be read") as caught:
+            read(world, tmp_path)
+        return str(caught.value)
+
+    one, other = as_ranks(2, on_a_rank)
+    assert one == other and one.startswith(f"run.dir = {tmp_path}: ")
+
+
+@pytest.mark.parametrize("pool", [pool_of(8), pool_of(10)[::-1]], ids=["fewer prompts", "others"])
+def test_another_pool_is_refused(pool: list, tmp_path: Path) -> None:
+    wrote(world_of(1, 0), tmp_path)
+    with pytest.raises(UserError, match="no such prompt is in the pool"):
+        read_batch(tmp_path, pool, world_of(1, 0))

@@ -1,0 +1,220 @@
+"""Every prompt of a rank is answered exactly once, whatever servers do; the servers here are scripts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from megatron_dppo.rl.types import Prompt, VersionSpan
+from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.servers.api import Ask, Piece
+from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher, PromptFailedError
+from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.sglang import SglangApi
+
+SAMPLES = 3
+SAMPLING = Sampling(SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1)
+
+
+class Script(SglangApi):
+    """A server that answers as a function of what it is asked and of how often it was asked before."""
+
+    def __init__(self, url: str, http: Http, answer: Callable[[Script, Ask], list[Piece]], *, delay_s: float = 0.0):
+        super().__init__(url, http)
+        self._answer, self._delay_s = answer, delay_s
+        self.asks: list[Ask] = []
+        self.alive = True
+
+    async def generate(self, ask: Ask, *, timeout_s: float) -> list[Piece]:
+        self.asks.append(ask)
+        await asyncio.sleep(self._delay_s)
+        return self._answer(self, ask)
+
+    async def version(self) -> str:
+        if not self.alive:
+            raise ServerError(self.url, "is gone", alive=False)
+        return "5"
+
+
+def _piece(tokens: Sequence[int], *, version: str = "5", reason: str = "stop") -> Piece:
+    ids = np.array(tokens, np.int32)
+    versions = ((version, len(tokens)),) if tokens else ()
+    return Piece(ids, -ids.astype(np.float32), versions, reason)
+
+
+def _answers(server: Script, ask: Ask) -> list[Piece]:
+    """The prompt's first token, twice, and the end."""
+    return [_piece([ask.token_ids[0], ask.token_ids[0], 0]) for _ in range(ask.samples)]
+
+
+@pytest.fixture
+def http() -> Iterator[Http]:
+    http = Http()
+    yield http
+    http.close()
+
+
+def _dispatcher(http: Http, *servers: Script, attempts: int = 3, max_in_flight: int = 64) -> Dispatcher:
+    dispatcher = Dispatcher(
+        http,
+        lambda told: int(told) if told.isdigit() else None,
+        first=0,
+        max_in_flight=max_in_flight,
+        request_timeout_s=10.0,
+        attempts=attempts,
+    )
+    dispatcher.serve_from({server.url: server for server in servers})
+    return dispatcher
+
+
+def _prompts(count: int) -> list[Prompt]:
+    return [Prompt(i, np.array([i + 1, 7], np.int32), "", "") for i in range(count)]
+
+
+def _ask(dispatcher: Dispatcher, count: int) -> Batch:
+    batch = dispatcher.begin(_prompts(count), SAMPLING, 5)
+    batch.wait(20.0)
+    return batch
+
+
+def _assert_answered(batch: Batch, count: int) -> None:
+    assert batch.error is None and batch.unfinished == 0
+    for prompt, group in enumerate(batch.groups()):
+        assert [c.token_ids.tolist() for c in group] == [[prompt + 1, prompt + 1, 0]] * SAMPLES
+        assert all(c.logprobs.tolist() == [-prompt - 1, -prompt - 1, 0] for c in group)
+        assert all(c.versions == (VersionSpan(5, 3),) and c.finish_reason == "stop" for c in group)
+    assert len(batch.groups()) == count
+
+
+def test_prompts_are_shared_out_and_come_back_in_their_order(http: Http) -> None:
+    servers = [Script(f"http://{name}:1", http, _answers, delay_s=0.01) for name in "ab"]
+    _assert_answered(_ask(_dispatcher(http, *servers), 9), 9)
+    assert sorted(len(server.asks) for server in servers) == [4, 5]
+
+
+def test_what_a_dead_server_had_is_asked_again_whole_of_another(http: Http) -> None:
+    def dies(server: Script, ask: Ask) -> list[Piece]:
+        server.alive = False
+        raise ServerError(server.url, "broke off", alive=False)
+
+    dying, living = Script("http://a:1", http, dies), Script("http://b:1", http, _answers)
+    dispatcher = _dispatcher(http, dying, living)
+    _assert_answered(_ask(dispatcher, 6), 6)
+    assert dispatcher.take_lost() == {"http://a:1": "broke off"}
+    assert dispatcher.take_lost() == {}
+    assert dispatcher.serving == 1
+    assert dispatcher.resubmitted == len(dying.asks)
+    assert all(ask.samples == SAMPLES for ask in living.asks)
+
+
+def test_a_server_whose_connection_breaks_but_which_lives_is_not_lost(http: Http) -> None:
+    def breaks_once(server: Script, ask: Ask) -> list[Piece]:
+        if len(server.asks) == 1:
+            raise ServerError(server.url, "broke off", alive=False)
+        return _answers(server, ask)
+
+    dispatcher = _dispatcher(http, Script("http://a:1", http, breaks_once))
+    _assert_answered(_ask(dispatcher, 2), 2)
+    assert dispatcher.take_lost() == {}
+
+
+def test_an_aborted_completion_goes_on_from_the_tokens_that_it_has(http: Http) -> None:
+    def aborts_first(server: Script, ask: Ask) -> list[Piece]:
+        if len(server.asks) == 1:
+            first = ask.token_ids[0]
+            return [_piece([first], reason="abort"), _piece([first, first], reason="abort"), _piece([], reason="abort")]
+        made = list(ask.token_ids[2:])
+        whole = [ask.token_ids[0], ask.token_ids[0], 0]
+        return [_piece(whole[len(made) :]) for _ in range(ask.samples)]
+
+    server = Script("http://a:1", http, aborts_first)
+    _assert_answered(_ask(_dispatcher(http, server), 1), 1)
+    assert sorted((list(ask.token_ids), ask.samples, ask.max_tokens) for ask in server.asks[1:]) == [
+        ([1, 7], 1, 8), ([1, 7, 1], 1, 7), ([1, 7, 1, 1], 1, 6)]  # fmt: skip
+
+
+def test_tokens_of_two_versions_keep_their_own(http: Http) -> None:
+    def aborts_first(server: Script, ask: Ask) -> list[Piece]:
+        version, reason = ("5", "abort") if len(server.asks) == 1 else ("6", "stop")
+        return [_piece([3, 3], version=version, reason=reason) for _ in range(ask.samples)]
+
+    batch = _ask(_dispatcher(http, Script("http://a:1", http, aborts_first)), 1)
+    assert {c.versions for c in batch.groups()[0]} == {(VersionSpan(5, 2), VersionSpan(6, 2))}
+
+
+@pytest.mark.parametrize("told", ["4", "default"])
+def test_a_server_with_other_weights_is_lost_and_its_answers_are_not_taken(http: Http, told: str) -> None:
+    def stale(server: Script, ask: Ask) -> list[Piece]:
+        return [_piece([9, 9, 9], version=told) for _ in range(ask.samples)]
+
+    dispatcher = _dispatcher(http, Script("http://a:1", http, stale), Script("http://b:1", http, _answers))
+    _assert_answered(_ask(dispatcher, 4), 4)
+    assert f"{told!r}" in dispatcher.take_lost()["http://a:1"]
+
+
+def test_a_prompt_that_every_server_refuses_ends_the_batch_and_says_why(http: Http) -> None:
+    def refuses(server: Script, ask: Ask) -> list[Piece]:
+        if ask.token_ids[0] == 2:
+            raise ServerError(server.url, "refused: too long", alive=True)
+        return _answers(server, ask)
+
+    batch = _ask(_dispatcher(http, Script("http://a:1", http, refuses), attempts=3), 3)
+    assert isinstance(batch.error, PromptFailedError)
+    assert "prompt 1 was asked 3 times" in str(batch.error) and "too long" in str(batch.error)
+
+
+def test_too_few_samples_are_no_answer(http: Http) -> None:
+    def one_short_first(server: Script, ask: Ask) -> list[Piece]:
+        return _answers(server, ask)[len(server.asks) == 1 :]
+
+    dispatcher = _dispatcher(http, Script("http://a:1", http, one_short_first))
+    _assert_answered(_ask(dispatcher, 1), 1)
+    assert dispatcher.resubmitted == 1
+
+
+def test_prompts_wait_for_a_server_and_for_room(http: Http) -> None:
+    most, now = 0, 0
+
+    class Counting(Script):
+        async def generate(self, ask: Ask, *, timeout_s: float) -> list[Piece]:
+            nonlocal most, now
+            now += 1
+            most = max(most, now)
+            pieces = await super().generate(ask, timeout_s=timeout_s)
+            now -= 1
+            return pieces
+
+    dispatcher = _dispatcher(http, max_in_flight=2)
+    batch = dispatcher.begin(_prompts(7), SAMPLING, 5)
+    batch.wait(0.2)
+    assert batch.unfinished == 7
+    server = Counting("http://a:1", http, _answers, delay_s=0.01)
+    dispatcher.serve_from({server.url: server})
+    batch.wait(20.0)
+    _assert_answered(batch, 7)
+    assert most == 2
+
+
+def test_what_hangs_at_a_server_is_asked_of_another_once_it_is_taken_out(http: Http) -> None:
+    hung, living = Script("http://a:1", http, _answers, delay_s=60.0), Script("http://b:1", http, _answers)
+    dispatcher = _dispatcher(http, hung, living)
+    batch = dispatcher.begin(_prompts(4), SAMPLING, 5)
+    batch.wait(0.3)
+    assert batch.unfinished == 2
+    dispatcher.serve_from({living.url: living})
+    batch.wait(20.0)
+    _assert_answered(batch, 4)
+
+
+def test_asking_again_asks_for_other_luck(http: Http) -> None:
+    def refuses_first(server: Script, ask: Ask) -> list[Piece]:
+        if len(server.asks) == 1:
+            raise ServerError(server.url, "refused", alive=True)
+        return _answers(server, ask)
+
+    server = Script("http://a:1", http, refuses_first)
+    _ask(_dispatcher(http, server), 1)
+    assert server.asks[0].seed != server.asks[1].seed

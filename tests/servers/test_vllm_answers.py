@@ -1,0 +1,149 @@
+"""What is made of a vLLM server's words, and what it is told to be started with; none is started here."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.vllm import (
+    EXTENSION,
+    GIVEN_BY,
+    LOCK,
+    PLUGIN,
+    VllmApi,
+    server_environment,
+    server_flags,
+)
+
+CHOICE = {
+    "index": 0,
+    "finish_reason": "abort",
+    "token_ids": [7, 8, 9],
+    "weight_versions": [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 3}],
+    "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -1.5}, {"logprob": -2.5}]},
+}
+
+
+@pytest.fixture
+def http() -> Iterator[Http]:
+    http = Http()
+    yield http
+    http.close()
+
+
+@pytest.fixture
+def said() -> dict[str, Any]:
+    """By path, what a server says that has everything; a test changes it."""
+    model = {"model": "/m", "dtype": "torch.float32", "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
+    config = {
+        "model_config": model | {"enable_sleep_mode": False},
+        "parallel_config": {"worker_extension_cls": EXTENSION},
+        "device_config": {"device": "cuda"},
+    }
+    return {
+        "/openapi.json": {"paths": {route: {} for route in GIVEN_BY}},
+        "/server_info": {"vllm_config": config},
+        "/weight_info": {"weight_version": "4"},
+        "/get_world_size": {"world_size": 2},
+        "/collective_rpc": {"results": [None, {"problem": "ValueError: no"}]},
+    }
+
+
+@pytest.fixture
+def api(http: Http, said: dict[str, Any]) -> Iterator[VllmApi]:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = json.dumps(said[self.path.partition("?")[0]]).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *args: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield VllmApi(f"http://127.0.0.1:{server.server_port}", http)
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_answer_becomes_a_piece(api: VllmApi) -> None:
+    piece = api._piece(CHOICE)
+    np.testing.assert_array_equal(piece.token_ids, [7, 8, 9])
+    np.testing.assert_array_equal(piece.logprobs, np.float32([-0.5, -1.5, -2.5]))
+    assert piece.versions == (("1", 2), ("2", 1))
+    assert piece.reason == "abort"
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"weight_versions": None}, "cannot be used"),
+        ({"weight_versions": CHOICE["weight_versions"][:1]}, "cannot be used"),
+        ({"token_ids": [7, 8]}, "cannot be used"),
+        ({"finish_reason": "error"}, "cannot be used"),
+        ({"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}, {"logprob": -1.0}]}}, "for token 1"),
+    ],
+)
+def test_an_answer_that_does_not_add_up_is_refused(api: VllmApi, changed: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ServerError, match=complaint):
+        api._piece(CHOICE | changed)
+
+
+def test_facts_are_what_the_server_says(http: Http, api: VllmApi) -> None:
+    facts = http.run(api.facts())
+    assert (facts.model, facts.ranks, facts.version, facts.dtype, facts.max_tokens) == ("/m", 2, "4", "float32", 64)
+    assert api.ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("route", "remedy"), [("/inference/v1/generate", "--enable-scale-out"), ("/pause", "VLLM_SERVER_DEV_MODE=1")]
+)
+def test_a_server_without_a_route_is_told_what_to_be_started_with(
+    http: Http, api: VllmApi, said: dict[str, Any], route: str, remedy: str
+) -> None:
+    del said["/openapi.json"]["paths"][route]
+    with pytest.raises(ServerError, match=f"has no {route}: start it with .*{remedy}"):
+        http.run(api.facts())
+
+
+def test_a_server_with_raw_logprobs_is_refused(http: Http, api: VllmApi, said: dict[str, Any]) -> None:
+    said["/server_info"]["vllm_config"]["model_config"]["logprobs_mode"] = "raw_logprobs"
+    with pytest.raises(ServerError, match="--logprobs-mode processed_logprobs"):
+        http.run(api.facts())
+
+
+def test_a_server_without_our_extension_loads_from_disk_only(http: Http, api: VllmApi, said: dict[str, Any]) -> None:
+    said["/server_info"]["vllm_config"]["parallel_config"]["worker_extension_cls"] = ""
+    http.run(api.load(Path("/weights"), "5"))
+    with pytest.raises(ServerError, match=EXTENSION):
+        http.run(api.take({}, None))
+
+
+def test_a_gpu_server_that_cannot_sleep_is_told_how(http: Http, api: VllmApi) -> None:
+    with pytest.raises(ServerError, match="--enable-sleep-mode"):
+        http.run(api.release_memory())
+
+
+def test_a_refusal_of_any_rank_is_a_refusal(http: Http, api: VllmApi) -> None:
+    with pytest.raises(ServerError, match="failed to end at its rank 1: ValueError: no"):
+        http.run(api.end_update("5"))
+
+
+def test_what_servers_are_started_with_exists() -> None:
+    for name in (EXTENSION, LOCK):
+        module, _, what = name.rpartition(".")
+        assert f"class {what}" in (PLUGIN / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+    assert str(PLUGIN) in server_environment()["PYTHONPATH"].split(":")
+    assert (LOCK in server_flags(secret=True, sleeps=False)) and (LOCK not in server_flags(secret=False, sleeps=True))

@@ -1,0 +1,173 @@
+"""One step ahead: the order of a step's words, the age of its tokens, and law 6 with a batch in flight.
+
+Runs die here by an exception in the middle of a step: what a kill leaves on the disk is ``test_resume.py``'s matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.config import Config, LayoutConfig
+from megatron_dppo.rl.types import Selection, StepPlan
+from megatron_dppo.rollout.collect import Collected
+from megatron_dppo.train import Trainer, train
+from tests.ranks import RankPool
+from tests.runs import SAVED, Rows, begin_run, configure, rows, write_run
+
+ONE, TP2 = LayoutConfig(dp=1), LayoutConfig(tp=2, dp=1)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("policy"))
+
+
+class Mortal(Trainer):
+    """Dies before a step trains."""
+
+    dies_at = 4
+
+    def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
+        if self.step == self.dies_at:
+            raise KeyboardInterrupt
+        return super().train(plan, rollouts)
+
+
+def live(rank: int, size: int, config: Config) -> None:
+    train(config)
+
+
+def die(rank: int, size: int, config: Config) -> None:
+    with ExitStack() as to_close, pytest.raises(KeyboardInterrupt):
+        begin_run(config, Mortal, to_close).run()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(policy: Path, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    run = tmp_path_factory.mktemp("undisturbed")
+    ranks.run(2, live, configure(policy, run, TP2, ahead=1))
+    return rows(run)
+
+
+@pytest.fixture
+def died(policy: Path, ranks: RankPool, tmp_path: Path) -> Path:
+    """A run one step ahead that died two steps after its only checkpoint."""
+    ranks.run(2, die, configure(policy, tmp_path / "run", TP2, ahead=1))
+    assert len(rows(tmp_path / "run")) == Mortal.dies_at + 1
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("iter_*")] == [f"iter_{SAVED:07d}"]
+    return tmp_path / "run"
+
+
+def test_tokens_are_one_version_old_but_for_the_first_step(undisturbed: Rows) -> None:
+    steps = undisturbed[1:]
+    assert [row["rollout/stale_tokens"] for row in steps] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert [row["rollout/version_lag"] for row in steps] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert [row.get("train/rollout_logprob_abs_diff", 1.0) < 1e-5 for row in steps] == [True] + [False] * 4
+    assert [row["step"] for row in undisturbed if "rollout/agreement_max_diff" in row] == [0, 3]
+    assert all(row["train/grad_norm"] > 0 for row in steps)
+
+
+def test_a_run_that_dies_with_a_batch_in_flight_goes_on_bit_by_bit(
+    policy: Path, ranks: RankPool, died: Path, undisturbed: Rows
+) -> None:
+    ranks.run(2, live, configure(policy, died, TP2, ahead=1))
+    assert rows(died) == undisturbed
+
+
+def test_a_batch_in_flight_goes_to_another_number_of_ranks(
+    policy: Path, ranks: RankPool, died: Path, undisturbed: Rows
+) -> None:
+    ranks.run(1, live, configure(policy, died, ONE, ahead=1))
+    for row, expected in zip(rows(died), undisturbed, strict=True):
+        for name in (name for name in expected if name.startswith(("rollout/", "prune/", "eval/", "train/"))):
+            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (row["step"], name)
+
+
+def test_on_policy_again_the_prompts_that_were_drawn_are_rolled_out_anew(
+    policy: Path, ranks: RankPool, died: Path, undisturbed: Rows
+) -> None:
+    ranks.run(2, live, configure(policy, died, TP2, ahead=0))
+    ours = rows(died)
+    assert ours[: SAVED + 1] == undisturbed[: SAVED + 1]
+    for row, expected in zip(ours[SAVED + 1 :], undisturbed[SAVED + 1 :], strict=True):
+        assert (row["rollout/stale_tokens"], expected["rollout/stale_tokens"]) == (0.0, 1.0)
+        assert row["train/rollout_logprob_abs_diff"] < 1e-5
+    first, same_draw = ours[SAVED + 1], undisturbed[SAVED + 1]
+    assert first["prune/kept_prompt_fraction"] == same_draw["prune/kept_prompt_fraction"]
+    assert first["rollout/entropy"] != same_draw["rollout/entropy"], "other weights rolled out"
+
+
+def test_a_run_on_policy_goes_on_one_step_ahead(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, die, configure(policy, tmp_path, TP2, ahead=0))
+    ranks.run(2, live, configure(policy, tmp_path, TP2, ahead=1))
+    assert [row["rollout/stale_tokens"] for row in rows(tmp_path)[1:]] == [0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def words_of(rank: int, size: int, config: Config) -> list[str]:
+    """What a run does, in order: the words of its steps, and the waiting for what the engine was asked."""
+    said: list[str] = []
+
+    class Telling(Trainer):
+        def select(self, step: int) -> Selection:
+            said.append(f"select {step}")
+            return super().select(step)
+
+        def plan(self, rollouts: Collected) -> StepPlan:
+            plan = super().plan(rollouts)
+            said.append(f"plan {self.step}")
+            return plan
+
+        def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
+            said.append(f"train {self.step}")
+            return super().train(plan, rollouts)
+
+        def sync(self, version: int) -> None:
+            super().sync(version)
+            said.append(f"sync {version}")
+
+    def told(word: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def telling(*arguments: Any) -> Any:
+            said.append(word)
+            return method(*arguments)
+
+        return telling
+
+    with ExitStack() as to_close:
+        trainer = begin_run(config, Telling, to_close)
+        for word in ("begin", "finish"):
+            setattr(trainer.collector, word, told(word, getattr(trainer.collector, word)))
+        trainer.run()
+    return said
+
+
+def test_the_next_step_is_drawn_from_all_that_is_known_and_asked_for_before_this_one_trains(
+    policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    config = configure(policy, tmp_path / "ahead", ONE, ahead=1, steps=2)
+    assert " ".join(ranks.run(1, words_of, config)[0]) == (
+        "sync 0 select 0 begin finish plan 0 select 1 begin train 0 sync 1 finish plan 1 train 1 sync 2"
+    )
+    config = configure(policy, tmp_path / "on-policy", ONE, steps=2)
+    assert " ".join(ranks.run(1, words_of, config)[0]) == (
+        "sync 0 select 0 begin finish plan 0 train 0 sync 1 select 1 begin finish plan 1 train 1 sync 2"
+    )
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_where_no_weight_has_moved_tokens_are_fresh_also_after_a_death(
+    ahead: int, policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Groups of equal rewards keep nothing: there is no sync, and the engine stays at version 0, in flight or not."""
+    ranks.run(1, die, configure(policy, tmp_path, ONE, ahead=ahead, reward="equal"))
+    steps = rows(tmp_path)[1:]
+    assert [row["train/no_op_updates"] for row in steps] == [1.0] * Mortal.dies_at
+    ranks.run(1, live, configure(policy, tmp_path, ONE, ahead=ahead))
+    steps = rows(tmp_path)[1:]
+    assert [row["train/no_op_updates"] for row in steps] == [1.0] * (SAVED + ahead) + [0.0] * (2 - ahead)
+    assert [(row["rollout/stale_tokens"], row["rollout/version_lag"]) for row in steps] == [(0.0, 0.0)] * 5
+    assert steps[-1]["train/rollout_logprob_abs_diff"] < 1e-5

@@ -1,0 +1,101 @@
+"""What the trainer owes an engine: to let it sleep and wake, to show its events, to close it whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron_dppo.config import Config, LayoutConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.types import Prompt
+from megatron_dppo.rollout.engine import Groups, Sampling, WeightSource
+from megatron_dppo.rollout.local import Generated, LocalEngine
+from megatron_dppo.train import train
+from tests.ranks import RankPool
+from tests.runs import REWARD, configure, rows, write_run
+
+TP2 = LayoutConfig(tp=2, dp=1)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("policy"))
+
+
+def told(rank: int, size: int, config: Config) -> tuple[list[str], str, str]:
+    """What the engine of a run was told, what the run said, and how it failed."""
+    heard: list[str] = []
+
+    class Hearing(LocalEngine):
+        def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Generated:
+            heard.append("begin")
+            return super().begin(prompts, sampling)
+
+        def pause(self) -> None:
+            heard.append("pause")
+            super().pause()
+
+        def resume(self) -> None:
+            heard.append("resume")
+            super().resume()
+
+        def update_weights(self, source: WeightSource, version: int) -> None:
+            heard.append(f"update {version}")
+            super().update_weights(source, version)
+
+        def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
+            groups = super().begin(prompts, sampling).result()
+            return {"it": groups}
+
+        def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
+            return {"rollout/lost_servers": float(heard.count("begin"))}, ("a server was taken out",)
+
+        def close(self) -> None:
+            heard.append("close")
+
+    said, failure = io.StringIO(), ""
+    with mock.patch("megatron_dppo.assemble.LocalEngine", Hearing), contextlib.redirect_stdout(said):
+        try:
+            train(config)
+        except UserError as error:
+            failure = error.setting
+    return heard, said.getvalue(), failure
+
+
+@pytest.mark.parametrize(
+    ("reward", "colocated", "steps"),
+    [
+        ("mixed", False, "begin pause update 1 resume begin pause update 2 resume"),
+        ("mixed", True, "begin pause pause update 1 resume begin pause pause update 2 resume"),
+        ("equal", False, "begin begin"),
+        ("equal", True, "begin pause resume begin pause resume"),
+    ],
+)
+def test_an_engine_that_shares_the_gpus_sleeps_while_the_trainer_trains(
+    reward: str, colocated: bool, steps: str, policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    config = configure(policy, tmp_path, TP2, steps=2, reward=reward)
+    config = replace(
+        config,
+        rollout=replace(config.rollout, colocated=colocated),
+        eval=replace(config.eval, problems=0),
+    )
+    for rank, (heard, said, _) in enumerate(ranks.run(2, told, config)):
+        assert " ".join(heard) == f"pause update 0 resume {steps} close"
+        assert said.count("a server was taken out") == (rank == 0), "once, by the leader"
+    assert [row["rollout/lost_servers"] for row in rows(tmp_path)] == [1.0, 2.0]
+
+
+def test_the_engine_is_closed_also_when_a_run_fails(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(REWARD.format(reward="undefined"))
+    config = configure(policy, tmp_path / "run", TP2, steps=2)
+    config = replace(config, reward=replace(config.reward, function=f"{tmp_path / 'failing.py'}:compute_score"))
+    for heard, _, failure in ranks.run(2, told, config):
+        assert failure == "reward.function"
+        assert heard[-1] == "close"
