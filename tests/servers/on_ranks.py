@@ -1,0 +1,347 @@
+"""A server engine on real ranks, with what tests do to its servers; functions for the rank pool."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from megatron_dppo.agreement import check_agreement
+from megatron_dppo.assemble import PolicyParts, assemble_policy
+from megatron_dppo.bridge.stream import Consumers, weight_stream
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.parallel.world import initialize
+from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.types import Prompt
+from megatron_dppo.rollout.engine import Bucket, Groups, Sampling, generate
+from megatron_dppo.rollout.servers.api import ServerApi
+from megatron_dppo.rollout.servers.engine import ServerEngine
+from megatron_dppo.rollout.servers.open import SECRET, open_servers
+from megatron_dppo.settings import load_config
+
+PROMPTS, SAMPLES, TOKENS = 24, 4, 64
+LONG = 256
+"""Tokens of a completion that an update finds unfinished."""
+BACK_S = 150.0
+"""How long a server may take to come back."""
+
+
+@dataclass(slots=True)
+class Round:
+    """What became of one round of rollouts, as its leader saw it."""
+
+    answered: list[int] = field(default_factory=list)
+    """Prompt ids, of all ranks."""
+    samples: list[int] = field(default_factory=list)
+    """Completions of each."""
+    repeated: int = 0
+    """Completions, of more than a few tokens, that are there twice."""
+    versions: set[int] = field(default_factory=set)
+    servers: int = 0
+    """That served at its end."""
+    seconds: float = 0.0
+    words: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    difference: float = float("nan")
+    """The greatest |log p| difference of the actor and any server that serves."""
+
+
+class Rig:
+    """One rank's engine, and the words that its leader said."""
+
+    def __init__(self, settings: Sequence[str]) -> None:
+        torch.set_num_threads(1)
+        self.config: Config = load_config(None, settings)
+        self.world = initialize(self.config.layout, seed=1, timeout_s=self.config.rollout.timeout_s)
+        self.policy: PolicyParts = assemble_policy(self.config, self.world, temperature=1.0)
+        self.words: list[str] = []
+        self.engine: ServerEngine = open_servers(self.config, self.world, self.policy.shape, self.words.append)
+        self.on_bucket: Callable[[int], None] = lambda number: None
+
+    def sync(self, version: int) -> None:
+        self.engine.pause()
+        self.engine.update_weights(self._source, version)
+        self.engine.resume()
+
+    def change(self, factor: float) -> None:
+        """Weights that no server has yet."""
+        with torch.no_grad():
+            for parameter in self.policy.actor.bare.parameters():
+                parameter.mul_(factor)
+
+    def roll_out(self, meanwhile: Callable[[], None] | None = None, *, after_s: float = 0.4) -> Round:
+        """Ask for all prompts, each rank for its share, while something else happens on the leader."""
+        prompts = [_prompt(i) for i in range(PROMPTS)][self.world.rank :: self.world.size]
+        sampling = Sampling(SAMPLES, TOKENS, 1.0, (0,), seed=3)
+        timer = threading.Timer(after_s, meanwhile) if meanwhile and self.world.leads else None
+        began = time.monotonic()
+        if timer:
+            timer.start()
+        groups = generate(self.engine, prompts, sampling)
+        if timer:
+            timer.join()
+        return self._round(prompts, groups, time.monotonic() - began)
+
+    def until(self, servers: int, version: int) -> None:
+        """Sync, again and again, until so many servers serve."""
+        until = time.monotonic() + BACK_S
+        while self.world.from_leader(lambda: len(self.engine.roster.members)) < servers:
+            assert time.monotonic() < until, f"the servers did not come back: {self.words}"
+            time.sleep(1.0)
+            self.sync(version)
+
+    def difference(self, version: int) -> float:
+        """The greatest |log p| difference of the actor and any server."""
+        found = check_agreement(self.policy, self.engine, [_prompt(i) for i in range(4)], version=version)
+        return found["rollout/agreement_max_diff"]
+
+    def processes(self) -> list[Any]:
+        """Of servers that the run started; on the leader."""
+        fleet = self.engine._fleet
+        return [] if fleet is None else list(fleet._processes)
+
+    def _source(self, *, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]:
+        stream = partial(weight_stream, self.policy.actor.bare, self.policy.shape, self.world)
+        for number, bucket in enumerate(stream(to=to, bucket_mib=bucket_mib)):
+            self.on_bucket(number)
+            yield bucket
+
+    def _round(self, prompts: Sequence[Prompt], groups: Groups, seconds: float) -> Round:
+        parts = self.world.gather(
+            [
+                (prompt.id, [(c.token_ids.tolist(), c.logprobs.tolist(), c.versions) for c in group])
+                for prompt, group in zip(prompts, groups, strict=True)
+            ]
+        )
+        rows = sorted((row for part in parts for row in part), key=lambda row: row[0])
+        every = [completion for _, group in rows for completion in group]
+        assert all(len(tokens) == len(logprobs) == sum(s.count for s in spans) for tokens, logprobs, spans in every)
+        long = [tuple(logprobs) for _, logprobs, _ in every if len(logprobs) > 8]
+        words, self.words[:] = list(self.words), []
+        return Round(
+            answered=[prompt for prompt, _ in rows],
+            samples=[len(group) for _, group in rows],
+            repeated=len(long) - len(set(long)),
+            versions={span.version for _, _, spans in every for span in spans},
+            servers=len(self.engine.roster.members),
+            seconds=seconds,
+            words=words,
+            metrics=self.engine.take_events()[0],
+        )
+
+
+def signal_all(process: Any, number: signal.Signals) -> None:
+    """To a server with all of its ranks."""
+    for pid in process.pids():
+        os.kill(pid, number)
+
+
+def stop_all(process: Any) -> None:
+    """A server that hangs: nothing answers, no connection breaks."""
+    signal_all(process, signal.SIGSTOP)
+
+
+def kill_main(process: Any) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def slow_down(pids: Sequence[int], over: threading.Event) -> None:
+    """Let processes run one tenth of the time."""
+    while not over.is_set():
+        for number, seconds in ((signal.SIGSTOP, 0.45), (signal.SIGCONT, 0.05)):
+            for pid in pids:
+                if psutil.pid_exists(pid):
+                    os.kill(pid, number)
+            time.sleep(seconds)
+
+
+def _prompt(number: int) -> Prompt:
+    tokens = np.random.default_rng(number).integers(3, 40, size=5 + number % 7).astype(np.int32)
+    return Prompt(number, tokens, f"prompt {number}", "")
+
+
+def faults(rank: int, size: int, settings: Sequence[str]) -> dict[str, Round]:
+    """One run of two servers that the run starts itself, and everything that can happen to them, one after the other.
+
+    Returns:
+        On the leader, the rounds by the fault that hit them.
+    """
+    rig = Rig(settings)
+    rounds: dict[str, Round] = {}
+    leads = rig.world.leads
+    try:
+        rig.sync(0)
+        rounds["none"] = rig.roll_out()
+
+        rounds["killed while generating"] = rig.roll_out(lambda: kill_main(rig.processes()[0]))
+        rig.change(1.01)
+        rig.sync(1)
+        rounds["after it was killed"] = rig.roll_out()
+        rig.until(2, 1)
+        rounds["once it is back"] = rig.roll_out()
+        rounds["once it is back"].difference = rig.difference(1)
+
+        rounds["hung while generating"] = rig.roll_out(lambda: stop_all(rig.processes()[1]))
+        rig.change(1.01)
+        rig.sync(2)
+        rig.until(2, 2)
+
+        rig.on_bucket = lambda number: kill_main(rig.processes()[0]) if leads and number == 1 else None
+        rig.change(1.01)
+        _once(rig, 3)
+        rounds["killed in a sync"] = rig.roll_out()
+        rounds["killed in a sync"].difference = rig.difference(3)
+        rig.until(2, 3)
+
+        rig.on_bucket = lambda number: stop_all(rig.processes()[1]) if leads and number == 1 else None
+        rig.change(1.01)
+        _once(rig, 4)
+        rounds["hung in a sync"] = rig.roll_out()
+        rounds["hung in a sync"].difference = rig.difference(4)
+        rig.until(2, 4)
+
+        def kill_both() -> None:
+            for process in rig.processes():
+                kill_main(process)
+
+        rounds["both killed"] = rig.roll_out(kill_both)
+        rounds["both killed"].difference = rig.difference(4)
+        rig.until(2, 4)
+        rounds["at the end"] = rig.roll_out()
+        rounds["at the end"].difference = rig.difference(4)
+    finally:
+        rig.engine.close()
+    return rounds if leads else {}
+
+
+def _once(rig: Rig, version: int) -> None:
+    """Sync with a fault in the first attempt, and none in the next."""
+    fault = rig.on_bucket
+    seen: list[int] = []
+
+    def first(number: int) -> None:
+        if number not in seen:
+            seen.append(number)
+            fault(number)
+
+    rig.on_bucket = first
+    rig.sync(version)
+    rig.on_bucket = lambda number: None
+
+
+def stop_with(rank: int, size: int, settings: Sequence[str], secret: str) -> str:
+    """The error with which opening, one sync and one round end; empty if they do not."""
+    os.environ[SECRET] = secret
+    try:
+        rig = Rig(settings)
+    except UserError as error:
+        return str(error)
+    try:
+        rig.sync(0)
+        rig.roll_out()
+    except UserError as error:
+        return str(error)
+    finally:
+        rig.engine.close()
+    return ""
+
+
+def in_flight(rank: int, size: int, settings: Sequence[str], secret: str) -> dict[str, Any]:
+    """Rollouts that an update finds unfinished.
+
+    Returns:
+        On the leader: how many samples there are of each prompt; the versions of each completion's tokens; the mean
+        |log p| difference to the actor, with the weights after the update, of tokens that say they were made by them.
+    """
+    os.environ[SECRET] = secret
+    rig = Rig(settings)
+    try:
+        rig.sync(0)
+        prompts = [_prompt(i) for i in range(PROMPTS)][rank::size]
+        pending = rig.engine.begin(prompts, Sampling(SAMPLES, LONG, 1.0, (), seed=3))
+        rig.world.wait_for_all("beginning")
+        time.sleep(0.7)
+        rig.change(1.03)
+        rig.sync(1)
+        groups = rig.engine.finish(pending)
+        versions = [tuple(span.version for span in c.versions) for group in groups for c in group]
+        difference = _after_the_update(rig, prompts, groups)
+        parts = rig.world.gather(([len(group) for group in groups], versions))
+    finally:
+        rig.engine.close()
+    return {
+        "samples": [count for part in parts for count in part[0]],
+        "versions": [each for part in parts for each in part[1]],
+        "difference": difference,
+    }
+
+
+def _after_the_update(rig: Rig, prompts: Sequence[Prompt], groups: Groups) -> float:
+    """Mean |log p| difference of actor and engine, of tokens that say they were made by the new weights. Collective."""
+    mine = [
+        (prompt, completion)
+        for prompt, group in zip(prompts, groups, strict=True)
+        for completion in group
+        if [span.version for span in completion.versions] == [0, 1]
+    ]
+    mixed = [each for part in rig.world.gather(mine[:4]) for each in part]
+    packs = [
+        build_pack(
+            [PackedRow(prompt.token_ids, completion.token_ids, completion.logprobs, 0.0, 0.0, 0)],
+            capacity=len(prompt.token_ids) + len(completion.token_ids),
+            pad_id=0,
+            align=1,
+        )
+        for prompt, completion in mixed
+    ]
+    scores = rig.policy.actor.log_probabilities(packs)
+    differences = [
+        np.abs(score - completion.logprobs)[completion.versions[0].count :]
+        for (_, completion), score in zip(mixed, scores, strict=True)
+    ]
+    return float(np.concatenate(differences).mean())
+
+
+def comes_back_old(rank: int, size: int, settings: Sequence[str], secret: str, version: str) -> list[Round]:
+    """A server is told, behind the run's back, that it holds other weights, as one that was restarted would be."""
+    os.environ[SECRET] = secret
+    rig = Rig(settings)
+    try:
+        rig.sync(0)
+        victim = rig.engine._apis()[0]
+        before = rig.roll_out()
+        rig.world.from_leader(lambda: rig.engine._http.run(_call_it(victim, version)))
+        meanwhile = rig.roll_out()
+        rig.until(2, 1)
+        return [before, meanwhile, rig.roll_out()]
+    finally:
+        rig.engine.close()
+
+
+def slow(rank: int, size: int, settings: Sequence[str], secret: str, pids: Sequence[int]) -> list[Round]:
+    """One server runs a tenth of the time."""
+    os.environ[SECRET] = secret
+    rig, over = Rig(settings), threading.Event()
+    try:
+        rig.sync(0)
+        before = rig.roll_out()
+        if rig.world.leads:
+            threading.Thread(target=slow_down, args=(pids, over)).start()
+        return [before, rig.roll_out()]
+    finally:
+        over.set()
+        rig.engine.close()
+
+
+async def _call_it(api: ServerApi, version: str) -> None:
+    await api.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})

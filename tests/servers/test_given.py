@@ -1,0 +1,103 @@
+"""Servers that run already: with requests in flight, with old weights, slow, of another model, behind a router."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_dppo.models.init import write_model
+from tests.ranks import RankPool
+from tests.servers import on_ranks
+from tests.servers.on_ranks import LONG, PROMPTS, SAMPLES
+from tests.servers.real import RealServer
+
+pytestmark = pytest.mark.servers
+
+AGREES = 1e-4
+
+
+def _settings(folder: Path, policy: Path, *servers: RealServer) -> list[str]:
+    return [
+        f"run.dir={folder}",
+        f"model.path={policy}",
+        "layout.tp=2",
+        "data.max_prompt_tokens=16",
+        f"rollout.max_response_tokens={LONG}",
+        f"rollout.engine={servers[0].config.rollout.engine}",
+        f"rollout.servers=[{','.join(server.api.url for server in servers)}]",
+        "rollout.sync.timeout_s=30",
+    ]
+
+
+@pytest.fixture(params=["sglang", "vllm"])
+def server(request: pytest.FixtureRequest) -> RealServer:
+    return request.getfixturevalue(f"{request.param}_tp1")
+
+
+@pytest.mark.parametrize("mode", ["retract", "keep", "abort"])
+def test_an_update_loses_nothing_that_is_in_flight(
+    mode: str, server: RealServer, ranks: RankPool, served_policy: Path, tmp_path: Path
+) -> None:
+    settings = [*_settings(tmp_path, served_policy, server), f"rollout.sync.in_flight={mode}"]
+    seen: dict[str, Any] = ranks.run(2, on_ranks.in_flight, settings, server.secret)[0]
+    assert seen["samples"] == [SAMPLES] * PROMPTS
+    assert (0, 1) in seen["versions"], "the update found nothing in flight"
+    assert set(seen["versions"]) <= {(0,), (0, 1), (1,)}
+    if mode == "keep":  # its cache is of the old weights, and so are the log-probabilities, in part
+        assert seen["difference"] > AGREES
+    else:
+        assert seen["difference"] <= AGREES
+
+
+@pytest.mark.parametrize("version", ["default", "another_run-0"])
+def test_a_server_that_comes_back_with_other_weights_is_not_listened_to(
+    version: str, sglang_tp1: RealServer, sglang_tp2: RealServer, ranks: RankPool, served_policy: Path, tmp_path: Path
+) -> None:
+    settings = _settings(tmp_path, served_policy, sglang_tp1, sglang_tp2)
+    before, meanwhile, after = ranks.run(2, on_ranks.comes_back_old, settings, sglang_tp1.secret, version)[0]
+    assert [seen.servers for seen in (before, meanwhile, after)] == [2, 1, 2]
+    for seen, current in ((before, 0), (meanwhile, 0), (after, 1)):
+        assert seen.answered == list(range(PROMPTS)) and seen.samples == [SAMPLES] * PROMPTS
+        assert seen.versions == {current}
+    assert any(f"weights of version {version!r}" in said for said in meanwhile.words)
+
+
+def test_a_slow_server_is_given_less_and_nothing_is_lost(
+    sglang_tp1: RealServer, sglang_tp2: RealServer, ranks: RankPool, served_policy: Path, tmp_path: Path
+) -> None:
+    settings = [*_settings(tmp_path, served_policy, sglang_tp1, sglang_tp2), "rollout.max_in_flight=2"]
+    pids = sglang_tp2.process.pids()
+    try:
+        before, slowed = ranks.run(2, on_ranks.slow, settings, sglang_tp1.secret, pids)[0]
+    finally:
+        for pid in pids:
+            if psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGCONT)
+    for seen in (before, slowed):
+        assert seen.answered == list(range(PROMPTS)) and seen.samples == [SAMPLES] * PROMPTS
+        assert seen.servers == 2
+
+
+def test_a_server_of_another_size_is_refused_in_words(sglang_tp1: RealServer, ranks: RankPool, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    write_model(other, hidden=96, heads=4, kv_heads=2, head_dim=32, ffn=128, std=0.2)
+    settings = [*_settings(tmp_path / "run", other, sglang_tp1), "rollout.sync.retries=0", "rollout.timeout_s=5"]
+    said = ranks.run(2, on_ranks.stop_with, settings, sglang_tp1.secret)[0]
+    assert "refused /update_weights_from_distributed" in said and sglang_tp1.api.url in said
+
+
+def test_nobody_at_a_url_is_told_with_the_url(ranks: RankPool, served_policy: Path, tmp_path: Path) -> None:
+    settings = [
+        f"run.dir={tmp_path}",
+        f"model.path={served_policy}",
+        "rollout.engine=sglang",
+        "rollout.servers=[http://127.0.0.1:9]",
+        "rollout.launch.wait_s=1",
+    ]
+    said = ranks.run(1, on_ranks.stop_with, settings, "")[0]
+    assert "http://127.0.0.1:9" in said and "rollout.servers" in said
