@@ -150,7 +150,7 @@ class SyncConfig:
 
     transport: Literal["collective", "tensor", "disk"] = "collective"
     """``collective``: a process group from each pipeline stage to all servers (NCCL, gloo without CUDA); ``tensor``:
-    by value over HTTP, or as CUDA handles where rollout.colocated; ``disk``: safetensors that servers read back."""
+    by value over HTTP; ``disk``: safetensors that servers read back."""
     bucket_mib: Positive | None = None
     """Weights that travel at a time; null: 512 from a GPU, 30 from a CPU (of more, fresh memory costs servers more than
     the wire does)."""

@@ -132,19 +132,17 @@ class Trainer:
             return self.world.from_leader(decide)
 
     def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
-        """Update the actor as planned, and the engine with it. A plan that keeps nothing changes neither."""
+        """Update the actor as planned, and the engine with it. A plan that keeps nothing leaves their version alone."""
         colocated, every = self.config.rollout.colocated, self.config.rollout.sync.check_every
         metrics = staleness(rollouts.metadata, self.version)
         if colocated:
             self.engine.pause()
         learned = self.learner.learn(plan, rollouts.held, self.step, version=self.version)
-        if learned.updated:
+        if learned.updated or colocated:  # an engine that gave its memory back has no weights left
             with self.timers("update_weights"):
-                self.sync(self.step + 1)
-            if _due(self.version, every):
-                metrics |= self.check_agreement()
-        elif colocated:
-            self.engine.resume()
+                self.sync(self.step + 1 if learned.updated else self.version)
+        if learned.updated and _due(self.version, every):
+            metrics |= self.check_agreement()
         return metrics | learned.metrics
 
     def sync(self, version: int) -> None:

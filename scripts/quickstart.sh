@@ -2,9 +2,28 @@
 # From nothing to a trained policy on two cores. A fresh Qwen3 of a million parameters learns written-out sums from a
 # teacher who mostly forgets to carry, then by DPPO, under tensor parallelism and with both levels of pruning, to carry.
 # Arguments are settings for the training, such as loss.name=dapo. Run again, it resumes or shows what it has.
+# With --servers sglang (or vllm) first, real servers of that kind generate, on CPU; they are installed, too.
 set -euo pipefail
 source "$(dirname "$0")/install.sh" cpu
 run=runs/quickstart
+settings=()
+if [ "${1:-}" = --servers ]; then
+    kind=$2
+    shift 2
+    source scripts/install_servers.sh
+    settings=(run.dir=$run-$kind rollout.engine=$kind)
+    case $kind in
+    sglang)
+        settings+=(rollout.launch.count=2 'rollout.launch.tp=[1,2]')
+        settings+=("rollout.launch.command=[$SGLANG_PYTHON,tests/servers/sglang_cpu/server.py]")
+        ;;
+    vllm)
+        settings+=(rollout.launch.count=1 "rollout.launch.command=[$VLLM_PYTHON,-m,vllm.entrypoints.openai.api_server]")
+        settings+=('rollout.launch.flags=[--enforce-eager,--max-model-len,1024,--max-num-seqs,256]')
+        settings+=('rollout.launch.env=[VLLM_CPU_KVCACHE_SPACE=1,HF_HUB_OFFLINE=1,OMP_NUM_THREADS=1]')
+        ;;
+    esac
+fi
 
 if [ ! -e $run/initial/config.json ]; then
     megatron-dppo init $run/initial --tokenizer arithmetic --init-std 0.05
@@ -13,4 +32,4 @@ if [ ! -e $run/warm/config.json ]; then
     megatron-dppo sft configs/quickstart.yaml model.path=$run/initial sft.out=$run/warm \
         layout.tp=1 layout.dp=2 data.arithmetic.problems=8192
 fi
-megatron-dppo train configs/quickstart.yaml model.path=$run/warm "$@"
+megatron-dppo train configs/quickstart.yaml model.path=$run/warm "${settings[@]}" "$@"

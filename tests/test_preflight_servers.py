@@ -32,6 +32,9 @@ def _check(tmp_path: Path, *overrides: str) -> None:
         (*STARTED, f"rollout.launch.command=[{sys.executable},server.py]", "rollout.launch.env=[A=,_b=c=d]"),
         (*STARTED, "rollout.launch.command=[sh]", "rollout.launch.tp=[2,8]", "rollout.ahead=1", "rollout.max_batch=1"),
         (*GIVEN, "rollout.sync.transport=disk"),
+        (*GIVEN, "rollout.timeout_s=240", "rollout.sync.timeout_s=120"),
+        ("rollout.timeout_s=1",),  # no server, no sync
+        ("rollout.ahead=1",),  # the local engine gains no time by it, but rehearses it
         (*GIVEN, "rollout.launch.command=[/nowhere/python]", "rollout.launch.tp=3"),  # what is not used is not asked
     ],
 )
@@ -46,7 +49,6 @@ def test_good_settings_pass_and_write_nothing(tmp_path: Path, overrides: tuple[s
         (["rollout.servers=[http://a:1]"], "rollout.servers", "rollout.engine=sglang"),
         (["rollout.launch.count=1"], "rollout.launch.count", "rollout.engine=sglang"),
         (["rollout.colocated=true"], "rollout.colocated", "rollout.engine=sglang"),
-        (["rollout.ahead=1"], "rollout.ahead", "rollout.engine=sglang"),
         (["rollout.max_batch=4"], "rollout.max_batch", "8 or more"),
         (["rollout.engine=sglang"], "rollout.engine", "rollout.launch.count=1"),
         ([*GIVEN, "rollout.launch.count=1"], "rollout.launch.count", "rollout.servers"),
@@ -54,6 +56,7 @@ def test_good_settings_pass_and_write_nothing(tmp_path: Path, overrides: tuple[s
         (["rollout.engine=vllm", "rollout.servers=slurm"], "rollout.servers", "MEGATRON_DPPO_SERVERS"),
         ([*GIVEN, "rollout.colocated=true", "rollout.ahead=1"], "rollout.ahead", "rollout.colocated=false"),
         ([*GIVEN, "rollout.colocated=true"], "rollout.sync.transport", "rollout.sync.transport=tensor"),
+        ([*GIVEN, "rollout.timeout_s=239", "rollout.sync.timeout_s=120"], "rollout.timeout_s", "Raise it to 240"),
         ([*STARTED, "rollout.launch.tp=[1,2,4]"], "rollout.launch.tp", "one for each"),
         ([*STARTED, "rollout.launch.tp=[1,3]"], "rollout.launch.tp", "1, 2, 4, 8"),
         ([*STARTED, "rollout.launch.ports=1"], "rollout.launch.ports", "Raise"),

@@ -74,7 +74,7 @@ def told(rank: int, size: int, config: Config) -> tuple[list[str], str, str]:
         ("mixed", False, "begin pause update 1 resume begin pause update 2 resume"),
         ("mixed", True, "begin pause pause update 1 resume begin pause pause update 2 resume"),
         ("equal", False, "begin begin"),
-        ("equal", True, "begin pause resume begin pause resume"),
+        ("equal", True, "begin pause pause update 0 resume begin pause pause update 0 resume"),
     ],
 )
 def test_an_engine_that_shares_the_gpus_sleeps_while_the_trainer_trains(

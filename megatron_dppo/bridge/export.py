@@ -77,6 +77,7 @@ def check_destination(source: Path, out: Path, size: int, setting: str = "run.di
 def write_directory(stream: Iterator[Tensors], plan: FilePlan, source: Path, out: Path) -> Exception | None:
     """Write and put in place. The stream is taken to its end whatever happens: other ranks take part in it."""
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as draft, SafetensorsWriter(plan, draft) as writer:
             copy_companions(source, draft, plan.dtype)
             for bucket in stream:

@@ -88,7 +88,7 @@ class RolloutEngine(Protocol[Pending]):
         ...
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """What happened since the last call: ``rollout/…`` and ``sync/…`` metrics, the same on every rank, and words
+        """What happened since the last call: ``rollout/…`` and ``perf/…`` metrics, the same on every rank, and words
         for the log. Collective."""
         ...
 

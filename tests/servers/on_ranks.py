@@ -6,10 +6,13 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -24,9 +27,10 @@ from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rl.pack import PackedRow, build_pack
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Bucket, Groups, Sampling, generate
-from megatron_dppo.rollout.servers.api import ServerApi
+from megatron_dppo.rollout.servers.api import Ask, Piece, ServerApi
 from megatron_dppo.rollout.servers.engine import ServerEngine
 from megatron_dppo.rollout.servers.open import SECRET, open_servers
+from megatron_dppo.rollout.servers.sglang import SglangApi
 from megatron_dppo.settings import load_config
 
 PROMPTS, SAMPLES, TOKENS = 24, 4, 64
@@ -54,6 +58,8 @@ class Round:
     metrics: dict[str, float] = field(default_factory=dict)
     difference: float = float("nan")
     """The greatest |log p| difference of the actor and any server that serves."""
+    asked: Counter[str] = field(default_factory=Counter)
+    """Prompts that each SGLang server was asked, by URL, where they were counted."""
 
 
 class Rig:
@@ -95,7 +101,7 @@ class Rig:
     def until(self, servers: int, version: int) -> None:
         """Sync, again and again, until so many servers serve."""
         until = time.monotonic() + BACK_S
-        while self.world.from_leader(lambda: len(self.engine.roster.members)) < servers:
+        while self.world.from_leader(lambda: len(self.engine.members)) < servers:
             assert time.monotonic() < until, f"the servers did not come back: {self.words}"
             time.sleep(1.0)
             self.sync(version)
@@ -133,7 +139,7 @@ class Rig:
             samples=[len(group) for _, group in rows],
             repeated=len(long) - len(set(long)),
             versions={span.version for _, _, spans in every for span in spans},
-            servers=len(self.engine.roster.members),
+            servers=len(self.engine.members),
             seconds=seconds,
             words=words,
             metrics=self.engine.take_events()[0],
@@ -196,14 +202,14 @@ def faults(rank: int, size: int, settings: Sequence[str]) -> dict[str, Round]:
         rig.sync(2)
         rig.until(2, 2)
 
-        rig.on_bucket = lambda number: kill_main(rig.processes()[0]) if leads and number == 1 else None
+        rig.on_bucket = lambda number: kill_main(rig.processes()[0]) if leads and number == 3 else None
         rig.change(1.01)
         _once(rig, 3)
         rounds["killed in a sync"] = rig.roll_out()
         rounds["killed in a sync"].difference = rig.difference(3)
         rig.until(2, 3)
 
-        rig.on_bucket = lambda number: stop_all(rig.processes()[1]) if leads and number == 1 else None
+        rig.on_bucket = lambda number: stop_all(rig.processes()[1]) if leads and number == 3 else None
         rig.change(1.01)
         _once(rig, 4)
         rounds["hung in a sync"] = rig.roll_out()
@@ -318,7 +324,7 @@ def comes_back_old(rank: int, size: int, settings: Sequence[str], secret: str, v
     rig = Rig(settings)
     try:
         rig.sync(0)
-        victim = rig.engine._apis()[0]
+        victim = rig.engine._serving()[0]
         before = rig.roll_out()
         rig.world.from_leader(lambda: rig.engine._http.run(_call_it(victim, version)))
         meanwhile = rig.roll_out()
@@ -334,13 +340,50 @@ def slow(rank: int, size: int, settings: Sequence[str], secret: str, pids: Seque
     rig, over = Rig(settings), threading.Event()
     try:
         rig.sync(0)
-        before = rig.roll_out()
+        before = counted(rig)
         if rig.world.leads:
             threading.Thread(target=slow_down, args=(pids, over)).start()
-        return [before, rig.roll_out()]
+        return [before, counted(rig)]
     finally:
         over.set()
         rig.engine.close()
+
+
+def updated(rank: int, size: int, settings: Sequence[str], secret: str) -> Round:
+    """One round after the second version of the weights has come."""
+    os.environ[SECRET] = secret
+    rig = Rig(settings)
+    try:
+        rig.sync(0)
+        rig.change(1.01)
+        rig.sync(1)
+        seen = counted(rig)
+        seen.difference = rig.difference(1)
+        return seen
+    finally:
+        rig.engine.close()
+
+
+def counted(rig: Rig) -> Round:
+    """A round, with what each server was asked in it."""
+    with _asked() as asked:
+        seen = rig.roll_out()
+    seen.asked = sum(rig.world.gather(asked), Counter())
+    return seen
+
+
+@contextmanager
+def _asked() -> Iterator[Counter[str]]:
+    """Count what SGLang servers are asked, by this rank and meanwhile."""
+    asked: Counter[str] = Counter()
+    generate = SglangApi.generate
+
+    async def counting(api: SglangApi, ask: Ask, *, timeout_s: float) -> list[Piece]:
+        asked[api.url] += 1
+        return await generate(api, ask, timeout_s=timeout_s)
+
+    with mock.patch.object(SglangApi, "generate", counting):
+        yield asked
 
 
 async def _call_it(api: ServerApi, version: str) -> None:

@@ -66,7 +66,7 @@ def _dispatcher(http: Http, *servers: Script, attempts: int = 3, max_in_flight: 
         request_timeout_s=10.0,
         attempts=attempts,
     )
-    dispatcher.serve_from({server.url: server for server in servers})
+    dispatcher.serve_from(servers)
     return dispatcher
 
 
@@ -105,15 +105,16 @@ def test_what_a_dead_server_had_is_asked_again_whole_of_another(http: Http) -> N
     _assert_answered(_ask(dispatcher, 6), 6)
     assert dispatcher.take_lost() == {"http://a:1": "broke off"}
     assert dispatcher.take_lost() == {}
-    assert dispatcher.serving == 1
     assert dispatcher.resubmitted == len(dying.asks)
     assert all(ask.samples == SAMPLES for ask in living.asks)
 
 
 def test_a_server_whose_connection_breaks_but_which_lives_is_not_lost(http: Http) -> None:
+    breaks = ["once"]
+
     def breaks_once(server: Script, ask: Ask) -> list[Piece]:
-        if len(server.asks) == 1:
-            raise ServerError(server.url, "broke off", alive=False)
+        if breaks:
+            raise ServerError(server.url, f"broke off {breaks.pop()}", alive=False)
         return _answers(server, ask)
 
     dispatcher = _dispatcher(http, Script("http://a:1", http, breaks_once))
@@ -192,7 +193,7 @@ def test_prompts_wait_for_a_server_and_for_room(http: Http) -> None:
     batch.wait(0.2)
     assert batch.unfinished == 7
     server = Counting("http://a:1", http, _answers, delay_s=0.01)
-    dispatcher.serve_from({server.url: server})
+    dispatcher.serve_from([server])
     batch.wait(20.0)
     _assert_answered(batch, 7)
     assert most == 2
@@ -204,7 +205,7 @@ def test_what_hangs_at_a_server_is_asked_of_another_once_it_is_taken_out(http: H
     batch = dispatcher.begin(_prompts(4), SAMPLING, 5)
     batch.wait(0.3)
     assert batch.unfinished == 2
-    dispatcher.serve_from({living.url: living})
+    dispatcher.serve_from([living])
     batch.wait(20.0)
     _assert_answered(batch, 4)
 
@@ -218,3 +219,44 @@ def test_asking_again_asks_for_other_luck(http: Http) -> None:
     server = Script("http://a:1", http, refuses_first)
     _ask(_dispatcher(http, server), 1)
     assert server.asks[0].seed != server.asks[1].seed
+
+
+def test_a_server_that_refuses_at_once_does_not_swallow_what_others_would_answer(http: Http) -> None:
+    def refuses(server: Script, ask: Ask) -> list[Piece]:
+        raise ServerError(server.url, "refused with status 500", alive=True)
+
+    broken, living = Script("http://a:1", http, refuses), Script("http://b:1", http, _answers, delay_s=0.05)
+    dispatcher = _dispatcher(http, broken, living, attempts=2)
+    _assert_answered(_ask(dispatcher, 20), 20)
+    assert "failed 8 requests in a row" in dispatcher.take_lost()["http://a:1"]
+
+
+def test_an_answer_that_makes_no_sense_is_asked_again_elsewhere(http: Http) -> None:
+    def senseless(server: Script, ask: Ask) -> list[Piece]:
+        raise KeyError("output_ids")
+
+    servers = [Script("http://a:1", http, senseless), Script("http://b:1", http, _answers)]
+    _assert_answered(_ask(_dispatcher(http, *servers, attempts=2), 4), 4)
+
+
+def test_a_server_that_aborts_without_a_token_is_not_asked_in_a_rush(http: Http) -> None:
+    def aborts_twice(server: Script, ask: Ask) -> list[Piece]:
+        if len(server.asks) <= 2:
+            return [_piece([], reason="abort") for _ in range(ask.samples)]
+        return _answers(server, ask)
+
+    server = Script("http://a:1", http, aborts_twice)
+    dispatcher = _dispatcher(http, server, attempts=1)
+    _assert_answered(_ask(dispatcher, 1), 1)
+    assert dispatcher.resubmitted == 0
+
+
+def test_a_server_that_is_served_from_again_is_not_held_to_what_it_did_before(http: Http) -> None:
+    def dies(server: Script, ask: Ask) -> list[Piece]:
+        server.alive = False
+        raise ServerError(server.url, "broke off", alive=False)
+
+    dispatcher = _dispatcher(http, Script("http://a:1", http, dies), Script("http://b:1", http, _answers))
+    _assert_answered(_ask(dispatcher, 3), 3)
+    dispatcher.serve_from([Script("http://a:1", http, _answers)])
+    assert dispatcher.take_lost() == {}

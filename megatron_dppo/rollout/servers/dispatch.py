@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -22,10 +22,14 @@ from numpy.typing import NDArray
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.engine import Groups, Sampling
 from megatron_dppo.rollout.servers.api import Ask, Piece, ServerApi
-from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.http import Http, ServerError, read
 
 PROBE_S = 5.0
 """How long a server, whose connection broke, may take to say that it lives."""
+FAILURES = 8
+"""Requests in a row that a server may fail."""
+PAUSE_S = 0.3
+"""Before a prompt is asked again of servers that have all just failed it."""
 
 ReadVersion = Callable[[str], int | None]
 """The number of a version as a server tells it; None if it is none of this run's."""
@@ -112,6 +116,8 @@ class _Place:
 
     api: ServerApi
     asked: set[asyncio.Task[list[Piece]]] = field(default_factory=set)
+    failures: int = 0
+    """In a row."""
 
 
 class Dispatcher:
@@ -138,23 +144,17 @@ class Dispatcher:
     ) -> None:
         self._http, self._read_version, self._first = http, read_version, first
         self._max_in_flight, self._timeout_s, self._attempts = max_in_flight, request_timeout_s, attempts
-        self._places: dict[str, _Place] = {}
+        self._places: dict[ServerApi, _Place] = {}
         self._lost: dict[str, str] = {}
         self._changed = asyncio.Event()
         self.resubmitted = 0
         """Prompts that were asked again, since the beginning."""
 
-    @property
-    def serving(self) -> int:
-        """Servers that this rank may ask."""
-        return len(self._places)
-
     def take_lost(self) -> dict[str, str]:
-        """Servers that this rank found unfit since the last call, and why."""
-        lost, self._lost = self._lost, {}
-        return lost
+        """Servers that this rank found unfit since the last call, by URL, and why."""
+        return self._http.run(self._take_lost())
 
-    def serve_from(self, apis: Mapping[str, ServerApi]) -> None:
+    def serve_from(self, apis: Sequence[ServerApi]) -> None:
         """These servers are asked from now on, and no others; what is under way elsewhere is asked anew."""
         self._http.run(self._serve_from(apis))
 
@@ -170,11 +170,16 @@ class Dispatcher:
         self._http.start(self._run(batch)).add_done_callback(lambda future: batch.over(_outcome(future)))
         return batch
 
-    async def _serve_from(self, apis: Mapping[str, ServerApi]) -> None:
-        for url in set(self._places) - set(apis):
-            self._drop(url)
-        for url, api in apis.items():
-            self._places.setdefault(url, _Place(api))
+    async def _take_lost(self) -> dict[str, str]:
+        lost, self._lost = self._lost, {}
+        return lost
+
+    async def _serve_from(self, apis: Sequence[ServerApi]) -> None:
+        for api in set(self._places) - set(apis):
+            self._drop(api)
+        for api in apis:
+            self._lost.pop(api.url, None)  # whatever was wrong with it was so before
+            self._places.setdefault(api, _Place(api))
         self._wake()
 
     async def _run(self, batch: Batch) -> None:
@@ -189,24 +194,33 @@ class Dispatcher:
     async def _prompt(self, batch: Batch, index: int) -> None:
         """See one prompt through."""
         prompt, attempt, last = batch.prompts[index], 0, ""
+        failed: set[ServerApi] = set()
         while open_samples := [sample for sample in batch.samples[index] if sample.reason == "abort"]:
             if attempt >= self._attempts:
                 raise PromptFailedError(f"prompt {prompt.id} was asked {attempt} times, the last time {last}")
             fresh = [sample for sample in open_samples if not sample.length]
             parts = [[sample] for sample in open_samples if sample.length] + ([fresh] if fresh else [])
-            results = await asyncio.gather(*(self._part(batch, index, part, attempt) for part in parts))
+            before = sum(sample.length for sample in open_samples)
+            results = await asyncio.gather(*(self._part(batch, index, part, attempt, failed) for part in parts))
             if failures := [failure for failure in results if failure]:
                 attempt, last = attempt + 1, failures[0]
                 self.resubmitted += 1
+            if sum(sample.length for sample in open_samples) == before and failed >= set(self._places):
+                await asyncio.sleep(PAUSE_S)  # nobody is left to be asked who has not just failed, or aborted it
         batch.one_finished()
 
-    async def _part(self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int) -> str | None:
+    async def _part(
+        self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int, failed: set[ServerApi]
+    ) -> str | None:
         """Ask one server for a continuation of each of these samples, which have the same tokens so far.
+
+        Args:
+            failed: servers that failed this prompt, to be avoided while there are others; another may be added.
 
         Returns:
             None, or why it has to be asked again.
         """
-        place = await self._least_busy()
+        place = await self._least_busy(failed)
         task = asyncio.create_task(
             place.api.generate(self._ask(batch, index, samples, attempt), timeout_s=self._timeout_s)
         )
@@ -215,17 +229,19 @@ class Dispatcher:
             await asyncio.wait([task])
             if task.cancelled():
                 return f"server {place.api.url} was taken out"
-            pieces = task.result()
+            pieces = read(place.api, task.result)
             if len(pieces) != len(samples):
                 raise ServerError(place.api.url, f"gave {len(pieces)} samples, not {len(samples)}", alive=True)
             spans = [self._spans(place.api, piece, batch.oldest) for piece in pieces]
         except ServerError as error:
-            await self._blame(place.api, error)
+            failed.add(place.api)
+            await self._blame(place, error)
             return str(error)
         finally:
             task.cancel()
             place.asked.discard(task)
             self._wake()
+        place.failures = 0
         for sample, piece, span in zip(samples, pieces, spans, strict=True):
             sample.add(piece, span)
             if sample.reason == "abort" and sample.length == batch.sampling.max_tokens:
@@ -251,31 +267,37 @@ class Dispatcher:
         for told, count in piece.versions:
             version = self._read_version(told)
             if version is None or version < oldest:
-                self._lost[api.url] = f"generates with weights of version {told!r}, which this step must not use"
-                self._drop(api.url)
-                raise ServerError(api.url, self._lost[api.url], alive=True)
+                problem = f"generates with weights of version {told!r}, which this step must not use"
+                self._lose(api, problem)
+                raise ServerError(api.url, problem, alive=True)
             spans.append(VersionSpan(version, count))
         return spans
 
-    async def _blame(self, api: ServerApi, error: ServerError) -> None:
-        """Take a server out that broke off and does not say that it lives."""
-        if error.alive or api.url not in self._places:
-            return
-        try:
-            await asyncio.wait_for(api.version(), PROBE_S)
-        except (ServerError, TimeoutError):
-            self._lost.setdefault(api.url, error.problem)
-            self._drop(api.url)
+    async def _blame(self, place: _Place, error: ServerError) -> None:
+        """Take a server out that broke off and does not say that it lives, or fails whatever it is asked."""
+        place.failures += 1
+        if place.failures >= FAILURES:
+            self._lose(place.api, f"failed {FAILURES} requests in a row, the last time it {error.problem}")
+        elif not error.alive:
+            try:
+                await asyncio.wait_for(place.api.version(), PROBE_S)
+            except (ServerError, TimeoutError):
+                self._lose(place.api, error.problem)
 
-    def _drop(self, url: str) -> None:
-        if place := self._places.pop(url, None):
-            for task in place.asked:
-                task.cancel()
+    def _lose(self, api: ServerApi, problem: str) -> None:
+        if api in self._places:
+            self._lost[api.url] = problem
+            self._drop(api)
 
-    async def _least_busy(self) -> _Place:
-        """A server with room, as soon as there is one."""
+    def _drop(self, api: ServerApi) -> None:
+        for task in self._places.pop(api).asked:
+            task.cancel()
+
+    async def _least_busy(self, avoided: set[ServerApi]) -> _Place:
+        """A server with room, as soon as there is one; one that is to be avoided only where there is no other."""
         while True:
             places = list(self._places.values())
+            places = [place for place in places if place.api not in avoided] or places
             if places:
                 turned = places[self._first % len(places) :] + places[: self._first % len(places)]
                 place = min(turned, key=lambda place: len(place.asked))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from megatron_dppo.config import Config
@@ -17,15 +18,13 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Groups, Sampling, WeightSource
 from megatron_dppo.rollout.servers.api import ServerApi
+from megatron_dppo.rollout.servers.beats import BEAT_S, while_leader_waits
 from megatron_dppo.rollout.servers.connect import api_for
 from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher
-from megatron_dppo.rollout.servers.fleet import Fleet, Roster
+from megatron_dppo.rollout.servers.fleet import Fleet, Member
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.sync import Sync, Timings
 from megatron_dppo.rollout.servers.transports import Transport
-
-BEAT_S = 1.0
-"""Longest time between two moments at which ranks that wait for rollouts compare notes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +71,15 @@ class ServerEngine:
         self._config, self._world, self._http, self._fleet = config, world, http, fleet
         self._run, self.secret, self._say = run, secret, say
         self._sync = Sync(world, http, transport, rollout.sync.in_flight, rollout.colocated)
-        self._dispatcher = Dispatcher(
-            http,
-            self._read_version,
-            first=world.rank,
-            max_in_flight=rollout.max_in_flight,
-            request_timeout_s=rollout.request_timeout_s,
-            attempts=rollout.attempts,
-        )
+        self._dispatcher = self._new_dispatcher(attempts=rollout.attempts)
         self._source: WeightSource | None = None
         self._version = -1
         self._checking: Future[dict[str, str]] | None = None
         self._checked = self._spoke = 0.0
-        self._resubmitted = self._retries = self._synced = 0
-        self.roster = world.from_leader(lambda: self._leaders_fleet.open())
+        self._resubmitted = self._retries = 0
+        self._synced = False
+        self._apis: dict[Member, ServerApi] = {}
+        self.members = while_leader_waits(world, lambda: http.start(self._leaders_fleet.open()))
         """Who serves."""
 
     @property
@@ -109,6 +103,7 @@ class ServerEngine:
                 or a prompt failed ``rollout.attempts`` times.
         """
         began = self._spoke = self._checked = time.monotonic()
+        self._checking = None  # of an earlier wait; a sync may have come between
         beat_s = 0.05
         while True:
             pending.wait(beat_s)
@@ -123,7 +118,7 @@ class ServerEngine:
             if not any(left):
                 return pending.groups()
             self._heartbeat(left, began)
-            if not self.roster.members:
+            if not self.members:
                 self._recover()
                 began = time.monotonic()
             elif min(report.idle_s for report in reports) > self._config.rollout.timeout_s:
@@ -136,7 +131,7 @@ class ServerEngine:
 
     def pause(self) -> None:
         if self._config.rollout.colocated:
-            self._lose(self._sync.release(self._apis()))
+            self._lose(self._sync.release(self._serving()))
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Bring every server to a version; those that fail are left behind, those that are back come along.
@@ -147,14 +142,14 @@ class ServerEngine:
         self._source, self._version = source, version
         retries = self._config.rollout.sync.retries
         for _ in range(retries + 1):
-            self.roster = self._world.from_leader(self._welcome)
-            if not self.roster.members:
+            self.members = self._world.from_leader(lambda: self._leaders_fleet.welcome())
+            if not self.members:
                 self._wait_for_servers()
             every = self._config.rollout.sync.check_every
-            verify = self._synced == 0 or (every > 0 and self._synced % every == 0)
-            problems = self._sync.update(self._apis(), source, f"{self._run}-{version}", verify=verify)
+            verify = not self._synced or (every > 0 and version % every == 0)
+            problems = self._sync.update(self._serving(), source, f"{self._run}-{version}", verify=verify)
             if problems is None:
-                self._synced += 1
+                self._synced = True
                 return
             self._retries += 1
             self._say_on_leader(f"an update of the weights failed and is tried again: {_list(problems)}")
@@ -167,41 +162,50 @@ class ServerEngine:
         )
 
     def resume(self) -> None:
-        self._lose(self._sync.resume(self._apis()))
+        self._lose(self._sync.resume(self._serving()))
         self._serve()
 
     def health(self) -> str | None:
-        return None if self.roster.members else "no rollout server is left"
+        return None if self.members else "no rollout server is left"
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
-        """Those of servers that fail in it are left out."""
+        """A server that fails in it is lost.
 
-        def sample() -> dict[str, Groups]:
-            samples = {}
-            for api in self._apis():
-                alone = Dispatcher(
-                    self._http,
-                    self._read_version,
-                    first=0,
-                    max_in_flight=len(prompts),
-                    request_timeout_s=self._config.rollout.request_timeout_s,
-                    attempts=1,
-                )
-                alone.serve_from({api.url: api})
-                batch = alone.begin(prompts, sampling, 0)
-                batch.wait(self._config.rollout.request_timeout_s)
-                if batch.error is None and not batch.unfinished:
-                    samples[api.shown] = batch.groups()
-            return samples
+        Raises:
+            UserError: on every rank, if no server is left, and none comes back.
+        """
+        batches: dict[Member, Batch] = {}
+        self._checking, self._checked = None, time.monotonic()
 
-        return self._world.from_leader(sample)
+        def look() -> dict[str, str] | None:
+            """What is wrong with servers; None once all have answered."""
+            for member in self.members:
+                if member not in batches:
+                    alone = self._new_dispatcher(attempts=1)
+                    alone.serve_from([self._api(member)])
+                    batches[member] = alone.begin(prompts, sampling, 0)
+            asked = {member: batches[member] for member in self.members}
+            for batch in asked.values():
+                batch.wait(BEAT_S)
+            if not any(batch.unfinished for batch in asked.values()):
+                return None
+            failed = {member.url: f"{batch.error}" for member, batch in asked.items() if batch.error is not None}
+            return {**self._unhealthy(self._leaders_fleet), **failed}
+
+        while (lost := self._world.from_leader(look)) is not None:
+            self._lose(lost)
+            if not self.members:
+                self._recover()
+        return self._world.from_leader(
+            lambda: {self._api(member).shown: batches[member].groups() for member in self.members}
+        )
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
         """Words were said when they were true."""
         counts = self._world.gather(self._dispatcher.resubmitted)
         timings = self._sync.timings
         metrics = {
-            "rollout/servers": float(len(self.roster.members)),
+            "rollout/servers": float(len(self.members)),
             "rollout/resubmitted": float(sum(counts) - self._resubmitted),
             "rollout/sync_retries": float(self._retries),
             "perf/sync_pause_time": timings.pause,
@@ -214,10 +218,11 @@ class ServerEngine:
         return self._world.from_leader(lambda: metrics), ()
 
     def close(self) -> None:
-        self._sync.transport.close()
-        self._http.close()
-        if self._fleet is not None:
-            self._fleet.close()
+        with ExitStack() as stack:
+            stack.callback(self._http.close)
+            if self._fleet is not None:
+                stack.callback(self._fleet.close)
+            stack.callback(self._sync.transport.close)
 
     def _report(self, batch: Batch, began: float) -> _Report:
         lost = self._dispatcher.take_lost()
@@ -241,16 +246,11 @@ class ServerEngine:
         if not problems:
             return
 
-        def lose() -> Roster:
-            self._leaders_fleet.lose(dict(problems))
-            return self._leaders_fleet.roster()
-
-        self.roster = self._world.from_leader(lose)
+        self.members = self._world.from_leader(lambda: self._leaders_fleet.lose(problems))
         self._serve()
 
     def _serve(self) -> None:
-        apis = {api.url: api for api in self._apis()}
-        self._dispatcher.serve_from({url: apis.get(url) or self._api(url, 1) for url in self.roster.doors})
+        self._dispatcher.serve_from(self._serving())
 
     def _recover(self) -> None:
         """Nobody serves: wait for a server to come back, and bring it up to date."""
@@ -267,35 +267,57 @@ class ServerEngine:
         began, timeout_s = time.monotonic(), self._config.rollout.timeout_s
         self._say_on_leader("no rollout server is left; waiting for one to come back")
 
-        def look() -> Roster:
-            fleet = self._leaders_fleet
-            if fleet.welcome():
-                return fleet.roster()
-            if fleet.hopeless or time.monotonic() - began > timeout_s:
+        def look() -> tuple[Member, ...]:
+            fleet, rollout = self._leaders_fleet, self._config.rollout
+            members = fleet.welcome()
+            if not members and fleet.hopeless:
+                raise UserError(
+                    "rollout.launch.restarts",
+                    rollout.launch.restarts,
+                    "are used up, and no rollout server is left",
+                    "Look into the servers' logs; raise it, and run the same command again: it resumes",
+                )
+            if not members and time.monotonic() - began > timeout_s:
                 raise UserError(
                     "rollout.timeout_s",
                     f"{timeout_s:g}",
-                    "no rollout server is left, and none came back",
+                    "no rollout server is left, and none came back in time",
                     "Look into the servers' logs, start them again, and run the same command again: it resumes",
                 )
-            time.sleep(BEAT_S)
-            return Roster((), ())
+            if not members:
+                time.sleep(BEAT_S)
+            return members
 
-        while not (roster := self._world.from_leader(look)).members:
+        while not (members := self._world.from_leader(look)):
             pass
-        self.roster = roster
+        self.members = members
 
-    def _welcome(self) -> Roster:
-        self._leaders_fleet.welcome()
-        return self._leaders_fleet.roster()
+    def _serving(self) -> list[ServerApi]:
+        return [self._api(member) for member in self.members]
 
-    def _apis(self) -> list[ServerApi]:
-        return [self._api(member.url, member.ranks) for member in self.roster.members]
+    def _api(self, member: Member) -> ServerApi:
+        """The same for as long as the server lives."""
+        if member not in self._apis:
+            rollout = self._config.rollout
+            self._apis[member] = api_for(
+                rollout.engine,
+                member.url,
+                self._http,
+                secret=self.secret,
+                timeout_s=rollout.sync.timeout_s,
+                ranks=member.ranks,
+            )
+        return self._apis[member]
 
-    def _api(self, url: str, ranks: int) -> ServerApi:
+    def _new_dispatcher(self, *, attempts: int) -> Dispatcher:
         rollout = self._config.rollout
-        return api_for(
-            rollout.engine, url, self._http, secret=self.secret, timeout_s=rollout.sync.timeout_s, ranks=ranks
+        return Dispatcher(
+            self._http,
+            self._read_version,
+            first=self._world.rank,
+            max_in_flight=rollout.max_in_flight,
+            request_timeout_s=rollout.request_timeout_s,
+            attempts=attempts,
         )
 
     def _read_version(self, told: str) -> int | None:
@@ -307,7 +329,7 @@ class ServerEngine:
         if now - self._spoke > self._config.rollout.heartbeat_s:
             self._spoke = now
             self._say_on_leader(
-                f"waiting for rollouts for {now - began:.0f} s; {len(self.roster.members)} servers serve; "
+                f"waiting for rollouts for {now - began:.0f} s; {len(self.members)} servers serve; "
                 f"prompts not yet answered: {_by_rank(left)}"
             )
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers.allocation import server_urls
-from megatron_dppo.rollout.servers.api import Facts, ServerApi
+from megatron_dppo.rollout.servers.api import ServerApi
 from megatron_dppo.rollout.servers.connect import api_for
 from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.kinds import DTYPES
 from megatron_dppo.rollout.servers.launch import ServerProcess, stop_all, wait_ready
 
 ASK_AGAIN_S = 3.0
@@ -33,16 +34,8 @@ class Member:
 
     url: str
     ranks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Roster:
-    """Who serves, the same on every rank."""
-
-    members: tuple[Member, ...]
-    """Whose weights are updated."""
-    doors: tuple[str, ...]
-    """Who is asked for completions: the members, or the routers before them."""
+    life: int
+    """How often it has come back: nothing of an earlier life, connections and groups, is there any more."""
 
 
 @dataclass(slots=True)
@@ -51,9 +44,8 @@ class _Place:
 
     api: ServerApi
     process: ServerProcess | None
-    router: str | None
-    """Through which it is asked for completions."""
-    serves: bool = False
+    life: int = 0
+    serves: bool = True
     returning: Future[ServerApi] | None = None
     """Where it is lost: done when it can generate again."""
     misses: int = 0
@@ -63,11 +55,11 @@ class Fleet:
     """Every server of a run. Made and used on the leader alone.
 
     Args:
-        config: what is to be started or was given.
+        config: of the run.
         http: through which to speak to them.
         architecture: of the policy; a server that says it has another is refused.
-        secret: for servers that we start, and shown to all.
-        hosts: makes the processes of the servers that we start.
+        secret: to be shown to them.
+        processes: the servers that the run starts itself, not yet started.
         say: takes words for the log.
     """
 
@@ -85,55 +77,53 @@ class Fleet:
         self._secret, self._processes, self._say = secret, processes, say
         self._places: list[_Place] = []
         self._restarts = 0
-        self.losses = 0
-        """Servers that were lost, since the beginning."""
+        self._closed = False
 
-    def open(self) -> Roster:
-        """Start the servers that are ours and wait until all of them can generate.
+    async def open(self) -> tuple[Member, ...]:
+        """Start the servers that are ours, and wait until they and the given ones can generate.
 
         Raises:
             UserError: one of them ends, takes too long, is of another model or too small for the run.
         """
+        wait_s = self._config.rollout.launch.wait_s
         for process in self._processes:
             process.start()
-        self._places = self._http.run(self._meet())
+        ours = [wait_ready(process, self._api, wait_s) for process in self._processes]
+        given = [self._given(url, wait_s) for url in server_urls(self._config)]
+        started, found = await asyncio.gather(asyncio.gather(*ours), asyncio.gather(*given))
+        self._places = [_Place(api, process) for api, process in zip(started, self._processes, strict=True)]
+        self._places += [_Place(api, None) for group in found for api in group]
         for place in self._places:
-            place.serves = True
-        return self.roster()
+            await self._check_facts(place.api)
+        return self.members()
 
-    def roster(self) -> Roster:
+    def members(self) -> tuple[Member, ...]:
         """Who serves now."""
-        serving = [place for place in self._places if place.serves]
-        return Roster(
-            members=tuple(Member(place.api.url, place.api.ranks) for place in serving),
-            doors=tuple(dict.fromkeys(place.router or place.api.url for place in serving)),
-        )
+        return tuple(Member(place.api.url, place.api.ranks, place.life) for place in self._places if place.serves)
 
-    def lose(self, problems: dict[str, str]) -> None:
-        """Take servers out, each for its reason, and have them come back if they can."""
+    def lose(self, problems: Mapping[str, str]) -> tuple[Member, ...]:
+        """Take servers out, by URL and each for its reason, and have them come back if they can. Who serves then."""
         for place in self._places:
-            why = problems.get(place.api.url) or problems.get(place.router or "")
-            if why is None or not place.serves:
-                continue
-            place.serves, place.misses = False, 0
-            self.losses += 1
-            self._say(f"server {place.api.shown} is taken out: it {why}")
-            self._recall(place)
+            if place.serves and place.api.url in problems:
+                place.serves, place.misses = False, 0
+                self._say(f"server {place.api.shown} is taken out: it {problems[place.api.url]}")
+                self._recall(place)
+        return self.members()
 
-    def welcome(self) -> bool:
-        """Count servers in that can generate again; the next update brings them up to date. Whether any serves then."""
+    def welcome(self) -> tuple[Member, ...]:
+        """Count servers in that can generate again; the next update brings them up to date. Who serves then."""
         for place in self._places:
-            if place.serves or place.returning is None or not place.returning.done():
+            if place.returning is None or not place.returning.done():
                 continue
             try:
                 place.api = place.returning.result()
-            except (UserError, ServerError) as error:
+            except Exception as error:  # whatever went wrong with one server is no reason to stop
                 self._say(f"server {place.api.shown} did not come back: {error}")
                 self._recall(place)
             else:
-                place.serves, place.returning = True, None
+                place.serves, place.returning, place.life = True, None, place.life + 1
                 self._say(f"server {place.api.shown} is back")
-        return any(place.serves for place in self._places)
+        return self.members()
 
     @property
     def hopeless(self) -> bool:
@@ -153,62 +143,63 @@ class Fleet:
 
     def close(self) -> None:
         """End what was started."""
+        self._closed = True
+        for place in self._places:
+            if place.returning is not None:
+                place.returning.cancel()
         stop_all(self._processes)
 
-    async def _meet(self) -> list[_Place]:
-        """All servers, ours and given ones, once each can generate."""
-        wait_s = self._config.rollout.launch.wait_s
-        ours = [wait_ready(process, self._api, wait_s) for process in self._processes]
-        urls = server_urls(self._config)
-        given = [self._given(url, wait_s) for url in urls]
-        started, found = await asyncio.gather(asyncio.gather(*ours), asyncio.gather(*given))
-        places = [_Place(api, process, None) for api, process in zip(started, self._processes, strict=True)]
-        places += [place for group in found for place in group]
-        for place in places:
-            try:
-                self._check_facts(place.api, await place.api.facts())
-            except ServerError as error:
-                remedy = "Start it as its own words ask for, or name another server"
-                raise UserError("rollout.servers", place.api.url, error.problem, remedy) from None
-        return places
+    async def _given(self, url: str, wait_s: float) -> list[ServerApi]:
+        """A given server, or the servers behind it if it is a router, once each can generate.
 
-    async def _given(self, url: str, wait_s: float) -> list[_Place]:
-        """A given server; or the servers behind it, if it is a router."""
-        door = self._api(url)
-        if workers := await self._workers(door):
-            return [_Place(await self._answering(self._api(worker), wait_s), None, url) for worker in workers]
-        return [_Place(await self._answering(door, wait_s), None, None)]
-
-    async def _workers(self, door: ServerApi) -> list[str]:
-        """The URLs of a router's servers; none if it is no router."""
-        try:
-            answer = await door.get("/workers")
-        except ServerError:
-            return []
-        return [worker["url"].rstrip("/") for worker in answer["workers"]] if isinstance(answer, dict) else []
-
-    async def _answering(self, api: ServerApi, wait_s: float) -> ServerApi:
-        """The server, once it can generate.
+        A router is spoken to no more after that: it would go on asking a server that is not up to date.
 
         Raises:
-            UserError: at the timeout, with what it said last.
+            UserError: at the timeout.
         """
-        last = "nothing"
+        last = "said nothing"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while True:
                     try:
-                        await api.health(self._config.rollout.health_timeout_s)
-                        return api
+                        workers = await self._workers(self._api(url))
+                        apis = [self._api(worker) for worker in ([url] if workers is None else workers)]
+                        await asyncio.gather(*(self._come_to_life(api) for api in apis))
+                        if apis:
+                            return apis
+                        last = "is a router without workers"
                     except ServerError as error:
                         last = error.problem
                     await asyncio.sleep(ASK_AGAIN_S)
         raise UserError(
             "rollout.servers",
-            api.url,
+            url,
             f"cannot generate after {wait_s:g} s: it {last}",
             "Start it, mend the URL, or raise rollout.launch.wait_s",
         )
+
+    async def _workers(self, door: ServerApi) -> list[str] | None:
+        """The URLs of a router's servers; None if it is a server itself.
+
+        Raises:
+            ServerError: nobody is there.
+        """
+        try:
+            answer = await door.get("/workers")
+        except ServerError as error:
+            if not error.alive:
+                raise
+            return None
+        return [worker["url"].rstrip("/") for worker in answer["workers"]]
+
+    async def _come_to_life(self, api: ServerApi) -> None:
+        """See to it that a given server can generate: an update that nobody ended has left it paused.
+
+        Raises:
+            ServerError: it cannot.
+        """
+        await api.resume()
+        await api.health(self._config.rollout.health_timeout_s)
 
     def _recall(self, place: _Place) -> None:
         """Set about having a lost server again."""
@@ -230,28 +221,39 @@ class Fleet:
         while True:
             await asyncio.sleep(ASK_AGAIN_S)
             with contextlib.suppress(ServerError):
-                await api.health(self._config.rollout.health_timeout_s)
-                self._check_facts(api, await api.facts())
+                await self._come_to_life(api)
+                await self._check_facts(api)
                 return api
 
     async def _restart(self, process: ServerProcess) -> ServerApi:
-        await asyncio.to_thread(process.restart)
+        await asyncio.to_thread(self._restart_unless_closed, process)
         api = await wait_ready(process, self._api, self._config.rollout.launch.wait_s)
-        self._check_facts(api, await api.facts())
+        await self._check_facts(api)
         return api
+
+    def _restart_unless_closed(self, process: ServerProcess) -> None:
+        process.stop()
+        if not self._closed:
+            process.start()
+        if self._closed:  # meanwhile
+            process.stop()
 
     def _api(self, url: str) -> ServerApi:
         rollout = self._config.rollout
         return api_for(rollout.engine, url, self._http, secret=self._secret, timeout_s=rollout.sync.timeout_s)
 
-    def _check_facts(self, api: ServerApi, facts: Facts) -> None:
+    async def _check_facts(self, api: ServerApi) -> None:
         """
         Raises:
             UserError: the server cannot serve this run.
         """
-        rollout = self._config.rollout
+        setting = "rollout.launch.flags" if self._processes else "rollout.servers"
+        try:
+            facts = await api.facts()
+        except ServerError as error:
+            raise UserError(setting, api.url, error.problem, "Start it as that says, or name another server") from None
+        rollout, dtype = self._config.rollout, DTYPES[self._config.model.dtype]
         longest = self._config.data.max_prompt_tokens + rollout.max_response_tokens
-        dtypes = {"fp32": "float32", "bf16": "bfloat16"}
         if facts.architecture not in (None, self._architecture):
             problem = (
                 f"serves another model: {facts.architecture} from {facts.model}, the policy is {self._architecture}"
@@ -260,9 +262,9 @@ class Fleet:
         elif facts.max_tokens is not None and facts.max_tokens < longest:
             problem = f"takes {facts.max_tokens} tokens, and the longest prompt with its response has {longest}"
             remedy = "Start it with a longer context, or lower data.max_prompt_tokens or rollout.max_response_tokens"
-        elif facts.dtype not in (None, dtypes[self._config.model.dtype]):
+        elif facts.dtype not in (None, dtype):
             problem = f"holds its weights in {facts.dtype}, and model.dtype is {self._config.model.dtype}"
-            remedy = f"Start it with --dtype {dtypes[self._config.model.dtype]}, or set model.dtype"
+            remedy = f"Start it with --dtype {dtype}, or set model.dtype"
         else:
             return
-        raise UserError("rollout.launch.flags" if self._processes else "rollout.servers", api.url, problem, remedy)
+        raise UserError(setting, api.url, problem, remedy)

@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 import orjson
 
 T = TypeVar("T")
 
+
+class HasUrl(Protocol):
+    """A server, for messages."""
+
+    url: str
+
+
+UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)
+"""What reading an answer raises that lacks what it should hold."""
 MOST_SAID = 600
 """Characters of a server's complaint that are worth repeating."""
 
@@ -39,6 +48,19 @@ class ServerError(Exception):
 
 def _server_error(url: str, problem: str, alive: bool) -> ServerError:
     return ServerError(url, problem, alive=alive)
+
+
+def read(server: HasUrl, answer: Callable[[], T]) -> T:
+    """What ``answer`` returns.
+
+    Raises:
+        ServerError: as it does; also where the answer of ``server`` lacks what it should hold.
+    """
+    try:
+        return answer()
+    except UNREADABLE as error:
+        problem = f"gave an answer that cannot be used ({type(error).__name__}: {error})"
+        raise ServerError(server.url, problem, alive=True) from error
 
 
 class Http:

@@ -38,10 +38,11 @@ def open_servers(config: Config, world: World, shape: PolicyShape, say: Callable
     run, secret = world.from_leader(lambda: (new_secret()[:8].replace("-", "_"), os.environ.get(SECRET) or None))
     if config.rollout.launch.count:
         secret = world.from_leader(new_secret)
+    starts = world.leads and config.rollout.launch.count > 0
+    processes = world.together(lambda: servers_to_start(config, secret) if starts else [])
     http = Http()
     fleet = None
     if world.leads:
-        processes = servers_to_start(config, secret) if config.rollout.launch.count else []
         fleet = Fleet(config, http, architecture=shape.architecture, secret=secret, processes=processes, say=say)
     try:
         transport = _transport(config, world, http, shape, run)
@@ -61,4 +62,4 @@ def _transport(config: Config, world: World, http: Http, shape: PolicyShape, run
     if sync.transport == "tensor":
         return ByValue(http, world, bucket_mib=bucket_mib, timeout_s=sync.timeout_s)
     folder = Path(sync.folder or Path(config.run.dir) / "sync")
-    return Disk(http, world, shape=shape, model=config.model, folder=folder, timeout_s=sync.timeout_s)
+    return Disk(http, world, shape=shape, model=config.model, folder=folder)

@@ -30,6 +30,7 @@ def check_rollout(config: Config) -> None:
         return
     _check_source(config)
     _check_sharing(config)
+    _check_patience(config)
     if config.rollout.launch.count:
         _check_launch(config)
 
@@ -67,7 +68,6 @@ def _check_local(config: Config) -> None:
         ("rollout.servers", rollout.servers, bool(rollout.servers)),
         ("rollout.launch.count", rollout.launch.count, rollout.launch.count > 0),
         ("rollout.colocated", "true", rollout.colocated),
-        ("rollout.ahead", rollout.ahead, rollout.ahead > 0),
     ):
         if given:
             problem = "is for servers, and rollout.engine is local: the trainer's own processes generate, in turn"
@@ -114,6 +114,20 @@ def _check_sharing(config: Config) -> None:
             rollout.sync.transport,
             "NCCL takes no two ranks on one GPU, where rollout.colocated puts the trainer and a server",
             "Set rollout.sync.transport=tensor",
+        )
+
+
+def _check_patience(config: Config) -> None:
+    """Ranks that have nothing to send wait for a sync in gloo, which gives up after ``rollout.timeout_s``."""
+    rollout = config.rollout
+    least = 2 * rollout.sync.timeout_s
+    if rollout.timeout_s < least:
+        raise UserError(
+            "rollout.timeout_s",
+            f"{rollout.timeout_s:g}",
+            f"ranks would give up on a sync that may yet succeed: rollout.sync.timeout_s = {rollout.sync.timeout_s:g} "
+            "is allowed for each of its requests",
+            f"Raise it to {least:g} or more, or lower rollout.sync.timeout_s",
         )
 
 

@@ -6,10 +6,11 @@ belongs to the servers that it was made with: when one of them goes, all of it g
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,12 +22,14 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from megatron_dppo.rollout.engine import Bucket
 from megatron_dppo.rollout.servers.api import Manifest, Meeting, ServerApi
-from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.http import UNREADABLE, Http, ServerError
 
 LOOK_S = 0.0005
 """Seconds between looks at a bucket on its way."""
 GRACE_S = 5.0
 """How long servers may take to say what went wrong, once it has."""
+JOIN_S = 30.0
+"""How long servers may take to join a gloo group."""
 
 
 class SyncFailedError(Exception):
@@ -86,34 +89,39 @@ class Sender:
     ) -> None:
         self._http, self._apis, self.name = http, list(apis), name
         self._device, self._timeout_s = device, timeout_s
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=timeout_s)
-        size = 1 + sum(api.ranks for api in apis)
-        # Not by rendezvous: under torchrun it would look for torchrun's own store, at any address.
-        store = dist.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-        joins, offset = {}, 1
-        for api in apis:
-            meeting = Meeting(name, host, store.port, backend, offset, size)
-            joins[api.url] = http.start(api.join(meeting))
-            offset += api.ranks
-        problem = "not all servers joined the group for weights"
-        try:
-            self._group, _ = _new_process_group_helper(
-                size, 0, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=timeout
-            )
-        except Exception as error:
-            raise SyncFailedError(outcomes(joins, GRACE_S), f"{problem} ({_first_line(error)})") from error
-        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(size)}
-        self._store = store
-        if problems := outcomes(joins, timeout_s):
-            self.close()
-            raise SyncFailedError(problems, problem)
         self._flats: list[torch.Tensor] = []
         self._turn = 0
         self._sent: _Sent | None = None
         """The bucket on its way."""
-        self._loading: _Sent | None = None
-        """The one before, which servers may still be loading."""
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        # Gloo's group is made now, and told how long each bucket may take. NCCL's watchdog would end this process at
+        # the group's timeout, which must therefore never come before ours.
+        limit = timedelta(seconds=2 * timeout_s + 60 if backend == "nccl" else min(timeout_s, JOIN_S))
+        size = 1 + sum(api.ranks for api in apis)
+        # Not by rendezvous: under torchrun it would look for torchrun's own store, at any address.
+        store = dist.TCPStore(host, 0, size, is_master=True, timeout=limit, wait_for_workers=False)
+        joins, offset = {}, 1
+        for api in apis:
+            joins[api.url] = http.start(api.join(Meeting(name, host, store.port, backend, offset, size)))
+            offset += api.ranks
+        group: dist.ProcessGroup | None = None
+        problem = "not all servers joined the group for weights"
+        try:
+            group, _ = _new_process_group_helper(
+                size, 0, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=limit
+            )
+            _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+        except Exception as error:
+            problem = f"{problem} ({_first_line(error)})"
+            error.__traceback__ = None  # it holds the store, and with it the servers that wait there
+        self._group, self._store = group, store
+        joined = group is not None
+        del group, store  # or the error that is raised below would keep them
+        if not joined or any(reply.done() and reply.exception() for reply in joins.values()):
+            raise self._broken(joins, problem)
+        if problems := outcomes(joins, timeout_s):
+            self.close()
+            raise SyncFailedError(problems, problem)
 
     def stage(self, bucket: Bucket) -> Staged:
         """Copy a bucket into the one of two buffers that is not on its way: the caller may then reuse its memory."""
@@ -131,25 +139,24 @@ class Sender:
         return Staged(Manifest.of(bucket), flat)
 
     def send(self, staged: Staged, version: str | None) -> None:
-        """Set a bucket on its way, once the one before has travelled.
+        """Set a bucket on its way, once the one before has arrived.
 
-        Servers may still be loading that one: they are told of this one meanwhile, and take requests in their order.
+        It is not sent before all servers have loaded that one: only their word says that they have taken the request
+        for it, and two requests on two connections could be read in the wrong order.
 
         Args:
             staged: the bucket that was staged last.
             version: with the last bucket of an update.
 
         Raises:
-            SyncFailedError: an earlier one did not arrive. Nothing can be sent through this group any more.
+            SyncFailedError: the one before did not arrive. Nothing can be sent through this group any more.
         """
-        if self._sent is not None:
-            self._travel(self._sent)
-        if self._loading is not None:
-            self._be_loaded(self._loading)
-        self._loading, self._sent = self._sent, None
+        self.arrive()
+        assert self._group is not None
         replies = {api.url: self._http.start(api.receive(staged.manifest, self.name, version)) for api in self._apis}
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        options.timeout = timedelta(seconds=self._timeout_s)
         self._sent = _Sent(self._group.broadcast([staged.flat], options), replies)
 
     def arrive(self) -> None:
@@ -158,44 +165,60 @@ class Sender:
         Raises:
             SyncFailedError: as said of :meth:`send`.
         """
-        if self._sent is not None:
-            self._travel(self._sent)
-        for sent in (self._loading, self._sent):
-            if sent is not None:
-                self._be_loaded(sent)
-        self._loading = self._sent = None
-
-    def _travel(self, sent: _Sent) -> None:
+        if self._sent is None:
+            return
+        sent, self._sent = self._sent, None
         deadline = time.monotonic() + self._timeout_s
         while not sent.work.is_completed():
             # A server that refused, or is gone, will not take part; the group would wait for it until it times out.
             if any(reply.done() and reply.exception() for reply in sent.replies.values()):
-                raise self._broken(sent, "a server left while a bucket was on its way")
+                raise self._broken(sent.replies, "a server left while a bucket was on its way")
             if time.monotonic() > deadline:
-                raise self._broken(sent, f"a bucket took more than {self._timeout_s:g} s")
+                raise self._broken(sent.replies, f"a bucket took more than {self._timeout_s:g} s")
             time.sleep(LOOK_S)
         try:
             sent.work.wait()
         except RuntimeError as error:
-            raise self._broken(sent, f"a bucket could not be sent ({_first_line(error)})") from error
-
-    def _be_loaded(self, sent: _Sent) -> None:
+            raise self._broken(sent.replies, f"a bucket could not be sent ({_first_line(error)})") from None
         if problems := outcomes(sent.replies, self._timeout_s):
-            self.close()
             raise SyncFailedError(problems, "a bucket was not loaded")
 
     def close(self) -> None:
-        """End this side of the group, which frees servers that wait in it."""
-        self._sent = self._loading = None
-        if self._group in _world.pg_map:
-            with contextlib.suppress(RuntimeError):  # what is broken already need not be broken off
-                self._group.abort()
-            dist.destroy_process_group(self._group)
+        """End this side of the group, which frees servers that wait in it, and have them leave theirs."""
+        self._end()
+        leaving = {api.url: self._http.start(api.leave(self.name)) for api in self._apis}
+        outcomes(leaving, GRACE_S)
 
-    def _broken(self, sent: _Sent, problem: str) -> SyncFailedError:
-        """Close the group, so that servers that wait in it say so; those that still say nothing are at fault."""
-        self.close()
-        return SyncFailedError(outcomes(sent.replies, GRACE_S, refusals=False), problem)
+    def _end(self) -> None:
+        group, self._group, self._store, self._sent = self._group, None, None, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):  # what is broken already need not be broken off
+                group.abort()
+            dist.destroy_process_group(group)
+
+    def _broken(self, replies: Mapping[str, Future[None]], problem: str) -> SyncFailedError:
+        """End the group, so that servers that wait in it say so, and find out who is at fault.
+
+        That is who refused while the group was whole, who is gone, and who still says nothing afterwards.
+        """
+        early = outcomes({url: reply for url, reply in replies.items() if reply.done()}, GRACE_S)
+        self._end()
+        late = outcomes({url: reply for url, reply in replies.items() if url not in early}, GRACE_S, refusals=False)
+        return SyncFailedError(early | late, problem)
+
+
+async def gathered(asked: Mapping[str, Awaitable[None]]) -> dict[str, str]:
+    """What went wrong at each server, by URL; in the HTTP thread."""
+    results = await asyncio.gather(*asked.values(), return_exceptions=True)
+    problems = {}
+    for url, result in zip(asked, results, strict=True):
+        if isinstance(result, ServerError):
+            problems[url] = result.problem
+        elif isinstance(result, UNREADABLE):
+            problems[url] = f"gave an answer that cannot be used ({type(result).__name__}: {result})"
+        elif result is not None:
+            raise result
+    return problems
 
 
 def address_towards(urls: Iterable[str]) -> str:

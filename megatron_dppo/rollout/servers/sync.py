@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout.engine import WeightSource
 from megatron_dppo.rollout.servers.api import InFlight, ServerApi
+from megatron_dppo.rollout.servers.beats import while_leader_waits
 from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.sender import gathered
 from megatron_dppo.rollout.servers.transports import Transport
 
 ABANDON_S = 15.0
@@ -54,17 +57,19 @@ class Sync:
     in_flight: InFlight
     colocated: bool
     timings: Timings = field(default_factory=Timings)
-    _released: bool = False
+    _without_weights: set[ServerApi] = field(default_factory=set)
+    _without_cache: set[ServerApi] = field(default_factory=set)
+    """Colocated servers that gave their memory back; known to the leader."""
 
     def release(self, apis: Sequence[ServerApi]) -> Mapping[str, str]:
         """Have colocated servers give their memory back; what went wrong, by URL."""
-        if self._released:
-            return {}
-        self._released = True
 
         async def release(api: ServerApi) -> None:
-            await api.pause(self.in_flight)
-            await api.release_memory()
+            if api not in self._without_cache:
+                await api.pause(self.in_flight)
+                await api.release_memory()
+                self._without_weights.add(api)
+                self._without_cache.add(api)
 
         return self._all(apis, release)
 
@@ -104,11 +109,11 @@ class Sync:
     def resume(self, apis: Sequence[ServerApi]) -> Mapping[str, str]:
         """Have the servers generate; what went wrong, by URL."""
         clock = _Clock()
-        released, self._released = self._released, False
 
         async def resume(api: ServerApi) -> None:
-            if released:
+            if api in self._without_cache:
                 await api.regain_cache()
+                self._without_cache.remove(api)
             await api.resume()
 
         problems = self._all(apis, resume)
@@ -117,8 +122,9 @@ class Sync:
 
     async def _begin(self, api: ServerApi) -> None:
         await api.pause(self.in_flight)
-        if self._released:
+        if api in self._without_weights:
             await api.regain_weights()
+            self._without_weights.remove(api)
         try:
             await api.begin_update()
         except ServerError as error:
@@ -157,17 +163,10 @@ class Sync:
     def _all(self, apis: Sequence[ServerApi], act: Callable[[ServerApi], Awaitable[None]]) -> dict[str, str]:
         """Do one thing with all servers at once, from the leader; what went wrong, by URL."""
 
-        async def act_on_all() -> dict[str, str]:
-            results = await asyncio.gather(*(act(api) for api in apis), return_exceptions=True)
-            problems = {}
-            for api, result in zip(apis, results, strict=True):
-                if isinstance(result, ServerError):
-                    problems[api.url] = result.problem
-                elif result is not None:
-                    raise result
-            return problems
+        def start() -> Future[dict[str, str]]:
+            return self.http.start(gathered({api.url: act(api) for api in apis}))
 
-        return self.world.from_leader(lambda: self.http.run(act_on_all()))
+        return while_leader_waits(self.world, start)
 
 
 async def _abandon(api: ServerApi) -> None:

@@ -26,8 +26,9 @@ from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout.engine import Bucket, WeightSource
 from megatron_dppo.rollout.servers.api import ServerApi
+from megatron_dppo.rollout.servers.beats import while_leader_waits
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards, outcomes
+from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards, gathered, outcomes
 
 MAX_SHARD_BYTES = 5 * 2**30
 
@@ -86,17 +87,17 @@ class Collective:
         self._http, self._world, self._run = http, world, run
         self._bucket_mib, self._timeout_s = bucket_mib, timeout_s
         self._sender: Sender | None = None
-        self._members: tuple[str, ...] = ()
+        self._joined: list[ServerApi] = []
         self._groups = count()
 
     def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
-        members = tuple(api.url for api in apis)
-        if self._members != members:  # every rank comes to the same conclusion
+        if self._joined != list(apis):  # every rank comes to the same conclusion
             self.close()
             joined = _by_stage(self._world, lambda: self._join(apis))
             if joined.problem:
+                self.close()
                 return joined
-            self._members = members
+            self._joined = list(apis)
         sent = _by_stage(self._world, lambda: self._stage(source, version if self._world.last_stage else None))
         if sent.problem:
             self.close()
@@ -105,7 +106,7 @@ class Collective:
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
-        self._sender, self._members = None, ()
+        self._sender, self._joined = None, []
 
     def _join(self, apis: Sequence[ServerApi]) -> Moved:
         number = next(self._groups)
@@ -180,10 +181,8 @@ class ByValue:
 class Disk:
     """The leader writes a Hugging Face directory, which servers on the same file system load."""
 
-    def __init__(
-        self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig, folder: Path, timeout_s: float
-    ) -> None:
-        self._http, self._world, self._folder, self._timeout_s = http, world, folder, timeout_s
+    def __init__(self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig, folder: Path) -> None:
+        self._http, self._world, self._folder = http, world, folder
         self._companions = Path(model.path)
         self._plan = plan_files(shape, MAX_SHARD_BYTES, DTYPES[model.dtype])
 
@@ -193,26 +192,28 @@ class Disk:
         if self._world.dp_rank == 0 and self._world.cp_rank == 0:
             buckets = source(to=Consumers.LEADER)
             if self._world.leads:
-                self._folder.mkdir(parents=True, exist_ok=True)
                 failure = write_directory(buckets, self._plan, self._companions, place)
-            else:
-                for _ in buckets:
-                    pass
-        return self._world.from_leader(lambda: self._load(apis, place, version, failure))
+            for _ in buckets:
+                pass
+        self._world.from_leader(lambda: self._check(failure))
+
+        async def load() -> dict[str, str]:
+            try:
+                return await gathered({api.url: api.load(place, version) for api in apis})
+            finally:
+                shutil.rmtree(place, ignore_errors=True)
+
+        problems = while_leader_waits(self._world, lambda: self._http.start(load()))
+        problem = "a server did not load what was written" if problems else None
+        return Sent(problems, problem, Moved(self._plan.total_bytes))
 
     def close(self) -> None:
         pass
 
-    def _load(self, apis: Sequence[ServerApi], place: Path, version: str, failure: Exception | None) -> Sent:
+    def _check(self, failure: Exception | None) -> None:
         if failure is not None:
             remedy = "Free some room there, or name another folder that the servers can read"
             raise UserError("rollout.sync.folder", self._folder, f"cannot be written ({failure})", remedy)
-        try:
-            problems = outcomes({api.url: self._http.start(api.load(place, version)) for api in apis}, self._timeout_s)
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-        problem = "a server did not load what was written" if problems else None
-        return Sent(problems, problem, Moved(self._plan.total_bytes))
 
 
 def _by_stage(world: World, attempt: Callable[[], Moved]) -> Sent:
