@@ -71,7 +71,7 @@ def test_a_slow_server_is_given_less_and_nothing_is_lost(
     sglang_tp1: RealServer, sglang_tp2: RealServer, ranks: RankPool, served_policy: Path, tmp_path: Path
 ) -> None:
     settings = [*_settings(tmp_path, served_policy, sglang_tp1, sglang_tp2), "rollout.max_in_flight=2"]
-    pids = sglang_tp2.process.pids()
+    pids = sglang_tp1.process.pids()
     try:
         before, slowed = ranks.run(2, on_ranks.slow, settings, sglang_tp1.secret, pids)[0]
     finally:
@@ -81,6 +81,9 @@ def test_a_slow_server_is_given_less_and_nothing_is_lost(
     for seen in (before, slowed):
         assert seen.answered == list(range(PROMPTS)) and seen.samples == [SAMPLES] * PROMPTS
         assert seen.servers == 2
+        assert seen.asked.total() == PROMPTS
+    slow = sglang_tp1.api.url
+    assert 0 < slowed.asked[slow] < min(before.asked[slow], PROMPTS // 2)
 
 
 def test_a_server_of_another_size_is_refused_in_words(sglang_tp1: RealServer, ranks: RankPool, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class ServerEngine:
         rollout = config.rollout
         self._config, self._world, self._http, self._fleet = config, world, http, fleet
         self._run, self.secret, self._say = run, secret, say
-        self._sync = Sync(world, http, transport, rollout.sync.in_flight, rollout.colocated)
+        self._sync = Sync(world, http, transport, rollout.sync.in_flight)
         self._dispatcher = self._new_dispatcher(attempts=rollout.attempts)
         self._source: WeightSource | None = None
         self._version = -1
@@ -245,7 +245,6 @@ class ServerEngine:
         """Take servers out on every rank alike."""
         if not problems:
             return
-
         self.members = self._world.from_leader(lambda: self._leaders_fleet.lose(problems))
         self._serve()
 

@@ -157,7 +157,7 @@ class Fleet:
         Raises:
             UserError: at the timeout.
         """
-        last = "said nothing"
+        last = "nobody said anything"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while True:
@@ -166,15 +166,17 @@ class Fleet:
                         apis = [self._api(worker) for worker in ([url] if workers is None else workers)]
                         await asyncio.gather(*(self._come_to_life(api) for api in apis))
                         if apis:
+                            if workers is not None:
+                                self._say(f"{url} is a router; its {len(apis)} workers serve")
                             return apis
-                        last = "is a router without workers"
+                        last = "it is a router without workers"
                     except ServerError as error:
-                        last = error.problem
+                        last = str(error)
                     await asyncio.sleep(ASK_AGAIN_S)
         raise UserError(
             "rollout.servers",
             url,
-            f"cannot generate after {wait_s:g} s: it {last}",
+            f"cannot generate after {wait_s:g} s: {last}",
             "Start it, mend the URL, or raise rollout.launch.wait_s",
         )
 

@@ -51,8 +51,8 @@ Api = TypeVar("Api", bound=Answers)
 
 
 def new_secret() -> str:
-    """What our servers want to see with every request of this run."""
-    return secrets.token_urlsafe(24)
+    """What our servers want to see with every request of this run. In hex: a minus in front would be taken for a flag."""
+    return secrets.token_hex(24)
 
 
 class ServerProcess:

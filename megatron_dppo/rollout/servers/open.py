@@ -35,7 +35,7 @@ def open_servers(config: Config, world: World, shape: PolicyShape, say: Callable
         UserError: on every rank, if the servers cannot serve this run; none is left behind then.
     """
     # One word tells this run's versions from another's, and one secret opens its servers.
-    run, secret = world.from_leader(lambda: (new_secret()[:8].replace("-", "_"), os.environ.get(SECRET) or None))
+    run, secret = world.from_leader(lambda: (new_secret()[:8], os.environ.get(SECRET) or None))
     if config.rollout.launch.count:
         secret = world.from_leader(new_secret)
     starts = world.leads and config.rollout.launch.count > 0

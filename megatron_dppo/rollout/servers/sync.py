@@ -48,14 +48,12 @@ class Sync:
         http: through which the leader speaks to the servers.
         transport: moves the tensors.
         in_flight: what becomes of unfinished requests.
-        colocated: servers give their memory back while they are paused.
     """
 
     world: World
     http: Http
     transport: Transport
     in_flight: InFlight
-    colocated: bool
     timings: Timings = field(default_factory=Timings)
     _without_weights: set[ServerApi] = field(default_factory=set)
     _without_cache: set[ServerApi] = field(default_factory=set)
@@ -85,8 +83,8 @@ class Sync:
             verify: whether to compare checksums, where servers have them.
 
         Returns:
-            None if all of them have it. Else what went wrong, by URL: nobody is at the version then, and the servers
-            that are not named can be tried again at once.
+            None if all of them have it. Else what went wrong, by URL, as far as it is known whose fault it was; the
+            others can be tried again at once.
         """
         timings, clock = Timings(), _Clock()
         problems = self._all(apis, self._begin)
