@@ -51,7 +51,7 @@ Api = TypeVar("Api", bound=Answers)
 
 
 def new_secret() -> str:
-    """What our servers want to see with every request of this run. In hex: a minus in front would be taken for a flag."""
+    """What our servers want to see with every request of this run. In hex: a minus in front would look like a flag."""
     return secrets.token_hex(24)
 
 
