@@ -29,7 +29,7 @@ PROBE_S = 5.0
 FAILURES = 8
 """Requests in a row that a server may fail."""
 PAUSE_S = 0.3
-"""Before a prompt is asked again of servers that have all just failed it."""
+"""Before a prompt is asked again of servers that have all just failed or aborted it."""
 
 ReadVersion = Callable[[str], int | None]
 """The number of a version as a server tells it; None if it is none of this run's."""
@@ -205,8 +205,9 @@ class Dispatcher:
             if failures := [failure for failure in results if failure]:
                 attempt, last = attempt + 1, failures[0]
                 self.resubmitted += 1
-            if sum(sample.length for sample in open_samples) == before and failed >= set(self._places):
-                await asyncio.sleep(PAUSE_S)  # nobody is left to be asked who has not just failed, or aborted it
+            others = bool(failures) and not failed >= set(self._places)
+            if sum(sample.length for sample in open_samples) == before and not others:
+                await asyncio.sleep(PAUSE_S)  # whoever could be asked has just failed, or is paused and aborts all
         batch.one_finished()
 
     async def _part(
