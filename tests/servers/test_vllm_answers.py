@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -147,3 +148,13 @@ def test_what_servers_are_started_with_exists() -> None:
         assert f"class {what}" in (PLUGIN / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
     assert str(PLUGIN) in server_environment()["PYTHONPATH"].split(":")
     assert (LOCK in server_flags(secret=True, sleeps=False)) and (LOCK not in server_flags(secret=False, sleeps=True))
+
+
+def test_checksums_have_the_actors_names_and_none_of_what_is_prepacked(
+    http: Http, api: VllmApi, said: dict[str, Any]
+) -> None:
+    norm, nothing = (hashlib.sha256(content).hexdigest() for content in (b"norm", b""))
+    said["/openapi.json"]["paths"]["/weight_checker"] = {}
+    of_rank = "dp0:pp0:pcp0:tp1"
+    said["/weight_checker"] = {"checksums": {f"{of_rank}:model.norm.weight": norm, f"{of_rank}:a.weight": nothing}}
+    assert http.run(api.checksums()) == {f"model.norm.weight@{of_rank}": norm}

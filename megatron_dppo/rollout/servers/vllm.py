@@ -202,8 +202,12 @@ class VllmApi(ServerApi):
         if "/weight_checker" not in await self.routes():
             return {}
         answer = await self.post("/weight_checker", {"action": "checksum"})
-        empty = hashlib.sha256().hexdigest()
-        return {name: digest for name, digest in answer["checksums"].items() if digest != empty}
+        empty, named = hashlib.sha256().hexdigest(), {}
+        for place, digest in answer["checksums"].items():
+            rank, _, name = place.rpartition(":")  # dp0:pp0:pcp0:tp0:model.norm.weight
+            if digest != empty:
+                named[f"{name}@{rank}"] = digest
+        return named
 
     async def release_memory(self) -> None:
         """The weights go to the host's memory, so that a server woken without an update still has them.
