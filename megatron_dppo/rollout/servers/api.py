@@ -18,6 +18,8 @@ from megatron_dppo.rollout.servers.http import Http
 InFlight = Literal["retract", "keep", "abort"]
 """What becomes of unfinished requests when a server pauses; see ``rollout.sync.in_flight``."""
 
+INCOMPLETE = "incomplete"
+"""Version of a server between the beginning and the end of an update: it may hold weights of two."""
 CONTROL_S = 30.0
 """How long a question that costs a server nothing may take."""
 
@@ -38,8 +40,6 @@ class Facts:
     """Of its weights, ``float32``; None where the server does not say."""
     max_tokens: int | None
     """Longest sequence, prompt and response; None where the server does not say."""
-    routes: frozenset[str]
-    """Paths that it serves: what it can do is asked, not inferred from its version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class ServerApi(ABC):
         )
 
     async def routes(self) -> frozenset[str]:
-        """The paths that the server serves, as its own description has them."""
+        """The paths that the server serves: what it can do is asked, not inferred from its version."""
         return frozenset((await self.get("/openapi.json"))["paths"])
 
     @abstractmethod

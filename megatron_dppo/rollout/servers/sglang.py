@@ -19,11 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dppo.rollout.servers.api import Ask, Facts, InFlight, Manifest, Meeting, Piece, ServerApi
+from megatron_dppo.rollout.servers.api import INCOMPLETE, Ask, Facts, InFlight, Manifest, Meeting, Piece, ServerApi
 from megatron_dppo.rollout.servers.http import ServerError
 
-INCOMPLETE = "incomplete"
-"""Version of a server between the beginning and the end of an update: it may hold weights of two."""
 PAUSES: Mapping[InFlight, str] = {"retract": "retract", "keep": "in_place", "abort": "abort"}
 
 
@@ -43,7 +41,6 @@ class SglangApi(ServerApi):
             version=str(model["weight_version"]),
             dtype=_dtype(server.get("dtype")),
             max_tokens=server.get("context_length"),
-            routes=self._known_routes,
         )
 
     async def health(self, timeout_s: float) -> None:

@@ -20,14 +20,22 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from megatron_dppo.rollout.servers.api import CONTROL_S, Ask, Facts, InFlight, Manifest, Meeting, Piece, ServerApi
+from megatron_dppo.rollout.servers.api import (
+    CONTROL_S,
+    INCOMPLETE,
+    Ask,
+    Facts,
+    InFlight,
+    Manifest,
+    Meeting,
+    Piece,
+    ServerApi,
+)
 from megatron_dppo.rollout.servers.http import ServerError
 
 PLUGIN = Path(__file__).parent / "vllm_plugin"
 EXTENSION = "megatron_dppo_vllm.worker.WorkerExtension"
 LOCK = "megatron_dppo_vllm.lock.Lock"
-INCOMPLETE = "incomplete"
-"""Version of a server between the beginning and the end of an update: it may hold weights of two."""
 DESCRIPTION_S = 120.0
 """How long a server may take to describe itself: it looks at all of its machine, the first time."""
 NO_LOGPROB = -9999.0
@@ -100,7 +108,6 @@ class VllmApi(ServerApi):
             version=await self.version(),
             dtype=str(model["dtype"]).removeprefix("torch."),
             max_tokens=model["max_model_len"],
-            routes=routes,
         )
 
     async def health(self, timeout_s: float) -> None:
