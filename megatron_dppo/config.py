@@ -32,6 +32,9 @@ class RunConfig:
     """How many of the latest checkpoints stay on the disk."""
     export: bool = True
     """Write the trained policy as a Hugging Face directory (``DIR/hf``) at the end."""
+    length_gate: Annotated[float, Field(gt=1.0)] | None = 1.5
+    """Factor by which the mean response length may fall below or rise above that of the first steps before the log
+    says so, once each time; null: never. A policy that takes to a short style early may not come back from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,9 @@ class ArithmeticConfig:
     forgotten_carries: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of the carries that the worked answers forget. Above one half ``sft`` teaches a policy that is mostly wrong
     where there is a carry and sometimes right: what reinforcement learning can mend."""
+    short_answers: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of the worked answers that are the result alone, always right: ``sft`` on both styles leaves it to
+    reinforcement learning which of them the policy settles on."""
     seed: int = 0
     """Seed of the problems; apart from run.seed, so that runs with several seeds share their problems."""
 
@@ -236,12 +242,13 @@ class RewardConfig:
 class LossConfig:
     __pydantic_config__ = STRICT
 
-    name: Literal["grpo", "dapo"] = "grpo"
-    """The host: grpo is seq_mean aggregation and optional KL; dapo is token_mean with a higher upper clip."""
+    name: Literal["grpo", "dr_grpo", "dapo", "gspo"] = "grpo"
+    """The host. grpo: mean over each sequence, then over sequences; dr_grpo: sums over one constant, advantages not
+    divided by their deviation; dapo: mean over tokens, a higher upper clip; gspo: one ratio for a whole sequence."""
     clip_low: NonNegative | None = None
-    """Clip of the ratio below 1; null: the host's (0.2)."""
+    """Clip of the ratio below 1; null: the host's (0.2; gspo 3e-4)."""
     clip_high: NonNegative | None = None
-    """Clip of the ratio above 1; null: the host's (grpo 0.2, dapo 0.28)."""
+    """Clip of the ratio above 1; null: the host's (0.2; dapo 0.28; gspo 4e-4)."""
     kl_coef: NonNegative = 0.0
     """Weight of the k3 estimate of KL(policy || initial policy), per token; 0 keeps no reference model."""
     tis_cap: Annotated[float, Field(ge=1.0)] | None = None
@@ -254,8 +261,12 @@ class LossConfig:
 class ScheduleConfig:
     __pydantic_config__ = STRICT
 
-    shape: Literal["constant", "linear", "cosine"] = "constant"
-    """How the kept share moves from 1 at the first step to ``keep``: at once, or along a line or half a cosine."""
+    shape: Literal["constant", "linear", "cosine", "adaptive"] = "constant"
+    """How the kept share moves from 1 at the first step to ``keep``: at once, or along a line or half a cosine.
+    ``adaptive``: at every step the least share, from ``keep`` upwards, that keeps the estimated variance inflation of
+    this level under ``max_inflation``."""
+    max_inflation: Annotated[float, Field(ge=1.0)] = 1.2
+    """adaptive: by how much this level may multiply the estimated sum of squares of the gradient's terms."""
     ramp: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
     """Share of the run over which a linear or cosine schedule gets there."""
     off_last: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -266,13 +277,19 @@ class ScheduleConfig:
 class PromptPruningConfig:
     __pydantic_config__ = STRICT
 
-    rule: Literal["none", "threshold", "neyman"] = "neyman"
+    rule: Literal["none", "threshold", "neyman", "greso", "dynamic_sampling"] = "neyman"
+    """Unbiased: none, threshold (the paper's), neyman (least variance). Biased: greso (skips prompts that gave equal
+    rewards again and again), dynamic_sampling (DAPO's: groups of equal reward are replaced)."""
     keep: Fraction = 0.7
-    """neyman: share of the window's prompts that is rolled out; threshold: 1 − r, the chance of a low-scored one."""
+    """neyman: share of the window's prompts that is rolled out; threshold: 1 − r, the chance of a low-scored one.
+    greso and dynamic_sampling have no budget and do not look at it."""
     floor: Fraction = 0.2
     """neyman: least inclusion probability of a prompt."""
     decay: Fraction = 0.9
     """Weight that a visit's evidence keeps at the prompt's next visit."""
+    draw: Literal["systematic", "bernoulli"] | None = None
+    """``systematic``: the number kept is fixed to within one; ``bernoulli``: each prompt by itself; null: the rule's
+    (threshold and greso by themselves, neyman systematic)."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 
@@ -280,9 +297,21 @@ class PromptPruningConfig:
 class CompletionPruningConfig:
     __pydantic_config__ = STRICT
 
-    rule: Literal["none", "threshold", "neyman"] = "neyman"
+    rule: Literal["none", "threshold", "neyman", "threshold_deterministic", "top_k"] = "neyman"
+    """Unbiased: none, threshold (the paper's), neyman (least variance). Biased: threshold_deterministic (the paper's
+    Appendix A), top_k (CPPO's: the largest advantages)."""
     keep: Fraction = 0.5
-    """neyman: share of the rolled-out tokens that is trained on; threshold: 1 − r, the chance of a low-scored one."""
+    """neyman: share of the rolled-out tokens that is trained on; top_k: of the completions; threshold and
+    threshold_deterministic: 1 − r, the chance or share of the low-scored ones."""
+    score: Literal["engine", "head", "advantage"] = "engine"
+    """What neyman takes for the norm of a completion's gradient. ``engine``: the advantage times how surprising its
+    tokens were to the engine, for free; ``head``: times the policy head's exact score norms, which costs a forward pass
+    over all rollouts; ``advantage``: the advantage alone, for engines without log-probabilities."""
+    draw: Literal["systematic", "bernoulli"] | None = None
+    """As at the level of prompts; null: the rule's own (threshold by themselves, neyman systematic)."""
+    normaliser: Literal["full", "kept"] = "full"
+    """top_k: what the loss is divided by: the whole minibatch, or what is kept of it, as CPPO has it (which makes steps
+    longer, the more is pruned)."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 
@@ -294,6 +323,12 @@ class PruningConfig:
     completions: CompletionPruningConfig = field(default_factory=CompletionPruningConfig)
     max_weight: Annotated[float, Field(ge=1.0)] = 5.0
     """Bound on 1/(π_prompt·π_completion), kept by a floor on the completions' probabilities; no weight is cut off."""
+    refill: Literal["none", "prompts"] = "none"
+    """``prompts``: what completion pruning saves goes into more prompts: the window grows by 1/completions.keep, so
+    that as much is trained on as without pruning (CPPO's dynamic allocation). Under greso, more prompts are rolled out
+    until the window is full of groups of mixed reward (its adaptive batch), as dynamic_sampling always does."""
+    max_rounds: Positive = 10
+    """greso with refill, and dynamic_sampling: how often a step rolls out prompts before it trains on what it has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from megatron_dppo.rl.advantages import advantages
 from megatron_dppo.rl.hosts import host_for
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.schedule import scheduled_keep
+from megatron_dppo.rl.refill import in_rounds, mixed, next_round, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.select import select
-from megatron_dppo.rl.types import Selection, StepMetadata
+from megatron_dppo.rl.types import Ints, Selection, StepMetadata
 
 
 class Curriculum:
@@ -24,29 +25,52 @@ class Curriculum:
         Raises:
             UserError: if a window would need more prompts than the pool has.
         """
-        if config.rollout.prompts_per_step > pool_size:
+        widest = window_size(config, config.run.steps // 2)
+        if max(widest, config.rollout.prompts_per_step) > pool_size:
+            grown = f", which pruning.refill makes a window of {widest}," if config.pruning.refill != "none" else ""
             raise UserError(
                 "rollout.prompts_per_step",
                 config.rollout.prompts_per_step,
-                f"is more than the {pool_size} prompts of the pool, and a window holds no prompt twice",
-                f"Lower it to {pool_size} or less, or give more prompts",
+                f"{grown} is more than the {pool_size} prompts of the pool, and a window holds no prompt twice",
+                "Lower it, or give more prompts",
             )
-        self._config = config
+        self._config, self._pool_size = config, pool_size
         self._normalised = host_for(config.loss).normalise
         self._order = PromptOrder(pool_size, config.run.seed)
         self._history = PromptHistory(config.pruning.prompts.decay)
 
     def select(self, step: int) -> Selection:
         """Draw the prompts of a step from the next window of candidates."""
+        return self._draw(step, self._order.next_window(window_size(self._config, step)))
+
+    def select_more(self, step: int, so_far: StepMetadata, rounds: int) -> Selection | None:
+        """Draw further prompts of a step that is to have as many groups of mixed reward as its window has prompts; None
+        where it has them, or the pool or ``pruning.max_rounds`` is exhausted.
+
+        Args:
+            step: counted from 0.
+            so_far: what its earlier rounds have given.
+            rounds: how many these were.
+        """
+        pruning, known = self._config.pruning, so_far.prompt_ids
+        if not in_rounds(pruning) or rounds >= pruning.max_rounds:
+            return None
+        wanted = next_round(window_size(self._config, step), len(mixed(so_far)), len(known))
+        count = min(wanted, self._pool_size - len(known))
+        if count == 0:
+            return None
+        return self._draw(step, self._order.next_window(count, besides=known), again=rounds)
+
+    def _draw(self, step: int, window: Ints, again: int = 0) -> Selection:
         pruning = self._config.pruning.prompts
         return select(
-            self._order.next_window(self._config.rollout.prompts_per_step),
+            window,
             self._history,
             pruning,
             group_size=self._config.rollout.samples_per_prompt,
             normalised=self._normalised,
             keep=scheduled_keep(pruning.keep, pruning.schedule, step, self._config.run.steps),
-            rng=generator(self._config.run.seed, step, Purpose.PROMPTS),
+            rng=generator(self._config.run.seed, step, Purpose.PROMPTS, again),
         )
 
     def remember(self, metadata: StepMetadata) -> None:

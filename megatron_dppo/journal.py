@@ -1,4 +1,4 @@
-"""What the leader of a run says and writes: console, metrics, answers, summary, picture. Other ranks are silent."""
+"""What the leader of a run says and writes: console, metrics, answers, summary, pictures. Other ranks are silent."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from typing import Any
 from megatron_dppo.config import Config
 from megatron_dppo.evaluate import Evaluation, read_answers, record_answers
 from megatron_dppo.observe.console import Console
-from megatron_dppo.observe.metrics import MetricsLog, read_metrics
+from megatron_dppo.observe.length_gate import LengthGate
+from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics, read_rows
 from megatron_dppo.observe.picture import draw_progress
+from megatron_dppo.observe.pruning_picture import draw_pruning
 from megatron_dppo.observe.summary import print_summary, write_summary
+from megatron_dppo.observe.timers import saved_seconds
+from megatron_dppo.rl.pruning.census import Census
 from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.settings import as_yaml
 
 WIDEST = 100
 """Characters of an answer that the console shows: its end, where the result stands."""
+
+CENSUS = "pruning.jsonl"
+"""What was kept at each step and why, counted: a function of the settings and the seed alone."""
 
 
 class Journal:
@@ -26,13 +33,18 @@ class Journal:
     def __init__(self, config: Config, *, leads: bool, step: int, dropped_prompts: int) -> None:
         self._folder = Path(config.run.dir)
         self._row: dict[str, float] = {}
+        self._census: Census | None = None
         self._log: MetricsLog | None = None
         if not leads:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "config.yaml").write_text(as_yaml(config))
         self._log = MetricsLog(self._folder, resume_step=step)
+        self._pruning = StepLog(self._folder / CENSUS, resume_step=step)
         self._console = Console(config.run.steps)
+        self._gate = LengthGate(config.run.length_gate)
+        for row in read_metrics(self._folder):
+            self._gate.look(row["step"], row)
         if step:
             self._console.note(f"resuming after step {step}")
         if dropped_prompts:
@@ -45,6 +57,8 @@ class Journal:
     def record(self, rollouts: Collected, plan: StepPlan, metrics: dict[str, float], notes: Sequence[str] = ()) -> None:
         """Take in what a step's phases measured, and say what they have to say in words (each thing once)."""
         self._row |= rollouts.metrics | dict(plan.metrics) | metrics
+        self._row |= saved_seconds(self._row)
+        self._census = plan.census
         for note in (*rollouts.notes, *plan.notes, *notes) if self._log else ():
             self._console.note(note)
 
@@ -61,14 +75,21 @@ class Journal:
         if self._log:
             self._log.write(step, self._row)
             self._console.step(step, self._row)
-        self._row = {}
+            if self._census:
+                self._pruning.write(step, self._census.as_row())
+            if warning := self._gate.look(step, self._row):
+                self._console.note(warning)
+        self._row, self._census = {}, None
 
     def finish(self) -> None:
         """Draw, sum up and point to what the run has made."""
         if not self._log:
             return
         self._log.close()
-        draw_progress(read_metrics(self._folder), self._folder / "progress.png")
+        self._pruning.close()
+        metrics = read_metrics(self._folder)
+        draw_progress(metrics, self._folder / "progress.png")
+        draw_pruning(metrics, read_rows(self._folder / CENSUS), self._folder / "pruning.png")
         if answers := _answers(read_answers(self._folder)):
             self._console.banner(answers)
         print_summary(self._folder, write_summary(self._folder), self._console)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from megatron_dppo.config import Config
@@ -17,7 +19,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.hosts import Host, host_for
 from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
 from megatron_dppo.rl.pack import build_pack
-from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepPlan
+from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepMetadata, StepPlan
 
 TIS_CAP_AHEAD = 2.0
 """Cap of the truncated importance weights where rollouts are one step ahead and no cap is set."""
@@ -63,6 +65,7 @@ class PolicyLoss:
             advantage=responses.advantage,
             kl_coef=self._kl_coef,
             tis_cap=self._tis_cap,
+            row=torch.from_numpy(pack.row).to(logprobs.device),
             fresh=torch.from_numpy(pack.versions == self._version).to(logprobs.device),
         )
         loss = (losses.loss * responses.scale).sum()
@@ -129,6 +132,26 @@ class Learner:
                 sum((m.rows.prompt_length + m.rows.response_length).sum() for m in plan.minibatches)
             )
         return Learned(bool(norms), metrics)
+
+    def measure_surprise(self, metadata: StepMetadata, plan: StepPlan, held: Mapping[int, Group]) -> StepMetadata:
+        """The metadata with the exact norms √Σ_t ‖e_t − p_t‖² of all scores, by a forward pass. Collective.
+
+        Args:
+            metadata: of the step; what the plan leaves out keeps the engine's estimate.
+            plan: of all that is to be measured, in one minibatch.
+            held: as for ``learn``.
+        """
+        (minibatch,) = plan.minibatches
+        if minibatch.capacity == 0:
+            return metadata
+        with self._timers("score_norms"):
+            norms = self._actor.score_norms(self._packs(minibatch, held))
+            mine = list(zip(minibatch.packs[self._world.dp_rank], norms, strict=True)) if norms[0] is not None else []
+            surprise = metadata.surprise.copy()
+            for pack, values in itertools.chain.from_iterable(self._world.gather(mine)):
+                rows = np.array(pack, np.int64)
+                surprise[minibatch.rows.group[rows], minibatch.rows.sample[rows]] = values
+        return replace(metadata, surprise=surprise)
 
     def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:
         return [

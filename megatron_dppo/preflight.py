@@ -167,7 +167,7 @@ def _check_pruning(config: Config) -> None:
             f"is above pruning.prompts.keep = {prompts.keep:g}, so that more would be kept than asked for",
             f"Lower it to {prompts.keep:g} or less, or raise pruning.prompts.keep",
         )
-    least = {"none": 1.0, "neyman": prompts.floor, "threshold": prompts.keep}[prompts.rule]
+    least = {"neyman": prompts.floor, "threshold": prompts.keep}.get(prompts.rule, 1.0)
     if least * config.pruning.max_weight < 1.0 - 1e-9:
         setting = "floor" if prompts.rule == "neyman" else "keep"
         raise UserError(
@@ -176,14 +176,53 @@ def _check_pruning(config: Config) -> None:
             f"lets a prompt's weight reach {1.0 / least:g}, above pruning.max_weight = {config.pruning.max_weight:g}",
             f"Raise it to {1.0 / config.pruning.max_weight:g} or more, or raise pruning.max_weight",
         )
+    _check_refill(config)
     for level, schedule in (("prompts", prompts.schedule), ("completions", config.pruning.completions.schedule)):
-        if schedule.shape != "constant" and schedule.ramp + schedule.off_last > 1.0:
+        rule = getattr(config.pruning, level).rule
+        if schedule.shape == "adaptive" and rule not in ("threshold", "neyman"):
+            raise UserError(
+                f"pruning.{level}.schedule.shape",
+                schedule.shape,
+                f"wants a share to solve for and a variance to estimate, and pruning.{level}.rule = {rule} lacks one",
+                f"Set pruning.{level}.rule to neyman or threshold, or take another shape",
+            )
+        if schedule.shape in ("linear", "cosine") and schedule.ramp + schedule.off_last > 1.0:
             raise UserError(
                 f"pruning.{level}.schedule.ramp",
                 schedule.ramp,
                 f"with pruning.{level}.schedule.off_last = {schedule.off_last:g} it is longer than the run",
                 "Lower one of the two: together they are shares of the run",
             )
+
+
+def _check_refill(config: Config) -> None:
+    pruning = config.pruning
+    rule, schedule = pruning.completions.rule, pruning.completions.schedule
+    if pruning.completions.normaliser == "kept" and rule != "top_k":
+        raise UserError(
+            "pruning.completions.normaliser",
+            "kept",
+            f"would make a biased rule of pruning.completions.rule = {rule}",
+            "Leave it at full, or set pruning.completions.rule=top_k",
+        )
+    if pruning.refill == "none":
+        return
+    if schedule.shape == "adaptive" or rule.startswith("threshold"):
+        what = "schedule.shape = adaptive" if schedule.shape == "adaptive" else f"rule = {rule}"
+        raise UserError(
+            "pruning.refill",
+            pruning.refill,
+            f"grows the window before the rollouts by what will be kept of them, which pruning.completions.{what} "
+            "knows only afterwards",
+            "Set it to none, or prune with neyman or top_k at a share that is known",
+        )
+    if rule == "none" and pruning.prompts.rule != "greso":
+        raise UserError(
+            "pruning.refill",
+            pruning.refill,
+            "has nothing to fill up: no completion is pruned",
+            "Set it to none, or set pruning.completions.rule",
+        )
 
 
 def _check_positions(config: Config, shape: PolicyShape, command: Command) -> None:

@@ -23,7 +23,7 @@ from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
-from megatron_dppo.rl.plan import plan_step
+from megatron_dppo.rl.plan import plan_step, unpruned
 from megatron_dppo.rl.types import Selection, StepPlan
 from megatron_dppo.rollout.collect import Begun, Collected
 from megatron_dppo.rollout.in_flight import Batch, read_batch, write_batch
@@ -108,24 +108,37 @@ class Trainer:
                 return given.rollouts
             if isinstance(given, Selection):
                 given = self.collector.begin(self.pool, given, self.step)
-            return self.collector.finish(given)
+            return self.collect(given)
+
+    def collect(self, begun: Begun) -> Collected:
+        """Wait for a step's rollouts; where its rule replaces prompts that are of no use, roll out more of them."""
+        rounds = [self.collector.finish(begun)]
+        rollouts = self.collector.collected(rounds)
+        select_more = self.curriculum.select_more
+        while more := self.world.from_leader(partial(select_more, self.step, rollouts.metadata, len(rounds))):
+            rounds.append(self.collector.finish(self.collector.begin(self.pool, more, self.step, again=len(rounds))))
+            rollouts = self.collector.collected(rounds)
+        return rollouts
 
     def plan(self, rollouts: Collected) -> StepPlan:
         """Decide on one rank, from lengths and rewards alone, what is trained on, with which weight, and where."""
-        layout = self.config.layout
+        layout, metadata = self.config.layout, rollouts.metadata
+        plan_with = partial(
+            plan_step,
+            replicas=self.world.dp,
+            align=1,
+            capacity_multiple=layout.tp if layout.sequence_parallel else 1,
+            step=self.step,
+            pipeline=layout.pp,
+            costs=CostModel.of_width(self.policy.shape.hidden),
+        )
+        if self.config.pruning.completions.score == "head":
+            everything = self.world.from_leader(lambda: plan_with(metadata, unpruned(self.config)))
+            metadata = self.learner.measure_surprise(metadata, everything, rollouts.held)
 
         def decide() -> StepPlan:
-            plan = plan_step(
-                rollouts.metadata,
-                self.config,
-                replicas=self.world.dp,
-                align=1,
-                capacity_multiple=layout.tp if layout.sequence_parallel else 1,
-                step=self.step,
-                pipeline=layout.pp,
-                costs=CostModel.of_width(self.policy.shape.hidden),
-            )
-            self.curriculum.remember(rollouts.metadata)
+            plan = plan_with(metadata, self.config)
+            self.curriculum.remember(metadata)
             return plan
 
         with self.timers("plan"):
@@ -166,7 +179,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint. Rollouts in flight are waited for: they are part of it."""
         if isinstance(self.next, Begun):
-            self.next = Batch(self.next.selection, self.collector.finish(self.next))
+            self.next = Batch(self.next.selection, self.collect(self.next))
         write = partial(write_batch, batch=self.next, world=self.world) if isinstance(self.next, Batch) else None
         state = {"version": self.version, **self.curriculum.state_dict()}
         self.checkpoints.save(self.policy.actor, self.step, state, write)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from megatron_dppo.config import (
 from megatron_dppo.curriculum import Curriculum
 from megatron_dppo.data.order import PromptOrder
 from megatron_dppo.errors import UserError
+from megatron_dppo.rl.plan import gather_metadata
+from megatron_dppo.rl.refill import mixed
 from megatron_dppo.rl.types import Selection, StepMetadata
 from tests.rl.steps import step_metadata
 
@@ -144,3 +147,60 @@ def test_schedule_of_the_prompts_is_obeyed() -> None:
 def test_pool_smaller_than_a_window_is_refused_before_the_first_step() -> None:
     with pytest.raises(UserError, match=rf"rollout\.prompts_per_step = {WINDOW}"):
         Curriculum(curriculum_config(), WINDOW - 1)
+
+
+def refilling(**pruning: object) -> Curriculum:
+    config = curriculum_config(rule="dynamic_sampling")
+    return Curriculum(replace(config, pruning=replace(config.pruning, **pruning)), pool_size=3 * WINDOW)
+
+
+def test_a_step_rolls_out_more_prompts_until_it_has_a_window_of_mixed_groups() -> None:
+    """A third of the pool is always right: what comes again is what is missing, over what was of use, and no prompt
+    comes twice."""
+    curriculum = refilling()
+    accuracy = np.where(np.arange(3 * WINDOW) % 3 == 0, 1.0, 0.5)
+    seen = rolled_out(curriculum.select(0), accuracy)
+    rounds = 1
+    while more := curriculum.select_more(0, seen, rounds):
+        missing = WINDOW - len(mixed(seen))
+        assert missing <= len(more.prompt_ids) <= WINDOW
+        assert not set(more.prompt_ids) & set(seen.prompt_ids)
+        seen = gather_metadata([seen, rolled_out(more, accuracy, seed=rounds)], window=seen.window + more.window)
+        rounds += 1
+    assert len(mixed(seen)) >= WINDOW and rounds > 1
+
+
+def test_a_step_gives_up_when_rounds_or_the_pool_are_exhausted() -> None:
+    curriculum = refilling(max_rounds=2)
+    nothing = np.ones(3 * WINDOW)
+    seen = rolled_out(curriculum.select(0), nothing)
+    more = curriculum.select_more(0, seen, 1)
+    assert more is not None
+    assert curriculum.select_more(0, seen, 2) is None
+    everything = step_metadata(3 * WINDOW, SAMPLES, rewards=np.ones((3 * WINDOW, SAMPLES)))
+    assert refilling().select_more(0, everything, 1) is None
+
+
+def test_no_other_rule_goes_on_rolling_out() -> None:
+    for rule in ("none", "threshold", "neyman", "greso"):
+        curriculum = Curriculum(curriculum_config(rule=rule), WINDOW)
+        assert curriculum.select_more(0, rolled_out(curriculum.select(0), np.ones(WINDOW)), 1) is None
+
+
+def test_greso_explores_easy_and_hard_prompts_apart_and_remembers_over_a_resume() -> None:
+    """All right: easy prompts come too often, so their p falls by 0.01 a step while that of hard ones rises."""
+    curriculum = Curriculum(curriculum_config(rule="greso"), WINDOW)
+    for step in range(3):
+        selection = curriculum.select(step)
+        curriculum.remember(rolled_out(selection, np.ones(WINDOW), seed=step))
+    resumed = Curriculum(curriculum_config(rule="greso"), WINDOW)
+    resumed.load_state_dict(json.loads(json.dumps(curriculum.state_dict())))
+    assert_same(curriculum.select(3), resumed.select(3))
+    assert resumed.state_dict()["history"]["exploration"] == pytest.approx([0.47, 0.53])
+
+
+def test_a_window_that_grows_past_the_pool_is_refused_in_words() -> None:
+    config = curriculum_config()
+    config = replace(config, pruning=replace(config.pruning, refill="prompts"))
+    with pytest.raises(UserError, match="window of 48"):
+        Curriculum(config, WINDOW + 1)

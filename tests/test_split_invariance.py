@@ -7,6 +7,7 @@ the optimizer has sharded it, to first order and in every bit that matters.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -83,6 +84,20 @@ def test_update_does_not_depend_on_the_layout(name: str, ranks: RankPool, refere
     for distributed in (False, True) if name == "dp2" else (True,):
         config = config_for(path, layout, loss, 64, distributed)
         assert_same_update(ranks.run(size, learned, config, False)[0], expected, start)
+
+
+def test_gspos_second_update_does_not_depend_on_the_layout(ranks: RankPool, tmp_path: Path) -> None:
+    """There the ratio of a whole sequence differs from 1, and is clipped for some of them."""
+    loss = LossConfig(name="gspo", updates_per_rollout=2, clip_low=0.02, clip_high=0.02)
+    path = write_policy(tmp_path)
+
+    def update(size: int, layout: LayoutConfig) -> Update:
+        return ranks.run(size, learned, config_for(path, layout, loss, 64, distributed=True), False)[0]
+
+    alone, shared = update(1, LayoutConfig(dp=1)), update(2, LayoutConfig(pp=2, dp=1))
+    assert 0.0 < alone[0]["train/pg_clipfrac"] < 0.5
+    for name in ("train/loss", "train/grad_norm", "train/pg_clipfrac"):
+        assert shared[0][name] == pytest.approx(alone[0][name], rel=1e-4), name
 
 
 def test_update_does_not_depend_on_microbatch_and_pack_order(ranks: RankPool, reference) -> None:

@@ -22,6 +22,8 @@ class Sum:
     terms: tuple[int, ...]
     slips: tuple[bool, ...]
     """[terms − 1], whether the worked answer forgets the carry of that addition, if it has one."""
+    short: bool = False
+    """Whether the worked answer is the result alone."""
 
     @property
     def question(self) -> str:
@@ -33,7 +35,9 @@ class Sum:
 
     @property
     def worked_answer(self) -> str:
-        """One line per addition, then the result; wrong from the first forgotten carry on."""
+        """One line per addition, then the result; wrong from the first forgotten carry on. Or the label at once."""
+        if self.short:
+            return f"#{self.label}"
         lines, total = [], self.terms[0]
         for term, slip in zip(self.terms[1:], self.slips, strict=True):
             carries = total % 10 + term % 10 >= 10
@@ -79,6 +83,13 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
         if terms not in drawn:
             drawn[terms] = None
             left[length] -= 1
-    teacher = random.Random(config.seed + 1)
-    sums = [Sum(terms, tuple(teacher.random() < config.forgotten_carries for _ in terms[1:])) for terms in drawn]
+    teacher, style = random.Random(config.seed + 1), random.Random(config.seed + 2)
+    sums = [
+        Sum(
+            terms,
+            slips=tuple(teacher.random() < config.forgotten_carries for _ in terms[1:]),
+            short=style.random() < config.short_answers,
+        )
+        for terms in drawn
+    ]
     return sums[config.eval_problems :], sums[: config.eval_problems]

@@ -30,8 +30,12 @@ class PromptOrder:
         self._deferred: list[int] = []
         self._permutation = self._permute()
 
-    def next_window(self, n: int) -> Ints:
+    def next_window(self, n: int, besides: Ints | None = None) -> Ints:
         """[n], the next prompt ids.
+
+        Args:
+            n: how many.
+            besides: ids that the step holds already, none of which comes again; they are fewer by n than the pool.
 
         Raises:
             UserError: if the pool has fewer than n prompts.
@@ -43,9 +47,15 @@ class PromptOrder:
                 f"is more than the {self._size} prompts of the pool, and a window holds no prompt twice",
                 f"Lower it to {self._size} or less, or give more prompts",
             )
-        window = self._deferred[:n]
-        del self._deferred[:n]
-        seen = set(window)
+        seen = set() if besides is None else set(besides.tolist())
+        window: list[int] = []
+        waiting, self._deferred = self._deferred, []
+        for prompt in waiting:
+            if prompt in seen or len(window) == n:
+                self._deferred.append(prompt)
+            else:
+                seen.add(prompt)
+                window.append(prompt)
         while len(window) < n:
             if self._position == self._size:
                 self._epoch, self._position = self._epoch + 1, 0

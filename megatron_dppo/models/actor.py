@@ -40,6 +40,8 @@ class Responses:
     """[R], fp32, with gradient while training."""
     entropy: torch.Tensor
     """[R]"""
+    score_norm: torch.Tensor
+    """[R], the norm of the gradient of log p by the logits over the temperature."""
     advantage: torch.Tensor
     scale: torch.Tensor
     """[R], fp32; what a token's loss is multiplied by."""
@@ -82,18 +84,30 @@ class Policy:
         if model.dtype == "bf16":
             self.module = Float16Module(self.bare.config, self.module)
 
-    @torch.no_grad()
     def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
         """[R] float32 for each pack on the ranks of the last stage, None elsewhere. Collective over the replica."""
+        return self._measure(packs, lambda responses: responses.logprobs)
 
+    def score_norms(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
+        """√Σ_t ‖e_t − p_t‖² of each row of a pack, [rows]; None but on the last stage. Collective over the replica."""
+
+        def norms(responses: Responses) -> torch.Tensor:
+            row = torch.from_numpy(responses.pack.row).to(responses.score_norm.device)
+            rows = int(row.max()) + 1 if len(row) else 0
+            return responses.score_norm.new_zeros(rows).index_add(0, row, responses.score_norm.square()).sqrt()
+
+        return self._measure(packs, norms)
+
+    @torch.no_grad()
+    def _measure(self, packs: Sequence[Pack], what: Callable[[Responses], torch.Tensor]) -> list[np.ndarray | None]:
         def collect(responses: Responses) -> tuple[torch.Tensor, Sums]:
-            return responses.logprobs.sum(), {"logprobs": responses.logprobs}
+            return responses.logprobs.sum(), {"measured": what(responses)}
 
         self.module.eval()
         outputs = self._run([Microbatch(pack) for pack in packs], collect, forward_only=True)
         if not self.world.last_stage:
             return [None] * len(packs)
-        return [output["logprobs"].float().cpu().numpy() for output in outputs]
+        return [output["measured"].float().cpu().numpy() for output in outputs]
 
     def _run(self, microbatches: Sequence[Microbatch], loss: Loss, *, forward_only: bool) -> list[Sums]:
         device = self.world.device
@@ -110,8 +124,7 @@ class Policy:
             )
 
             def reduce(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-                logprobs, entropy, _ = output
-                value, sums = loss(_responses(batch, logprobs, entropy))
+                value, sums = loss(_responses(batch, *output))
                 tokens = torch.zeros((), dtype=torch.int, device=device)  # nothing is divided by it
                 return value, tokens, sums
 
@@ -227,7 +240,7 @@ def _megatron_optimizer(settings: OptimizerConfig, model: ModelConfig) -> Megatr
     )
 
 
-def _responses(batch: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> Responses:
+def _responses(batch: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor, score_norm: torch.Tensor) -> Responses:
     def place(values: np.ndarray | None) -> torch.Tensor | None:
         return None if values is None else torch.from_numpy(values).to(logprobs.device, torch.float32)
 
@@ -235,6 +248,7 @@ def _responses(batch: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor)
         pack=batch.pack,
         logprobs=logprobs,
         entropy=entropy,
+        score_norm=score_norm,
         advantage=place(batch.pack.advantage),
         scale=place(batch.pack.scale),
         engine_logprobs=place(batch.pack.engine_logprobs),

@@ -14,6 +14,7 @@ from megatron_dppo.observe.timers import breakdown
 COLOURS: Mapping[str, str] = {
     "rollout": "#4c78a8",
     "reward": "#8c7ab8",
+    "norms": "#c9a94f",
     "plan": "#9aa5b1",
     "deliver": "#b8b0a4",
     "log-probs": "#72a98f",
@@ -46,14 +47,16 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("length", "rollout/response_len/mean", lambda value: f"{value:.0f}"),
     ("prompts", "prune/kept_prompt_fraction", _share),
     ("tokens", "prune/kept_token_fraction", _share),
+    ("noise", "prune/variance_inflation", lambda value: f"{value:.2f}x"),
     ("fill", "pack/fill", _share),
     ("grad", "train/grad_norm", lambda value: f"{value:.2f}"),
     ("lr", "train/lr", _rate),
     ("seconds", "perf/step_time", lambda value: f"{value:.2f}"),
 )
-"""Title, metric and form of each column; "prompts" and "tokens" are the shares that pruning kept."""
+"""Title, metric and form of each column; "prompts" and "tokens" are the shares that pruning kept, "noise" is by how
+much it multiplied the gradient's estimated variance."""
 
-_RUN = ("reward", "held-out", "length", "prompts", "tokens", "fill", "grad", "lr", "seconds")
+_RUN = ("reward", "held-out", "length", "prompts", "tokens", "noise", "fill", "grad", "lr", "seconds")
 _WARM_UP = ("loss", "grad", "lr", "seconds")
 
 

@@ -1,7 +1,8 @@
 """The numbers of a run, step by step: ``metrics.jsonl`` for programs, TensorBoard for people.
 
-A row is a function of the run's settings and seed but for what lies under ``perf/``: everything that depends on the
-machine or the clock has its place there, so that a resumed run's file equals an uninterrupted one's, bit for bit.
+A row of metrics is a function of the run's settings and seed but for what lies under ``perf/``: everything that depends
+on the machine or the clock has its place there, so that a resumed run's file is that of one that never stopped, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -21,20 +22,40 @@ FILE = "metrics.jsonl"
 Row = dict[str, float]
 
 
+class StepLog:
+    """A file with one line of JSON per step, on the disk before the next step.
+
+    Args:
+        file: its folder is made where there is none.
+        resume_step: finished steps of the checkpoint that the run goes on from. Rows past it are dropped, for those
+            steps are about to be taken again; 0 or less, from the start, drops every row.
+    """
+
+    def __init__(self, file: Path, resume_step: int) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _drop_rows_past(file, resume_step)
+        self._file = file.open("a", encoding="utf-8")
+
+    def write(self, step: int, row: Mapping[str, Any]) -> None:
+        """Add one row. Floats are written so that reading gives the same bits back."""
+        self._file.write(json.dumps({"step": int(step), **row}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class MetricsLog:
     """Appends to both logs of a run; only the leader has one.
 
     Args:
         run_dir: where ``metrics.jsonl`` and ``tensorboard/`` lie.
-        resume_step: finished steps of the checkpoint that the run goes on from. Rows past it are dropped, for those
-            steps are about to be taken again; 0 or less, from the start, drops every row.
+        resume_step: as of ``StepLog``.
     """
 
     def __init__(self, run_dir: Path | str, resume_step: int) -> None:
         folder = Path(run_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        _drop_rows_past(folder / FILE, resume_step)
-        self._file = (folder / FILE).open("a", encoding="utf-8")
+        self._rows = StepLog(folder / FILE, resume_step)
         self._events = EventFileWriter(str(folder / "tensorboard"))
         # TensorBoard then hides what earlier event files say of the steps that are taken again.
         first = resume_step + 1 if resume_step > 0 else 0
@@ -42,22 +63,25 @@ class MetricsLog:
         self._events.add_event(Event(wall_time=time.time(), step=first, session_log=purge))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one row. Floats are written so that reading gives the same bits back."""
-        row = {"step": int(step)} | {key: _plain(metrics[key]) for key in sorted(metrics)}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        values = [Summary.Value(tag=key, simple_value=value) for key, value in row.items() if key != "step"]
+        """Add one row, its keys sorted."""
+        row = {key: _plain(metrics[key]) for key in sorted(metrics)}
+        self._rows.write(step, row)
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in row.items()]
         self._events.add_event(Event(wall_time=time.time(), step=int(step), summary=Summary(value=values)))
         self._events.flush()
 
     def close(self) -> None:
-        self._file.close()
+        self._rows.close()
         self._events.close()
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The rows of a run, in order; none if it has not written any. A line cut short by a kill is left out."""
-    file = Path(run_dir) / FILE
+    """The rows of a run's metrics."""
+    return read_rows(Path(run_dir) / FILE)
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a ``StepLog``, in order; none if there is no such file. A line cut short by a kill is left out."""
     if not file.exists():
         return []
     return [row for line in file.read_text(encoding="utf-8").splitlines() if (row := _parse(line)) is not None]

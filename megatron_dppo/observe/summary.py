@@ -16,6 +16,7 @@ Rows = Sequence[Mapping[str, float]]
 
 PLACES: Sequence[tuple[str, str]] = (
     ("picture", "progress.png"),
+    ("picture of pruning", "pruning.png"),
     ("TensorBoard log", "tensorboard"),
     ("metrics", "metrics.jsonl"),
     ("checkpoints", "checkpoints"),
@@ -28,9 +29,12 @@ def summarise(metrics: Rows) -> dict[str, Any]:
 
     Fractions are means over the steps that have them, of pack fill over those that packed anything. ``seconds`` adds up
     the timed steps and evaluations: of a resumed run, those whose rows were kept, so that nothing is counted twice.
+    What estimates the noise of the gradient is None where a step has no estimate, as under a biased rule: the mean of
+    the others would be no figure of the run.
     """
     held_out = [row["eval/accuracy"] for row in metrics if "eval/accuracy" in row]
     steps = [row for row in metrics if "perf/step_time" in row]
+    pruned = [row for row in metrics if "prune/kept_token_fraction" in row]
     seconds = _total(steps, "perf/step_time") + _total(metrics, "perf/eval_time")
     return {
         "accuracy_before": held_out[0] if held_out else None,
@@ -39,13 +43,22 @@ def summarise(metrics: Rows) -> dict[str, Any]:
         "seconds_per_step": _mean(steps, "perf/step_time"),
         "kept_prompt_fraction": _mean(metrics, "prune/kept_prompt_fraction"),
         "kept_token_fraction": _mean(metrics, "prune/kept_token_fraction"),
+        "saved_tokens_prompts": _whole(pruned, "prune/saved_tokens_prompts"),
+        "saved_tokens_completions": _whole(pruned, "prune/saved_tokens_completions"),
+        "saved_seconds_prompts": _total(pruned, "perf/saved_prompts_time"),
+        "saved_seconds_completions": _total(pruned, "perf/saved_completions_time"),
+        "effective_sample_size": _mean(pruned, "prune/effective_sample_size"),
+        "variance_inflation": _mean_of_all(pruned, "prune/variance_inflation"),
+        "noise_share_prompts": _mean_of_all(pruned, "prune/noise_share_prompts"),
+        "noise_share_completions": _mean_of_all(pruned, "prune/noise_share_completions"),
+        "discarded_groups": _whole(pruned, "prune/discarded_groups"),
         "pack_fill": _mean([row for row in metrics if "train/grad_norm" in row], "pack/fill"),
         "steps": len(steps),
-        "generated_tokens": int(_total(metrics, "rollout/generated_tokens")),
-        "trained_tokens": int(_total(metrics, "train/tokens")),
+        "generated_tokens": _whole(metrics, "rollout/generated_tokens"),
+        "trained_tokens": _whole(metrics, "train/tokens"),
         "no_op_steps": sum("rollout/raw_reward" in row and "train/grad_norm" not in row for row in metrics),
-        "reward_timeouts": int(_total(metrics, "reward/timeouts")),
-        "reward_errors": int(_total(metrics, "reward/errors")),
+        "reward_timeouts": _whole(metrics, "reward/timeouts"),
+        "reward_errors": _whole(metrics, "reward/errors"),
         "phase_seconds": _phases(steps) | {"evaluation": _total(metrics, "perf/eval_time")},
     }
 
@@ -91,10 +104,40 @@ def _saved(summary: Mapping[str, Any]) -> list[str]:
             f"pruning kept {100 * prompts:.0f}% of the prompts and, of the tokens rolled out, {100 * tokens:.0f}%:",
             f"  about {100 * (1 - prompts):.0f}% of the generation and {100 * (1 - prompts * tokens):.0f}% of the "
             "tokens to train on were saved",
+            *_levels(summary),
+            *_noise(summary),
         ]
     if fill is not None:
         lines.append(f"packs were {100 * fill:.1f}% full")
     return lines
+
+
+def _levels(summary: Mapping[str, Any]) -> list[str]:
+    """What each level saved, the other left as it is."""
+    lines = []
+    for level, what in (("prompts", "tokens not rolled out"), ("completions", "tokens not trained on")):
+        tokens, seconds = summary[f"saved_tokens_{level}"], summary[f"saved_seconds_{level}"]
+        lines.append(f"  {level:<12}{tokens:>12,} {what}, about {seconds:.0f} s")
+    if summary["discarded_groups"]:
+        lines.append(f"  {summary['discarded_groups']:,} groups were rolled out and thrown away, which saved nothing")
+    return lines
+
+
+def _noise(summary: Mapping[str, Any]) -> list[str]:
+    sample, inflation = summary["effective_sample_size"], summary["variance_inflation"]
+    if sample is None:
+        return []
+    lines = [f"weights leave an effective sample size of {100 * sample:.0f}% of what was trained on"]
+    if inflation is None:
+        return [*lines, "no variance is estimated: what a biased rule drops, no weight makes up for"]
+    by_prompts, by_completions = summary["noise_share_prompts"], summary["noise_share_completions"]
+    by_sampling = 1.0 - by_prompts - by_completions
+    return [
+        *lines,
+        f"the gradient's variance, estimated for independent draws: {inflation:.2f} times the full batch's",
+        f"  its noise: {100 * by_sampling:.0f}% sampling, {100 * by_prompts:.0f}% pruned prompts, "
+        f"{100 * by_completions:.0f}% pruned completions",
+    ]
 
 
 def _faults(summary: Mapping[str, Any]) -> list[str]:
@@ -127,6 +170,15 @@ def _phases(steps: Rows) -> dict[str, float]:
 
 def _total(metrics: Rows, key: str) -> float:
     return sum((row[key] for row in metrics if key in row), 0.0)
+
+
+def _whole(metrics: Rows, key: str) -> int:
+    return round(_total(metrics, key))
+
+
+def _mean_of_all(metrics: Rows, key: str) -> float | None:
+    """None where any row lacks the number."""
+    return _mean(metrics, key) if all(key in row for row in metrics) else None
 
 
 def _mean(metrics: Rows, key: str) -> float | None:

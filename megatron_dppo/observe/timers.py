@@ -9,6 +9,7 @@ from contextlib import contextmanager
 PHASES: Mapping[str, str] = {
     "rollout": "rollout",
     "reward": "reward",
+    "score_norms": "norms",
     "plan": "plan",
     "deliver": "deliver",
     "log_probs": "log-probs",
@@ -17,6 +18,11 @@ PHASES: Mapping[str, str] = {
 }
 """Phases that share a step out between them, in their order, with the words people read. Other phases may be timed too
 (``step`` holds all of these; ``eval`` lies outside of it); what none of these holds is shown as ``other``."""
+
+ROLLING_OUT = ("rollout", "score_norms")
+"""Phases that take as long as there are tokens rolled out."""
+TRAINING = ("deliver", "log_probs", "actor_train")
+"""Phases that take as long as there are tokens to train on."""
 
 
 class PhaseTimers:
@@ -56,3 +62,29 @@ def breakdown(metrics: Mapping[str, float]) -> dict[str, float]:
     parts = {word: metrics[f"perf/{phase}_time"] for phase, word in PHASES.items() if f"perf/{phase}_time" in metrics}
     rest = metrics.get("perf/step_time", 0.0) - sum(parts.values())
     return parts | {"other": max(rest, 0.0)}
+
+
+def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """``perf/saved_prompts_time`` and ``perf/saved_completions_time``: how much longer a step would have taken with
+    pruning switched off at one level and left as it is at the other. An estimate, from the step's own timers.
+
+    The model: ``ROLLING_OUT`` costs the same seconds for every row token rolled out, ``TRAINING`` the same for every
+    row token trained on. Prompts that were not rolled out would have cost rollouts, and
+    training of the share of their tokens that was kept of the others. What a step costs whatever its size (a sync, a
+    server's latency) is not saved; with ``rollout.ahead`` rollouts count by what the trainer waited for them. Each is
+    left out where a step has no numbers to go by.
+    """
+    prompts, completions = (metrics.get(f"prune/saved_tokens_{level}") for level in ("prompts", "completions"))
+    if prompts is None or completions is None:
+        return {}
+    rolling_out, training = (
+        sum(metrics.get(f"perf/{phase}_time", 0.0) for phase in phases) for phases in (ROLLING_OUT, TRAINING)
+    )
+    trained = metrics.get("train/tokens", 0.0)
+    rolled_out = trained + completions
+    saved = {}
+    if rolled_out:
+        saved["perf/saved_prompts_time"] = (rolling_out + training) * prompts / rolled_out
+    if trained:
+        saved["perf/saved_completions_time"] = training * completions / trained
+    return saved

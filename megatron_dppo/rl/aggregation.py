@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_dppo.rl.pruning.draw import Bools
 from megatron_dppo.rl.types import Floats, Ints
 
 Aggregation = Literal["seq_mean", "token_mean", "constant"]
@@ -21,6 +22,13 @@ def coefficient(aggregation: Aggregation, response_lengths: Ints) -> Floats:
     """c of each completion, in the shape of ``response_lengths`` (tokens): 1/L for ``seq_mean``, else 1."""
     lengths = response_lengths.astype(np.float64)
     return 1.0 / lengths if aggregation == "seq_mean" else np.ones_like(lengths)
+
+
+def kept_share(aggregation: Aggregation, *, response_lengths: Ints, prompt_inclusion: Floats, kept: Bools) -> float:
+    """The share of Z that belongs to kept completions [Q, G]: what dividing by them alone divides by instead."""
+    size = response_lengths if aggregation == "token_mean" else np.ones_like(response_lengths)
+    parts = size / prompt_inclusion[:, None]
+    return float(parts[kept].sum() / parts.sum()) if kept.any() else 1.0
 
 
 def normaliser(

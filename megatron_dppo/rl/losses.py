@@ -38,17 +38,21 @@ def token_losses(
     advantage: Tensor,
     kl_coef: float,
     tis_cap: float | None,
+    row: Tensor | None = None,
     fresh: Tensor | None = None,
 ) -> TokenLosses:
     """−ℓ of R response tokens: the clipped surrogate of PPO, corrected for the engine, plus the KL to a reference.
 
         ℓ = w · min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) − β KL,    ρ = exp(log p − log p_old)
 
+    A host with one ratio for a sequence (GSPO) has ρ = exp(mean over its tokens of log p − log p_old) on each of them,
+    with the gradient of the token's own log p: summed over a sequence that is the gradient of the sequence's ratio.
+
     The pruning weight has no place in here. It multiplies the finished term: inside the minimum it would move the
     clip, and a clipped completion's expectation would no longer be what it is without pruning.
 
     Args:
-        host: gives the clips.
+        host: gives the clips and the kind of ratio.
         logprobs: [R], of the policy, with gradient.
         old_logprobs: [R], of the policy that the rollout's first update started from; None: of this very policy, so
             that ρ is 1 with the gradient of log p.
@@ -59,14 +63,16 @@ def token_losses(
         tis_cap: cap of the truncated importance weight w = min(p_old / p_engine, cap), a constant to the gradient;
             None: w is 1. It corrects the surrogate for an engine that samples from a slightly different distribution,
             or with weights that are older.
+        row: [R], which sequence of the pack a token belongs to, from 0; whole sequences. Needed for a host with one
+            ratio per sequence.
         fresh: [R] of bool, the tokens that the engine made with the very weights of ``old_logprobs``: on the others it
             differs rightly, and they are left out of the sums of its mismatch. None: all of them.
 
     Raises:
-        ValueError: ``kl_coef`` is positive and there is no reference.
+        ValueError: ``kl_coef`` is positive and there is no reference, or ``row`` is needed and not given.
     """
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    ratio = torch.exp(logprobs - old)
+    ratio = torch.exp(logprobs - old) if host.ratio == "token" else _sequence_ratio(logprobs, old, row)
     unclipped = ratio * advantage
     clipped = ratio.clamp(1.0 - host.clip_low, 1.0 + host.clip_high) * advantage
     policy_loss = -torch.minimum(unclipped, clipped)
@@ -95,6 +101,18 @@ def token_losses(
             FRESH_TOKENS: fresh.sum(),
         }
     return TokenLosses(loss=loss, sums=sums)
+
+
+def _sequence_ratio(logprobs: Tensor, old: Tensor, row: Tensor | None) -> Tensor:
+    """GSPO's ratio in its form for tokens (arXiv:2507.18071, equation 14): the value of the sequence, and through each
+    token's log p the gradient that the token would have by itself."""
+    if row is None:
+        raise ValueError("a ratio per sequence needs to know which tokens make up a sequence")
+    logprobs_now = logprobs.detach()
+    sequences = int(row.max()) + 1 if len(row) else 0
+    total = logprobs_now.new_zeros(sequences).index_add(0, row, logprobs_now - old)
+    mean = total / torch.bincount(row, minlength=sequences).clamp(min=1)
+    return torch.exp(mean[row] + logprobs - logprobs_now)
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

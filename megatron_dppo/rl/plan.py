@@ -7,16 +7,21 @@ twice, and none depends on how the tokens happen to be spread over the ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import CompletionPruningConfig, Config
 from megatron_dppo.rl.hosts import Host, host_for
 from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
-from megatron_dppo.rl.pruning.metrics import prune_metrics
+from megatron_dppo.rl.pruning.census import census
+from megatron_dppo.rl.pruning.completions import COMPLETION_RULES
+from megatron_dppo.rl.pruning.metrics import prune_metrics, thrown_away
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
+from megatron_dppo.rl.pruning.prompts import PROMPT_RULES
 from megatron_dppo.rl.pruning.schedule import scheduled_keep
+from megatron_dppo.rl.refill import in_rounds, mixed
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.types import Ints, MinibatchPlan, Rows, StepMetadata, StepPlan
 
@@ -65,8 +70,9 @@ def plan_step(
     parts: list[tuple[StepMetadata, Pruned]] = []
     packings: list[Packing] = []
     minibatches: list[MinibatchPlan] = []
-    updates = max(1, min(config.loss.updates_per_rollout, len(metadata.prompt_ids)))
-    for groups in split_groups(len(metadata.prompt_ids), updates, split):
+    usable = mixed(metadata) if in_rounds(config.pruning) else np.arange(len(metadata.prompt_ids))
+    updates = max(1, min(config.loss.updates_per_rollout, len(usable)))
+    for groups in split_groups(usable, updates, split):
         part = take_groups(metadata, groups)
         pruned = prune_minibatch(part, config, host, keep=keep, rng=draws)
         rows = kept_rows(part, groups, pruned)
@@ -74,18 +80,32 @@ def plan_step(
         parts.append((part, pruned))
         packings.append(packing)
         minibatches.append(MinibatchPlan(rows, pruned.normaliser, packing.capacity, packing.packs))
+    discarded = np.setdiff1d(np.arange(len(metadata.prompt_ids)), usable)
+    if len(discarded):
+        rest = take_groups(metadata, discarded)
+        parts.append((rest, thrown_away(rest)))
+    biased = bool(PROMPT_RULES[config.pruning.prompts.rule].biased)
     return StepPlan(
         minibatches=tuple(minibatches),
-        metrics=prune_metrics(metadata.window, parts) | pack_metrics(packings),
+        metrics=prune_metrics(metadata.window, parts, biased_prompts=biased)
+        | {"prune/discarded_groups": float(len(discarded))}
+        | pack_metrics(packings),
         notes=tuple(notes(metadata, config, host, minibatches)),
+        census=census(parts),
     )
 
 
-def split_groups(count: int, minibatches: int, rng: np.random.Generator) -> list[Ints]:
-    """A random partition of the groups 0 … count − 1, equal to within one; each part ascending."""
+def unpruned(config: Config) -> Config:
+    """The configuration under which a plan holds every completion of use, in one minibatch: to look at them all."""
+    pruning = replace(config.pruning, completions=CompletionPruningConfig(rule="none"))
+    return replace(config, pruning=pruning, loss=replace(config.loss, updates_per_rollout=1))
+
+
+def split_groups(groups: Ints, minibatches: int, rng: np.random.Generator) -> list[Ints]:
+    """A random partition of groups, equal to within one; each part ascending."""
     if minibatches == 1:
-        return [np.arange(count)]
-    return [np.sort(part) for part in np.array_split(rng.permutation(count), minibatches)]
+        return [groups]
+    return [np.sort(part) for part in np.array_split(rng.permutation(groups), minibatches)]
 
 
 def take_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
@@ -132,12 +152,19 @@ def kept_rows(part: StepMetadata, groups: Ints, pruned: Pruned) -> Rows:
 
 def notes(metadata: StepMetadata, config: Config, host: Host, minibatches: Sequence[MinibatchPlan]) -> Iterator[str]:
     """What the numbers of the log do not say by themselves."""
+    pruning = config.pruning
+    for level, rule, biased in (
+        ("prompts", pruning.prompts.rule, PROMPT_RULES[pruning.prompts.rule].biased),
+        ("completions", pruning.completions.rule, COMPLETION_RULES[pruning.completions.rule].biased),
+    ):
+        if biased:
+            yield f"pruning.{level}.rule = {rule} is biased: {biased}"
     if host.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
         yield "token_mean with pruned prompts: the normaliser is estimated, the gradient a ratio (bias O(1/prompts))"
     heaviest = max(minibatch.rows.weight.max(initial=0.0) for minibatch in minibatches)
-    if heaviest > config.pruning.max_weight * (1.0 + 1e-9):
+    if heaviest > pruning.max_weight * (1.0 + 1e-9) and not COMPLETION_RULES[pruning.completions.rule].biased:
         yield (
-            f"a weight of {heaviest:.2f} exceeds pruning.max_weight = {config.pruning.max_weight:g}: "
+            f"a weight of {heaviest:.2f} exceeds pruning.max_weight = {pruning.max_weight:g}: "
             "its prompt was kept with a probability below 1/max_weight"
         )
     for number, minibatch in enumerate(minibatches, start=1):

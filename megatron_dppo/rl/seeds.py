@@ -24,11 +24,15 @@ class Purpose(IntEnum):
     """The same where servers are compared with the actor."""
 
 
-def generator(seed: int, step: int, purpose: Purpose) -> np.random.Generator:
+def generator(seed: int, step: int, purpose: Purpose, again: int = 0) -> np.random.Generator:
     """The generator of one purpose at one step of a run with ``run.seed = seed``: same arguments, same draws."""
-    return np.random.default_rng(sequence(seed, step, purpose))
+    return np.random.default_rng(sequence(seed, step, purpose, again))
 
 
-def sequence(seed: int, step: int, purpose: Purpose) -> np.random.SeedSequence:
-    """Spawn keys keep purposes apart for good: tuples of entropy would run into one another, padded with zeros."""
-    return np.random.SeedSequence(entropy=seed, spawn_key=(int(purpose), step))
+def sequence(seed: int, step: int, purpose: Purpose, again: int = 0) -> np.random.SeedSequence:
+    """Spawn keys keep purposes apart for good: tuples of entropy would run into one another, padded with zeros.
+
+    Args:
+        again: how often the step has drawn for this purpose before.
+    """
+    return np.random.SeedSequence(entropy=seed, spawn_key=(int(purpose), step, *([again] if again else [])))

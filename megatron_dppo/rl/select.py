@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_dppo.config import PromptPruningConfig
+from megatron_dppo.rl.pruning.adaptive import inflation, least_share
+from megatron_dppo.rl.pruning.candidates import PromptCandidates
+from megatron_dppo.rl.pruning.draw import DRAWS
 from megatron_dppo.rl.pruning.history import PromptHistory
-from megatron_dppo.rl.pruning.prompts import PROMPT_RULES, PromptCandidates
+from megatron_dppo.rl.pruning.prompts import PROMPT_RULES
 from megatron_dppo.rl.types import Ints, Selection
 
 
@@ -32,14 +35,24 @@ def select(
         rng: the step's generator for ``Purpose.PROMPTS``.
 
     Returns:
-        The prompts kept, in the window's order, each with its inclusion probability.
+        The prompts kept, in the window's order, each with its inclusion probability; 1 under a biased rule, which
+        weighs nothing up.
     """
-    rule, draw = PROMPT_RULES[config.rule]
+    rule = PROMPT_RULES[config.rule]
     candidates = PromptCandidates(
         last_magnitude=history.last_magnitude(window),
         expected_square=history.expected_square(window, group_size=group_size, normalised=normalised),
+        equal_visits=history.equal_visits(window),
+        explore=history.explore(window),
         floor=config.floor,
     )
-    inclusion = rule(candidates, keep)
-    kept = draw(inclusion, rng)
-    return Selection(prompt_ids=window[kept], inclusion=inclusion[kept], window=len(window))
+    if config.schedule.shape == "adaptive":
+        keep = least_share(
+            lambda share: inflation(candidates.expected_square, rule.inclusion(candidates, share)),
+            keep,
+            config.schedule.max_inflation,
+        )
+    inclusion = rule.inclusion(candidates, keep)
+    kept = (DRAWS[config.draw] if config.draw else rule.draw)(inclusion, rng)
+    weighted = np.ones_like(inclusion) if rule.biased else inclusion
+    return Selection(prompt_ids=window[kept], inclusion=weighted[kept], window=len(window))

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from megatron_dppo.rl.pruning.census import Census
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -154,6 +157,8 @@ class StepPlan:
     """``prune/…`` and ``pack/…``, computed where the numbers are known."""
     notes: tuple[str, ...] = ()
     """What the log must say in words: a biased rule, a ratio estimator, a step that kept nothing."""
+    census: Census | None = None
+    """Which completions were kept and why, counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,19 @@ class _Part:
     tracebacks: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The rollouts of one selection, seen from one rank. A step has several where prompts that are of no use are
+    replaced."""
+
+    groups: Sequence[Group]
+    """Of this rank."""
+    parts: Sequence[_Part]
+    """Of all ranks, in their order."""
+    window: float
+    """The candidates that the round's prompts stand for."""
+
+
 class Failures(Protocol):
     """What a rank tells of scoring that failed."""
 
@@ -122,18 +135,18 @@ class Collector:
         self._engine, self._workers, self._tokenizer = engine, workers, tokenizer
         self._stops = stop_token_ids
 
-    def begin(self, pool: PromptPool, selection: Selection, step: int) -> Begun:
-        """Ask the engine for this rank's share of a selection."""
+    def begin(self, pool: PromptPool, selection: Selection, step: int, again: int = 0) -> Begun:
+        """Ask the engine for this rank's share of a selection; ``again`` counts the earlier ones of the step."""
         rollout = self._config.rollout
         asked = self.ask(
             [pool[int(prompt)] for prompt in selection.prompt_ids[self._mine]],
             samples=rollout.samples_per_prompt,
             temperature=rollout.temperature,
-            seed=int(sequence(self._config.run.seed, step, Purpose.SAMPLING).generate_state(1)[0]),
+            seed=int(sequence(self._config.run.seed, step, Purpose.SAMPLING, again).generate_state(1)[0]),
         )
         return Begun(selection, asked)
 
-    def finish(self, begun: Begun) -> Collected:
+    def finish(self, begun: Begun) -> Round:
         """Wait for what was begun, and score it. Collective.
 
         Raises:
@@ -145,7 +158,13 @@ class Collector:
         groups, part = self._share(answers, selection.inclusion[self._mine], begun.asked.samples)
         parts = self._world.gather(part)
         self.check_failures(parts, total)
-        metadata = gather_metadata([p.metadata for p in parts], window=_window_left(selection.window, parts))
+        return Round(groups, parts, _window_left(selection.window, parts))
+
+    def collected(self, rounds: Sequence[Round]) -> Collected:
+        """All that a step has rolled out, with its metrics. Not collective."""
+        groups = [group for each in rounds for group in each.groups]
+        parts = [part for each in rounds for part in each.parts]
+        metadata = gather_metadata([p.metadata for p in parts], window=sum(each.window for each in rounds))
         rows = {int(prompt): row for row, prompt in enumerate(metadata.prompt_ids)}
         held = {rows[group.prompt.id]: group for group in groups}
         notes = dict.fromkeys(text for p in parts for text in p.tracebacks)

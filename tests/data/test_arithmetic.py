@@ -64,6 +64,20 @@ def test_teacher_slips_only_where_told_to() -> None:
     assert 0.5 < sum(wrong) / len(wrong) < 1.0  # right only where nothing carries
 
 
+def test_short_answers_are_the_result_alone_and_right_whatever_the_teacher_forgets() -> None:
+    mixed = make_sums(replace(CONFIG, forgotten_carries=1.0, short_answers=0.3))[0]
+    short = [problem for problem in mixed if problem.short]
+    assert 0.2 < len(short) / len(mixed) < 0.4
+    assert all(problem.worked_answer == f"#{problem.label}" for problem in short)
+    assert all("\n" in problem.worked_answer for problem in mixed if not problem.short)
+
+
+def test_styles_change_neither_the_problems_nor_where_the_teacher_slips() -> None:
+    plain = make_sums(replace(CONFIG, forgotten_carries=0.5))[0]
+    mixed = make_sums(replace(CONFIG, forgotten_carries=0.5, short_answers=0.5))[0]
+    assert [replace(problem, short=False) for problem in mixed] == plain
+
+
 def test_all_distinct_sums_can_be_used_up_but_no_more() -> None:
     every = ArithmeticConfig(problems=5, eval_problems=7, max_terms=3, max_operand=2)  # 4 + 8 sums
     train, held_out = make_sums(every)

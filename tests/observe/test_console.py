@@ -28,7 +28,14 @@ def test_a_step_is_one_plain_line_under_its_titles_where_there_is_no_terminal() 
     titles, first, second = (line.split() for line in lines)
     assert "\x1b" not in "".join(lines)
     assert first[0] == "1/40"
-    for title, value in (("prompts", "75%"), ("tokens", "50%"), ("fill", "98%"), ("seconds", "2.00"), ("left", "1:18")):
+    for title, value in (
+        ("prompts", "75%"),
+        ("tokens", "50%"),
+        ("noise", "1.25x"),
+        ("fill", "98%"),
+        ("seconds", "2.00"),
+        ("left", "1:18"),
+    ):
         assert first[titles.index(title)] == value
     assert (first[titles.index("held-out")], second[titles.index("held-out")]) == ("-", "0.750")
     assert lines[1].endswith("rollout 50%  train 25%  other 25%")
@@ -38,6 +45,13 @@ def test_a_warm_up_has_the_columns_it_can_fill() -> None:
     titles, row = _said([{"step": 1, "train/loss": 2.5, "train/lr": 1e-3, "perf/step_time": 1.0}], 10)
     assert "reward" not in titles
     assert "2.500" in row
+
+
+def test_numbers_stand_under_their_titles() -> None:
+    titles, row = _said(made_up_rows(1)[1:], 1000)
+    assert titles.index("left") + len("left") == row.index("33:18") + len("33:18")
+    for title, value in (("tokens", "50%"), ("noise", "1.25x"), ("grad", "1.50")):
+        assert titles.index(title) + len(title) >= row.index(value) + len(value) > titles.index(title)
 
 
 def test_words_are_said_once() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_dppo.observe.metrics import MetricsLog, read_metrics
+from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics, read_rows
 
 
 def _run(folder: Path, steps: range, *, resume_step: int) -> None:
@@ -42,6 +42,19 @@ def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     _run(tmp_path / "cut", range(4, 7), resume_step=3)
     whole, cut = (tmp_path / name / "metrics.jsonl" for name in ("whole", "cut"))
     assert cut.read_bytes() == whole.read_bytes()
+
+
+def test_a_log_of_tables_is_resumed_like_the_metrics(tmp_path: Path) -> None:
+    tables = [[0.125, -1.0, 7, 3.5 + 0.1 * step, 4] for step in range(7)]
+    for name, runs in (("whole", [(0, range(1, 7))]), ("cut", [(0, range(1, 6)), (3, range(4, 7))])):
+        for resume_step, steps in runs:
+            log = StepLog(tmp_path / name / "tables.jsonl", resume_step)
+            for step in steps:
+                log.write(step, {"by_group": [tables[step]]})
+            log.close()
+    whole, cut = (tmp_path / name / "tables.jsonl" for name in ("whole", "cut"))
+    assert cut.read_bytes() == whole.read_bytes()
+    assert [row["by_group"] for row in read_rows(cut)] == [[table] for table in tables[1:]]
 
 
 def test_a_row_cut_short_by_a_kill_is_dropped(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from megatron_dppo.observe.picture import draw_progress
 from tests.observe.made_up import made_up_rows
 
 
-def _ink(file: Path) -> np.ndarray:
+def ink(file: Path) -> np.ndarray:
     """Share of coloured (not grey) pixels in each quarter of the picture, [2, 2]."""
     pixels = matplotlib.image.imread(file)[..., :3]
     coloured = np.ptp(pixels, axis=2) > 0.15
@@ -23,10 +23,10 @@ def _ink(file: Path) -> np.ndarray:
 @pytest.mark.parametrize("steps", [1, 60])
 def test_every_panel_shows_its_numbers(tmp_path: Path, steps: int) -> None:
     draw_progress(made_up_rows(steps, evaluate_every=1), tmp_path / "progress.png")
-    assert (_ink(tmp_path / "progress.png") > 0.0005).all()
+    assert (ink(tmp_path / "progress.png") > 0.0005).all()
     assert [file.name for file in tmp_path.iterdir()] == ["progress.png"]
 
 
 def test_a_run_that_measured_nothing_is_drawn_empty(tmp_path: Path) -> None:
     draw_progress([], tmp_path / "progress.png", title="nothing")
-    assert (_ink(tmp_path / "progress.png") < 0.0005).all()
+    assert (ink(tmp_path / "progress.png") < 0.0005).all()

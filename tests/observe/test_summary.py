@@ -23,6 +23,10 @@ def test_the_figures_are_those_of_the_rows() -> None:
     assert summary["kept_token_fraction"] == pytest.approx(0.45)
     assert summary["pack_fill"] == pytest.approx(0.98)
     assert (summary["steps"], summary["generated_tokens"], summary["trained_tokens"]) == (4, 4000, 1600)
+    assert (summary["saved_tokens_prompts"], summary["saved_tokens_completions"]) == (800, 2000)
+    assert (summary["saved_seconds_prompts"], summary["saved_seconds_completions"]) == (1.0, 3.0)
+    assert (summary["effective_sample_size"], summary["variance_inflation"]) == (pytest.approx(0.8), 1.25)
+    assert (summary["noise_share_prompts"], summary["noise_share_completions"]) == (0.15, pytest.approx(0.05))
     assert summary["phase_seconds"] == {"rollout": 4.0, "train": 2.0, "other": 2.0, "evaluation": 9.0}
 
 
@@ -55,8 +59,29 @@ def test_what_pruning_saved_and_where_things_lie_is_said(tmp_path: Path) -> None
     text = said.getvalue()
     assert "25.0% before, 75.0% after (+50.0 points)" in text
     assert "25% of the generation and 66% of the tokens" in text  # 1 - 0.75, 1 - 0.75 x 0.45
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "prompts 800 tokens not rolled out, about 1 s" in lines
+    assert "completions 2,000 tokens not trained on, about 3 s" in lines
+    assert "weights leave an effective sample size of 80% of what was trained on" in lines
+    assert "the gradient's variance, estimated for independent draws: 1.25 times the full batch's" in lines
+    assert "its noise: 80% sampling, 15% pruned prompts, 5% pruned completions" in lines
     assert str(tmp_path / "progress.png") in text
     assert "checkpoints" not in text  # there are none
+
+
+def test_of_a_biased_rule_no_variance_is_said_not_even_of_the_steps_that_have_one() -> None:
+    rows = made_up_rows(4)
+    for row in rows[2:]:
+        for name in ("variance_inflation", "noise_share_prompts", "noise_share_completions"):
+            del row[f"prune/{name}"]
+    rows[1]["prune/discarded_groups"] = 12.0
+    summary = summarise(rows)
+    assert summary["variance_inflation"] is summary["noise_share_prompts"] is None
+    said = io.StringIO()
+    print_summary("nowhere", summary, Console(4, file=said))
+    assert "no variance is estimated" in said.getvalue()
+    assert "sampling" not in said.getvalue()
+    assert "12 groups were rolled out and thrown away" in said.getvalue()
 
 
 def test_a_run_without_evaluation_or_pruning_has_no_such_figures() -> None:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.aggregation import Aggregation, coefficient, normaliser
+from megatron_dppo.rl.aggregation import Aggregation, coefficient, kept_share, normaliser
 
 LENGTHS = np.array([[2, 4], [5, 10]])
 
@@ -20,6 +20,13 @@ def test_coefficients_and_normalisers_are_those_of_the_table(aggregation: Aggreg
         aggregation, response_lengths=LENGTHS, prompt_inclusion=np.ones(2), prompts=2, max_response_tokens=16
     )
     assert whole == z
+
+
+@pytest.mark.parametrize(("aggregation", "share"), [("seq_mean", 3 / 4), ("token_mean", 17 / 21), ("constant", 3 / 4)])
+def test_the_kept_normaliser_counts_what_is_kept(aggregation: Aggregation, share: float):
+    kept = np.array([[True, False], [True, True]])
+    given = {"response_lengths": LENGTHS, "prompt_inclusion": np.ones(2)}
+    assert kept_share(aggregation, **given, kept=kept) == pytest.approx(share)
 
 
 def test_unrolled_prompts_count_in_every_normaliser():

@@ -10,7 +10,7 @@ import torch
 from megatron_dppo.config import LossConfig
 from megatron_dppo.rl.losses import HOSTS, TokenLosses, host_for, token_losses
 
-GRPO, DAPO = HOSTS["grpo"], HOSTS["dapo"]
+GRPO, DAPO, GSPO = HOSTS["grpo"], HOSTS["dapo"], HOSTS["gspo"]
 
 
 def log(*probabilities: float) -> torch.Tensor:
@@ -48,6 +48,30 @@ def test_the_clipped_surrogate_has_the_loss_and_gradient_of_the_formula(host, ad
     result, actual = evaluate((0.5, 0.3, 0.4), advantage, host, old_logprobs=log(0.4, 0.4, 0.4))
     assert result.loss.tolist() == pytest.approx(loss)
     assert actual == pytest.approx(gradient)
+
+
+def test_gspo_has_one_ratio_for_a_sequence_with_the_gradient_of_its_mean():
+    """Two sequences of two tokens: log-ratios add up to log 1.21 and log 0.25, their means are log 1.1 and log 0.5."""
+    host = replace(GSPO, clip_low=0.2, clip_high=0.2)
+    probabilities, old, row = (0.5, 0.484, 0.2, 0.2), log(0.4, 0.5, 0.4, 0.4), torch.tensor([0, 0, 1, 1])
+    result, gradient = evaluate(probabilities, 1.0, host, old_logprobs=old, row=row)
+    assert result.loss.tolist() == pytest.approx([-1.1, -1.1, -0.5, -0.5])
+    assert gradient == pytest.approx([-1.1, -1.1, -0.5, -0.5])
+    result, gradient = evaluate(probabilities, -1.0, host, old_logprobs=old, row=row)
+    assert result.loss.tolist() == pytest.approx([1.1, 1.1, 0.8, 0.8]), "the second sequence is clipped as a whole"
+    assert gradient == pytest.approx([1.1, 1.1, 0.0, 0.0])
+
+    logprobs = log(*probabilities).requires_grad_()  # the sequence's loss, written out: -s with s the geometric mean
+    by_hand = -torch.stack([(logprobs - old)[row == k].mean().exp() for k in (0, 1)])
+    (expected,) = torch.autograd.grad(by_hand.sum(), logprobs)
+    means = [g / 2 for g in evaluate(probabilities, 1.0, host, old_logprobs=old, row=row)[1]]  # c = 1/L
+    assert means == pytest.approx(expected.tolist())
+
+
+def test_gspo_clips_where_the_paper_does_and_says_what_it_misses():
+    assert (GSPO.clip_low, GSPO.clip_high, GSPO.aggregation) == (3e-4, 4e-4, "seq_mean")
+    with pytest.raises(ValueError, match="sequence"):
+        evaluate((0.5, 0.3), 1.0, GSPO)
 
 
 def test_against_the_policy_itself_the_ratio_is_one_and_the_gradient_that_of_reinforce():

@@ -147,7 +147,7 @@ def test_a_minibatch_is_on_average_what_the_whole_window_is():
     rng, estimates = Permutations(), []
     for order in itertools.permutations(range(5)):
         rng.now = np.array(order)
-        parts = split_groups(5, 2, rng)
+        parts = split_groups(np.arange(5), 2, rng)
         estimates.append([term[part].sum() / take_groups(metadata, part).window for part in parts])
     np.testing.assert_allclose(np.mean(estimates, axis=0), whole, rtol=1e-12)
 
@@ -201,6 +201,11 @@ def test_metrics_of_a_step_written_out():
     metrics = plan(metadata, step_config(rule="none"), replicas=1).metrics
     assert metrics == {
         "prune/kept_prompt_fraction": pytest.approx(2 / 3),
+        "prune/discarded_groups": 0.0,
+        "prune/noise_share_prompts": 0.0,
+        "prune/noise_share_completions": 0.0,
+        "prune/saved_tokens_prompts": 160.0,
+        "prune/saved_tokens_completions": 160.0,
         "prune/kept_completion_fraction": 0.5,
         "prune/kept_token_fraction": 80 / 240,
         "prune/zero_advantage_fraction": 0.5,

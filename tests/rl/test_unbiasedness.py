@@ -155,10 +155,12 @@ def recomputed(metadata: StepMetadata, rows: Rows) -> Rows:
 def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Selection, float]]:
     """Every selection of prompts that the rule can draw, with its probability."""
     window = np.arange(PROMPTS)
-    inclusion = PROMPT_RULES[config.rule][0](
+    inclusion = PROMPT_RULES[config.rule].inclusion(
         PromptCandidates(
             world.history.last_magnitude(window),
             world.history.expected_square(window, group_size=SAMPLES, normalised=True),
+            world.history.equal_visits(window),
+            world.history.explore(window),
             config.floor,
         ),
         config.keep,

@@ -60,7 +60,7 @@ def fresh_workers() -> Iterator[RewardWorkers]:
 
 
 def collect(collector: Collector, pool: PromptPool, selection: Selection, step: int) -> Collected:
-    return collector.finish(collector.begin(pool, selection, step))
+    return collector.collected([collector.finish(collector.begin(pool, selection, step))])
 
 
 @dataclass

@@ -5,7 +5,7 @@ A draw is a function of the probabilities and of uniform numbers, so that tests 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,3 +64,6 @@ def draw_systematic(inclusion: Floats, rng: np.random.Generator) -> Bools:
 def draw_bernoulli(inclusion: Floats, rng: np.random.Generator) -> Bools:
     """``bernoulli`` with random numbers."""
     return bernoulli(inclusion, rng.random(inclusion.shape))
+
+
+DRAWS: Mapping[str, Draw] = {"systematic": draw_systematic, "bernoulli": draw_bernoulli}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,6 +28,35 @@ class Record:
     """Σ over visits of Σ_i A_i²."""
     magnitude: float = 0.0
     """Mean |A| of the last visit."""
+    equal_visits: float = 0.0
+    """Latest visits, without a break, whose rewards were all equal."""
+    easy: float = 0.0
+    """1 where the last visit's rewards were all 1."""
+
+
+@dataclass(slots=True)
+class Exploration:
+    """GRESO's p of easy and of hard prompts (arXiv:2506.02177): how readily prompts of equal reward are visited again.
+
+    It moves by a small step toward the share of groups of equal reward that is meant to be among those rolled out.
+    """
+
+    easy: float = 0.5
+    hard: float = 0.5
+
+    EASY_TARGET: ClassVar[float] = 0.25 / 3
+    HARD_TARGET: ClassVar[float] = 0.5 / 3
+    STEP: ClassVar[float] = 0.01
+    LIMITS: ClassVar[tuple[float, float]] = (0.05, 0.95)
+
+    def follow(self, easy: float, hard: float) -> None:
+        """Take in the shares of a step's groups whose rewards were all 1, and all equal but not 1."""
+        self.easy = self._moved(self.easy, easy < self.EASY_TARGET)
+        self.hard = self._moved(self.hard, hard < self.HARD_TARGET)
+
+    def _moved(self, p: float, up: bool) -> float:
+        low, high = self.LIMITS
+        return min(max(p + (self.STEP if up else -self.STEP), low), high)
 
 
 class PromptHistory:
@@ -43,6 +72,7 @@ class PromptHistory:
     def __init__(self, decay: float) -> None:
         self.decay = decay
         self.binary = True
+        self._exploration = Exploration()
         self._records: dict[int, Record] = {}
 
     def __len__(self) -> int:
@@ -60,6 +90,9 @@ class PromptHistory:
         self.binary = self.binary and bool(np.isin(rewards, (0.0, 1.0)).all())
         right = (rewards == 1.0).sum(axis=1)
         square, magnitude = (advantages**2).sum(axis=1), np.abs(advantages).mean(axis=1)
+        equal, easy = (rewards == rewards[:, :1]).all(axis=1), right == rewards.shape[1]
+        if len(prompt_ids):
+            self._exploration.follow(float(easy.mean()), float((equal & ~easy).mean()))
         for row, prompt_id in enumerate(prompt_ids.tolist()):
             old = self._records.get(prompt_id, Record())
             self._records[prompt_id] = Record(
@@ -68,11 +101,22 @@ class PromptHistory:
                 visits=self.decay * old.visits + 1.0,
                 square=self.decay * old.square + float(square[row]),
                 magnitude=float(magnitude[row]),
+                equal_visits=old.equal_visits + 1.0 if equal[row] else 0.0,
+                easy=float(easy[row]),
             )
 
     def last_magnitude(self, prompt_ids: Ints) -> Floats:
         """[N], mean |A| of each prompt's last visit; NaN where there was none."""
         return np.array([r.magnitude if (r := self._records.get(i)) else math.nan for i in prompt_ids.tolist()])
+
+    def equal_visits(self, prompt_ids: Ints) -> Ints:
+        """[N], how many of each prompt's latest visits, without a break, gave equal rewards."""
+        return np.array([r.equal_visits if (r := self._records.get(i)) else 0 for i in prompt_ids.tolist()], np.int64)
+
+    def explore(self, prompt_ids: Ints) -> Floats:
+        """[N], GRESO's p: that of easy prompts where the last visit's rewards were all 1, else that of hard ones."""
+        easy = np.array([bool((r := self._records.get(i)) and r.easy) for i in prompt_ids.tolist()], np.bool_)
+        return np.where(easy, self._exploration.easy, self._exploration.hard)
 
     def expected_square(self, prompt_ids: Ints, *, group_size: int, normalised: bool) -> Floats:
         """E[Σ_i A_i²] of the next group of each prompt, up to a factor common to all: what Neyman allocation is about.
@@ -116,10 +160,12 @@ class PromptHistory:
         """All that a resumed run needs, for JSON: Python writes floats so that they read back bit for bit."""
         return {
             "binary": self.binary,
+            "exploration": [self._exploration.easy, self._exploration.hard],
             "records": {str(prompt_id): list(astuple(record)) for prompt_id, record in self._records.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Become what ``state_dict`` described, before or after a trip through JSON."""
         self.binary = bool(state["binary"])
+        self._exploration = Exploration(*state.get("exploration", (0.5, 0.5)))
         self._records = {int(prompt_id): Record(*record) for prompt_id, record in state["records"].items()}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_dppo.rl.pruning.minibatch import Pruned
-from megatron_dppo.rl.types import Floats, StepMetadata
+from megatron_dppo.rl.types import Floats, Ints, StepMetadata
 
 
-def prune_metrics(window: float, parts: Sequence[tuple[StepMetadata, Pruned]]) -> dict[str, float]:
+def prune_metrics(
+    window: float, parts: Sequence[tuple[StepMetadata, Pruned]], *, biased_prompts: bool = False
+) -> dict[str, float]:
     """``prune/…`` of a step.
 
     - ``kept_prompt_fraction``: prompts rolled out, over the window.
@@ -19,18 +22,27 @@ def prune_metrics(window: float, parts: Sequence[tuple[StepMetadata, Pruned]]) -
     - ``zero_advantage_fraction``: completions that could teach nothing.
     - ``max_weight``: the largest Horvitz-Thompson weight among what was kept.
     - ``effective_sample_size``: (Σw)²/Σw² over the completions kept, as a share of their number (Kish).
+    - ``saved_tokens_prompts``: row tokens of the prompts that were not rolled out, estimated by Σ T_q·(1/π_q − 1), T_q
+      the row tokens of a group that was; under a biased rule, which tells no π, each by the mean of those that were.
+    - ``saved_tokens_completions``: row tokens rolled out and not trained on, counted; those that could teach nothing,
+      which every rule drops, are among them.
     - ``variance_inflation``: see ``variance_inflation``.
+    - ``noise_share_prompts``, ``noise_share_completions``: see ``Noise``; what is left of 1 is sampling's.
+
+    The last three are left out under a biased rule, at either level: its error is not its variance. For completions
+    the weights say so.
 
     Args:
         window: N, the prompts that the step considered.
-        parts: its minibatches, each with its draw.
+        parts: its minibatches, each with its draw; and what was rolled out for none of them, see ``thrown_away``.
+        biased_prompts: whether the rule for prompts is.
     """
     prompts = sum(len(part.prompt_ids) for part, _ in parts)
     kept = np.concatenate([pruned.kept.ravel() for _, pruned in parts])
     advantage = np.concatenate([pruned.advantage.ravel() for _, pruned in parts])
     tokens = np.concatenate([(part.prompt_lengths[:, None] + part.response_lengths).ravel() for part, _ in parts])
     weight = np.concatenate([pruned.weight.ravel() for _, pruned in parts])[kept]
-    return {
+    metrics = {
         "prune/kept_prompt_fraction": prompts / window if window else 0.0,
         "prune/kept_completion_fraction": float(kept.mean()) if kept.size else 0.0,
         "prune/kept_token_fraction": float(tokens[kept].sum() / tokens.sum()) if kept.size else 0.0,
@@ -39,8 +51,25 @@ def prune_metrics(window: float, parts: Sequence[tuple[StepMetadata, Pruned]]) -
         "prune/effective_sample_size": float(weight.sum() ** 2 / (weight.size * (weight**2).sum()))
         if weight.size
         else 0.0,
-        "prune/variance_inflation": variance_inflation(parts),
+        "prune/saved_tokens_prompts": _at_the_mean(window - prompts, prompts, tokens)
+        if biased_prompts
+        else sum(_tokens_not_rolled_out(part) for part, _ in parts),
+        "prune/saved_tokens_completions": float(tokens[~kept].sum()),
     }
+    if not biased_prompts and all(_weighted_by_inclusion(part, pruned) for part, pruned in parts):
+        noise = gradient_noise(parts)
+        metrics |= {
+            "prune/variance_inflation": variance_inflation(parts),
+            "prune/noise_share_prompts": noise.prompts / noise.total if noise.total > 0.0 else 0.0,
+            "prune/noise_share_completions": noise.completions / noise.total if noise.total > 0.0 else 0.0,
+        }
+    return metrics
+
+
+def thrown_away(part: StepMetadata) -> Pruned:
+    """Groups that a rule discarded after their rollouts, as statistics see them: nothing of them is trained on."""
+    zeros = np.zeros(part.rewards.shape)
+    return Pruned(zeros, zeros, zeros, zeros, kept=np.zeros(part.rewards.shape, dtype=np.bool_), normaliser=0.0)
 
 
 def variance_inflation(parts: Sequence[tuple[StepMetadata, Pruned]]) -> float:
@@ -50,9 +79,62 @@ def variance_inflation(parts: Sequence[tuple[StepMetadata, Pruned]]) -> float:
     prompts rolled out. This is the variance of *independent* draws with the same probabilities: a systematic draw has
     less, but admits no unbiased estimate of it. 1 where no completion could teach anything.
     """
-    squares: list[tuple[Floats, Floats]] = []
-    for part, pruned in parts:
-        h = np.abs(pruned.advantage) * pruned.coefficient * part.surprise
-        squares.append((h**2 / part.prompt_inclusion[:, None], pruned.weight))
+    squares = [(_squares(part, pruned), pruned.weight) for part, pruned in parts]
     full = sum(float(square.sum()) for square, _ in squares)
     return sum(float((square * weight).sum()) for square, weight in squares) / full if full > 0.0 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Where the noise of a step's gradient comes from: three sums over the window, in one unit that no one needs.
+
+    Each is estimated without bias from the prompts rolled out, of terms that point in different directions and of
+    *independent* draws: a systematic draw adds less than is said here. With h as in ``variance_inflation``:
+    """
+
+    sampling: float
+    """Σ h², the noise of the full batch: other completions would have been sampled. Estimated by Σ h²/π_q."""
+    prompts: float
+    """Σ h²·(1/π_q − 1), what the draw of prompts adds. Estimated by Σ (h²/π_q)·(1/π_q − 1)."""
+    completions: float
+    """Σ (h²/π_q)·(1/π − 1), what the draw of completions adds. Estimated by Σ (h²/π_q)·(1/π_q)·(1/π − 1)."""
+
+    @property
+    def total(self) -> float:
+        """``variance_inflation`` times ``sampling``."""
+        return self.sampling + self.prompts + self.completions
+
+
+def gradient_noise(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Noise:
+    """The three of a step. Only for weights 1/(π_prompt·π)."""
+    sampling = prompts = completions = 0.0
+    for part, pruned in parts:
+        square = _squares(part, pruned)
+        first = 1.0 / part.prompt_inclusion[:, None]
+        sampling += float(square.sum())
+        prompts += float((square * (first - 1.0)).sum())
+        completions += float((square * np.maximum(pruned.weight - first, 0.0)).sum())
+    return Noise(sampling, prompts, completions)
+
+
+def _squares(part: StepMetadata, pruned: Pruned) -> Floats:
+    """[Q, G], h²/π_prompt: a completion's part in an estimate of Σ h² over the window."""
+    h = np.abs(pruned.advantage) * pruned.coefficient * part.surprise
+    squares: Floats = h**2 / part.prompt_inclusion[:, None]
+    return squares
+
+
+def _weighted_by_inclusion(part: StepMetadata, pruned: Pruned) -> bool:
+    """Whether all that could teach something has a chance to be kept, and then the weight that makes up for it."""
+    teaches = pruned.advantage != 0.0
+    back = (pruned.weight * pruned.inclusion * part.prompt_inclusion[:, None])[teaches]
+    return bool(np.allclose(back, 1.0))
+
+
+def _at_the_mean(unseen: float, prompts: int, tokens: Ints) -> float:
+    return max(unseen, 0.0) * float(tokens.sum()) / max(prompts, 1)
+
+
+def _tokens_not_rolled_out(part: StepMetadata) -> float:
+    group = (part.prompt_lengths[:, None] + part.response_lengths).sum(axis=1)
+    return float((group * (1.0 / part.prompt_inclusion - 1.0)).sum())

@@ -8,10 +8,13 @@ import numpy as np
 
 from megatron_dppo.config import Config
 from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.aggregation import coefficient, normaliser
+from megatron_dppo.rl.aggregation import coefficient, kept_share, normaliser
 from megatron_dppo.rl.hosts import Host
-from megatron_dppo.rl.pruning.completions import CompletionCandidates, completion_inclusion, draw_completions
+from megatron_dppo.rl.pruning.adaptive import inflation, least_share
+from megatron_dppo.rl.pruning.candidates import CompletionCandidates
+from megatron_dppo.rl.pruning.completions import completion_inclusion, completion_weight, draw_completions
 from megatron_dppo.rl.pruning.draw import Bools
+from megatron_dppo.rl.pruning.prompts import PROMPT_RULES
 from megatron_dppo.rl.types import Floats, StepMetadata
 
 
@@ -25,7 +28,8 @@ class Pruned:
     inclusion: Floats
     """π of the completion, given its prompt; 0 where its gradient is exactly 0."""
     weight: Floats
-    """1/(π_prompt·π), the Horvitz-Thompson weight that it has if it is kept; 0 where its gradient is exactly 0."""
+    """1/(π_prompt·π), the Horvitz-Thompson weight that it has if it is kept; 0 where its gradient is exactly 0. A
+    biased rule has weights of its own in place of its factor."""
     kept: Bools
     normaliser: float
     """Z"""
@@ -44,30 +48,50 @@ def prune_minibatch(part: StepMetadata, config: Config, host: Host, *, keep: flo
         keep: ``pruning.completions.keep`` under its schedule.
         rng: for this one draw.
     """
-    advantage = advantages(part.rewards, normalise=host.normalise)
+    pruning = config.pruning.completions
     c = coefficient(host.aggregation, part.response_lengths)
-    prompt_inclusion = part.prompt_inclusion[:, None]
-    candidates = CompletionCandidates(
-        advantage=advantage,
-        score=np.abs(advantage) * c * part.surprise / prompt_inclusion,
-        cost=(part.prompt_lengths[:, None] + part.response_lengths).astype(np.float64),
-        floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
-        idle=(advantage == 0.0) & (config.loss.kl_coef == 0.0),
+    candidates = completion_candidates(part, config, host)
+    if pruning.schedule.shape == "adaptive":
+        keep = least_share(
+            lambda share: inflation(candidates.score**2, completion_inclusion(pruning.rule, candidates, share)),
+            keep,
+            pruning.schedule.max_inflation,
+        )
+    inclusion = completion_inclusion(pruning.rule, candidates, keep)
+    kept = draw_completions(pruning.rule, candidates, inclusion, rng, draw=pruning.draw)
+    z = normaliser(
+        host.aggregation,
+        response_lengths=part.response_lengths,
+        prompt_inclusion=part.prompt_inclusion,
+        prompts=len(part.prompt_ids) if PROMPT_RULES[config.pruning.prompts.rule].biased else part.window,
+        max_response_tokens=config.rollout.max_response_tokens,
     )
-    rule = config.pruning.completions.rule
-    inclusion = completion_inclusion(rule, candidates, keep)
-    weight = np.divide(1.0, prompt_inclusion * inclusion, out=np.zeros_like(inclusion), where=inclusion > 0.0)
-    return Pruned(
-        advantage=advantage,
-        coefficient=c,
-        inclusion=inclusion,
-        weight=weight,
-        kept=draw_completions(rule, candidates, inclusion, rng),
-        normaliser=normaliser(
+    if pruning.normaliser == "kept":
+        z *= kept_share(
             host.aggregation,
             response_lengths=part.response_lengths,
             prompt_inclusion=part.prompt_inclusion,
-            prompts=part.window,
-            max_response_tokens=config.rollout.max_response_tokens,
-        ),
+            kept=kept,
+        )
+    return Pruned(
+        advantage=candidates.advantage,
+        coefficient=c,
+        inclusion=inclusion,
+        weight=completion_weight(pruning.rule, candidates, inclusion, keep) / part.prompt_inclusion[:, None],
+        kept=kept,
+        normaliser=z,
+    )
+
+
+def completion_candidates(part: StepMetadata, config: Config, host: Host) -> CompletionCandidates:
+    """What rules may know of a minibatch's completions."""
+    advantage = advantages(part.rewards, normalise=host.normalise)
+    prompt_inclusion = part.prompt_inclusion[:, None]
+    surprise = 1.0 if config.pruning.completions.score == "advantage" else part.surprise
+    return CompletionCandidates(
+        advantage=advantage,
+        score=np.abs(advantage) * coefficient(host.aggregation, part.response_lengths) * surprise / prompt_inclusion,
+        cost=(part.prompt_lengths[:, None] + part.response_lengths).astype(np.float64),
+        floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
+        idle=(advantage == 0.0) & (config.loss.kl_coef == 0.0),
     )

@@ -2,7 +2,13 @@ import numpy as np
 import pytest
 
 from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.pruning.completions import CompletionCandidates, completion_inclusion, draw_completions
+from megatron_dppo.rl.pruning.completions import (
+    COMPLETION_RULES,
+    CompletionCandidates,
+    completion_inclusion,
+    completion_weight,
+    draw_completions,
+)
 
 
 def candidates(rewards: np.ndarray, *, floor: float = 0.2, needs_all: bool = False) -> CompletionCandidates:
@@ -18,6 +24,7 @@ def candidates(rewards: np.ndarray, *, floor: float = 0.2, needs_all: bool = Fal
 
 MIXED = [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]]
 RULES = ["none", "threshold", "neyman"]
+BIASED = ["threshold_deterministic", "top_k"]
 
 
 def test_the_papers_threshold_prunes_the_majority_outcome_of_each_group():
@@ -39,11 +46,63 @@ def test_neyman_meets_its_budget_of_all_rolled_out_tokens(keep: float):
     assert (inclusion * given.cost).sum() == pytest.approx(min(keep * given.cost.sum(), 12 * 100.0))
 
 
+def test_the_papers_appendix_drops_by_rank_and_weighs_as_its_draw_would():
+    """Of the three prunable ones floor(0.6·3) = 1 goes, in the order of sampling, and the others weigh 1/0.4."""
+    given = candidates([[1, 0, 0, 0], [1, 1, 0, 0]])
+    inclusion = completion_inclusion("threshold_deterministic", given, 0.4)
+    np.testing.assert_array_equal(inclusion, [[1, 0, 1, 1], [0, 0, 1, 1]])
+    weight = completion_weight("threshold_deterministic", given, inclusion, 0.4)
+    np.testing.assert_array_equal(weight, [[1, 0, 2.5, 2.5], [0, 0, 2.5, 2.5]])
+
+
+def test_the_papers_appendix_drops_the_lowest_first():
+    given = candidates([[0.1, 0.2, 0.3, 5.0]])
+    inclusion = completion_inclusion("threshold_deterministic", given, 0.5)
+    magnitude = np.abs(given.advantage[0])
+    assert inclusion[0].sum() == 3 and magnitude[inclusion[0] == 0].item() == magnitude.min()
+
+
+def test_top_k_keeps_the_largest_advantages_and_spreads_ties_over_prompts():
+    given = candidates([[1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 0]])
+    kept = completion_inclusion("top_k", given, 0.5)
+    np.testing.assert_array_equal(kept, [[1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 1, 1]])
+    np.testing.assert_array_equal(completion_inclusion("top_k", given, 0.75).sum(axis=1), [2, 3, 4])
+    np.testing.assert_array_equal(completion_weight("top_k", given, kept, 0.5), kept)
+
+
 @pytest.mark.parametrize("rule", RULES)
+def test_what_an_unbiased_rule_keeps_weighs_the_reciprocal_of_its_probability(rule: str):
+    given = candidates([*MIXED, [1, 1, 1, 1]])
+    inclusion = completion_inclusion(rule, given, 0.4)
+    expected = np.where(given.idle, 0.0, 1.0)
+    np.testing.assert_allclose(inclusion * completion_weight(rule, given, inclusion, 0.4), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rule", sorted(COMPLETION_RULES))
+def test_a_rule_says_that_it_is_biased_if_and_only_if_it_never_keeps_something_of_use(rule: str):
+    given = candidates(MIXED, floor=0.01)
+    never = (completion_inclusion(rule, given, 0.3) == 0.0) & ~given.idle
+    assert bool(COMPLETION_RULES[rule].biased) == never.any() == (rule in BIASED)
+
+
+def test_another_draw_keeps_each_by_itself():
+    """The number kept is the budget's under the rule's own draw, and varies under independent ones."""
+    given = candidates(MIXED * 10)
+    inclusion = completion_inclusion("neyman", given, 0.4)
+
+    def counts(draw: str | None) -> set[int]:
+        rngs = [np.random.default_rng(seed) for seed in range(20)]
+        return {int(draw_completions("neyman", given, inclusion, rng, draw=draw).sum()) for rng in rngs}
+
+    assert len(counts(None)) <= 2 and counts(None) == counts("systematic")
+    assert len(counts("bernoulli")) > 4
+
+
+@pytest.mark.parametrize("rule", RULES + BIASED)
 def test_completions_that_teach_nothing_are_dropped_under_every_rule(rule: str):
     given = candidates([[1, 1, 1, 1], [1, 0, 0, 0]])
     inclusion = completion_inclusion(rule, given, 0.9)
-    assert (inclusion[0] == 0.0).all() and (inclusion[1] > 0.0).all()
+    assert (inclusion[0] == 0.0).all() and (inclusion[1] > 0.0).any()
     for seed in range(20):
         assert not draw_completions(rule, given, inclusion, np.random.default_rng(seed))[0].any()
 

@@ -48,7 +48,7 @@ def test_evidence_fades_visit_by_visit():
 
 def test_a_record_is_the_decayed_sum_of_its_visits():
     state = visited((7, [1, 1, 1, 0]), (7, [1, 0, 0, 0])).state_dict()
-    right, wrong, visits, square, magnitude = state["records"]["7"]
+    right, wrong, visits, square, magnitude, *_ = state["records"]["7"]
     assert (right, wrong, visits) == (0.5 * 3 + 1, 0.5 * 1 + 3, 0.5 + 1)
     assert (square, magnitude) == (pytest.approx(0.5 * 4 + 4), pytest.approx(3**0.5 / 2))
 

@@ -8,6 +8,7 @@ from megatron_dppo.rl.pruning.schedule import scheduled_keep
     ("schedule", "expected"),
     [
         (ScheduleConfig(), [0.4] * 10),
+        (ScheduleConfig(shape="adaptive", off_last=0.1), [0.4] * 9 + [1.0]),
         (ScheduleConfig(shape="linear", ramp=0.4), [1.0, 0.85, 0.7, 0.55] + [0.4] * 6),
         (ScheduleConfig(shape="cosine", ramp=0.4), [1.0, 0.912132, 0.7, 0.487868] + [0.4] * 6),
         (ScheduleConfig(shape="linear", ramp=0.0), [0.4] * 10),

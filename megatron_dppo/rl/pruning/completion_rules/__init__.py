@@ -1,0 +1,1 @@
+"""Rules for completions, one to a module."""

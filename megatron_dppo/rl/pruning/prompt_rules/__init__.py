@@ -1,0 +1,1 @@
+"""Rules for prompts, one to a module."""

@@ -1,0 +1,140 @@
+"""What the log says of a step's pruning, held against every draw that the step could have had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.plan import take_groups
+from megatron_dppo.rl.pruning.metrics import gradient_noise, prune_metrics, thrown_away
+from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
+from megatron_dppo.rl.types import StepMetadata
+from tests.rl.steps import step_config, step_metadata
+
+SHARES = ("prune/noise_share_prompts", "prune/noise_share_completions")
+
+
+def _pruned(metadata: StepMetadata, *, rule: str = "neyman", keep: float = 0.5) -> Pruned:
+    config = step_config(rule=rule, keep=keep)
+    return prune_minibatch(metadata, config, host_for(config.loss), keep=keep, rng=np.random.default_rng(0))
+
+
+def _window() -> tuple[StepMetadata, Pruned]:
+    """Three mixed groups of three, all rolled out, with probabilities of prompts and completions written in."""
+    rng = np.random.default_rng(3)
+    whole = step_metadata(3, 3, rewards=np.array([[1.0, 0, 0], [1, 1, 0], [0, 1, 0]]), prompt_inclusion=np.ones(3))
+    metadata = replace(whole, prompt_inclusion=np.array([0.4, 1.0, 0.7]))
+    inclusion = rng.uniform(0.3, 1.0, (3, 3))
+    weight = 1.0 / (metadata.prompt_inclusion[:, None] * inclusion)
+    return metadata, replace(_pruned(whole), inclusion=inclusion, weight=weight)
+
+
+def _draws(chances: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
+    """All outcomes of independent draws, each with its probability."""
+    for outcome in product((False, True), repeat=chances.size):
+        drawn = np.array(outcome).reshape(chances.shape)
+        yield float(np.where(drawn, chances, 1.0 - chances).prod()), drawn
+
+
+def _rolled_out(metadata: StepMetadata, pruned: Pruned, groups: np.ndarray) -> tuple[StepMetadata, Pruned]:
+    part = Pruned(
+        pruned.advantage[groups], pruned.coefficient[groups], pruned.inclusion[groups], pruned.weight[groups],
+        pruned.kept[groups], pruned.normaliser,
+    )  # fmt: skip
+    return take_groups(metadata, groups), part
+
+
+def test_noise_is_estimated_without_bias_and_is_the_variance_of_independent_draws() -> None:
+    """Terms of norm h in directions of their own: the variance is integrated over all draws of both levels, 2^12."""
+    metadata, pruned = _window()
+    h = np.abs(pruned.advantage) * pruned.coefficient * metadata.surprise
+    variance = 0.0
+    estimates = np.zeros(3)
+    for chance, prompts in _draws(metadata.prompt_inclusion):
+        noise = gradient_noise([_rolled_out(metadata, pruned, np.flatnonzero(prompts))])
+        estimates += chance * np.array([noise.sampling, noise.prompts, noise.completions])
+        for share, completions in _draws(pruned.inclusion):
+            error = h * (prompts[:, None] & completions) * pruned.weight - h
+            variance += chance * share * float((error**2).sum())
+    assert estimates[0] == pytest.approx((h**2).sum(), rel=1e-9)
+    assert estimates[1] + estimates[2] == pytest.approx(variance, rel=1e-9)
+    alone = (h**2 * (1.0 / metadata.prompt_inclusion[:, None] - 1.0)).sum()
+    assert estimates[1] == pytest.approx(alone, rel=1e-9)  # what is left of the variance if all completions are kept
+
+
+@pytest.mark.parametrize("rule", ["none", "threshold", "neyman"])
+def test_what_is_left_of_the_noise_is_samplings_and_is_one_over_the_inflation(rule: str) -> None:
+    metadata = step_metadata(48, prompt_inclusion=np.linspace(0.3, 1.0, 48))
+    metrics = prune_metrics(metadata.window, [(metadata, _pruned(metadata, rule=rule, keep=0.3))])
+    assert 1.0 - sum(metrics[share] for share in SHARES) == pytest.approx(1.0 / metrics["prune/variance_inflation"])
+    assert metrics[SHARES[0]] > 0.05
+    assert (metrics[SHARES[1]] > 0.05) == (rule != "none")
+
+
+def test_tokens_of_prompts_not_rolled_out_are_estimated_without_bias() -> None:
+    metadata, pruned = _window()
+    tokens = (metadata.prompt_lengths[:, None] + metadata.response_lengths).sum(axis=1)
+    estimate = truth = 0.0
+    for chance, prompts in _draws(metadata.prompt_inclusion):
+        metrics = prune_metrics(3.0, [_rolled_out(metadata, pruned, np.flatnonzero(prompts))])
+        estimate += chance * metrics["prune/saved_tokens_prompts"]
+        truth += chance * float(tokens[~prompts].sum())
+    assert estimate == pytest.approx(truth, rel=1e-9)
+
+
+def test_tokens_rolled_out_are_trained_on_or_saved() -> None:
+    parts = [(part, _pruned(part)) for part in (step_metadata(16, seed=1), step_metadata(16, seed=2))]
+    metrics = prune_metrics(32.0, parts)
+    rows = [(part.prompt_lengths[:, None] + part.response_lengths, pruned.kept) for part, pruned in parts]
+    kept, total = sum(int(t[k].sum()) for t, k in rows), sum(int(t.sum()) for t, _ in rows)
+    assert kept + metrics["prune/saved_tokens_completions"] == total
+    assert metrics["prune/kept_token_fraction"] == kept / total
+
+
+def test_a_biased_rule_has_finite_numbers_and_no_variance() -> None:
+    """Inclusion 0 or 1 and no weights, as CPPO has it; or everything kept, but with a weight that is not 1/π."""
+    metadata = step_metadata(16)
+    unpruned = _pruned(metadata, rule="none")
+    largest = (np.abs(unpruned.advantage) > np.median(np.abs(unpruned.advantage))).astype(float)
+    cut = replace(unpruned, inclusion=largest, weight=largest, kept=largest > 0)
+    heavy = replace(unpruned, weight=2.0 * unpruned.weight)
+    for pruned in (cut, heavy):
+        metrics = prune_metrics(metadata.window, [(metadata, pruned)])
+        assert all(np.isfinite(value) for value in metrics.values())
+        assert not {"prune/variance_inflation", *SHARES} & set(metrics)
+    assert "prune/variance_inflation" in prune_metrics(metadata.window, [(metadata, unpruned)])
+
+
+def test_a_biased_rule_for_prompts_has_no_variance_and_saves_its_prompts_at_the_mean_of_the_others() -> None:
+    """Four of ten prompts were rolled out with no probability told; two of six, with all of the window rolled out."""
+    metadata = step_metadata(6, 4)
+    tokens = (metadata.prompt_lengths[:, None] + metadata.response_lengths).sum(axis=1)
+    used, discarded = (take_groups(metadata, np.arange(*ends)) for ends in ((0, 4), (4, 6)))
+    metrics = prune_metrics(10.0, [(used, _pruned(used))], biased_prompts=True)
+    assert metrics["prune/saved_tokens_prompts"] == pytest.approx(6 * tokens[:4].mean())
+    assert not {"prune/variance_inflation", *SHARES} & set(metrics)
+
+    metrics = prune_metrics(6.0, [(used, _pruned(used)), (discarded, thrown_away(discarded))], biased_prompts=True)
+    assert metrics["prune/kept_prompt_fraction"] == 1.0
+    assert metrics["prune/saved_tokens_prompts"] == 0.0
+    assert metrics["prune/saved_tokens_completions"] >= tokens[4:].sum()
+
+
+def test_groups_that_no_one_threw_away_change_nothing() -> None:
+    metadata = step_metadata(8)
+    nothing = take_groups(metadata, np.arange(0))
+    seen = [(metadata, _pruned(metadata))]
+    assert prune_metrics(8.0, [*seen, (nothing, thrown_away(nothing))]) == prune_metrics(8.0, seen)
+
+
+@pytest.mark.parametrize("rewards", [np.ones((4, 8)), np.ones((0, 8))])
+def test_a_step_that_teaches_nothing_has_no_noise_of_pruning(rewards: np.ndarray) -> None:
+    metadata = step_metadata(len(rewards), rewards=rewards)
+    metrics = prune_metrics(4.0, [(metadata, _pruned(metadata))])
+    assert metrics["prune/variance_inflation"] == 1.0
+    assert [metrics[share] for share in SHARES] == [0.0, 0.0]

@@ -1,0 +1,56 @@
+"""The exact norms of the completions' scores, as the policy head gives them on real ranks, are those of the logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_dppo.config import LayoutConfig, LossConfig
+from megatron_dppo.rl.plan import unpruned
+from tests.policies import write_policy
+from tests.ranks import RankPool
+from tests.steps import build, config_for, held_by, plan_for, step_of_groups
+
+TEMPERATURE = 0.8
+"""Of ``config_for``."""
+
+
+def measured(rank: int, size: int, path: Path, layout: LayoutConfig) -> np.ndarray:
+    config = config_for(path, layout, LossConfig(updates_per_rollout=2), 64, distributed=False)
+    world, learner, _ = build(config)
+    metadata, groups = step_of_groups(size)
+    plan = plan_for(world, unpruned(config), metadata)
+    return learner.measure_surprise(metadata, plan, held_by(rank, metadata, groups)).surprise
+
+
+@torch.no_grad()
+def expected(path: Path) -> np.ndarray:
+    """√Σ_t ‖e_t − p_t‖² from transformers' logits; what no gradient can come from keeps the engine's figure."""
+    model = AutoModelForCausalLM.from_pretrained(path).double()
+    metadata, groups = step_of_groups(1)
+    surprise = metadata.surprise.copy()
+    for q, group in enumerate(groups):
+        for i, completion in enumerate(group.completions if np.ptp(group.rewards) else ()):
+            tokens = torch.from_numpy(np.concatenate([group.prompt.token_ids, completion.token_ids])).long()
+            start = len(group.prompt.token_ids)
+            logits = model(tokens[None]).logits[0, start - 1 : -1] / TEMPERATURE
+            residue = torch.nn.functional.one_hot(tokens[start:], logits.shape[1]) - logits.softmax(dim=-1)
+            surprise[q, i] = residue.norm()
+    return surprise
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [(1, LayoutConfig(dp=1)), (2, LayoutConfig(tp=2, dp=1)), (2, LayoutConfig(dp=2)), (2, LayoutConfig(pp=2, dp=1))],
+    ids=["one", "tp2", "dp2", "pp2"],
+)
+def test_the_heads_scores_are_exact_in_every_layout(
+    size: int, layout: LayoutConfig, ranks: RankPool, tmp_path: Path
+) -> None:
+    path = write_policy(tmp_path)
+    for seen in ranks.run(size, measured, path, layout):
+        np.testing.assert_allclose(seen, expected(path), rtol=1e-4)

@@ -1,0 +1,117 @@
+"""Whole runs under rules that reach into the trainer: more rounds of rollouts, a grown window, the head's scores."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config import (
+    CompletionPruningConfig,
+    Config,
+    LayoutConfig,
+    LossConfig,
+    PromptPruningConfig,
+    PruningConfig,
+    ScheduleConfig,
+)
+from megatron_dppo.rl.types import StepPlan
+from megatron_dppo.rollout.collect import Collected
+from megatron_dppo.train import Trainer, train
+from tests.ranks import RankPool
+from tests.runs import REWARD, begin_run, configure, rows, write_run
+
+ONE, TP2 = LayoutConfig(dp=1), LayoutConfig(tp=2, dp=1)
+HALF_EQUAL = "len(solution_str) % 3 if int(ground_truth) % 2 else 1.0"
+WINDOW = 8
+"""Of ``configure``."""
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_run(tmp_path_factory.mktemp("policy"))
+    (folder / "half.py").write_text(REWARD.format(reward=HALF_EQUAL))
+    return folder
+
+
+def live(rank: int, size: int, config: Config) -> None:
+    train(config)
+
+
+class Mortal(Trainer):
+    """Dies one step after its only checkpoint."""
+
+    def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
+        if self.step == 4:
+            raise KeyboardInterrupt
+        return super().train(plan, rollouts)
+
+
+def die(rank: int, size: int, config: Config) -> None:
+    with ExitStack() as to_close, pytest.raises(KeyboardInterrupt):
+        begin_run(config, Mortal, to_close).run()
+
+
+def settings(
+    policy: Path,
+    run: Path,
+    layout: LayoutConfig,
+    pruning: PruningConfig,
+    *,
+    ahead: int = 0,
+    steps: int = 5,
+    **loss: object,
+) -> Config:
+    config = configure(policy, run, layout, ahead=ahead, steps=steps, reward="half")
+    return replace(config, pruning=pruning, loss=LossConfig(**loss), eval=replace(config.eval, problems=0))
+
+
+REPLACING = {
+    "dynamic_sampling": PruningConfig(prompts=PromptPruningConfig(rule="dynamic_sampling")),
+    "greso": PruningConfig(prompts=PromptPruningConfig(rule="greso"), refill="prompts"),
+}
+
+
+@pytest.mark.parametrize("rule", REPLACING)
+def test_prompts_of_no_use_are_replaced_and_a_run_that_dies_goes_on_bit_by_bit(
+    rule: str, policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Also with a batch in flight, which took several rounds, in the checkpoint."""
+    configs = [settings(policy, tmp_path / name, ONE, REPLACING[rule], ahead=1) for name in ("whole", "died")]
+    ranks.run(1, live, configs[0])
+    ranks.run(1, die, configs[1])
+    ranks.run(1, live, configs[1])
+    whole = rows(tmp_path / "whole")
+    assert rows(tmp_path / "died") == whole
+    assert all(row["prune/discarded_groups"] > 0 for row in whole), "half of the prompts can teach nothing"
+    trained = [row["prune/kept_completion_fraction"] for row in whole]
+    assert all(0.0 < share <= 1.0 for share in trained)
+    assert all(row["rollout/zero_std/ratio"] < 1.0 for row in whole)
+
+
+def test_completions_that_are_pruned_make_room_for_prompts(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
+    pruning = PruningConfig(
+        prompts=PromptPruningConfig(rule="none"), completions=CompletionPruningConfig(keep=0.5), refill="prompts"
+    )
+    ranks.run(2, live, settings(policy, tmp_path, TP2, pruning, steps=2))
+    for row in rows(tmp_path):
+        assert row["rollout/generated_tokens"] >= 2 * WINDOW * 3, "a token at least of each completion"
+        assert row["prune/kept_prompt_fraction"] == 1.0
+        assert row["prune/saved_tokens_completions"] > 0
+
+
+def test_scores_of_the_head_bounded_inflation_and_two_updates_go_together(
+    policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    completions = CompletionPruningConfig(
+        keep=0.1, score="head", schedule=ScheduleConfig(shape="adaptive", max_inflation=1.05)
+    )
+    config = settings(
+        policy, tmp_path, TP2, PruningConfig(completions=completions), steps=2, name="gspo", updates_per_rollout=2
+    )
+    ranks.run(2, live, config)
+    for row in rows(tmp_path):
+        assert row["train/grad_norm"] > 0 and row["train/no_op_updates"] == 0
+        assert row["prune/kept_completion_fraction"] > 0.1
