@@ -1,0 +1,367 @@
+"""How well each pruning rule estimates the gradient, on real ones: three stages of a real training run.
+
+For every rule and budget of expected kept tokens (rates are found by bisection), over many draws: the error
+E‖∇Ĵ − ∇J‖² / ‖∇J‖², the bias ‖E∇Ĵ − ∇J‖ / ‖∇J‖ with the standard error of its estimate, the mean cosine of ∇Ĵ and ∇J,
+the spread of the tokens kept, and the effective batch V/(V + E‖∇Ĵ − ∇J‖²). V is the noise that sampling leaves without
+any pruning: the variance of ∇J over windows of so many independent prompts, estimated from the window's own prompts as
+N/(N − 1) Σ_q ‖y_q − ȳ‖² with y_q a prompt's part of ∇J. An error of a biased rule includes its bias.
+
+    python benchmarks/estimator.py [--prompts 48] [--samples 8] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from real_gradients import norm
+from training_stages import Stage, training_stages
+
+from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, PromptPruningConfig, PruningConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.advantages import advantages
+from megatron_dppo.rl.hosts import HOSTS
+from megatron_dppo.rl.plan import take_groups
+from megatron_dppo.rl.pruning.draw import draw_bernoulli
+from megatron_dppo.rl.pruning.minibatch import prune_minibatch
+from megatron_dppo.rl.refill import mixed
+from megatron_dppo.rl.select import select
+from megatron_dppo.rl.types import Floats, StepMetadata
+
+BUDGETS = (0.5, 0.3, 0.15)
+HELD = ("grpo", "dapo")
+TOLERANCE = 0.03
+"""Relative distance from a budget past which a rule cannot reach it: 0/1 rules move in whole completions."""
+LEAST_ERROR = 1e-3
+"""Errors below count as this in the ratio of neyman's to threshold's: a rule that keeps all that teaches has none."""
+
+Draw = Callable[[np.random.Generator], tuple[Floats, float]]
+"""One draw: scales of all completions [n], and the tokens of the rows kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One estimator at one budget."""
+
+    stage: str
+    host: str
+    level: str
+    rule: str
+    max_weight: float
+    budget: float
+    kept_tokens: float | None
+    """Mean share of the window's row tokens that was kept; None, as what follows, where no rate meets the budget."""
+    error: float | None = None
+    bias: float | None = None
+    bias_standard_error: float | None = None
+    cosine: float | None = None
+    effective_batch: float | None = None
+    token_spread: float | None = None
+    """Standard deviation of the kept tokens over their mean."""
+
+
+class Window:
+    """A stage under a host: what any scales make of its gradients."""
+
+    def __init__(self, stage: Stage, host: str) -> None:
+        self.stage, self.host = stage, HOSTS[host]
+        metadata = self.metadata = stage.metadata
+        self.advantage = advantages(metadata.rewards, normalise=self.host.normalise)
+        self.gram = stage.unit_gram * np.outer(self.advantage, self.advantage)
+        self.cost = (metadata.prompt_lengths[:, None] + metadata.response_lengths).astype(np.float64)
+        everything = prune_minibatch(
+            metadata, self.config(PruningConfig(*_rules("none", "none"))), self.host, keep=1.0, rng=_any()
+        )
+        self.full = (everything.coefficient / everything.normaliser).ravel()
+        self.length = float(norm(self.gram, self.full))
+        if not self.length > 0.0:
+            problem = f"no group has mixed rewards at the {stage.name} stage, so that there is no gradient"
+            raise UserError("--prompts", len(metadata.rewards), problem, "Give more, or raise sft.steps")
+
+    def config(self, pruning: PruningConfig) -> Config:
+        return Config(loss=LossConfig(name=self.host.name), pruning=pruning)
+
+    @property
+    def sampling_noise(self) -> float:
+        """V over ‖∇J‖²."""
+        prompts, samples = self.metadata.rewards.shape
+        parts = np.zeros((prompts, self.full.size))
+        for prompt in range(prompts):
+            mine = slice(prompt * samples, (prompt + 1) * samples)
+            parts[prompt, mine] = self.full[mine]
+        spread = norm(self.gram, parts - parts.mean(axis=0)) ** 2
+        return float(prompts / (prompts - 1) * spread.sum()) / self.length**2
+
+    def judge(self, draw: Draw, draws: int) -> dict[str, float]:
+        rng = np.random.default_rng(0)
+        made = [draw(rng) for _ in range(draws)]
+        scales, tokens = np.array([scale for scale, _ in made]), np.array([kept for _, kept in made])
+        mean = scales.mean(axis=0)
+        error = float(np.mean(norm(self.gram, scales - self.full) ** 2)) / self.length**2
+        spread = float(np.mean(norm(self.gram, scales - mean) ** 2)) / self.length**2
+        inner = scales @ self.gram @ self.full
+        lengths = norm(self.gram, scales) * self.length
+        noise = self.sampling_noise
+        return {
+            "kept_tokens": float(tokens.mean() / self.cost.sum()),
+            "error": error,
+            "bias": float(norm(self.gram, mean - self.full)) / self.length,
+            "bias_standard_error": math.sqrt(spread / draws),
+            "cosine": float(np.divide(inner, lengths, out=np.zeros_like(inner), where=lengths > 0.0).mean()),
+            "effective_batch": noise / (noise + error),
+            "token_spread": float(tokens.std() / max(tokens.mean(), 1e-9)),
+        }
+
+    def completions(self, pruning: PruningConfig, keep: float, metadata: StepMetadata | None = None) -> Draw:
+        """Draws of a rule for completions; ``metadata`` may tell it other surprises."""
+        config, known = self.config(pruning), metadata or self.metadata
+
+        def draw(rng: np.random.Generator) -> tuple[Floats, float]:
+            pruned = prune_minibatch(known, config, self.host, keep=keep, rng=rng)
+            scale = np.where(pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0)
+            return scale.ravel(), float(self.cost[pruned.kept].sum())
+
+        return draw
+
+    def uniform(self, share: float, *, idle: bool) -> Draw:
+        """Independent draws with equal probabilities, of all completions or of those with an advantage."""
+        candidates = np.ones_like(self.cost) if idle else (self.advantage != 0.0).astype(np.float64)
+        inclusion = np.minimum(share * self.cost.sum() / (candidates * self.cost).sum(), 1.0) * candidates
+
+        def draw(rng: np.random.Generator) -> tuple[Floats, float]:
+            kept = draw_bernoulli(inclusion, rng)
+            return self.full * np.divide(kept, inclusion, out=np.zeros_like(inclusion), where=kept).ravel(), float(
+                self.cost[kept].sum()
+            )
+
+        return draw
+
+    def prompts(self, pruning: PruningConfig, keep: float) -> Draw:
+        """Draws of a rule for prompts, then of the completions of what they keep."""
+        config, rule = self.config(pruning), pruning.prompts
+
+        def draw(rng: np.random.Generator) -> tuple[Floats, float]:
+            selection = select(
+                self.metadata.prompt_ids,
+                self.stage.history,
+                rule,
+                group_size=self.cost.shape[1],
+                normalised=self.host.normalise,
+                keep=keep,
+                rng=rng,
+            )
+            part = take_groups(self.metadata, selection.prompt_ids)
+            part = replace(part, prompt_inclusion=selection.inclusion, window=float(selection.window))
+            if rule.rule == "dynamic_sampling":
+                part = take_groups(part, mixed(part))
+            pruned = prune_minibatch(part, config, self.host, keep=pruning.completions.keep, rng=rng)
+            scale, kept = np.zeros_like(self.cost), np.zeros_like(self.cost)
+            scale[part.prompt_ids] = np.where(pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0)
+            kept[part.prompt_ids] = pruned.kept if pruning.completions.rule != "none" else 1.0
+            return scale.ravel(), float((kept * self.cost).sum())
+
+        return draw
+
+
+def _rules(prompts: str, completions: str, **more: object) -> tuple[PromptPruningConfig, CompletionPruningConfig]:
+    return PromptPruningConfig(rule=prompts), CompletionPruningConfig(rule=completions, **more)
+
+
+def _any() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def rows_of(stage: Stage, host: str, draws: int) -> Iterator[Row]:
+    """Every estimator at every budget, at the completions' level, the prompts' and both."""
+    window = Window(stage, host)
+
+    def row(level: str, rule: str, weight: float, budget: float, draw: Draw | None) -> Row:
+        empty = Row(stage.name, host, level, rule, weight, round(budget, 3), None)
+        return empty if draw is None else replace(empty, **window.judge(draw, draws))
+
+    norms = stage.unit_norms
+    told = {
+        "neyman": None,
+        "neyman, head": replace(stage.metadata, surprise=stage.head_surprise),
+        "neyman, advantage": replace(stage.metadata, surprise=np.ones_like(norms)),
+        "neyman, true norms": replace(stage.metadata, surprise=norms),
+    }
+    for budget in BUDGETS:
+        for idle, name in ((True, "uniform"), (False, "uniform without A=0")):
+            yield row("completions", name, math.inf, budget, window.uniform(budget, idle=idle))
+        for weight in (5.0, 20.0):
+            for name, metadata in told.items():
+                pruning = PruningConfig(*_rules("none", "neyman"), max_weight=weight)
+                draw = at_budget(window, budget, lambda k, p=pruning, m=metadata: window.completions(p, k, m))
+                yield row("completions", name, weight, budget, draw)
+            pruning = PruningConfig(*_rules("none", "threshold"), max_weight=weight)
+            draw = at_budget(window, budget, lambda k, p=pruning: window.completions(p, k))
+            yield row("completions", "threshold", weight, budget, draw)
+        for name, more in (("threshold_deterministic", {}), ("top_k", {}), ("top_k, kept", {"normaliser": "kept"})):
+            pruning = PruningConfig(*_rules("none", name.partition(",")[0], **more))
+            draw = at_budget(window, budget, lambda k, p=pruning: window.completions(p, k))
+            yield row("completions", name, 5.0, budget, draw)
+        for name in ("threshold", "neyman"):
+            pruning = PruningConfig(*_rules(name, "none"))
+            yield row(
+                "prompts", name, 5.0, budget, at_budget(window, budget, lambda k, p=pruning: window.prompts(p, k))
+            )
+        for name in ("greso", "dynamic_sampling"):
+            yield row("prompts", name, 5.0, budget, None)
+        yield row("both", "neyman", 5.0, budget, both(window, budget))
+    for name in ("greso", "dynamic_sampling"):  # what share they keep is not theirs to choose
+        draw = window.prompts(PruningConfig(*_rules(name, "none")), 0.5)
+        yield row("prompts", name, 5.0, expected_tokens(window, draw), draw)
+
+
+def both(window: Window, budget: float) -> Draw | None:
+    """The default: 0.7 of the prompts, and of their completions what is left of the budget."""
+    prompts, completions = _rules("neyman", "neyman")
+
+    def at(keep: float) -> Draw:
+        return window.prompts(PruningConfig(prompts, replace(completions, keep=keep)), prompts.keep)
+
+    return at_budget(window, budget, at)
+
+
+def expected_tokens(window: Window, draw: Draw, draws: int = 60) -> float:
+    """Mean share of the row tokens that a draw keeps, over the same random numbers every time."""
+    rng = np.random.default_rng(1)
+    return float(np.mean([draw(rng)[1] for _ in range(draws)]) / window.cost.sum())
+
+
+def at_budget(window: Window, budget: float, at: Callable[[float], Draw]) -> Draw | None:
+    """The rule at the rate at which it keeps ``budget`` of the tokens, by bisection; None if no rate does.
+
+    Where all that has an advantage fits into the budget, a rule that keeps all of that, and drops the rest, is within.
+    """
+    if expected_tokens(window, at(1.0)) <= budget:
+        return at(1.0)
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        keep = (low + high) / 2
+        if expected_tokens(window, at(keep)) < budget:
+            low = keep
+        else:
+            high = keep
+    share = expected_tokens(window, at(high))
+    return at(high) if abs(share - budget) <= TOLERANCE * budget else None
+
+
+def correlations(stage: Stage) -> dict[str, float]:
+    """Pearson's, of the true norms ‖Σ_t ∇log p_t‖ with each proxy of them, over completions with an advantage."""
+    live = np.ptp(stage.metadata.rewards, axis=1) > 0.0
+    lengths = stage.metadata.response_lengths[live].astype(np.float64)
+    proxies = {
+        "engine": stage.metadata.surprise[live],
+        "head": stage.head_surprise[live],
+        "√length": np.sqrt(lengths),
+    }
+    norms = stage.unit_norms[live].ravel()
+    return {name: float(np.corrcoef(norms, proxy.ravel())[0, 1]) for name, proxy in proxies.items()}
+
+
+def weighed_correlations(stage: Stage) -> dict[str, float]:
+    """The same of what enters the sums of ``seq_mean``: |A|/L times each of them, and times 1 for ``advantage``."""
+    live = np.ptp(stage.metadata.rewards, axis=1) > 0.0
+    share = np.abs(advantages(stage.metadata.rewards, normalise=True)) / stage.metadata.response_lengths
+    proxies = {"engine": stage.metadata.surprise, "head": stage.head_surprise, "advantage": np.ones_like(share)}
+    norms = (share * stage.unit_norms)[live].ravel()
+    return {name: float(np.corrcoef(norms, (share * proxy)[live].ravel())[0, 1]) for name, proxy in proxies.items()}
+
+
+def neyman_over_threshold(rows: Sequence[Row], max_weight: float) -> dict[str, object]:
+    """Geometric mean of the errors' ratio over hosts, stages and budgets at which both are feasible, and each."""
+    errors = {
+        (row.rule, row.stage, row.host, row.budget): max(row.error, LEAST_ERROR)
+        for row in rows
+        if row.level == "completions" and row.max_weight == max_weight and row.error is not None
+    }
+    ratios = {
+        f"{stage} {host} {budget:g}": error / other
+        for (rule, stage, host, budget), error in errors.items()
+        if rule == "neyman"
+        and (other := errors.get(("threshold", stage, host, budget)))
+        and other > LEAST_ERROR  # else the budget holds all that teaches, and nothing is compared
+    }
+    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios)) if ratios else None
+    return {"max_weight": max_weight, "ratio": mean, "cells": ratios}
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    for stage, host in dict.fromkeys((row.stage, row.host) for row in rows):
+        print(f"\n{stage}, {host}", file=sys.stderr)
+        print(
+            f"{'level':<12}{'rule':<26}{'w max':>6}{'budget':>8}{'kept':>7}{'error':>9}{'bias':>8}{'± ':>7}"
+            f"{'cosine':>8}{'batch':>7}{'spread':>8}",
+            file=sys.stderr,
+        )
+        for row in (row for row in rows if (row.stage, row.host) == (stage, host)):
+            start = f"{row.level:<12}{row.rule:<26}{row.max_weight:>6g}{row.budget:>8g}"
+            if row.error is None:
+                print(f"{start}  infeasible", file=sys.stderr)
+                continue
+            print(
+                f"{start}{row.kept_tokens:>7.3f}{row.error:>9.4f}{row.bias:>8.3f}{row.bias_standard_error:>7.3f}"
+                f"{row.cosine:>8.3f}{row.effective_batch:>7.2f}{row.token_spread:>8.3f}",
+                file=sys.stderr,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=48, help="of the window")
+    parser.add_argument("--samples", type=int, default=8, help="completions per prompt")
+    parser.add_argument(
+        "--steps", type=int, default=150, help="most steps of training until the late stage is measured"
+    )
+    parser.add_argument("--draws", type=int, default=400, help="of each estimator")
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
+    parser.add_argument("settings", nargs="*", help="more settings of the training")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    stages = []
+    with tempfile.TemporaryDirectory() as folder:
+        for stage in training_stages(options.prompts, options.samples, options.steps, Path(folder), options.settings):
+            measured = [row for host in HELD for row in rows_of(stage, host, options.draws)]
+            rows += measured
+            stages.append(
+                {
+                    "stage": stage.name,
+                    "step": stage.step,
+                    "accuracy": float((stage.metadata.rewards == 1.0).mean()),
+                    "mixed_groups": float((np.ptp(stage.metadata.rewards, axis=1) > 0.0).mean()),
+                    "sampling_noise": {host: Window(stage, host).sampling_noise for host in HELD},
+                    "correlation_with_true_norms": correlations(stage),
+                    "correlation_of_terms": weighed_correlations(stage),
+                }
+            )
+            if not options.json:
+                print_table(measured)
+                print(stages[-1], file=sys.stderr)
+    default, light = (neyman_over_threshold(rows, weight) for weight in (5.0, 20.0))
+    print(
+        json.dumps(
+            {
+                "neyman_over_threshold": default["ratio"],
+                "by_max_weight": [default, light],
+                "stages": stages,
+                "rows": [
+                    asdict(row) | {"max_weight": None if math.isinf(row.max_weight) else row.max_weight} for row in rows
+                ],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Gradients of single completions under a real actor, from which the error of every pruning rule follows by algebra.
+
+The surrogates of a step's completions add up. With g_i the gradient of Σ_t ℓ_t of completion i, every estimate of the
+step's gradient is Σ_i scale_i g_i, whatever was pruned and however it was weighted. Bias, error and cosine of thousands
+of draws then need the inner products K = G Gᵀ, and no further pass through the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megatron_dppo.models.actor import Actor, Loss, Microbatch
+from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.types import Floats, Group, Pack
+
+BLOCK = 1 << 16
+"""Parameters whose products are formed at a time, in fp64."""
+
+
+def single_packs(groups: Sequence[Group], advantage: Floats, pad_id: int) -> list[Pack]:
+    """Every completion as a pack of its own, by (group, sample), with scale 1.
+
+    Args:
+        groups: Q, of G completions each.
+        advantage: [Q, G].
+        pad_id: of the tokenizer; a pack of one row has no padding.
+    """
+    packs = []
+    for group, values in zip(groups, advantage.tolist(), strict=True):
+        for completion, value in zip(group.completions, values, strict=True):
+            row = PackedRow(
+                prompt_ids=group.prompt.token_ids,
+                response_ids=completion.token_ids,
+                engine_logprobs=completion.logprobs,
+                advantage=value,
+                scale=1.0,
+                version=completion.oldest_version,
+            )
+            tokens = len(row.prompt_ids) + len(row.response_ids)
+            packs.append(build_pack([row], capacity=tokens, pad_id=pad_id, align=1))
+    return packs
+
+
+def gradient(actor: Actor, microbatches: Sequence[Microbatch], loss: Loss) -> torch.Tensor:
+    """[parameters], fp32: what DDP's buffer holds after a backward pass over the microbatches. One rank."""
+    actor.accumulate(microbatches, loss)
+    return torch.cat([parameter.main_grad.flatten() for parameter in actor.bare.parameters()])
+
+
+def gradients(actor: Actor, microbatches: Sequence[Microbatch], loss: Loss) -> torch.Tensor:
+    """[n, parameters], fp32: the gradient of each microbatch by itself."""
+    first = gradient(actor, microbatches[:1], loss)
+    rows = torch.empty(len(microbatches), len(first))
+    rows[0] = first
+    for row, microbatch in zip(rows[1:], microbatches[1:], strict=True):
+        row.copy_(gradient(actor, [microbatch], loss))
+    return rows
+
+
+def gram(rows: torch.Tensor) -> Floats:
+    """[n, n], K = G Gᵀ of gradients [n, parameters], in fp64."""
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    for block in rows.split(BLOCK, dim=1):
+        total += block.double() @ block.double().T
+    return total.numpy()
+
+
+def norm(gram: Floats, scales: Floats) -> Floats:
+    """[...], ‖Σ_i scale_i g_i‖ for scales [..., n]."""
+    squares = np.einsum("...i,...i->...", scales @ gram, scales)
+    lengths: Floats = np.sqrt(np.maximum(squares, 0.0))  # rounding of a difference may fall below zero
+    return lengths

@@ -1,0 +1,140 @@
+"""A real training run of half a million parameters, and the gradient of every completion at three stages of it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from real_gradients import gradients, gram, single_packs
+
+from megatron_dppo.config import Config
+from megatron_dppo.learner import PolicyLoss
+from megatron_dppo.models.actor import Microbatch
+from megatron_dppo.models.init import write_model
+from megatron_dppo.parallel.world import initialize, shut_down
+from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rl.advantages import advantages
+from megatron_dppo.rl.hosts import HOSTS
+from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.refill import mixed
+from megatron_dppo.rl.types import Floats, Selection, StepMetadata
+from megatron_dppo.rollout.collect import Collected
+from megatron_dppo.settings import load_config
+from megatron_dppo.sft import sft
+from megatron_dppo.train import Trainer
+
+STAGES = {"early": 0.3, "middle": 0.7, "late": 0.87}
+"""Sampled accuracy (the mean over three steps) from which on a stage is measured."""
+VISITS = 2
+"""Earlier visits to each prompt of the window, by the weights that are measured: what prompt rules go by."""
+SETTINGS = (
+    "layout.tp=1",
+    "run.checkpoint_every=0",
+    "run.export=false",
+    "data.arithmetic.max_terms=4",
+    "rollout.max_response_tokens=48",
+    "optimizer.lr=4e-4",
+    "eval.every=0",
+    "eval.problems=0",
+    "sft.steps=300",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A window of N prompts with G completions each, rolled out whole, n = N·G, by the weights that are trained."""
+
+    name: str
+    step: int
+    metadata: StepMetadata
+    head_surprise: Floats
+    """[N, G], √Σ_t ‖e_t − p_t‖² by the policy head."""
+    unit_gram: Floats
+    """[n, n], inner products of the gradients of Σ_t log p_t; 0 for completions of groups of equal rewards, whose
+    advantage is 0. On-policy every host's g_i is A_i times that gradient."""
+    history: PromptHistory
+
+    @property
+    def unit_norms(self) -> Floats:
+        """[N, G]"""
+        norms: Floats = np.sqrt(np.diag(self.unit_gram)).reshape(self.metadata.rewards.shape)
+        return norms
+
+
+def training_stages(prompts: int, samples: int, most_steps: int, folder: Path, settings: list[str]) -> Iterator[Stage]:
+    """Warm a policy up, train it, and measure it on the way. One rank, one thread."""
+    sizes = [
+        f"run.dir={folder / 'run'}",
+        f"run.steps={most_steps}",
+        f"rollout.prompts_per_step={prompts}",
+        f"rollout.samples_per_prompt={samples}",
+        f"sft.out={folder / 'warm'}",
+    ]
+    config = load_config("configs/quickstart.yaml", [*SETTINGS, *sizes, *settings])
+    write_model(folder / "initial", hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=448, std=0.05)
+    with alone():
+        larger = replace(config.data, arithmetic=replace(config.data.arithmetic, problems=7000))
+        sft(replace(config, model=replace(config.model, path=str(folder / "initial")), data=larger))
+    with alone(), ExitStack() as to_close:
+        yield from _train(replace(config, model=replace(config.model, path=str(folder / "warm"))), to_close)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            shut_down()
+
+
+def _train(config: Config, to_close: ExitStack) -> Iterator[Stage]:
+    world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
+    workers = RewardWorkers(config.reward.function, workers=1, timeout_s=config.reward.timeout_s)
+    trainer = Trainer(config, world, to_close.enter_context(closing(workers)), to_close)
+    trainer.sync(0)
+    left, accuracy = dict(STAGES), [0.0, 0.0, 0.0]
+    while left:
+        name, mark = next(iter(left.items()))
+        if np.mean(accuracy[-3:]) >= mark or trainer.step == config.run.steps:
+            yield _measure(trainer, name)
+            del left[name]
+            continue
+        rollouts = trainer.roll_out(trainer.select(trainer.step))
+        trainer.train(trainer.plan(rollouts), rollouts)
+        trainer.step += 1
+        accuracy.append(rollouts.metrics["rollout/accuracy"])
+
+
+def _measure(trainer: Trainer, name: str) -> Stage:
+    history = PromptHistory(trainer.config.pruning.prompts.decay)
+    for visit in range(VISITS):
+        earlier = _roll_out(trainer, visit + 1).metadata
+        history.update(earlier.prompt_ids, earlier.rewards, advantages(earlier.rewards, normalise=True))
+    rollouts = _roll_out(trainer, 0)
+    metadata, actor = rollouts.metadata, trainer.policy.actor
+    groups = [rollouts.held[row] for row in range(len(metadata.prompt_ids))]
+    packs = single_packs(groups, np.ones_like(metadata.rewards), trainer.policy.pad_id)
+    loss = PolicyLoss(HOSTS["grpo"], kl_coef=0.0, tis_cap=None, version=trainer.version)
+    loss.take_scored()
+    samples = metadata.rewards.shape[1]
+    live = (mixed(metadata)[:, None] * samples + np.arange(samples)).ravel()
+    products = np.zeros((metadata.rewards.size, metadata.rewards.size))
+    if len(live):
+        products[np.ix_(live, live)] = gram(gradients(actor, [Microbatch(packs[i]) for i in live], loss))
+    surprise = np.array(actor.score_norms(packs), np.float64).reshape(metadata.rewards.shape)
+    return Stage(name, trainer.step, metadata, surprise, products, history)
+
+
+def _roll_out(trainer: Trainer, visit: int) -> Collected:
+    """The first prompts of the pool, with seeds that no training step has."""
+    count = trainer.config.rollout.prompts_per_step
+    window = Selection(np.arange(count), np.ones(count), window=count)
+    return trainer.roll_out(trainer.collector.begin(trainer.pool, window, trainer.config.run.steps + 1 + visit))
