@@ -1,28 +1,64 @@
-"""What pruning buys on the quickstart's task: seconds per step and seconds to a held-out accuracy, off over on.
+"""What each pruning rule buys on the quickstart's task: seconds and tokens to a held-out accuracy, unpruned over it.
 
-Both arms start from one warmed-up policy and differ in ``pruning.*`` alone; they run in turn, seed by seed, so that a
-noisy machine treats them alike. Seconds are those of the steps: evaluations, checkpoints and start-up are left out.
+All arms start from one warmed-up policy and differ in ``pruning.*`` alone; seed by seed they run in turn, so that a
+noisy machine treats them alike. Seconds are those of the steps: evaluations, checkpoints, start-up are left out. Where
+an accuracy lies between two evaluations, the time to it is interpolated. Intervals are of the geometric mean of the
+paired ratios over seeds (Student's t).
 
-    python benchmarks/pruning_speedup.py --policy runs/quickstart/warm [--seeds 3] [--json]
+    python benchmarks/pruning_speedup.py --policy runs/quickstart/warm [--seeds 3] [--arms neyman top_k] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.observe.metrics import read_metrics
+from megatron_dppo.observe.timers import breakdown
 
-OFF = ("pruning.prompts.rule=none", "pruning.completions.rule=none")
-ARMS: dict[str, tuple[str, ...]] = {"unpruned": OFF, "pruned": ()}
+
+def arm(prompts: str, completions: str, *more: str) -> tuple[str, ...]:
+    return (f"pruning.prompts.rule={prompts}", f"pruning.completions.rule={completions}", *more)
+
+
+BASELINE = "unpruned"
+ARMS: dict[str, tuple[str, ...]] = {
+    BASELINE: arm("none", "none"),
+    "neyman": (),
+    "neyman, half the prompts, 0.3 of the tokens": ("pruning.prompts.keep=0.5", "pruning.completions.keep=0.3"),
+    "neyman, completions refilled": arm("none", "neyman", "pruning.refill=prompts"),
+    "threshold (the paper)": arm("threshold", "threshold"),
+    "threshold_deterministic": arm("none", "threshold_deterministic"),
+    "top_k": arm("none", "top_k"),
+    "top_k, kept normaliser (CPPO)": arm("none", "top_k", "pruning.completions.normaliser=kept"),
+    "greso": arm("greso", "none"),
+    "dynamic_sampling": arm("dynamic_sampling", "none"),
+}
+T_975 = {
+    1: 12.706,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+    10: 2.228,
+    11: 2.201,
+}
+"""Student's t at 97.5%, by degrees of freedom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +68,23 @@ class Run:
     arm: str
     seed: int
     seconds_per_step: float
-    rollout_share: float
-    """Share of the steps' seconds that went into rollouts."""
+    phases: dict[str, float]
+    """Seconds of a step by phase, means."""
     seconds_to_accuracy: float | None
     """None where the accuracy was not reached."""
+    steps_to_accuracy: float | None
+    generated_tokens_to_accuracy: float | None
+    backward_tokens_to_accuracy: float | None
     final_accuracy: float
-    generated_tokens: float
-    backward_tokens: float
+    response_length: float
+    """Mean tokens of a response over the last quarter of the run."""
+
+    @property
+    def rollout_share(self) -> float:
+        return self.phases["rollout"] / sum(self.phases.values())
 
 
-def train(arm: str, seed: int, options: argparse.Namespace, folder: Path) -> Run:
+def train(name: str, seed: int, options: argparse.Namespace, folder: Path) -> Run:
     settings = [
         f"run.dir={folder}",
         f"run.seed={seed}",
@@ -50,74 +93,149 @@ def train(arm: str, seed: int, options: argparse.Namespace, folder: Path) -> Run
         "run.checkpoint_every=0",
         f"model.path={options.policy}",
         f"eval.every={options.eval_every}",
-        *ARMS[arm],
+        *ARMS[name],
         *options.settings,
     ]
     command = [sys.executable, "-m", "megatron_dppo", "train", str(options.config), *settings]
     subprocess.run(command, check=True, stdout=sys.stderr)
-    return measure(arm, seed, read_metrics(folder), options.accuracy)
+    run = measure(name, seed, read_metrics(folder), options.accuracy)
+    shutil.rmtree(folder)
+    if not options.json:
+        print(run, flush=True)
+    return run
 
 
-def measure(arm: str, seed: int, rows: Sequence[dict[str, float]], accuracy: float) -> Run:
+def measure(name: str, seed: int, rows: Sequence[dict[str, float]], accuracy: float) -> Run:
     steps = [row for row in rows if row["step"] > 0]
-    seconds, reached = 0.0, None
-    for row in steps:
-        seconds += row["perf/step_time"]
-        if reached is None and row.get("eval/accuracy", 0.0) >= accuracy:
-            reached = seconds
+    share = crossing(rows, accuracy)
+
+    def to_accuracy(key: str | None) -> float | None:
+        """What was spent, of a metric or in steps (None), until the accuracy was reached."""
+        if share is None:
+            return None
+        spent = [row.get(key, 0.0) if key else 1.0 for row in steps]
+        whole = math.floor(share)
+        return sum(spent[:whole]) + (share - whole) * (spent[whole] if whole < len(spent) else 0.0)
+
+    parts = [breakdown(row) for row in steps]
     return Run(
-        arm=arm,
+        arm=name,
         seed=seed,
         seconds_per_step=statistics.median(row["perf/step_time"] for row in steps),
-        rollout_share=sum(row["perf/rollout_time"] for row in steps) / seconds,
-        seconds_to_accuracy=reached,
+        phases={phase: statistics.fmean(part.get(phase, 0.0) for part in parts) for phase in parts[0]},
+        seconds_to_accuracy=to_accuracy("perf/step_time"),
+        steps_to_accuracy=to_accuracy(None),
+        generated_tokens_to_accuracy=to_accuracy("rollout/generated_tokens"),
+        backward_tokens_to_accuracy=to_accuracy("train/tokens"),
         final_accuracy=steps[-1]["eval/accuracy"],
-        generated_tokens=sum(row["rollout/generated_tokens"] for row in steps),
-        backward_tokens=sum(row.get("train/tokens", 0.0) for row in steps),
+        response_length=statistics.fmean(row["rollout/response_len/mean"] for row in steps[-len(steps) // 4 :]),
     )
 
 
-def compare(runs: Sequence[Run], accuracy: float) -> dict[str, object]:
-    """Ratios of the arms' medians over seeds; time to accuracy only where every run got there."""
+def crossing(rows: Sequence[dict[str, float]], accuracy: float) -> float | None:
+    """The step, with its fraction, at which the line through the evaluations first reaches the accuracy."""
+    points = [(row["step"], row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
+    for (start, below), (end, value) in zip([(0, 0.0), *points], points, strict=False):
+        if value >= accuracy:
+            return start if value == below else start + (end - start) * (accuracy - below) / (value - below)
+    return None
 
-    def ratio(figure: str) -> float | None:
-        values = {arm: [getattr(run, figure) for run in runs if run.arm == arm] for arm in ARMS}
-        if any(value is None for both in values.values() for value in both):
-            return None
-        return statistics.median(values["unpruned"]) / statistics.median(values["pruned"])
 
+def ratio(runs: Sequence[Run], name: str, figure: str) -> dict[str, Any] | None:
+    """Unpruned over pruned, by seed: geometric mean, 95% interval, and how many seeds have the figure in both arms."""
+    values = {(run.arm, run.seed): getattr(run, figure) for run in runs}
+    seeds = sorted({run.seed for run in runs})
+    logs = [
+        math.log(values[BASELINE, seed] / values[name, seed])
+        for seed in seeds
+        if values.get((BASELINE, seed)) and values.get((name, seed))
+    ]
+    if not logs:
+        return None
+    mean = statistics.fmean(logs)
+    free = len(logs) - 1
+    reach = T_975.get(free, 2.0) * statistics.stdev(logs) / math.sqrt(len(logs)) if free else math.inf
+    interval = [math.exp(mean - reach), math.exp(mean + reach)] if free else None
+    return {"ratio": math.exp(mean), "interval": interval, "seeds": len(logs), "of": len(seeds)}
+
+
+def compare(runs: Sequence[Run], accuracy: float) -> dict[str, Any]:
+    arms = list(dict.fromkeys(run.arm for run in runs))
+    table: dict[str, dict[str, Any]] = {}
+    for name in arms:
+        own = [run for run in runs if run.arm == name]
+        table[name] = {
+            "step_time_ratio": ratio(runs, name, "seconds_per_step"),
+            "time_to_accuracy_ratio": ratio(runs, name, "seconds_to_accuracy"),
+            "steps_to_accuracy_ratio": ratio(runs, name, "steps_to_accuracy"),
+            "generated_tokens_ratio": ratio(runs, name, "generated_tokens_to_accuracy"),
+            "backward_tokens_ratio": ratio(runs, name, "backward_tokens_to_accuracy"),
+            "final_accuracy": statistics.fmean(run.final_accuracy for run in own),
+            "response_length": statistics.fmean(run.response_length for run in own),
+            "rollout_share": statistics.fmean(run.rollout_share for run in own),
+            "phases": {phase: statistics.fmean(run.phases.get(phase, 0.0) for run in own) for phase in own[0].phases},
+        }
+    reached = {name: row["time_to_accuracy_ratio"] for name, row in table.items() if name != BASELINE}
+    full = {name: found["ratio"] for name, found in reached.items() if found and found["seeds"] == found["of"]}
+    best = max(full, key=lambda name: full[name], default=None)
     return {
         "accuracy": accuracy,
-        "step_time_ratio": ratio("seconds_per_step"),
-        "time_to_accuracy_ratio": ratio("seconds_to_accuracy"),
-        "generated_tokens_ratio": ratio("generated_tokens"),
-        "backward_tokens_ratio": ratio("backward_tokens"),
+        "rollout_share": table[BASELINE]["rollout_share"],
+        "time_to_accuracy_ratio": full.get("neyman"),
+        "best": best,
+        "best_time_to_accuracy_ratio": best and reached[best],
+        "arms": table,
         "runs": [asdict(run) for run in runs],
     }
+
+
+def print_table(report: dict[str, Any]) -> None:
+    def cell(found: dict[str, Any] | None) -> str:
+        if found is None:
+            return f"{'-':>20}"
+        low, high = found["interval"] or (math.nan, math.nan)
+        note = "" if found["seeds"] == found["of"] else f" {found['seeds']}/{found['of']}"
+        value = found["ratio"]
+        return f"{f'{value:.2f} [{low:.2f}, {high:.2f}]{note}':>20}"
+
+    columns = ("step_time_ratio", "time_to_accuracy_ratio", "generated_tokens_ratio", "backward_tokens_ratio")
+    titles = "".join(f"{title:>20}" for title in ("step time", "time to accuracy", "generated", "backward"))
+    print(f"{'unpruned over':<44}{titles}  final  length")
+    for name, row in report["arms"].items():
+        cells = "".join(cell(row[column]) for column in columns)
+        print(f"{name:<44}{cells}  {row['final_accuracy']:.3f}  {row['response_length']:.1f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
-    parser.add_argument("--policy", type=Path, default=Path("runs/quickstart/warm"), help="both arms start from it")
+    parser.add_argument("--policy", type=Path, default=Path("runs/quickstart/warm"), help="all arms start from it")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--eval-every", type=int, default=4)
     parser.add_argument("--accuracy", type=float, default=0.6, help="held-out accuracy to be reached")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, where cores suffice for their ranks")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
-    parser.add_argument("settings", nargs="*", help="more settings, for both arms")
+    parser.add_argument("--set", dest="settings", nargs="*", default=[], help="more settings, for all arms")
     options = parser.parse_args()
-    runs = []
+    names = [BASELINE, *(name for name in options.arms if name != BASELINE)]
     folder = Path(tempfile.mkdtemp(prefix="pruning-speedup-"))
     try:
-        for seed in range(1, options.seeds + 1):
-            for arm in ARMS:
-                runs.append(train(arm, seed, options, folder / f"{arm}-{seed}"))
-                if not options.json:
-                    print(runs[-1])
+        with ThreadPoolExecutor(options.jobs) as pool:
+            wanted = [
+                (name, options.first_seed + k, options, folder / f"{names.index(name)}-{k}")
+                for k in range(options.seeds)
+                for name in names
+            ]
+            runs = list(pool.map(lambda each: train(*each), wanted))
     finally:
         shutil.rmtree(folder)
-    print(json.dumps(compare(runs, options.accuracy)))
+    report = compare(runs, options.accuracy)
+    if not options.json:
+        print_table(report)
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ class Journal:
             if self._census:
                 self._pruning.write(step, self._census.as_row())
             if warning := self._gate.look(step, self._row):
-                self._console.note(warning)
+                self._console.note(warning, again=True)
         self._row, self._census = {}, None
 
     def finish(self) -> None:

@@ -1,0 +1,74 @@
+"""One training of ours on one rank, its steps taken in turn with others'; benchmarks/against_trl.py runs it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from step_watch import StepWatch
+
+from megatron_dppo.launch.rank import quieten
+from megatron_dppo.observe.metrics import read_metrics
+from megatron_dppo.parallel.world import initialize, shut_down
+from megatron_dppo.preflight import preflight
+from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rl.types import Selection
+from megatron_dppo.settings import load_config
+from megatron_dppo.train import Trainer
+
+
+class InTurn(Trainer):
+    """The trainer, with a watch on its steps. Its last checkpoint comes after the last step."""
+
+    def __init__(self, watch: StepWatch, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._watch = watch
+
+    def select(self, step: int) -> Selection:
+        self._watch.turn()
+        return super().select(step)
+
+    def save(self) -> None:
+        self._watch.finish(**figures(Path(self.config.run.dir)))
+
+
+def figures(run: Path) -> dict[str, object]:
+    """What the run's log says of its steps."""
+    rows = [row for row in read_metrics(run) if row["step"] > 0]
+    phases = sorted({name for row in rows for name in row if name.startswith("perf/") and name.endswith("_time")})
+    phases.remove("perf/step_time")  # it holds the wait for the step's turn
+    return {
+        "padding": 1.0 - sum(row["pack/fill"] for row in rows) / len(rows),
+        "trained_tokens": sum(row.get("train/tokens", 0.0) for row in rows) / len(rows),
+        "reward": [row["rollout/raw_reward"] for row in rows],
+        "response_length": [row["rollout/response_len/mean"] for row in rows],
+        "phases": {name: sorted(row.get(name, 0.0) for row in rows)[len(rows) // 2] for name in phases},
+    }
+
+
+def main(arguments: list[str]) -> None:
+    watch = StepWatch()
+    torch.set_num_threads(1)
+    quieten()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    config = load_config(None, arguments)
+    preflight(config, "train")
+    world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
+    reward = config.reward
+    with ExitStack() as to_close:
+        workers = RewardWorkers(reward.function, workers=reward.workers, timeout_s=reward.timeout_s)
+        InTurn(watch, config, world, to_close.enter_context(closing(workers)), to_close).run()
+    shut_down()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,235 @@
+"""Fill, balance and planning time of the packer against first-fit decreasing and Karmarkar-Karp, on the same lengths.
+
+    python benchmarks/packing.py [--json]
+
+Lengths are those of a DAPO-like step: log-normal responses, clipped so that a sequence has 64 to 8,192 tokens, 128 of
+them to each data-parallel rank, in groups of eight; packed as they are, and as the default rule prunes them by half
+(down to some 80 a rank). Everyone packs the same sequences for as many ranks:
+
+    ours         as a training step packs: capacity and number of packs are chosen for the step
+    ffd          first-fit decreasing, at pack.max_tokens
+    ffd_tight    the same at the capacity that ours chose
+    kk           Karmarkar-Karp's largest differencing method, as verl and slime balance: as many partitions as ours
+                 has packs, equal in tokens, without a capacity that they would have to keep to
+
+Their packs are dealt to ranks as ours are: the costliest first, to the rank with the least work by FLOPs, equally many
+packs to each. The slots of a pack are the tokens of the fullest one, but for ffd_tight, whose capacity is given.
+``imbalance`` is the FLOPs of the busiest rank over the mean of all (costs of Qwen3-4B). ``*_worst`` is over all cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
+from statistics import median
+
+import numpy as np
+
+from megatron_dppo.config import Config
+from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.packing import QWEN3_4B, pack_sequences
+from megatron_dppo.rl.pruning.minibatch import prune_minibatch
+from megatron_dppo.rl.types import Floats, Ints, StepMetadata
+
+SHORTEST, LONGEST, MAX_TOKENS = 64, 8192, 16384
+GROUP, GROUPS_PER_RANK = 8, 16
+MANY, MANY_RANKS = 100_000, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """How well one packer did on one list of lengths."""
+
+    fill: float
+    """Share of the slots that hold real tokens."""
+    imbalance: float
+    """FLOPs of the busiest rank over the mean."""
+    seconds: float
+    """Of processor time, for planning and dealing out."""
+    overflow: float
+    """Tokens of the fullest pack over ``pack.max_tokens``: above 1 it breaks the limit on memory."""
+
+
+def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
+    """Tokens of a step's sequences, before and after pruning by the default rule."""
+    rng = np.random.default_rng(seed)
+    groups = ranks * GROUPS_PER_RANK
+    prompts = rng.integers(32, 257, groups)
+    lengths = np.clip(rng.lognormal(6.6, 1.0, (groups, GROUP)), SHORTEST, LONGEST).astype(np.int64)
+    responses = np.maximum(lengths - prompts[:, None], 1)
+    step = StepMetadata(
+        prompt_ids=np.arange(groups),
+        prompt_inclusion=np.ones(groups),
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        rewards=(rng.random((groups, GROUP)) < rng.random((groups, 1))).astype(float),
+        surprise=np.sqrt(responses * rng.uniform(0.1, 0.5, responses.shape)),
+        versions=np.zeros(responses.shape, np.int64),
+        owners=np.zeros(groups, np.int64),
+        window=float(groups),
+    )
+    config = Config()
+    kept = prune_minibatch(step, config, host_for(config.loss), keep=config.pruning.completions.keep, rng=rng).kept
+    sequences = prompts[:, None] + responses
+    return {"whole": sequences.ravel(), "pruned": sequences[kept]}
+
+
+def ours(lengths: Ints, ranks: int, max_tokens: int = MAX_TOKENS) -> tuple[Packed, int, int]:
+    """With the number of packs and the capacity that it chose."""
+    start = time.process_time()
+    packing = pack_sequences(lengths, ranks=ranks, max_tokens=max_tokens)
+    seconds = time.process_time() - start
+    packs = [list(pack) for rank in packing.packs for pack in rank]
+    fullest = max(int(lengths[pack].sum()) for pack in packs)
+    return Packed(packing.fill, packing.imbalance, seconds, fullest / max_tokens), len(packs), packing.capacity
+
+
+def measured(packs: list[list[int]], lengths: Ints, ranks: int, start: float, capacity: int | None = None) -> Packed:
+    """Deal out, and measure. ``capacity`` None: the tokens of the fullest pack."""
+    packs = packs + [[] for _ in range(-len(packs) % ranks)]
+    work = QWEN3_4B(lengths)
+    load = dealt([float(work[pack].sum()) for pack in packs], ranks)
+    seconds = time.process_time() - start
+    fullest = max(int(lengths[pack].sum()) for pack in packs)
+    fill = float(lengths.sum() / ((capacity or fullest) * len(packs)))
+    return Packed(fill, float(load.max() / load.mean()), seconds, fullest / MAX_TOKENS)
+
+
+def dealt(work: Sequence[float], ranks: int) -> Floats:
+    """Work of each rank: the longest processing time first, to the least loaded rank, equally many packs to each."""
+    room = len(work) // ranks
+    load, count = np.zeros(ranks), [0] * ranks
+    queue = [(0.0, rank) for rank in range(ranks)]
+    heapify(queue)
+    for cost in sorted(work, reverse=True):
+        _, rank = heappop(queue)
+        load[rank] += cost
+        count[rank] += 1
+        if count[rank] < room:
+            heappush(queue, (float(load[rank]), rank))
+    return load
+
+
+def first_fit_decreasing(lengths: Ints, capacity: int) -> list[list[int]]:
+    """Longest first, each into the first pack that has room."""
+    packs: list[list[int]] = []
+    room = np.full(len(lengths), capacity)
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        pack = int(np.argmax(room[: len(packs) + 1] >= lengths[row]))
+        if pack == len(packs):
+            packs.append([])
+        packs[pack].append(row)
+        room[pack] -= lengths[row]
+    return packs
+
+
+def karmarkar_karp(lengths: Ints, partitions: int) -> list[list[int]]:
+    """Largest differencing method: of the two partial solutions of the greatest spread, the lightest parts of one join
+    the heaviest of the other, until one solution is left."""
+    solutions = []
+    for row, length in enumerate(lengths.tolist()):
+        parts = [(length, [row])] + [(0, [])] * (partitions - 1)  # heaviest first
+        solutions.append((-length, row, parts))
+    heapify(solutions)
+    while len(solutions) > 1:
+        _, _, one = heappop(solutions)
+        _, tie, other = solutions[0]
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        heapreplace(solutions, (merged[-1][0] - merged[0][0], tie, merged))
+    return [rows for _, rows in solutions[0][2]]
+
+
+def compared(lengths: Ints, ranks: int) -> dict[str, Packed]:
+    mine, packs, capacity = ours(lengths, ranks)
+    results = {"ours": mine}
+    start = time.process_time()
+    results["ffd"] = measured(first_fit_decreasing(lengths, MAX_TOKENS), lengths, ranks, start)
+    start = time.process_time()
+    results["ffd_tight"] = measured(first_fit_decreasing(lengths, capacity), lengths, ranks, start, capacity)
+    start = time.process_time()
+    results["kk"] = measured(karmarkar_karp(lengths, packs), lengths, ranks, start)
+    return results
+
+
+def summary(cases: Sequence[Packed]) -> dict[str, float]:
+    """Median and worst of some cases."""
+    return {
+        "fill": median(case.fill for case in cases),
+        "fill_worst": min(case.fill for case in cases),
+        "imbalance": median(case.imbalance for case in cases),
+        "imbalance_worst": max(case.imbalance for case in cases),
+        "seconds": median(case.seconds for case in cases),
+        "seconds_worst": max(case.seconds for case in cases),
+        "overflow_worst": max(case.overflow for case in cases),
+    }
+
+
+def show(name: str, figures: dict[str, float]) -> None:
+    print(
+        f"  {name:<10} fill {figures['fill']:6.1%} (worst {figures['fill_worst']:6.1%})   imbalance "
+        f"{figures['imbalance']:.4f} (worst {figures['imbalance_worst']:.4f})   {1e3 * figures['seconds']:8.2f} ms"
+        + (f"   packs up to {figures['overflow_worst']:.2f} of the limit" if figures["overflow_worst"] > 1 else "")
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32])
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
+    options = parser.parse_args()
+
+    everything: dict[str, list[Packed]] = defaultdict(list)
+    details: dict[str, dict[str, dict[str, float]]] = {}
+    fewest = MANY
+    for ranks in options.ranks:
+        stages: dict[str, dict[str, list[Packed]]] = {stage: defaultdict(list) for stage in ("whole", "pruned")}
+        for seed in range(options.seeds):
+            for stage, lengths in step_lengths(ranks, seed).items():
+                fewest = min(fewest, len(lengths) // ranks)
+                for packer, result in compared(lengths, ranks).items():
+                    stages[stage][packer].append(result)
+                    everything[packer].append(result)
+        for stage, packers in stages.items():
+            details[f"{ranks}_ranks_{stage}"] = figures = {name: summary(cases) for name, cases in packers.items()}
+            if not options.json:
+                print(f"{ranks} ranks, {stage}")
+                for name in figures:
+                    show(name, figures[name])
+
+    many = np.clip(np.random.default_rng(0).lognormal(6.6, 1.0, MANY), SHORTEST, LONGEST).astype(np.int64)
+    planned = [ours(many, MANY_RANKS)[0] for _ in range(3)]
+    start = time.process_time()
+    textbook = measured(first_fit_decreasing(many, MAX_TOKENS), many, MANY_RANKS, start)
+    total = {packer: summary(cases) for packer, cases in everything.items()}
+    result = {
+        **total["ours"],
+        "fill_over_ffd_worst": min(a.fill / b.fill for a, b in zip(everything["ours"], everything["ffd"], strict=True)),
+        "fill_over_ffd_tight_worst": min(
+            a.fill / b.fill for a, b in zip(everything["ours"], everything["ffd_tight"], strict=True)
+        ),
+        "fewest_sequences_per_rank": fewest,
+        "seconds_for_100000": median(case.seconds for case in planned),
+        "fill_of_100000": planned[0].fill,
+        "imbalance_of_100000": planned[0].imbalance,
+        "ffd_seconds_for_100000": textbook.seconds,
+        "max_tokens": MAX_TOKENS,
+        "packers": total,
+        "cases": details,
+    }
+    if not options.json:
+        print(
+            f"{MANY:,} sequences for {MANY_RANKS} ranks: {result['seconds_for_100000']:.2f} s (first-fit decreasing "
+            f"{textbook.seconds:.2f} s), fill {planned[0].fill:.1%}, imbalance {planned[0].imbalance:.4f}"
+        )
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

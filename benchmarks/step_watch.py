@@ -1,0 +1,60 @@
+"""One training among several that take their steps in turn: it waits until it is told to go, and measures itself.
+
+Imports nothing outside the standard library, so that it runs in anyone's environment. What the training prints goes to
+stderr; stdout has one JSON object per step, and stdin a line for each step that may begin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+
+class StepWatch:
+    """Wall-clock and processor seconds of each step, and the memory it peaks at."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        self._start: tuple[float, float] | None = None
+        self._loaded = 0.0
+
+    def turn(self) -> None:
+        """Between two steps, and before the first: report the last one, and wait."""
+        if self._start is None:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts over from here
+            self._loaded = resident("VmRSS")
+            self._say({"loaded_mib": self._loaded})
+        else:
+            self._say(self._step())
+        if not sys.stdin.readline():
+            sys.exit("nobody is left to say when the next step may begin")
+        self._start = time.perf_counter(), time.process_time()
+
+    def finish(self, **figures: object) -> None:
+        """After the last step."""
+        self._say(self._step() | figures)
+
+    def _step(self) -> dict[str, object]:
+        wall, processor = self._start or (0.0, 0.0)
+        return {
+            "seconds": time.perf_counter() - wall,
+            "cpu_seconds": time.process_time() - processor,
+            "peak_mib": resident("VmHWM"),
+            "peak_above_loaded_mib": resident("VmHWM") - self._loaded,
+        }
+
+    def _say(self, figures: dict[str, object]) -> None:
+        self._out.write(json.dumps(figures) + "\n")
+        self._out.flush()
+
+
+def resident(field: str) -> float:
+    """``VmRSS`` (now) or ``VmHWM`` (peak) of this process, in MiB."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) / 1024
+    raise ValueError(f"this system does not say what {field} is")

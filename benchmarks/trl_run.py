@@ -1,0 +1,107 @@
+"""One training by TRL's GRPOTrainer, in an environment of its own; benchmarks/against_trl.py runs it.
+
+Settings are those that suit it best on a CPU: fp32, no gradient checkpointing, one rollout per optimizer step and
+therefore no pass for old log-probabilities, no reference model, no dropout, nothing saved, PyTorch's fused AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from near_the_sum import compute_score
+from step_watch import StepWatch
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class InTurn(TrainerCallback):
+    def __init__(self, watch: StepWatch) -> None:
+        self._watch = watch
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._watch.turn()
+
+
+class Counted(GRPOTrainer):
+    """Counts the tokens of what goes through the backward pass."""
+
+    slots = tokens = 0
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        for mask in (inputs["prompt_mask"], inputs["completion_mask"]):
+            self.slots += mask.numel()
+            self.tokens += int(mask.sum())
+        return super()._compute_loss(model, inputs)
+
+
+def reward(prompts: list[str], completions: list[str], label: list[str], **_: Any) -> list[float]:
+    return [compute_score("", completion, truth) for completion, truth in zip(completions, label, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", type=Path, required=True, help="Hugging Face directory")
+    parser.add_argument("--pool", type=Path, required=True, help="JSONL with prompt and label")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--prompts", type=int, required=True, help="per step")
+    parser.add_argument("--samples", type=int, required=True, help="per prompt")
+    parser.add_argument("--max-response-tokens", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True, help="sequences per forward and backward pass")
+    parser.add_argument("--lr", type=float, required=True)
+    parser.add_argument("--settings", type=json.loads, default={}, help="more of GRPOConfig, as JSON")
+    options = parser.parse_args()
+    watch = StepWatch()
+    torch.set_num_threads(1)
+    rows = [json.loads(line) for line in options.pool.read_text(encoding="utf-8").splitlines()]
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            max_steps=options.steps,
+            per_device_train_batch_size=options.batch,
+            gradient_accumulation_steps=options.prompts * options.samples // options.batch,
+            num_generations=options.samples,
+            max_completion_length=options.max_response_tokens,
+            loss_type="grpo",
+            beta=0.0,
+            learning_rate=options.lr,
+            lr_scheduler_type="constant",
+            adam_beta2=0.95,
+            max_grad_norm=1.0,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            optim="adamw_torch_fused",
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            model_init_kwargs={"dtype": "float32"},
+            **options.settings,
+        )
+        trainer = Counted(
+            model=str(options.policy),
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_list([{"prompt": row["prompt"], "label": row["label"]} for row in rows]),
+            processing_class=AutoTokenizer.from_pretrained(options.policy),
+            callbacks=[InTurn(watch)],
+        )
+        trainer.train()
+    logged = [row for row in trainer.state.log_history if "reward" in row]
+    watch.finish(
+        padding=1.0 - trainer.tokens / trainer.slots,
+        trained_tokens=trainer.tokens / options.steps,
+        reward=[row["reward"] for row in logged],
+        response_length=[row["completions/mean_length"] for row in logged],
+    )
+
+
+if __name__ == "__main__":
+    main()
