@@ -36,7 +36,9 @@ BASELINE = "unpruned"
 ARMS: dict[str, tuple[str, ...]] = {
     BASELINE: arm("none", "none"),
     "neyman": (),
-    "neyman, half the prompts, 0.3 of the tokens": ("pruning.prompts.keep=0.5", "pruning.completions.keep=0.3"),
+    "neyman, 0.3 of the tokens": ("pruning.completions.keep=0.3",),
+    "neyman, completions alone, 0.3": arm("none", "neyman", "pruning.completions.keep=0.3"),
+    "neyman, half the prompts, 0.3": ("pruning.prompts.keep=0.5", "pruning.completions.keep=0.3"),
     "neyman, completions refilled": arm("none", "neyman", "pruning.refill=prompts"),
     "threshold (the paper)": arm("threshold", "threshold"),
     "threshold_deterministic": arm("none", "threshold_deterministic"),

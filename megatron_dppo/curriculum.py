@@ -25,13 +25,13 @@ class Curriculum:
         Raises:
             UserError: if a window would need more prompts than the pool has.
         """
-        widest = window_size(config, config.run.steps // 2)
-        if max(widest, config.rollout.prompts_per_step) > pool_size:
-            grown = f", which pruning.refill makes a window of {widest}," if config.pruning.refill != "none" else ""
+        ramp = round(config.pruning.completions.schedule.ramp * config.run.steps)
+        if (widest := max(window_size(config, step) for step in (0, ramp))) > pool_size:
+            grown = f"makes windows of {widest} with pruning.refill, which" if config.pruning.refill != "none" else ""
             raise UserError(
                 "rollout.prompts_per_step",
                 config.rollout.prompts_per_step,
-                f"{grown} is more than the {pool_size} prompts of the pool, and a window holds no prompt twice",
+                f"{grown} is more than the {pool_size} prompts of the pool, and a window holds no prompt twice".strip(),
                 "Lower it, or give more prompts",
             )
         self._config, self._pool_size = config, pool_size
@@ -55,7 +55,7 @@ class Curriculum:
         pruning, known = self._config.pruning, so_far.prompt_ids
         if not in_rounds(pruning) or rounds >= pruning.max_rounds:
             return None
-        wanted = next_round(window_size(self._config, step), len(mixed(so_far)), len(known))
+        wanted = next_round(window_size(self._config, step), len(mixed(so_far)), round(so_far.window))
         count = min(wanted, self._pool_size - len(known))
         if count == 0:
             return None

@@ -139,9 +139,9 @@ def _check_loss(config: Config) -> None:
 def _check_window(config: Config) -> None:
     prompts, updates = config.rollout.prompts_per_step, config.loss.updates_per_rollout
     rule, keep = config.pruning.prompts.rule, config.pruning.prompts.keep
-    kept = prompts if rule == "none" else math.floor(prompts * keep)
+    kept = math.floor(prompts * keep) if rule in ("threshold", "neyman") else prompts
     if updates > kept:
-        pruned = "" if rule == "none" else f", of which pruning.prompts.keep = {keep:g} leaves {kept}"
+        pruned = "" if kept == prompts else f", of which pruning.prompts.keep = {keep:g} leaves {kept}"
         raise UserError(
             "loss.updates_per_rollout",
             updates,

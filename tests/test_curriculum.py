@@ -202,5 +202,5 @@ def test_greso_explores_easy_and_hard_prompts_apart_and_remembers_over_a_resume(
 def test_a_window_that_grows_past_the_pool_is_refused_in_words() -> None:
     config = curriculum_config()
     config = replace(config, pruning=replace(config.pruning, refill="prompts"))
-    with pytest.raises(UserError, match="window of 48"):
+    with pytest.raises(UserError, match="windows of 48"):
         Curriculum(config, WINDOW + 1)

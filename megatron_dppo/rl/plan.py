@@ -21,7 +21,7 @@ from megatron_dppo.rl.pruning.metrics import prune_metrics, thrown_away
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
 from megatron_dppo.rl.pruning.prompts import PROMPT_RULES
 from megatron_dppo.rl.pruning.schedule import scheduled_keep
-from megatron_dppo.rl.refill import in_rounds, mixed
+from megatron_dppo.rl.refill import in_rounds, mixed, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.types import Ints, MinibatchPlan, Rows, StepMetadata, StepPlan
 
@@ -90,7 +90,7 @@ def plan_step(
         metrics=prune_metrics(metadata.window, parts, biased_prompts=biased)
         | {"prune/discarded_groups": float(len(discarded))}
         | pack_metrics(packings),
-        notes=tuple(notes(metadata, config, host, minibatches)),
+        notes=(*notes(metadata, config, host, minibatches), *missing_groups(len(usable), config, step)),
         census=census(parts),
     )
 
@@ -171,6 +171,15 @@ def notes(metadata: StepMetadata, config: Config, host: Host, minibatches: Seque
         if minibatch.capacity == 0:
             which = f" of minibatch {number} of {len(minibatches)}" if len(minibatches) > 1 else ""
             yield f"nothing{which} was kept: no optimizer step"
+
+
+def missing_groups(found: int, config: Config, step: int) -> Iterator[str]:
+    """Words for a step whose rounds of rollouts did not find as many groups of mixed reward as it wants."""
+    if in_rounds(config.pruning) and found < window_size(config, step):
+        yield (
+            "a step trains on fewer groups than its window has prompts: no more of mixed reward were found in "
+            f"pruning.max_rounds = {config.pruning.max_rounds} rounds, or in the whole pool"
+        )
 
 
 def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMetadata:

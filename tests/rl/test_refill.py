@@ -53,6 +53,7 @@ def test_a_step_without_any_mixed_group_trains_on_nothing():
     plan = plan_step(metadata, replace(base, pruning=pruning), **SETTINGS)
     assert [m.capacity for m in plan.minibatches] == [0]
     assert any("nothing was kept" in note for note in plan.notes)
+    assert any("pruning.max_rounds" in note for note in plan.notes)
 
 
 def test_greso_divides_by_what_it_rolled_out():
