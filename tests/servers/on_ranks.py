@@ -71,7 +71,7 @@ class Rig:
         self.world = initialize(self.config.layout, seed=1, timeout_s=self.config.rollout.timeout_s)
         self.policy: PolicyParts = assemble_policy(self.config, self.world, temperature=1.0)
         self.words: list[str] = []
-        self.engine: ServerEngine = open_servers(self.config, self.world, self.policy.shape, self.words.append)
+        self.engine: ServerEngine = open_servers(self.config, self.world, self.policy.shape, self._say)
         self.on_bucket: Callable[[int], None] = lambda number: None
 
     def sync(self, version: int) -> None:
@@ -115,6 +115,10 @@ class Rig:
         """Of servers that the run started; on the leader."""
         fleet = self.engine._fleet
         return [] if fleet is None else list(fleet._processes)
+
+    def _say(self, text: str) -> None:
+        self.words.append(text)
+        print(text, flush=True)  # for whoever reads why a test failed
 
     def _source(self, *, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]:
         stream = partial(weight_stream, self.policy.actor.bare, self.policy.shape, self.world)
@@ -267,7 +271,8 @@ def in_flight(rank: int, size: int, settings: Sequence[str], secret: str) -> dic
 
     Returns:
         On the leader: how many samples there are of each prompt; the versions of each completion's tokens; the mean
-        |log p| difference to the actor, with the weights after the update, of tokens that say they were made by them.
+        |log p| difference to the actor, with the weights after the update, of tokens that say they were made by them,
+        NaN without any.
     """
     os.environ[SECRET] = secret
     rig = Rig(settings)
@@ -276,7 +281,9 @@ def in_flight(rank: int, size: int, settings: Sequence[str], secret: str) -> dic
         prompts = [_prompt(i) for i in range(PROMPTS)][rank::size]
         pending = rig.engine.begin(prompts, Sampling(SAMPLES, LONG, 1.0, (), seed=3))
         rig.world.wait_for_all("beginning")
-        time.sleep(0.7)
+        # Once a few tokens are there of what was asked last, what was asked before has begun, however busy the machine is.
+        last = [_prompt(PROMPTS)], Sampling(1, LONG // 16, 1.0, (), seed=3)
+        rig.world.from_leader(lambda: rig.engine.begin(*last).wait(60.0))
         rig.change(1.03)
         rig.sync(1)
         groups = rig.engine.finish(pending)
@@ -301,6 +308,8 @@ def _after_the_update(rig: Rig, prompts: Sequence[Prompt], groups: Groups) -> fl
         if [span.version for span in completion.versions] == [0, 1]
     ]
     mixed = [each for part in rig.world.gather(mine[:4]) for each in part]
+    if not mixed:
+        return float("nan")
     packs = [
         build_pack(
             [PackedRow(prompt.token_ids, completion.token_ids, completion.logprobs, 0.0, 0.0, 0)],

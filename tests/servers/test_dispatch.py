@@ -136,6 +136,7 @@ def test_an_aborted_completion_goes_on_from_the_tokens_that_it_has(http: Http) -
     _assert_answered(_ask(_dispatcher(http, server), 1), 1)
     assert sorted((list(ask.token_ids), ask.samples, ask.max_tokens) for ask in server.asks[1:]) == [
         ([1, 7], 1, 8), ([1, 7, 1], 1, 7), ([1, 7, 1, 1], 1, 6)]  # fmt: skip
+    assert len({ask.seed for ask in server.asks}) == 4
 
 
 def test_tokens_of_two_versions_keep_their_own(http: Http) -> None:

@@ -31,6 +31,9 @@ def _settings(folder: Path, policy: Path, *servers: RealServer) -> list[str]:
         f"rollout.engine={servers[0].config.rollout.engine}",
         f"rollout.servers=[{','.join(server.api.url for server in servers)}]",
         "rollout.sync.timeout_s=30",
+        # Well before the ranks' own deadline: a lost answer is asked for again, and a dead server is told in words.
+        "rollout.request_timeout_s=60",
+        "rollout.timeout_s=100",
     ]
 
 

@@ -45,8 +45,8 @@ class Process(SglangApi):
         self.received.append(await self._do(sum(sizes)))
 
     async def _do(self, order: Any) -> Any:
-        self._pipe.send(order)
         try:
+            self._pipe.send(order)
             answer = await asyncio.to_thread(self._pipe.recv)
         except (EOFError, OSError):
             raise ServerError(self.url, "is gone", alive=False) from None

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_dppo.rollout.servers.api import Ask
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.vllm import (
     EXTENSION,
@@ -123,6 +124,23 @@ def test_a_server_with_raw_logprobs_is_refused(http: Http, api: VllmApi, said: d
     said["/server_info"]["vllm_config"]["model_config"]["logprobs_mode"] = "raw_logprobs"
     with pytest.raises(ServerError, match="--logprobs-mode processed_logprobs"):
         http.run(api.facts())
+
+
+@pytest.mark.parametrize(("device", "seed"), [("cuda", 7), ("cpu", None)])
+def test_only_a_server_that_survives_a_seed_is_given_one(
+    http: Http, api: VllmApi, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: str, seed: int | None
+) -> None:
+    asked: dict[str, Any] = {}
+
+    async def post(path: str, body: dict[str, Any], **_: Any) -> Any:
+        asked.update(body["sampling_params"])
+        return {"choices": [CHOICE]}
+
+    said["/server_info"]["vllm_config"]["device_config"]["device"] = device
+    http.run(api.facts())
+    monkeypatch.setattr(api, "post", post)
+    http.run(api.generate(Ask([3], 1, 3, 1.0, (), seed=7), timeout_s=5.0))
+    assert asked.get("seed") == seed
 
 
 def test_a_server_without_our_extension_loads_from_disk_only(http: Http, api: VllmApi, said: dict[str, Any]) -> None:

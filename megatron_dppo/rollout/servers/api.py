@@ -112,12 +112,21 @@ class ServerApi(ABC):
         secret: to be shown with every request; None where the server wants none.
         timeout_s: how long any one step of an update may take.
         ranks: of the server, where they are known already; ``facts`` finds them out.
+        seeded: whether its requests may carry a seed; ``facts`` finds that out, too.
     """
 
     def __init__(
-        self, url: str, http: Http, *, secret: str | None = None, timeout_s: float = 300.0, ranks: int = 1
+        self,
+        url: str,
+        http: Http,
+        *,
+        secret: str | None = None,
+        timeout_s: float = 300.0,
+        ranks: int = 1,
+        seeded: bool = True,
     ) -> None:
-        self.url, self.http, self.secret, self.timeout_s, self.ranks = url, http, secret, timeout_s, ranks
+        self.url, self.http, self.secret, self.timeout_s = url, http, secret, timeout_s
+        self.ranks, self.seeded = ranks, seeded
 
     async def get(self, path: str, *, timeout_s: float = CONTROL_S, **query: str) -> Any:
         return await self.http.call("GET", self.url, path, query=query or None, secret=self.secret, timeout_s=timeout_s)

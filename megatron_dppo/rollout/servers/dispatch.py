@@ -253,7 +253,9 @@ class Dispatcher:
         prompt, sampling = batch.prompts[index], batch.sampling
         made = np.concatenate([np.empty(0, np.int32), *samples[0].token_ids])
         which = batch.samples[index].index(samples[0])
-        digest = hashlib.blake2b(f"{sampling.seed}/{prompt.id}/{which}/{attempt}".encode(), digest_size=4).digest()
+        # Not the seed of the part before: a generator that begins anew would repeat the luck of its first tokens.
+        luck = f"{sampling.seed}/{prompt.id}/{which}/{attempt}/{len(made)}"
+        digest = hashlib.blake2b(luck.encode(), digest_size=4).digest()
         return Ask(
             token_ids=[*prompt.token_ids.tolist(), *made.tolist()],
             samples=len(samples),

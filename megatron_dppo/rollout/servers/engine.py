@@ -305,6 +305,7 @@ class ServerEngine:
                 secret=self.secret,
                 timeout_s=rollout.sync.timeout_s,
                 ranks=member.ranks,
+                seeded=member.seeded,
             )
         return self._apis[member]
 

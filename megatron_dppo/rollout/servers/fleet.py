@@ -34,6 +34,8 @@ class Member:
 
     url: str
     ranks: int
+    seeded: bool
+    """Whether its requests may carry a seed."""
     life: int
     """How often it has come back: nothing of an earlier life, connections and groups, is there any more."""
 
@@ -99,7 +101,11 @@ class Fleet:
 
     def members(self) -> tuple[Member, ...]:
         """Who serves now."""
-        return tuple(Member(place.api.url, place.api.ranks, place.life) for place in self._places if place.serves)
+        return tuple(
+            Member(place.api.url, place.api.ranks, place.api.seeded, place.life)
+            for place in self._places
+            if place.serves
+        )
 
     def lose(self, problems: Mapping[str, str]) -> tuple[Member, ...]:
         """Take servers out, by URL and each for its reason, and have them come back if they can. Who serves then."""

@@ -4,7 +4,8 @@ Traps that are dealt with here: the model's end-of-sequence tokens stop a comple
 ``ignore_eos``, which leaves ``stop_token_ids`` alone; ``/health`` answers though the engine hangs; ``keep`` is the only
 pause that leaves requests alive, and to have their cache recomputed takes a second request; layers that an update
 leaves out keep their old weights with no more than a warning (the extension refuses that); while weights may be mixed,
-we have the version say so; on CPU the server's checksums are of empty tensors for everything that is prepacked.
+we have the version say so; on CPU the server's checksums are of empty tensors for everything that is prepacked, and a
+seeded request of which one step computes only a part kills the server.
 """
 
 from __future__ import annotations
@@ -96,11 +97,15 @@ class VllmApi(ServerApi):
         for route, giver in GIVEN_BY.items():
             if route not in routes:
                 raise ServerError(self.url, f"has no {route}: start it with {giver}", alive=True)
-        model = (await self._config())["model_config"]
+        config = await self._config()
+        model = config["model_config"]
         if model["logprobs_mode"] != "processed_logprobs":
             problem = f"gives {model['logprobs_mode']}: start it with --logprobs-mode processed_logprobs"
             raise ServerError(self.url, problem, alive=True)
         self.ranks = int((await self.get("/get_world_size"))["world_size"])
+        # After a part of a prompt, vLLM sets the seed's generator back; torch's on CPU cannot be, and the engine ends.
+        # Which prompts come in parts depends on what else is asked at that moment: nobody can know beforehand.
+        self.seeded = config["device_config"]["device"] != "cpu"
         return Facts(
             model=model["model"],
             architecture=None,
@@ -134,7 +139,7 @@ class VllmApi(ServerApi):
             "logprobs": 0,
             "detokenize": False,
         }
-        if ask.seed is not None:
+        if ask.seed is not None and self.seeded:
             sampling["seed"] = ask.seed & (2**62 - 1)  # vLLM adds the sample's number, in 64 bits with a sign
         body = {"token_ids": list(ask.token_ids), "sampling_params": sampling}
         answer = await self.post("/inference/v1/generate", body, timeout_s=timeout_s)
