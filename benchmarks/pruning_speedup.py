@@ -194,14 +194,14 @@ def compare(runs: Sequence[Run], accuracy: float) -> dict[str, Any]:
 def print_table(report: dict[str, Any]) -> None:
     def cell(found: dict[str, Any] | None) -> str:
         if found is None:
-            return f"{'-':>20}"
+            return f"{'-':>26}"
         low, high = found["interval"] or (math.nan, math.nan)
         note = "" if found["seeds"] == found["of"] else f" {found['seeds']}/{found['of']}"
         value = found["ratio"]
-        return f"{f'{value:.2f} [{low:.2f}, {high:.2f}]{note}':>20}"
+        return f"{f'{value:.2f} [{low:.2f}, {high:.2f}]{note}':>26}"
 
     columns = ("step_time_ratio", "time_to_accuracy_ratio", "generated_tokens_ratio", "backward_tokens_ratio")
-    titles = "".join(f"{title:>20}" for title in ("step time", "time to accuracy", "generated", "backward"))
+    titles = "".join(f"{title:>26}" for title in ("step time", "time to accuracy", "generated", "backward"))
     print(f"{'unpruned over':<44}{titles}  final  length")
     for name, row in report["arms"].items():
         cells = "".join(cell(row[column]) for column in columns)

@@ -60,3 +60,15 @@ def test_state_of_another_pool_or_seed_is_refused() -> None:
         PromptOrder(6, 0).load_state_dict(state)
     with pytest.raises(UserError, match=r"run\.seed"):
         PromptOrder(5, 1).load_state_dict(state)
+
+
+def test_a_step_that_draws_again_gets_no_prompt_that_it_has() -> None:
+    """Over ends of epochs, and with prompts that an earlier window has put off; none of them is lost."""
+    order = PromptOrder(10, seed=0)
+    held = order.next_window(4)
+    again = [order.next_window(3, besides=held) for _ in range(5)]
+    later = [order.next_window(5) for _ in range(6)]
+    assert all(len({*window.tolist(), *held.tolist()}) == 7 for window in again)
+    assert all(len(set(window.tolist())) == 5 for window in later)
+    counts = Counter(prompt for window in (held, *again, *later) for prompt in window.tolist())
+    assert {counts[prompt] for prompt in range(10)} == {4, 5}, "49 visits are five epochs but for one prompt"

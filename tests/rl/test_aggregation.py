@@ -29,6 +29,12 @@ def test_the_kept_normaliser_counts_what_is_kept(aggregation: Aggregation, share
     assert kept_share(aggregation, **given, kept=kept) == pytest.approx(share)
 
 
+def test_the_kept_normaliser_counts_a_pruned_prompt_for_those_it_stands_for():
+    kept = np.array([[True, False], [True, True]])
+    seldom = {"response_lengths": LENGTHS, "prompt_inclusion": np.array([0.5, 1.0])}
+    assert kept_share("seq_mean", **seldom, kept=kept) == pytest.approx((2 + 2) / (4 + 2))
+
+
 def test_unrolled_prompts_count_in_every_normaliser():
     """Of ten prompts two were rolled out, with probabilities 0.5 and 0.1."""
     z = {

@@ -46,6 +46,16 @@ def test_prompts_stay_in_the_order_of_the_window_each_with_its_probability(rule:
     assert ((selection.inclusion >= 0.2) & (selection.inclusion <= 1.0)).all()
 
 
+def test_what_a_biased_rule_keeps_stands_for_itself_alone():
+    rewards = np.ones((200, 8))
+    history = PromptHistory(0.9)
+    for _ in range(3):
+        history.update(np.arange(200), rewards, advantages(rewards, normalise=True))
+    _, selection = draw("greso", history, step=0)
+    assert 0 < len(selection.prompt_ids) < 40, "prompts that are always right are skipped"
+    np.testing.assert_array_equal(selection.inclusion, 1.0)
+
+
 def test_no_rule_keeps_the_whole_window():
     window, selection = draw("none", seen_history(200), step=3)
     np.testing.assert_array_equal(selection.prompt_ids, window)

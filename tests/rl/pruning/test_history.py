@@ -87,3 +87,11 @@ def test_a_round_trip_through_json_changes_no_bit(rewards: tuple[float, ...]):
     for one in (history, restored):
         one.update(np.array([3, 99]), group, advantages(group, normalise=True))
     assert json.dumps(history.state_dict()) == json.dumps(restored.state_dict())
+
+
+def test_equal_visits_are_counted_until_rewards_differ():
+    history = visited((7, [1, 1, 1, 0]), (7, [1, 1, 1, 1]), (7, [0, 0, 0, 0]), (8, [1, 1, 1, 1]), (8, [1, 0, 1, 1]))
+    np.testing.assert_array_equal(history.equal_visits(np.array([7, 8, 9])), [2, 0, 0])
+    easy, hard = visited((7, [1, 1, 1, 1])), visited((7, [0, 0, 0, 0]))
+    assert easy.explore(np.array([7]))[0] < easy.explore(np.array([9]))[0], "easy prompts have come too often"
+    assert hard.explore(np.array([7]))[0] == hard.explore(np.array([9]))[0]
