@@ -279,14 +279,16 @@ def in_flight(rank: int, size: int, settings: Sequence[str], secret: str) -> dic
     try:
         rig.sync(0)
         prompts = [_prompt(i) for i in range(PROMPTS)][rank::size]
-        pending = rig.engine.begin(prompts, Sampling(SAMPLES, LONG, 1.0, (), seed=3))
-        rig.world.wait_for_all("beginning")
-        # Once a few tokens are there of what was asked last, what was asked before has begun, however busy the machine is.
-        last = [_prompt(PROMPTS)], Sampling(1, LONG // 16, 1.0, (), seed=3)
-        rig.world.from_leader(lambda: rig.engine.begin(*last).wait(60.0))
         rig.change(1.03)
+        half, sampling = len(prompts) // 2, Sampling(SAMPLES, LONG, 1.0, (), seed=3)
+        pending = [rig.engine.begin(prompts[:half], sampling)]
+        rig.world.wait_for_all("beginning")
+        # Once a prompt that was asked later has some tokens, those have some, too, however busy the machine is.
+        later = [_prompt(PROMPTS)], Sampling(1, LONG // 8, 1.0, (), seed=3)
+        rig.world.from_leader(lambda: rig.engine.begin(*later).wait(60.0))
+        pending.append(rig.engine.begin(prompts[half:], sampling))  # the pause finds these arriving
         rig.sync(1)
-        groups = rig.engine.finish(pending)
+        groups = [group for batch in pending for group in rig.engine.finish(batch)]
         versions = [tuple(span.version for span in c.versions) for group in groups for c in group]
         difference = _after_the_update(rig, prompts, groups)
         parts = rig.world.gather(([len(group) for group in groups], versions))

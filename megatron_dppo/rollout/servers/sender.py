@@ -167,21 +167,28 @@ class Sender:
         """
         if self._sent is None:
             return
-        sent, self._sent = self._sent, None
+        replies, problem = self._sent.replies, self._wait_for(self._sent)
+        self._sent = None  # the work that it holds keeps the group's connections open, and servers waiting at them
+        if problem:
+            raise self._broken(replies, problem)
+        if problems := outcomes(replies, self._timeout_s):
+            raise SyncFailedError(problems, "a bucket was not loaded")
+
+    def _wait_for(self, sent: _Sent) -> str | None:
+        """Wait until a bucket has left; or until it is known that it will not, and why."""
         deadline = time.monotonic() + self._timeout_s
         while not sent.work.is_completed():
             # A server that refused, or is gone, will not take part; the group would wait for it until it times out.
             if any(reply.done() and reply.exception() for reply in sent.replies.values()):
-                raise self._broken(sent.replies, "a server left while a bucket was on its way")
+                return "a server left while a bucket was on its way"
             if time.monotonic() > deadline:
-                raise self._broken(sent.replies, f"a bucket took more than {self._timeout_s:g} s")
+                return f"a bucket took more than {self._timeout_s:g} s"
             time.sleep(LOOK_S)
         try:
             sent.work.wait()
         except RuntimeError as error:
-            raise self._broken(sent.replies, f"a bucket could not be sent ({_first_line(error)})") from None
-        if problems := outcomes(sent.replies, self._timeout_s):
-            raise SyncFailedError(problems, "a bucket was not loaded")
+            return f"a bucket could not be sent ({_first_line(error)})"
+        return None
 
     def close(self) -> None:
         """End this side of the group, which frees servers that wait in it, and have them leave theirs."""
@@ -199,12 +206,13 @@ class Sender:
     def _broken(self, replies: Mapping[str, Future[None]], problem: str) -> SyncFailedError:
         """End the group, so that servers that wait in it say so, and find out who is at fault.
 
-        That is who refused while the group was whole, who is gone, and who still says nothing afterwards.
+        That is who is gone and who still says nothing afterwards; where there is nobody of these, who refused while the
+        group was whole. A server that is gone breaks the group for the others, which may say so before it is missed.
         """
-        early = outcomes({url: reply for url, reply in replies.items() if reply.done()}, GRACE_S)
+        before = {url: reply for url, reply in replies.items() if reply.done()}
         self._end()
-        late = outcomes({url: reply for url, reply in replies.items() if url not in early}, GRACE_S, refusals=False)
-        return SyncFailedError(early | late, problem)
+        gone = outcomes(replies, GRACE_S, refusals=False)
+        return SyncFailedError(gone or outcomes(before, GRACE_S), problem)
 
 
 async def gathered(asked: Mapping[str, Awaitable[None]]) -> dict[str, str]:
