@@ -53,7 +53,9 @@ def test_a_server_serves_the_policy_that_it_was_started_with(
     assert facts.ranks == server.config.rollout.launch.tp[0]
     ask = Ask([3, 4, 5], samples=2, max_tokens=4, temperature=1.0, stop_token_ids=[], seed=None)
     pieces = http.run(server.api.generate(ask, timeout_s=60.0))
-    assert [len(piece.token_ids) for piece in pieces] == [4, 4]
+    # The end-of-sequence token, drawn by chance once in fifteen times, stops a completion whatever the stop tokens are.
+    assert len(pieces) == 2
+    assert all(len(piece.token_ids) == 4 or piece.reason == "stop" for piece in pieces)
 
 
 def test_a_stranger_without_the_secret_can_neither_ask_nor_change_anything(server: RealServer, http: Http) -> None:
