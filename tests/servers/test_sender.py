@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -115,9 +117,11 @@ def test_a_server_that_dies_within_a_bucket_is_named_and_the_others_are_free(
     http: Http, servers: list[Process]
 ) -> None:
     sender = _sender(http, servers, "death")
-    servers[0].process.kill()
+    os.kill(servers[0].process.pid, signal.SIGSTOP)  # so that it is in the middle of the bucket when it dies
     with pytest.raises(SyncFailedError) as failed:
         sender.send(sender.stage({"a": torch.ones(4_000_000)}), None)
+        time.sleep(0.5)
+        servers[0].process.kill()
         sender.arrive()
     assert list(failed.value.problems) == ["http://a:1"]
     sender.close()
