@@ -1,4 +1,4 @@
-"""Reading a run's settings: a YAML file, then ``a.b=c`` overrides, then the types and limits of ``config.py``.
+"""Reading a run's settings: a YAML file, then ``a.b=c`` overrides, then the types and limits of ``config/``.
 
 Needs neither torch nor Megatron, so that a file can be checked on any machine, at once.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import sys
 import textwrap
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -21,7 +22,6 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_dppo import __version__
-from megatron_dppo import config as config_module
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 
@@ -66,7 +66,7 @@ def load_config(path: str | None, overrides: Sequence[str]) -> Config:
 
 @cache
 def settings() -> Mapping[str, Setting]:
-    """Every setting by its dotted key, in the order of ``config.py``."""
+    """Every setting by its dotted key, in the order of ``config/``."""
     return {setting.key: setting for setting in _leaves(Config, "")}
 
 
@@ -296,9 +296,10 @@ def _section(section: Any, prefix: str, meanings: Mapping[tuple[str, str], str])
 
 @cache
 def _meanings() -> Mapping[tuple[str, str], str]:
-    """The text that stands under a field in ``config.py``, by class and field. Python itself does not keep it."""
+    """The text that stands under a field in ``config/``, by class and field. Python itself does not keep it."""
+    modules = {sys.modules[section.__module__] for section in get_type_hints(Config).values()}
     found: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(config_module)).body:
+    for node in (node for module in modules for node in ast.parse(inspect.getsource(module)).body):
         if not isinstance(node, ast.ClassDef):
             continue
         for field, after in zip(node.body, node.body[1:], strict=False):

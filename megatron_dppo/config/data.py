@@ -1,0 +1,75 @@
+"""Prompts, and what their answers are worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatron_dppo.config.types import STRICT, Count, Positive, Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ArithmeticConfig:
+    __pydantic_config__ = STRICT
+
+    problems: Positive = 512
+    """Size of the training pool. It is finite, so that prompts come back and pruning by history has a history."""
+    eval_problems: Positive = 200
+    """Held-out problems, none of which is in the training pool."""
+    min_terms: Annotated[int, Field(ge=2)] = 2
+    max_terms: Annotated[int, Field(ge=2)] = 4
+    """Numbers in a sum; the written-out answer has one line per addition, so its length varies with this."""
+    max_operand: Positive = 99
+    """Largest number in a sum."""
+    forgotten_carries: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of the carries that the worked answers forget. Above one half ``sft`` teaches a policy that is mostly wrong
+    where there is a carry and sometimes right: what reinforcement learning can mend."""
+    short_answers: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of the worked answers that are the result alone, always right: ``sft`` on both styles leaves it to
+    reinforcement learning which of them the policy settles on."""
+    seed: int = 0
+    """Seed of the problems; apart from run.seed, so that runs with several seeds share their problems."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    __pydantic_config__ = STRICT
+
+    train: str = "arithmetic"
+    """JSONL or parquet file of prompts, or ``arithmetic`` for the generator."""
+    eval: str | None = None
+    """Held-out prompts, in the same form; null: the generator's held-out problems, or no evaluation for a file."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a string, or a list of chat messages. Dots reach into nested objects."""
+    label_key: str = "label"
+    """Column of the reference answer (``reward_model.ground_truth`` for files in verl's form)."""
+    response_key: str | None = None
+    """Column of the worked answer that ``sft`` imitates; null: the label's column."""
+    system: str | None = None
+    """System message put before a prompt that is a string."""
+    chat_template: bool = True
+    """Render prompts with the tokenizer's chat template; false: the prompt's text as it stands."""
+    max_prompt_tokens: Positive = 512
+    """Longest prompt, in tokens."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What a prompt over max_prompt_tokens does: stop before the run begins, or leave the pool, counted."""
+    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardConfig:
+    __pydantic_config__ = STRICT
+
+    function: str = "math"
+    """``math``, ``exact``, or a function with verl's signature as ``module:function`` or ``file.py:function``."""
+    timeout_s: Seconds = 10.0
+    """Wall-clock limit for scoring one completion; past it the worker is killed and the group leaves the step."""
+    workers: Positive = 1
+    """Worker processes per rank that generates."""
+    max_failures: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    """Share of a step's completions whose scoring may fail (hang, raise, NaN) before the run stops."""
+    overlong_buffer: Count | None = None
+    """DAPO's soft penalty: over this many tokens up to the response limit the reward falls linearly by up to 1; null:
+    the host's (dapo a fifth of the limit, grpo none)."""

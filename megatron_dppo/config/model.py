@@ -1,0 +1,68 @@
+"""The policy, how it is cut over ranks, and its optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatron_dppo.config.types import STRICT, Count, NonNegative, Positive
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    __pydantic_config__ = STRICT
+
+    path: str = ""
+    """Hugging Face directory of the initial policy: config.json, safetensors, tokenizer files."""
+    checkpoint: str | None = None
+    """Megatron checkpoint folder (of a run, or from tools/convert_ckpt/hf_to_megatron.py) whose weights take the place
+    of those in model.path, where config.json and the tokenizer then suffice."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the weights in the forward pass; master weights and gradients are fp32."""
+    spec: Literal["auto", "torch", "te"] = "auto"
+    """Layers: ``torch`` runs anywhere, ``te`` is Transformer Engine; ``auto``: te where CUDA and it are present."""
+    recompute: Literal["none", "full"] = "none"
+    """Activation recomputation: ``full`` keeps only the input of each layer."""
+    head_chunk_mib: Positive = 64
+    """Size of the fp32 logits that the policy head holds at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutConfig:
+    __pydantic_config__ = STRICT
+
+    tp: Positive = 1
+    """Tensor-parallel ranks."""
+    pp: Positive = 1
+    """Pipeline stages."""
+    cp: Positive = 1
+    """Context-parallel ranks."""
+    dp: Positive | None = None
+    """Data-parallel replicas; null: as many as the ranks (torchrun, srun) or this machine's GPUs give, else 1."""
+    sequence_parallel: bool = False
+    """Shard norms and their activations along the sequence over the tensor-parallel ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    __pydantic_config__ = STRICT
+
+    lr: Annotated[float, Field(gt=0.0)] = 1e-6
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after warm-up: constant, or half a cosine down to min_lr at the last step."""
+    min_lr: NonNegative = 0.0
+    warmup_steps: Count = 0
+    """Optimizer steps over which the learning rate rises linearly from lr/warmup_steps."""
+    clip_grad: NonNegative = 1.0
+    """Limit of the gradient's global norm; 0: none."""
+    weight_decay: NonNegative = 0.0
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    distributed: bool = True
+    """Shard the optimizer's state over the data-parallel ranks."""
+    checkpoint_format: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
+    """How a distributed optimizer's state is written: ``fully_reshardable`` resumes in any layout; ``dp_reshardable``
+    gathers nothing and is faster, and resumes at the same layout.tp and pp only."""

@@ -1,0 +1,111 @@
+"""What generates, and how weights reach it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatron_dppo.config.types import STRICT, Count, NonNegative, Positive, Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """Servers that the run starts itself, on the machine of its first rank, and restarts when they die."""
+
+    __pydantic_config__ = STRICT
+
+    count: Count = 0
+    """How many; 0: none, they are given in rollout.servers."""
+    tp: Positive | tuple[Positive, ...] = 1
+    """Tensor-parallel ranks of each server: one number for all, or one for each."""
+    command: tuple[str, ...] | None = None
+    """What starts a server, before the flags that say which model, where and how; null: ``python -m
+    sglang.launch_server`` or ``vllm serve``, from the path. Servers want an environment of their own: name its
+    interpreter here."""
+    flags: tuple[str, ...] = ()
+    """More flags for the server, after ours."""
+    env: tuple[str, ...] = ()
+    """Environment variables, each as ``NAME=value``."""
+    first_port: Annotated[int, Field(ge=1024, le=65535)] = 30000
+    """Servers take free ports from here upwards."""
+    ports: Positive = 1000
+    """How many ports may be tried."""
+    wait_s: Seconds = 900.0
+    """How long a server may take until it can generate."""
+    restarts: Count = 3
+    """How often a server that died is started again, over the whole run."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncConfig:
+    """How weights reach the servers."""
+
+    __pydantic_config__ = STRICT
+
+    transport: Literal["collective", "tensor", "disk"] = "collective"
+    """``collective``: a process group from each pipeline stage to all servers (NCCL, gloo without CUDA); ``tensor``:
+    by value over HTTP; ``disk``: safetensors that servers read back."""
+    bucket_mib: Positive | None = None
+    """Weights that travel at a time; null: 512 from a GPU, 30 from a CPU (of more, fresh memory costs servers more than
+    the wire does)."""
+    in_flight: Literal["retract", "keep", "abort"] = "retract"
+    """Requests that a sync finds unfinished (rollout.ahead = 1): ``retract`` recomputes what they have with the new
+    weights and goes on; ``keep`` goes on with the old cache; ``abort`` sends them again with the tokens made so far."""
+    timeout_s: Seconds = 120.0
+    """How long a server may take for any one request of a sync, and a bucket to travel."""
+    retries: Count = 2
+    """How often a sync that failed is tried again, without the servers that failed in it."""
+    check_every: Count = 10
+    """Syncs between comparisons of the servers' log-probabilities with the actor's; the first one is always followed by
+    one. 0: only the first."""
+    folder: str | None = None
+    """Where ``disk`` writes, on a file system that servers share; null: ``RUN.DIR/sync``."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    __pydantic_config__ = STRICT
+
+    engine: Literal["local", "sglang", "vllm"] = "local"
+    """What generates: ``local`` is the policy itself, in the trainer's own processes; the others are servers."""
+    servers: Literal["slurm"] | tuple[str, ...] = ()
+    """URLs of servers, or of an SGLang router, that run already; ``slurm``: one on each node of this job's second
+    heterogeneous component, at rollout.launch.first_port."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    prompts_per_step: Positive = 64
+    """N, the window of candidate prompts that a step considers, before pruning."""
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """G, completions for each prompt."""
+    max_response_tokens: Positive = 1024
+    """A completion is cut off here, and counted as truncated."""
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    """Sampling temperature; log-probabilities are those of the scaled distribution, in engine and trainer alike."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Tokens that end a completion; null: the policy's end-of-sequence tokens."""
+    ahead: Literal[0, 1] = 0
+    """1: generate the next step's rollouts while a step trains, with weights that are one update old, corrected by
+    truncated importance weights (loss.tis_cap); 0: exactly on-policy."""
+    colocated: bool = False
+    """Servers share the trainer's GPUs: they release their memory while it trains."""
+    max_batch: Positive = 256
+    """Completions that the local engine decodes at once on a rank."""
+    max_in_flight: Positive = 64
+    """Prompts that a rank has under way at each server."""
+    timeout_s: Seconds = 1800.0
+    """How long ranks wait, without progress, for rollouts or for a server that can generate, before the run stops."""
+    request_timeout_s: Seconds = 1800.0
+    """How long one prompt may take at a server before it is sent to another."""
+    health_timeout_s: Seconds = 30.0
+    """A server that says nothing for so long, though it is asked, is taken out."""
+    attempts: Positive = 4
+    """How often a prompt is sent before the run stops: servers may die, but not of the same prompt for ever."""
+    heartbeat_s: Seconds = 60.0
+    """Seconds between words on how far the rollouts are, while ranks wait for them."""
+    max_logprob_diff: NonNegative | None = None
+    """Mean |log p| difference of trainer and engine, on tokens of the trainer's own weights, past which the run stops;
+    null: 1e-4 in fp32, 0.1 in bf16."""
+    max_prob_error: Annotated[float, Field(ge=1.0)] | None = None
+    """Mean of exp |log p difference| past which the run stops; null: 1.001 in fp32, 1.2 in bf16."""

@@ -1,0 +1,56 @@
+"""The run itself: where it goes, how long it is, what it evaluates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from megatron_dppo.config.types import STRICT, Count, Positive
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    __pydantic_config__ = STRICT
+
+    dir: str = "runs/default"
+    """Where checkpoints, logs, the picture and the export go. The same command run again resumes from here."""
+    seed: Count = 1
+    """Seeds the order of the prompts, the draws of the pruning, and the sampling of the local engine."""
+    steps: Positive = 100
+    """Training steps, counted from the start of the run and not from a resume."""
+    checkpoint_every: Count = 50
+    """Steps between checkpoints; 0: only after the last step."""
+    keep_checkpoints: Positive = 2
+    """How many of the latest checkpoints stay on the disk."""
+    export: bool = True
+    """Write the trained policy as a Hugging Face directory (``DIR/hf``) at the end."""
+    length_gate: Annotated[float, Field(gt=1.0)] | None = 1.5
+    """Factor by which the mean response length may fall below or rise above that of the first steps before the log
+    says so, once each time; null: never. A policy that takes to a short style early may not come back from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalConfig:
+    __pydantic_config__ = STRICT
+
+    every: Count = 50
+    """Steps between evaluations; 0: only before the first and after the last step."""
+    problems: Count = 200
+    """Held-out problems answered greedily; 0: no evaluation."""
+    show: Count = 3
+    """Answers printed before and after training."""
+
+
+@dataclass(frozen=True, slots=True)
+class SftConfig:
+    __pydantic_config__ = STRICT
+
+    steps: Positive = 200
+    batch: Positive = 32
+    """Worked answers per step."""
+    lr: Annotated[float, Field(gt=0.0)] = 1e-3
+    warmup_steps: Count = 10
+    out: str | None = None
+    """Where the warmed-up policy goes, as a Hugging Face directory; null: ``RUN.DIR/sft``."""
