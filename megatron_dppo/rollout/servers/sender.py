@@ -208,6 +208,7 @@ class Sender:
 
         That is who is gone and who still says nothing afterwards; where there is nobody of these, who refused while the
         group was whole. A server that is gone breaks the group for the others, which may say so before it is missed.
+        Gloo does not tell one that has half a message: it waits for the rest of it, and so is named, too.
         """
         before = {url: reply for url, reply in replies.items() if reply.done()}
         self._end()
