@@ -106,11 +106,12 @@ def _scored(policy: PolicyParts, answers: Sequence[Compared]) -> list[Compared]:
         np.array([len(each.prompt_ids) + len(each.response_ids) for each in answers]),
         ranks=1,  # every replica has the whole policy, and does the same
         max_tokens=config.pack.max_tokens,
-        capacity_multiple=layout.tp if layout.sequence_parallel else 1,
+        align=layout.row_multiple,
+        capacity_multiple=layout.pack_multiple,
         window=config.pack.window,
     )
     packs = [
-        build_pack([_row(answers[i]) for i in rows], capacity=packing.capacity, pad_id=policy.pad_id, align=1)
+        build_pack([_row(answers[i]) for i in rows], packing.capacity, policy.pad_id, align=layout.row_multiple)
         for rows in packing.packs[0]
     ]
     logprobs = policy.actor.log_probabilities(packs)

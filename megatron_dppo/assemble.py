@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import PromptPool, load_prompts
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_token_ids
 from megatron_dppo.learner import Learner
-from megatron_dppo.models.actor import Actor, Policy
+from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.policy import DTYPES, PolicyModel
+from megatron_dppo.models.reference import Reference
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.timers import PhaseTimers
-from megatron_dppo.parallel.world import World, resolve_layout
+from megatron_dppo.parallel.layout import resolve_layout
+from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.collect import Collector
@@ -113,20 +115,27 @@ def assemble_learner(parts: PolicyParts, timers: PhaseTimers) -> Learner:
     reference = None
     if config.loss.kl_coef > 0:
         layout = resolve_layout(config.layout, world.size)
-        reference = Policy(parts.shape, config.model, layout, world, temperature=config.rollout.temperature)
+        reference = Reference(parts.shape, config.model, layout, world, temperature=config.rollout.temperature)
         _load(reference.bare, config, parts.shape, world)
+        if config.model.reference_on_host:
+            reference.leave_device()
     return Learner(config, world, parts.actor, reference, pad_id=parts.pad_id, timers=timers)
 
 
-def load_pools(parts: PolicyParts) -> tuple[PromptPool, Sequence[Prompt]]:
-    """The training pool, and the held-out problems that evaluations answer (none where nothing is held out)."""
+def load_pools(parts: PolicyParts) -> tuple[PromptPool, dict[str, Sequence[Prompt]]]:
+    """The training pool, and the held-out problems that evaluations answer, by the names of their files: "" for the
+    only one of a run, and none where nothing is held out."""
     config, world = parts.config, parts.world
     train = world.together(lambda: load_prompts(config.data, parts.tokenizer, split="train"))
-    held_out: Sequence[Prompt] = ()
-    if config.eval.problems and (config.data.eval or config.data.train == "arithmetic"):
-        pool = world.together(lambda: load_prompts(config.data, parts.tokenizer, split="eval"))
-        held_out = [pool[i] for i in range(min(len(pool), config.eval.problems))]
-    return train, held_out
+    if not config.eval.problems or not (config.data.eval or config.data.train == "arithmetic"):
+        return train, {}
+    files = config.data.eval if isinstance(config.data.eval, dict) else {"": config.data.eval}
+
+    def load(file: str | None) -> Sequence[Prompt]:
+        pool = load_prompts(replace(config.data, eval=file), parts.tokenizer, split="eval")
+        return pool[: config.eval.problems]
+
+    return train, world.together(lambda: {name: load(file) for name, file in files.items()})
 
 
 def _load(bare: PolicyModel, config: Config, shape: PolicyShape, world: World) -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import io
 import os
-import queue
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.bridge.checkpoint_folder import (
@@ -38,6 +38,18 @@ from megatron_dppo.models.layer_specs import choose_spec
 from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.parallel.world import World
 from megatron_dppo.resume import Writer, read_state, write_state
+from megatron_dppo.shard_writer import ShardWriter
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    """A checkpoint of which the shards are on their way to the disk."""
+
+    shards: ShardWriter
+    step: int
+    trainer_state: dict[str, Any]
+    needed: int
+    """Bytes."""
 
 
 class Checkpoints:
@@ -46,8 +58,10 @@ class Checkpoints:
     def __init__(self, config: Config, world: World) -> None:
         self._folder = Path(config.run.dir) / "checkpoints"
         self._source, self._keep, self._world = Path(config.model.path), config.run.keep_checkpoints, world
+        self._background = config.run.checkpoint_in_background
         self._dtype = DTYPES[config.model.dtype]
         self._writer = Writer.of(config, choose_spec(config.model.spec))
+        self._unfinished: _Unfinished | None = None
 
     def save(
         self,
@@ -58,6 +72,8 @@ class Checkpoints:
     ) -> None:
         """Write everything that the steps after ``step`` depend on. Collective.
 
+        With ``run.checkpoint_in_background`` it is only begun; it counts from when it is finished.
+
         Args:
             actor: whose weights and optimizer state are written, each rank its shards.
             step: finished steps.
@@ -67,18 +83,34 @@ class Checkpoints:
         Raises:
             UserError: on every rank, if it does not fit on the disk; the last good checkpoint stays.
         """
-        place, partial = self.path(step), self._folder / f".{iteration_name(step)}.partial"
-        self._world.from_leader(lambda: self._make_room(partial, place, _bytes(actor, self._world)))
-        try:
-            save_shards(_sharded_state(actor, self._writer, loading=False), partial)
+        self.finish()
+        partial, needed = self._partial(step), _bytes(actor, self._world)
+        self._world.from_leader(lambda: self._make_room(partial, self.path(step), needed))
+        with self._disk_errors(needed):
+            state = _sharded_state(actor, self._writer, loading=False)
+            shards = ShardWriter(state, partial, background=self._background)
             if write_more is not None:
                 self._world.together(lambda: write_more(partial), what="part of the checkpoint")
-        except (OSError, RuntimeError, CheckpointException) as error:  # the last is no Exception, and says little
-            free = shutil.disk_usage(self._folder).free
-            if isinstance(error, OSError) or free < _bytes(actor, self._world):
-                raise _disk_error(self._folder, f"{free / 2**20:.1f} MiB free") from error
-            raise
-        self._world.from_leader(lambda: self._put_in_place(partial, place, step, trainer_state))
+        self._unfinished = _Unfinished(shards, step, trainer_state, needed)
+        if not self._background:
+            self.finish()
+
+    def written(self) -> bool:
+        """Whether :meth:`finish` would not have to wait for this rank."""
+        return self._unfinished is None or self._unfinished.shards.written()
+
+    def finish(self) -> None:
+        """Finish the checkpoint that is being written, if there is one, and let it count. Collective.
+
+        Raises:
+            UserError: as :meth:`save`.
+        """
+        if self._unfinished is None:
+            return
+        of, self._unfinished = self._unfinished, None
+        with self._disk_errors(of.needed):
+            of.shards.finish()
+        self._world.from_leader(lambda: self._put_in_place(of.step, of.trainer_state))
 
     def load(self, actor: Actor) -> tuple[int, dict[str, Any]] | None:
         """Restore the last good checkpoint into ``actor``, written in whatever layout. Collective.
@@ -115,6 +147,20 @@ class Checkpoints:
         """Where the checkpoint of a step is."""
         return self._folder / iteration_name(step)
 
+    def _partial(self, step: int) -> Path:
+        return self._folder / f".{iteration_name(step)}.partial"
+
+    @contextmanager
+    def _disk_errors(self, needed: int) -> Iterator[None]:
+        """Torch says little of a full disk, and not in one way."""
+        try:
+            yield
+        except (OSError, RuntimeError, CheckpointException) as error:  # the last is no Exception
+            free = shutil.disk_usage(self._folder).free
+            if isinstance(error, OSError) or free < needed:
+                raise _disk_error(self._folder, f"{free / 2**20:.1f} MiB free") from error
+            raise
+
     def _make_room(self, partial: Path, place: Path, needed: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         for stale in (*self._folder.glob(".iter_*"), place):
@@ -124,7 +170,8 @@ class Checkpoints:
             raise _disk_error(self._folder, f"{free / 2**20:.1f} MiB free, {needed / 2**20:.1f} MiB needed")
         partial.mkdir()
 
-    def _put_in_place(self, partial: Path, place: Path, step: int, trainer_state: dict[str, Any]) -> None:
+    def _put_in_place(self, step: int, trainer_state: dict[str, Any]) -> None:
+        partial = self._partial(step)
         try:
             if not (companions := self._folder / COMPANIONS_FOLDER).exists():  # and never a checkpoint without them
                 with replacing(companions) as draft:
@@ -133,7 +180,7 @@ class Checkpoints:
             _keep_common_state(partial)
             write_state(partial, trainer_state, self._writer)
             _sync_tree(partial)
-            partial.rename(place)
+            partial.rename(self.path(step))
             tracker = self._folder / (TRACKER + ".partial")
             tracker.write_text(f"{step}\n")
             _sync(tracker)
@@ -145,16 +192,6 @@ class Checkpoints:
         for old in finished[: -self._keep]:
             leaving = old.rename(self._folder / f".{old.name}.old")  # never half a checkpoint under a good name
             shutil.rmtree(leaving, ignore_errors=True)
-
-
-def save_shards(state: dict[str, Any], folder: Path) -> None:
-    """Write a sharded state in Megatron's distributed format, each rank its own part. Collective.
-
-    Megatron would start a process that hands over the results of asynchronous writers. Here they are written at once, a
-    queue within this process will do, and nothing is left to outlive a rank that is killed.
-    """
-    filesystem_async._results_queue = queue.SimpleQueue()
-    dist_checkpointing.save(state, str(folder), validate_access_integrity=False)
 
 
 def _keep_common_state(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class Evaluation:
     """What greedy answers to the held-out problems were worth."""
 
     metrics: dict[str, float]
-    """``eval/…``"""
+    """``eval/…``; of several files each one's accuracy under its name, and ``eval/accuracy`` is their mean."""
     shown: tuple[Shown, ...]
     notes: tuple[str, ...]
     """What the log must say in words: how scoring failed."""
@@ -37,9 +37,11 @@ class Evaluation:
 class _Part:
     """What one rank tells the others of its share."""
 
-    correct: int
+    asked: tuple[int, ...]
+    """Problems by file, in their order; so are the correct and the unscored ones."""
+    correct: tuple[int, ...]
+    unscored: tuple[int, ...]
     reward: float
-    unscored: int
     tokens: int
     timeouts: int
     errors: int
@@ -47,39 +49,55 @@ class _Part:
     shown: tuple[Shown, ...]
 
 
-def evaluate(world: World, collector: Collector, prompts: Sequence[Prompt], *, show: int) -> Evaluation:
+def evaluate(world: World, collector: Collector, held_out: Mapping[str, Sequence[Prompt]], *, show: int) -> Evaluation:
     """Answer every prompt once, greedily. Collective. Rates are over the answers that could be scored.
+
+    Args:
+        world, collector: of the run.
+        held_out: the problems of each file, by its name.
+        show: answers to return for people to read.
 
     Raises:
         UserError: on every rank, if more than ``reward.max_failures`` of the answers could not be scored.
     """
-    parts = world.gather(_share(world, collector, prompts, show))
+    prompts = [(i, prompt) for i, of_file in enumerate(held_out.values()) for prompt in of_file]
+    parts = world.gather(_share(world, collector, prompts, len(held_out), show))
     collector.check_failures(parts, len(prompts))
-    unscored = sum(part.unscored for part in parts)
+    unscored, correct, asked = (
+        [sum(of_rank) for of_rank in zip(*(getattr(part, field) for part in parts), strict=True)]
+        for field in ("unscored", "correct", "asked")
+    )
     metrics = {
-        "eval/unscored": float(unscored),
+        "eval/unscored": float(sum(unscored)),
         "eval/response_len/mean": sum(part.tokens for part in parts) / max(len(prompts), 1),
     }
-    if scored := len(prompts) - unscored:  # of nothing there is no accuracy, not even 0
-        metrics["eval/accuracy"] = sum(part.correct for part in parts) / scored
-        metrics["eval/reward"] = sum(part.reward for part in parts) / scored
+    scored = [all_of - lost for all_of, lost in zip(asked, unscored, strict=True)]
+    # Of nothing there is no accuracy, not even 0.
+    accuracy = {name: right / n for name, right, n in zip(held_out, correct, scored, strict=True) if n}
+    metrics |= {f"eval/{name}": value for name, value in accuracy.items() if name}
+    if accuracy:
+        metrics["eval/accuracy"] = sum(accuracy.values()) / len(accuracy)
+        metrics["eval/reward"] = sum(part.reward for part in parts) / sum(scored)
     in_turn = [part.shown[i] for i in range(show) for part in parts if i < len(part.shown)]
     notes = dict.fromkeys(text for part in parts for text in part.tracebacks)
     return Evaluation(metrics, tuple(in_turn[:show]), tuple(notes))
 
 
-def _share(world: World, collector: Collector, prompts: Sequence[Prompt], show: int) -> _Part:
+def _share(world: World, collector: Collector, prompts: Sequence[tuple[int, Prompt]], files: int, show: int) -> _Part:
     mine = prompts[world.rank :: world.size]
-    answers = collector.answers(collector.ask(mine, samples=1, temperature=0.0, seed=0), of_all=len(prompts))
+    asked = collector.ask([prompt for _, prompt in mine], samples=1, temperature=0.0, seed=0)
+    answers = collector.answers(asked, of_all=len(prompts))
     scores = [group[0] for group in answers.scores]
     shown = [
         Shown(prompt.text, texts[0], prompt.label, bool(score and score.correct))
         for prompt, texts, score in zip(answers.prompts, answers.texts, scores, strict=True)
     ]
+    of_file = [[score for (i, _), score in zip(mine, scores, strict=True) if i == file] for file in range(files)]
     return _Part(
-        correct=sum(score.correct for score in scores if score is not None),
+        asked=tuple(len(found) for found in of_file),
+        correct=tuple(sum(score.correct for score in found if score is not None) for found in of_file),
+        unscored=tuple(sum(score is None for score in found) for found in of_file),
         reward=sum(score.reward for score in scores if score is not None),
-        unscored=sum(score is None for score in scores),
         tokens=sum(len(group[0].token_ids) for group in answers.completions),
         timeouts=answers.timeouts,
         errors=answers.errors,

@@ -155,7 +155,7 @@ class Learner:
 
     def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:
         return [
-            build_pack(rows, capacity=minibatch.capacity, pad_id=self._pad_id, align=1)
+            build_pack(rows, minibatch.capacity, self._pad_id, align=self._config.layout.row_multiple)
             for rows in deliver(self._world, minibatch, held)
         ]
 

@@ -101,14 +101,21 @@ def _check_optimizer(config: Config) -> None:
             "is a format of the distributed optimizer's state, and optimizer.distributed is false",
             "Leave it out, or set optimizer.distributed=true",
         )
+    if optimizer.offload and not optimizer.distributed:
+        raise UserError(
+            "optimizer.offload",
+            "true",
+            "without the distributed optimizer its state is the policy's own weights",
+            "Leave it out, or set optimizer.distributed=true",
+        )
 
 
 def _check_lengths(config: Config) -> None:
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    unit = config.layout.tp if config.layout.sequence_parallel else 1
+    unit = math.lcm(config.layout.row_multiple, config.layout.pack_multiple)
     most = config.pack.max_tokens // unit * unit
     if most < longest:
-        usable = f"with packs of multiples of layout.tp = {unit}, the {most} tokens that fit are" if unit > 1 else "is"
+        usable = f"in this layout packs are multiples of {unit}, and the {most} that fit are" if unit > 1 else "is"
         raise UserError(
             "pack.max_tokens",
             config.pack.max_tokens,
@@ -239,11 +246,22 @@ def _check_positions(config: Config, shape: PolicyShape, command: Command) -> No
 
 def _check_data(config: Config, command: Command) -> None:
     sources = [("data.train", config.data.train)]
-    if command == "train" and config.data.eval is not None:
-        sources.append(("data.eval", config.data.eval))
+    if command == "train" and config.data.eval is not None and config.eval.problems:
+        of = config.data.eval
+        if isinstance(of, dict) and (taken := {"accuracy", "reward", "unscored", ""} & set(of)):
+            raise UserError("data.eval", taken.pop(), "is what another metric is called", "Give that file another name")
+        sources += [("data.eval", file) for file in (of.values() if isinstance(of, dict) else [of])]
     for key, source in sources:
         if source == "arithmetic":
             make_sums(config.data.arithmetic)
+        elif not Path(source).is_file() and isinstance(config.data.eval, dict) and key == "data.eval":
+            raise UserError(
+                key,
+                source,
+                "is no file",
+                f"Put its problems there, one JSON object a line with the columns {config.data.prompt_key} and "
+                f"{config.data.label_key} (docs/scaling.md says where to get them), or leave it out of data.eval",
+            )
         elif not Path(source).is_file() or Path(source).stat().st_size == 0:
             read_rows(source, key)  # says what is wrong; whole files are left to the ranks, which read them anyway
 

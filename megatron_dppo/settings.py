@@ -197,7 +197,8 @@ def _value(setting: Setting, text: str) -> Any:
     if setting.takes_none and text.strip() in ("", "~", "null"):
         return None
     try:
-        if any(get_origin(kind) is tuple and str in get_args(kind) for kind in kinds):
+        named = text.lstrip().startswith("{") and any(get_origin(kind) is dict for kind in kinds)
+        if named or any(get_origin(kind) is tuple and str in get_args(kind) for kind in kinds):
             return yaml.load(text, Loader=yaml.BaseLoader)
         if str in kinds or any(isinstance(choice, str) for choice in get_args(setting.type)):
             quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
@@ -254,6 +255,8 @@ def allowed(kind: Any) -> str:
         return " or ".join(allowed(argument) for argument in arguments)
     if origin is tuple:
         return f"a list, each element {allowed(arguments[0])}"
+    if origin is dict:
+        return f"names, each with {allowed(arguments[1])}"
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}[kind]
 
 
@@ -287,10 +290,9 @@ def _section(section: Any, prefix: str, meanings: Mapping[tuple[str, str], str])
         if choices := settings()[key].choices:
             meaning = f"{meaning} [{', '.join(choices)}]".strip()
         yield from textwrap.wrap(meaning, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-        many = isinstance(value, tuple)
-        plain = {field.name: list(value) if many else value}
+        many = isinstance(value, tuple | dict)
+        plain = {field.name: list(value) if isinstance(value, tuple) else value}
         written = yaml.safe_dump(plain, default_flow_style=None if many else False, allow_unicode=True, width=10**6)
-        written = written.strip("{}\n") if many else written
         yield from (indent + line for line in written.splitlines())
 
 

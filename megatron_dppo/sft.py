@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def sft(config: Config) -> None:
 
 def _load(config: Config, parts: PolicyParts) -> list[WorkedAnswer]:
     answers = load_worked_answers(config.data, parts.tokenizer)
-    unit = config.layout.tp if config.layout.sequence_parallel else 1
+    unit = math.lcm(config.layout.row_multiple, config.layout.pack_multiple)
     longest = max(len(answer.prompt_ids) + len(answer.response_ids) for answer in answers)
     if longest > config.pack.max_tokens // unit * unit:
         raise UserError(
@@ -86,12 +87,13 @@ def _packs(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], to
         np.array([len(a.prompt_ids) + len(a.response_ids) for a in batch]),
         ranks=world.dp,
         max_tokens=config.pack.max_tokens,
-        capacity_multiple=layout.tp if layout.sequence_parallel else 1,
+        align=layout.row_multiple,
+        capacity_multiple=layout.pack_multiple,
         window=config.pack.window,
         min_per_rank=packs_wanted(config.pack.min_per_rank, layout.pp),
     )
     return [
-        build_pack([_row(batch[i], tokens) for i in rows], capacity=packing.capacity, pad_id=parts.pad_id, align=1)
+        build_pack([_row(batch[i], tokens) for i in rows], packing.capacity, parts.pad_id, align=layout.row_multiple)
         for rows in packing.packs[world.dp_rank]
     ]
 

@@ -19,7 +19,9 @@ from megatron_dppo.config import Config
 from megatron_dppo.curriculum import Curriculum
 from megatron_dppo.evaluate import evaluate
 from megatron_dppo.journal import Journal
+from megatron_dppo.launch import stop
 from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
@@ -35,6 +37,7 @@ def train(config: Config) -> None:
 
     Raises:
         UserError: on every rank, for what the user can mend, and where a loss or a gradient is not finite.
+        StoppedError: on every rank, once the run is saved, because one of them was asked to stop.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     reward = config.reward
@@ -49,6 +52,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, workers: RewardWorkers, to_close: ExitStack) -> None:
         self.config, self.world, self.timers = config, world, PhaseTimers()
+        to_close.enter_context(closing(Watchdog(world, self.timers, config.run.late_s)))
         world.together(workers.wait_ready)
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
         self.learner = assemble_learner(self.policy, self.timers)
@@ -86,8 +90,16 @@ class Trainer:
             if self.step == last or _due(self.step, self.config.eval.every):
                 self.evaluate()
             self.journal.write(self.step)
-            if self.step == last or _due(self.step, self.config.run.checkpoint_every):
+            asked, written = zip(*self.world.gather((stop.asked(), self.checkpoints.written())), strict=True)
+            if all(written):
+                self.checkpoints.finish()
+            stopping = self.step < last and any(asked)
+            if stopping or self.step == last or _due(self.step, self.config.run.checkpoint_every):
                 self.save()
+            if stopping:
+                self.checkpoints.finish()
+                raise stop.StoppedError(self.step)
+        self.checkpoints.finish()
         if self.config.run.export:
             self.policy.export(self.folder / "hf", setting="run.dir")
         self.journal.finish()
@@ -126,8 +138,8 @@ class Trainer:
         plan_with = partial(
             plan_step,
             replicas=self.world.dp,
-            align=1,
-            capacity_multiple=layout.tp if layout.sequence_parallel else 1,
+            align=layout.row_multiple,
+            capacity_multiple=layout.pack_multiple,
             step=self.step,
             pipeline=layout.pp,
             costs=CostModel.of_width(self.policy.shape.hidden),
@@ -182,7 +194,8 @@ class Trainer:
             self.next = Batch(self.next.selection, self.collect(self.next))
         write = partial(write_batch, batch=self.next, world=self.world) if isinstance(self.next, Batch) else None
         state = {"version": self.version, **self.curriculum.state_dict()}
-        self.checkpoints.save(self.policy.actor, self.step, state, write)
+        with self.timers("save"):
+            self.checkpoints.save(self.policy.actor, self.step, state, write)
 
     def _resume(self) -> None:
         found = self.checkpoints.load(self.policy.actor)

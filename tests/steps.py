@@ -73,9 +73,14 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
 
 def plan_for(world: World, config: Config, metadata: StepMetadata) -> StepPlan:
     layout = config.layout
-    multiple = layout.tp if layout.sequence_parallel else 1
     return plan_step(
-        metadata, config, replicas=world.dp, align=1, capacity_multiple=multiple, step=0, pipeline=layout.pp
+        metadata,
+        config,
+        replicas=world.dp,
+        align=layout.row_multiple,
+        capacity_multiple=layout.pack_multiple,
+        step=0,
+        pipeline=layout.pp,
     )
 
 

@@ -68,6 +68,7 @@ def strict(path: Path, layout: LayoutConfig, run: Path, dtype: str = "fp32") -> 
 LAYOUTS = {
     "tp2 sp": (2, LayoutConfig(tp=2, dp=1, sequence_parallel=True), "fp32", 1e-5),
     "pp2 dp2": (4, LayoutConfig(pp=2, dp=2), "fp32", 1e-5),
+    "cp2 tp2 sp": (4, LayoutConfig(cp=2, tp=2, dp=1, sequence_parallel=True), "fp32", 1e-5),
     "bf16": (2, LayoutConfig(dp=2), "bf16", 0.1),
 }
 

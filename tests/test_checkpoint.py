@@ -62,7 +62,7 @@ def train(rank: int, size: int, config: Config, stop: int, save: tuple[int, ...]
 
 
 def ranks_in(layout: LayoutConfig) -> int:
-    return layout.tp * layout.pp * layout.dp
+    return layout.tp * layout.pp * layout.cp * layout.dp
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,7 @@ SAME = {
     "dp2 distributed optimizer bf16": (LayoutConfig(dp=2), {"dtype": "bf16"}),
     "tp2 plain optimizer": (LayoutConfig(tp=2, dp=1), {"distributed": False}),
     "tp2 pp2 tied": (LayoutConfig(tp=2, pp=2, dp=1), {}),
+    "cp2": (LayoutConfig(cp=2, dp=1), {}),
 }
 
 
@@ -101,7 +102,7 @@ def replace_run(config: Config, folder: Path) -> Config:
     return replace(config, run=replace(config.run, dir=str(folder)))
 
 
-TP2_PP2 = LayoutConfig(tp=2, pp=2, dp=1)
+TP2_PP2, CP2 = LayoutConfig(tp=2, pp=2, dp=1), LayoutConfig(cp=2, dp=1)
 OTHERS = (LayoutConfig(dp=1), LayoutConfig(tp=4, dp=1), LayoutConfig(pp=4, dp=1), LayoutConfig(dp=2))
 CHANGED = {
     "untied, distributed optimizer": (TP2_PP2, OTHERS, False, {}),
@@ -109,6 +110,9 @@ CHANGED = {
     "untied, plain optimizer": (TP2_PP2, OTHERS, False, {"distributed": False}),
     "tied, plain optimizer": (TP2_PP2, OTHERS, True, {"distributed": False}),
     "from one rank": (LayoutConfig(dp=1), (LayoutConfig(dp=2), TP2_PP2), True, {}),
+    "from context-parallel ranks": (CP2, (LayoutConfig(dp=1), LayoutConfig(cp=2, dp=2)), True, {}),
+    "from context-parallel ranks, plain optimizer": (CP2, (LayoutConfig(dp=1),), False, {"distributed": False}),
+    "to context-parallel ranks": (LayoutConfig(dp=1), (CP2, LayoutConfig(cp=2, pp=2, dp=1)), False, {}),
     "replicas in dp_reshardable": (
         LayoutConfig(dp=2),
         (LayoutConfig(dp=1), LayoutConfig(dp=3)),

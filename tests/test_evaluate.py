@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.assemble import PolicyParts, load_pools
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
@@ -14,6 +15,7 @@ from megatron_dppo.evaluate import Evaluation, Shown, evaluate, read_answers, re
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rollout.collect import Collector
+from megatron_dppo.settings import load_config
 from tests.rollout.scripted import (
     FAILING,
     LIMIT_S,
@@ -49,7 +51,7 @@ def evaluated(
     stops = (end_token_id(tokenizer),)
     config = collect_config(max_failures=max_failures)
     collector = Collector(config, world, engine, workers or ScriptedWorkers(), tokenizer, stops)
-    return evaluate(world, collector, pool_of(len(answers)), show=show), engine
+    return evaluate(world, collector, {"": pool_of(len(answers))}, show=show), engine
 
 
 def test_accuracy_and_reward_are_of_the_scored_ones_only(tokenizer: Tokenizer) -> None:
@@ -112,7 +114,7 @@ def test_ranks_share_the_prompts_and_agree(tokenizer: Tokenizer) -> None:
     def on_a_rank(world: World) -> tuple[Evaluation, list[int]]:
         engine = ScriptedEngine(tokenizer, {i: [Said(answer)] for i, answer in enumerate(answers)})
         collector = Collector(collect_config(), world, engine, ScriptedWorkers(), tokenizer, (2,))
-        result = evaluate(world, collector, pool_of(5), show=3)
+        result = evaluate(world, collector, {"": pool_of(5)}, show=3)
         return result, [prompt for prompts, _ in engine.asked for prompt in prompts]
 
     ((alone, _),) = as_ranks(1, on_a_rank)
@@ -132,10 +134,50 @@ def test_failures_may_all_be_one_ranks(tokenizer: Tokenizer) -> None:
     def on_a_rank(world: World) -> Evaluation:
         engine, config = ScriptedEngine(tokenizer, script), collect_config(max_failures=0.25)
         collector = Collector(config, world, engine, ScriptedWorkers(), tokenizer, (2,))
-        return evaluate(world, collector, pool_of(8), show=0)
+        return evaluate(world, collector, {"": pool_of(8)}, show=0)
 
     for result in as_ranks(2, on_a_rank):
         assert result.metrics["eval/unscored"] == 2.0
+
+
+def test_files_have_accuracies_of_their_own_and_count_alike_in_the_mean(tokenizer: Tokenizer) -> None:
+    """Five problems in three files, over two ranks; of the last file none can be scored."""
+    answers = ["score 1", "score 0", "score 1", "raise it", "score 1"]
+    prompts = pool_of(5)
+    files = {"aime24": prompts[:3], "lost": prompts[3:4], "amc23": prompts[4:]}
+
+    def on_a_rank(world: World) -> Evaluation:
+        engine = ScriptedEngine(tokenizer, {i: [Said(answer)] for i, answer in enumerate(answers)})
+        collector = Collector(collect_config(), world, engine, ScriptedWorkers(), tokenizer, (2,))
+        return evaluate(world, collector, files, show=0)
+
+    for ranks in (1, 2):
+        for result in as_ranks(ranks, on_a_rank):
+            assert result.metrics == {
+                "eval/aime24": pytest.approx(2 / 3),
+                "eval/amc23": 1.0,
+                "eval/accuracy": pytest.approx((2 / 3 + 1) / 2),
+                "eval/reward": pytest.approx(3 / 4),
+                "eval/unscored": 1.0,
+                "eval/response_len/mean": pytest.approx((4 * 8 + 9) / 5),
+            }
+
+
+def test_named_files_are_held_out_by_their_names(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Of each file as many problems as ``eval.problems``, and of one file alone, without a name."""
+    for name, rows in (("one", 3), ("two", 1)):
+        lines = (f'{{"prompt": "{i}+1=", "label": "{i + 1}"}}\n' for i in range(rows))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+
+    def pools(*overrides: str) -> dict[str, list[str]]:
+        words = (f"data.train={one}", "data.chat_template=false", "eval.problems=2", *overrides)
+        parts = PolicyParts(load_config(None, words), world_of(1, 0), None, None, tokenizer, 0, ())
+        return {name: [prompt.text for prompt in prompts] for name, prompts in load_pools(parts)[1].items()}
+
+    assert pools(f"data.eval={{b: {two}, a: {one}}}") == {"b": ["0+1="], "a": ["0+1=", "1+1="]}
+    assert pools(f"data.eval={one}") == {"": ["0+1=", "1+1="]}
+    assert pools() == {} == pools(f"data.eval={one}", "eval.problems=0")
 
 
 def answered(text: str) -> Evaluation:

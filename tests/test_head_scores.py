@@ -45,8 +45,14 @@ def expected(path: Path) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("size", "layout"),
-    [(1, LayoutConfig(dp=1)), (2, LayoutConfig(tp=2, dp=1)), (2, LayoutConfig(dp=2)), (2, LayoutConfig(pp=2, dp=1))],
-    ids=["one", "tp2", "dp2", "pp2"],
+    [
+        (1, LayoutConfig(dp=1)),
+        (2, LayoutConfig(tp=2, dp=1)),
+        (2, LayoutConfig(dp=2)),
+        (2, LayoutConfig(pp=2, dp=1)),
+        (2, LayoutConfig(cp=2, dp=1)),
+    ],
+    ids=["one", "tp2", "dp2", "pp2", "cp2"],
 )
 def test_the_heads_scores_are_exact_in_every_layout(
     size: int, layout: LayoutConfig, ranks: RankPool, tmp_path: Path

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from megatron_dppo.checkpoint import TRACKER
+from megatron_dppo.launch.stop import SAVED
 
 STEPS = 6
 SETTINGS = (
@@ -99,6 +100,23 @@ def test_kill_between_steps_changes_nothing(policy: Path, tmp_path: Path, undist
     metrics = run / "metrics.jsonl"
     kill_when(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 6)  # steps 0 to 5
     assert (run / "checkpoints" / TRACKER).read_text().strip() == "3"
+    assert finish(start(policy, run), run) == undisturbed
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_never_had(
+    policy: Path, tmp_path: Path, undisturbed: list[dict]
+) -> None:
+    run = tmp_path / "run"
+    process = start(policy, run, "run.checkpoint_every=0", "run.checkpoint_in_background=true")
+    metrics = run / "metrics.jsonl"
+    wait_for(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2)  # steps 0 and 1
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=60) == SAVED
+    said = (tmp_path / "run.log").read_text()
+    saved = int((run / "checkpoints" / TRACKER).read_text())
+    assert 2 <= saved < STEPS, "the step under way was to be finished"
+    assert said.endswith(f"stopped on request after step {saved}, and saved: run the same command again to go on\n")
+    assert len(rows(run)) == saved + 1
     assert finish(start(policy, run), run) == undisturbed
 
 

@@ -62,6 +62,8 @@ def test_overrides_win_over_the_file_and_leave_its_other_settings(tmp_path: Path
         ("rollout.ahead=1", 1),
         ("rollout.launch.tp=2", 2),
         ("rollout.launch.tp=[1,2]", (1, 2)),
+        ("data.eval=held_out.jsonl", "held_out.jsonl"),
+        ("data.eval={aime24: a.jsonl, amc23: 2023.jsonl}", {"aime24": "a.jsonl", "amc23": "2023.jsonl"}),
     ],
 )
 def test_an_override_has_the_type_of_its_setting(override: str, value: object) -> None:
@@ -84,6 +86,7 @@ def test_everything_printed_reads_back_as_the_same_configuration(tmp_path: Path)
             "rollout.servers=[http://a:1,http://b:2]",
             "rollout.launch.flags=[--seed, 8, 'a, {b}']",
             "rollout.launch.tp=[1, 2]",
+            "data.eval={aime24: 'a, {b}.jsonl', math500: m.jsonl}",
         ],
     )
     assert load_config(_write(tmp_path, as_yaml(config)), []) == config

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.rl.types import StepPlan
+from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.policies import write_policy
 from tests.ranks import RankPool
-from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
+from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
 
 
 def reverse_order(plan: StepPlan) -> StepPlan:
@@ -61,6 +63,11 @@ LAYOUTS = {
     "pp2": (2, LayoutConfig(pp=2, dp=1)),
     "dp2": (2, LayoutConfig(dp=2)),
     "tp2 pp2": (4, LayoutConfig(tp=2, pp=2, dp=1)),
+    "cp2": (2, LayoutConfig(cp=2, dp=1)),
+    "cp4": (4, LayoutConfig(cp=4, dp=1)),
+    "cp2 dp2": (4, LayoutConfig(cp=2, dp=2)),
+    "cp2 pp2": (4, LayoutConfig(cp=2, pp=2, dp=1)),
+    "cp2 tp2 sp": (4, LayoutConfig(cp=2, tp=2, dp=1, sequence_parallel=True)),
     "tp2 sp dp2": (4, LayoutConfig(tp=2, dp=2, sequence_parallel=True)),
 }
 GRPO = LossConfig(name="grpo", kl_coef=0.1, tis_cap=2.0)
@@ -81,7 +88,7 @@ def reference(request: pytest.FixtureRequest, ranks: RankPool, tmp_path_factory:
 def test_update_does_not_depend_on_the_layout(name: str, ranks: RankPool, reference) -> None:
     path, loss, start, expected = reference
     size, layout = LAYOUTS[name]
-    for distributed in (False, True) if name == "dp2" else (True,):
+    for distributed in (False, True) if name in ("dp2", "cp2") else (True,):
         config = config_for(path, layout, loss, 64, distributed)
         assert_same_update(ranks.run(size, learned, config, False)[0], expected, start)
 
@@ -94,10 +101,12 @@ def test_gspos_second_update_does_not_depend_on_the_layout(ranks: RankPool, tmp_
     def update(size: int, layout: LayoutConfig) -> Update:
         return ranks.run(size, learned, config_for(path, layout, loss, 64, distributed=True), False)[0]
 
-    alone, shared = update(1, LayoutConfig(dp=1)), update(2, LayoutConfig(pp=2, dp=1))
+    alone = update(1, LayoutConfig(dp=1))
     assert 0.0 < alone[0]["train/pg_clipfrac"] < 0.5
-    for name in ("train/loss", "train/grad_norm", "train/pg_clipfrac"):
-        assert shared[0][name] == pytest.approx(alone[0][name], rel=1e-4), name
+    for layout in (LayoutConfig(pp=2, dp=1), LayoutConfig(cp=2, dp=1)):
+        shared = update(2, layout)
+        for name in ("train/loss", "train/grad_norm", "train/pg_clipfrac"):
+            assert shared[0][name] == pytest.approx(alone[0][name], rel=1e-4), name
 
 
 def test_update_does_not_depend_on_microbatch_and_pack_order(ranks: RankPool, reference) -> None:
@@ -110,3 +119,15 @@ def test_update_does_not_depend_on_the_size_of_packs(ranks: RankPool, reference)
     path, loss, start, expected = reference
     config = config_for(path, LayoutConfig(dp=1), loss, 400, distributed=True)
     assert_same_update(ranks.run(1, learned, config, False)[0], expected, start)
+
+
+def test_experts_update_does_not_depend_on_the_layout(ranks: RankPool, tmp_path: Path) -> None:
+    write_qwen3_moe(tmp_path, Sizes(vocab_size=VOCAB))
+    write_tokenizer(character_tokenizer(), tmp_path, max_tokens=512)
+    config = config_for(tmp_path, LayoutConfig(dp=1), GRPO, 64, distributed=True)
+    still = replace(config, optimizer=replace(config.optimizer, lr=1e-30))
+    (_, start), *_ = ranks.run(1, learned, still, False)
+    expected = ranks.run(1, learned, config, False)[0]
+    for name in ("dp2", "cp2 tp2 sp"):
+        size, layout = LAYOUTS[name]
+        assert_same_update(ranks.run(size, learned, replace(config, layout=layout), False)[0], expected, start)

@@ -39,8 +39,9 @@ class DataConfig:
 
     train: str = "arithmetic"
     """JSONL or parquet file of prompts, or ``arithmetic`` for the generator."""
-    eval: str | None = None
-    """Held-out prompts, in the same form; null: the generator's held-out problems, or no evaluation for a file."""
+    eval: str | dict[str, str] | None = None
+    """Held-out prompts, in the same form, or several files of them, each by its name: ``{aime24: aime24.jsonl, …}``,
+    whose accuracy is then ``eval/aime24``; null: the generator's held-out problems, or no evaluation for a file."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages. Dots reach into nested objects."""
     label_key: str = "label"

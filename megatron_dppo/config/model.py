@@ -27,6 +27,9 @@ class ModelConfig:
     """Activation recomputation: ``full`` keeps only the input of each layer."""
     head_chunk_mib: Positive = 64
     """Size of the fp32 logits that the policy head holds at a time."""
+    reference_on_host: bool = False
+    """Keep the frozen reference (with loss.kl_coef) in the host's memory while it is not needed; its weights then cross
+    to the GPU once a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,24 @@ class LayoutConfig:
     pp: Positive = 1
     """Pipeline stages."""
     cp: Positive = 1
-    """Context-parallel ranks."""
+    """Context-parallel ranks, which share the tokens of every sequence: for sequences that one GPU has no room for."""
     dp: Positive | None = None
     """Data-parallel replicas; null: as many as the ranks (torchrun, srun) or this machine's GPUs give, else 1."""
     sequence_parallel: bool = False
     """Shard norms and their activations along the sequence over the tensor-parallel ranks."""
+    timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
+    """How long the ranks' collectives wait for the slowest rank while they train, synchronise weights and write
+    checkpoints. What waits for rollouts has a limit of its own, rollout.timeout_s."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Tokens that each sequence of a pack is padded to a multiple of: two chunks for each context-parallel rank."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def pack_multiple(self) -> int:
+        """Tokens that a pack is a multiple of: as many for each rank that the sequence dimension is cut for."""
+        return self.cp * (self.tp if self.sequence_parallel else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +78,12 @@ class OptimizerConfig:
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     distributed: bool = True
-    """Shard the optimizer's state over the data-parallel ranks."""
+    """Shard the optimizer's state over the data-parallel and context-parallel ranks."""
+    overlap: bool = False
+    """Sum gradients over these ranks while the backward pass goes on, bucket by bucket."""
+    offload: bool = False
+    """Keep the optimizer's state (12 bytes per parameter, over the ranks that share it) in the host's memory, but for
+    the optimizer step itself. Needs optimizer.distributed."""
     checkpoint_format: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
     """How a distributed optimizer's state is written: ``fully_reshardable`` resumes in any layout; ``dp_reshardable``
     gathers nothing and is faster, and resumes at the same layout.tp and pp only."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatron_dppo.config.types import STRICT, Count, Positive
+from megatron_dppo.config.types import STRICT, Count, Positive, Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,10 @@ class RunConfig:
     """Steps between checkpoints; 0: only after the last step."""
     keep_checkpoints: Positive = 2
     """How many of the latest checkpoints stay on the disk."""
+    checkpoint_in_background: bool = False
+    """Write checkpoints while training goes on, from a copy of the state in host memory."""
+    late_s: Seconds = 120.0
+    """Seconds that ranks wait for another one before the log names it, with the place in the code where it stands."""
     export: bool = True
     """Write the trained policy as a Hugging Face directory (``DIR/hf``) at the end."""
     length_gate: Annotated[float, Field(gt=1.0)] | None = 1.5

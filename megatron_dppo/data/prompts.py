@@ -74,7 +74,8 @@ class _Rendered:
 
 
 def load_prompts(data: DataConfig, tokenizer: Tokenizer, *, split: Split) -> PromptPool:
-    """The pool of a split. Held-out prompts of a file are those of ``data.eval``; without it their pool is empty.
+    """The pool of a split. Held-out prompts of a file are those of ``data.eval``; without it their pool is empty. Where
+    ``data.eval`` names several files, the caller asks for one after the other.
 
     Raises:
         UserError: for a file that is absent, empty or malformed, a row without its prompt or label, a chat template

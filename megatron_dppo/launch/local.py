@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch import stop
 from megatron_dppo.launch.first_failure import MARKER, FirstFailure
 from megatron_dppo.launch.rank import LAUNCHER, rank_main
 from megatron_dppo.launch.srun import srun_started, torch_environment
@@ -74,7 +75,8 @@ def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
 def start_ranks(job: str, config: Config, ranks: int) -> int:
     """Run a job on so many ranks of this machine; returns when all of them have ended.
 
-    A rank that fails takes the others with it, and so does a signal to this process.
+    A rank that fails takes the others with it, and so does a signal to this process, but for the one that asks a run to
+    stop: that goes on to the ranks.
 
     Args:
         job: ``train``, ``sft`` or ``module:function`` of a function that takes a Config.
@@ -93,7 +95,7 @@ def start_ranks(job: str, config: Config, ranks: int) -> int:
         settings.write_text(as_yaml(config), encoding="utf-8")
         launch = elastic_launch(_launch_config(ranks, folder), sys.executable)
         try:
-            with _environment(_for_ranks(ranks, marker)), _without_elastic_messages():
+            with _environment(_for_ranks(ranks, marker)), _without_elastic_messages(), stop.handed_on(_children):
                 launch("-m", "megatron_dppo.launch.rank", job, str(settings))
         except SignalException as stopped:
             return 128 + stopped.sigval
@@ -101,6 +103,12 @@ def start_ranks(job: str, config: Config, ranks: int) -> int:
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             return _exit_code(codes, FirstFailure(marker).code())
     return 0
+
+
+def _children() -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process().children()]
 
 
 def _launch_config(ranks: int, folder: str) -> LaunchConfig:

@@ -1,7 +1,7 @@
 """One rank of a run: ``python -m megatron_dppo.launch.rank JOB CONFIG``, started by the launcher, torchrun or srun.
 
 However a rank fails, one message is seen, every rank ends, and the exit code says which kind it was: 2 for what the
-user can mend, 1 for a crash.
+user can mend, 1 for a crash, 75 for a run that was asked to stop and has saved.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.launch import stop
 from megatron_dppo.launch.first_failure import FirstFailure, marker_for
 from megatron_dppo.observe.complaint import describe
 from megatron_dppo.settings import load_config
@@ -45,6 +46,8 @@ def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = No
         first: called before it; its errors are reported in the same way.
     """
     quieten()
+    if job == "train":
+        stop.listen()
     failure = FirstFailure(marker_for(Path(config.run.dir), os.environ))
     code = 0
     try:
@@ -54,6 +57,8 @@ def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = No
         getattr(importlib.import_module(module), function)(config)
     except UserError as error:
         code = _say(failure, 2, describe(error))
+    except stop.StoppedError as stopped:
+        code = _say(failure, stop.SAVED, str(stopped))
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # torch's errors of distributed checkpoints are no Exceptions

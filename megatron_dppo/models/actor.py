@@ -22,6 +22,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.layer_specs import add_to_main_gradients
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.without_cuda import prepare_adam_state
@@ -130,15 +131,16 @@ class Policy:
 
             return output, reduce
 
-        return get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(microbatches),
-            model=self.module,
-            num_microbatches=len(microbatches),
-            seq_length=len(microbatches[0].pack.token_ids),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        with self.world.training("a forward pass" if forward_only else "forward and backward passes"):
+            return get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iter(microbatches),
+                model=self.module,
+                num_microbatches=len(microbatches),
+                seq_length=len(microbatches[0].pack.token_ids),
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
 
 
 class Actor(Policy):
@@ -161,11 +163,16 @@ class Actor(Policy):
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=optimizer.distributed,
-            overlap_grad_reduce=False,
+            overlap_grad_reduce=optimizer.overlap,
+            # Weights leave for the engine as soon as they have changed: no forward pass hides their gathering.
+            overlap_param_gather=False,
             average_in_collective=False,
         )
         self.module = DistributedDataParallel(self.bare.config, ddp, self.module)
+        add_to_main_gradients(self.bare)
         self.bare.config.finalize_model_grads_func = _sum_gradients
+        if optimizer.overlap:
+            self.bare.config.no_sync_func = self.module.no_sync  # until the last microbatch
         self.optimizer = get_megatron_optimizer(_megatron_optimizer(optimizer, model), [self.module])
         prepare_adam_state(self.optimizer)
 
@@ -177,6 +184,12 @@ class Actor(Policy):
         """
         outputs = self.accumulate(microbatches, loss)
         sums = self._total(outputs)
+        with self.world.training("an optimizer step"):
+            return self._step(sums, lr)
+
+    def _step(self, sums: dict[str, float], lr: float) -> UpdateResult:
+        if self._settings.offload:
+            self.optimizer.restore_from_cpu()
         grad_norm = self._gradient_norm()
         bad = sorted(name for name, value in sums.items() if not math.isfinite(value))
         if bad or not math.isfinite(grad_norm):
@@ -190,6 +203,8 @@ class Actor(Policy):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step_with_ready_grads()
+        if self._settings.offload:
+            self.optimizer.offload_to_cpu()
         return UpdateResult(sums, grad_norm)
 
     def accumulate(self, microbatches: Sequence[Microbatch], loss: Loss) -> list[Sums]:
@@ -197,6 +212,8 @@ class Actor(Policy):
         self.module.train()
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self._settings.offload:
+            self.optimizer.offload_to_cpu()  # the first time; later on it is there already
         return self._run(microbatches, loss, forward_only=False)
 
     def _gradient_norm(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from megatron_dppo.config import LayoutConfig, ModelConfig
+from megatron_dppo.models.context import gather_responses, held_positions
 from megatron_dppo.models.layer_specs import Spec, choose_spec, layer_spec
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
 from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab
@@ -66,6 +68,7 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         calculate_per_token_loss=True,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         sequence_parallel=layout.sequence_parallel and layout.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -83,7 +86,7 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         bias_activation_fusion=cuda,
         bias_dropout_fusion=cuda,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False,  # see layer_specs.add_to_main_gradients
         persist_layer_norm=False,
         # Transformer Engine would want an environment variable and slower kernels; torch's embedding sums in order.
         deterministic_mode=spec == "torch",
@@ -189,7 +192,7 @@ class PolicyModel(GPTModel):
         predictors: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | torch.Tensor:
-        """Run this stage on a pack.
+        """Run this stage on a pack, of which a context-parallel rank takes its share.
 
         Args:
             input_ids: [1, T] int64.
@@ -200,14 +203,31 @@ class PolicyModel(GPTModel):
 
         Returns:
             On the last stage the fields of :class:`HeadOutput`, each [R], as a plain tuple (Megatron's mixed-precision
-            wrapper keeps no other kind); elsewhere hidden states, [T, 1, h], T / tp of them under sequence parallelism.
+            wrapper keeps no other kind); elsewhere hidden states, [T, 1, h], T / cp / tp of them under context and
+            sequence parallelism.
         """
-        hidden = super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
+        held = self._held(packed_seq_params)
+        hidden = self._hidden(input_ids[:, held], position_ids[:, held], packed_seq_params)
         if not self.post_process:
             return hidden
         if predictors is None or targets is None:
             raise ValueError("the last pipeline stage scores responses: pass predictors and targets")
-        return tuple(self._score(hidden[0], predictors, targets))
+        place = torch.full_like(input_ids[0], -1)
+        place[held] = torch.arange(len(held), device=held.device)
+        mine = (place[predictors] >= 0).nonzero()[:, 0]
+        part = self._score(hidden[0], place[predictors[mine]], targets[mine])
+        return tuple(gather_responses(part, mine, len(targets), self.pg_collection.cp))
+
+    def _held(self, packed: PackedSeqParams) -> torch.Tensor:
+        """[T / cp], the positions of a pack that this rank computes."""
+        starts, group = packed.cu_seqlens_q, self.pg_collection.cp
+        return held_positions(starts.diff().tolist(), group.rank(), group.size()).to(starts.device)
+
+    def _hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed: PackedSeqParams) -> torch.Tensor:
+        if self.pg_collection.cp.size() > 1:  # Transformer Engine then asks where padded segments start: at the same
+            starts = packed.cu_seqlens_q
+            packed = replace(packed, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts)
+        return super().forward(input_ids, position_ids, None, packed_seq_params=packed)
 
     def _score(self, hidden: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor) -> HeadOutput:
         return score_responses(
@@ -237,11 +257,16 @@ class PolicyModel(GPTModel):
         For tests and for checking a converted model against another's logits; needs a single pipeline stage, or the
         input of the last one set.
         """
-        hidden = super().forward(input_ids, position_ids, None, packed_seq_params=packed)[0]
-        everywhere = torch.arange(input_ids.shape[1], device=input_ids.device)
-        hidden = self._for_every_rank(hidden, everywhere)
+        held = self._held(packed)
+        hidden = self._hidden(input_ids[:, held], position_ids[:, held], packed)[0]
+        hidden = self._for_every_rank(hidden, torch.arange(len(held), device=held.device))
         local = hidden.float() @ self._output_weight().float().t()
-        return gather_from_tensor_model_parallel_region(local, group=self.pg_collection.tp)[:, : self.shape.vocab_size]
+        whole = gather_from_tensor_model_parallel_region(local, group=self.pg_collection.tp)[:, : self.shape.vocab_size]
+        whole, held = (
+            gather_from_sequence_parallel_region(part.contiguous(), group=self.pg_collection.cp)
+            for part in (whole, held)
+        )
+        return whole[held.argsort()]
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Megatron's, without the extra state of linear layers.

@@ -168,10 +168,6 @@ def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
     if shape.experts and layout.tp > 1 and not layout.sequence_parallel:
         problem = f"Megatron trains experts with layout.tp = {layout.tp} under sequence parallelism only"
         raise UserError("layout.sequence_parallel", "false", problem, "set it to true")
-    if layout.cp > 1:
-        raise UserError(
-            "layout.cp", layout.cp, "context parallelism is not supported yet", "set it to 1, and use tp, pp and dp"
-        )
 
 
 def _divisors(number: int) -> str:

@@ -34,13 +34,28 @@ class PhaseTimers:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._within: list[str] = []
+        self.entered = 0
+        """Phases entered so far, but for those within a phase of a step: equally many on ranks that are equally far."""
+        self.moved = time.monotonic()
+        """When a phase was last entered or left."""
+
+    @property
+    def phase(self) -> str:
+        """The innermost phase that this rank is in, empty between phases."""
+        return self._within[-1] if self._within else ""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
+        self.entered += len(self._within) < 2
+        self._within.append(phase)
+        self.moved = time.monotonic()
         try:
             yield
         finally:
+            self._within.pop()
+            self.moved = time.monotonic()
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:

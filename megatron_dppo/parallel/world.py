@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from megatron.core import parallel_state
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel import without_cuda
+from megatron_dppo.parallel.layout import resolve_layout
 
 T = TypeVar("T")
 
@@ -48,6 +50,8 @@ class World:
     """Gloo group of all ranks for objects and rollout tokens."""
     timeout_s: float
     """How long an exchange in it waits for the slowest rank."""
+    training_timeout_s: float = LayoutConfig().timeout_s
+    """How long a collective of training does."""
 
     @property
     def leads(self) -> bool:
@@ -94,6 +98,24 @@ class World:
                 "Look for what slowed those ranks down, or raise rollout.timeout_s",
             ) from error
 
+    @contextmanager
+    def training(self, what: str) -> Iterator[None]:
+        """Name the setting where a collective of training waits longer than ``layout.timeout_s``.
+
+        NCCL ends the process instead, after a message of its own.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if "timed out" not in str(error).lower():
+                raise
+            raise UserError(
+                "layout.timeout_s",
+                f"{self.training_timeout_s:g}",
+                f"another rank did not take part in {what} in time ({error})",
+                "Look for the rank that hangs or has died; if all are well and merely slow, raise layout.timeout_s",
+            ) from error
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""
         if self.size == 1:
@@ -122,24 +144,6 @@ class World:
         return value
 
 
-def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
-    """The layout with ``dp`` filled in for so many ranks.
-
-    Raises:
-        UserError: if the layout does not divide the ranks.
-    """
-    model = layout.tp * layout.pp * layout.cp
-    dp = layout.dp or max(ranks // model, 1)
-    if model * dp != ranks:
-        raise UserError(
-            "layout",
-            f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}",
-            f"does not divide the {ranks} ranks that were started",
-            f"Start a multiple of {model} ranks, or set layout.tp, pp and dp so that their product is {ranks}",
-        )
-    return LayoutConfig(layout.tp, layout.pp, layout.cp, dp, layout.sequence_parallel)
-
-
 def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
     """Join the process group (from torchrun's or srun's environment), lay the model-parallel groups over it.
 
@@ -150,13 +154,14 @@ def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=max(timeout_s, 600.0)))
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=layout.timeout_s))
     layout = resolve_layout(layout, dist.get_world_size())
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
+        distributed_timeout_minutes=layout.timeout_s / 60,
     )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -180,6 +185,7 @@ def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
         device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
         control=control,
         timeout_s=timeout_s,
+        training_timeout_s=layout.timeout_s,
     )
 
 

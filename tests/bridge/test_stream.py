@@ -298,9 +298,9 @@ def test_a_stream_takes_two_buckets(ranks: RankPool, tmp_path: Path, layout: Lay
                 assert most[to] <= (1 + larger) / layout.tp
 
 
-def stream_alone(rank: int, size: int, path: Path) -> bool:
-    model, shape, world = loaded_policy(path, LayoutConfig(tp=2, dp=2))
-    if world.dp_rank == 1:
+def stream_alone(rank: int, size: int, path: Path, layout: LayoutConfig) -> bool:
+    model, shape, world = loaded_policy(path, layout)
+    if world.dp_rank == 1 or world.cp_rank == 1:
         return True  # an exchange with another replica would now wait for this rank
     stored = load_file(path / "model.safetensors")
     return all(
@@ -311,9 +311,10 @@ def stream_alone(rank: int, size: int, path: Path) -> bool:
     )
 
 
-def test_replicas_do_not_speak_to_one_another(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [LayoutConfig(tp=2, dp=2), LayoutConfig(tp=2, cp=2)], ids=["dp2", "cp2"])
+def test_replicas_do_not_speak_to_one_another(ranks: RankPool, tmp_path: Path, layout: LayoutConfig) -> None:
     write_qwen3(tmp_path, Sizes())
-    assert all(ranks.run(4, stream_alone, tmp_path, timeout=60.0))
+    assert all(ranks.run(4, stream_alone, tmp_path, layout, timeout=60.0))
 
 
 def views_of_parameters(rank: int, size: int, path: Path) -> dict[str, bool]:

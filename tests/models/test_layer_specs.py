@@ -12,12 +12,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron_dppo.config import LayoutConfig
+from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models import layer_specs
+from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import SegmentAttention, choose_spec
 from megatron_dppo.models.policy import packed_sequence
+from megatron_dppo.models.shape import read_shape
+from megatron_dppo.parallel.world import initialize
 from tests.bridge.directories import Sizes, write_qwen2, write_qwen3, write_qwen3_moe
+from tests.bridge.record_te import making
 from tests.models.test_logits import LENGTHS, build, pack, targets_of
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -145,6 +149,35 @@ def test_te_scores_equal_those_of_torch(ranks: RankPool, tmp_path: Path) -> None
     [torch_scores] = ranks.run(1, logprobs_of, path, "torch", "bf16")
     [te_scores] = ranks.run(1, logprobs_of, path, "te", "bf16")
     np.testing.assert_allclose(te_scores, torch_scores, atol=0.1)
+
+
+def made_of_te(
+    rank: int, size: int, path: Path, layout: LayoutConfig
+) -> tuple[list[bool], set[torch.dtype], list[int]]:
+    """Of an actor's layers, which are never run: which matrices they add to gradients in their own products, the
+    gradients' types, and how many ranks share each layer's attention."""
+    world = initialize(layout, seed=1, timeout_s=60.0)
+    with making("te"):
+        model = ModelConfig(path=str(path), spec="te", dtype="bf16")
+        arguments = (read_shape(path), model, layout, OptimizerConfig(overlap=True), world)
+        actor = Actor(*arguments, temperature=1.0, load=lambda bare: None)
+    linear = [module for module in actor.bare.modules() if type(module).__name__.endswith("Linear")]
+    attention = [layer.self_attention.core_attention for layer in actor.bare.decoder.layers]
+    return (
+        [module.fuse_wgrad_accumulation for module in linear if module is not actor.bare.output_layer],
+        {parameter.main_grad.dtype for parameter in actor.bare.parameters()},
+        [module.cp_group.size() for module in attention if module.cp_group is not None],
+    )
+
+
+@pytest.mark.skipif(not layer_specs.transformer_engine_installed(), reason="Transformer Engine is not installed")
+@pytest.mark.parametrize("family", WRITERS)
+def test_layers_of_te_share_attention_and_add_to_fp32_gradients(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    WRITERS[family](tmp_path, Sizes())
+    for fused, dtypes, shared_by in ranks.run(2, made_of_te, tmp_path, LayoutConfig(cp=2, dp=1)):
+        assert fused and all(fused)
+        assert dtypes == {torch.float32}
+        assert shared_by == [2] * len(shared_by) != []
 
 
 def train_in_bf16(rank: int, size: int, path: Path, layout: LayoutConfig) -> tuple[float, np.ndarray]:

@@ -36,6 +36,9 @@ LAYOUTS = {
     "TP2+SP": LayoutConfig(tp=2, sequence_parallel=True),
     "PP2": LayoutConfig(pp=2),
     "TP2xPP2+SP": LayoutConfig(tp=2, pp=2, sequence_parallel=True),
+    "CP2": LayoutConfig(cp=2),
+    "CP2xPP2": LayoutConfig(cp=2, pp=2),
+    "TP2xCP2+SP": LayoutConfig(tp=2, cp=2, sequence_parallel=True),
 }
 
 
@@ -77,6 +80,11 @@ def pack(lengths: tuple[int, ...], vocab: int) -> tuple[torch.Tensor, torch.Tens
     return ids, positions, packed_sequence(starts, max(lengths), torch.device("cpu"))
 
 
+def lengths_in(layout: LayoutConfig) -> tuple[int, ...]:
+    """The segments as long as the layout's chunks need them."""
+    return tuple(-(-length // layout.row_multiple) * layout.row_multiple for length in LENGTHS)
+
+
 def targets_of(ids: torch.Tensor, vocab: int) -> torch.Tensor:
     """A target for every position, anywhere in the vocabulary, its last tokens included."""
     return (ids[0] * 7 + vocab - 1) % vocab
@@ -116,8 +124,8 @@ def score_and_logits(rank: int, size: int, path: Path, layout: LayoutConfig) -> 
     policy.eval()
     logits = None
     if layout.pp == 1:
-        logits = policy.logits(*pack(LENGTHS, policy.shape.vocab_size)).numpy()
-    return score(policy, LENGTHS), logits
+        logits = policy.logits(*pack(lengths_in(layout), policy.shape.vocab_size)).numpy()
+    return score(policy, lengths_in(layout)), logits
 
 
 def reference_logits(path: Path, lengths: tuple[int, ...]) -> torch.Tensor:
@@ -145,12 +153,12 @@ def reference_scores(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, t
 )
 def test_policy_equals_transformers(ranks: RankPool, policy: Path, name: str) -> None:
     layout = LAYOUTS[name]
-    results = ranks.run(layout.tp * layout.pp, score_and_logits, policy, layout)
-    logits = reference_logits(policy, LENGTHS)
-    ids, _, _ = pack(LENGTHS, logits.shape[1])
+    results = ranks.run(layout.tp * layout.pp * layout.cp, score_and_logits, policy, layout)
+    logits = reference_logits(policy, lengths_in(layout))
+    ids, _, _ = pack(lengths_in(layout), logits.shape[1])
     expected = reference_scores(logits, targets_of(ids, logits.shape[1]))
     scored = [output for outputs, _ in results for output in outputs]
-    assert len(scored) == layout.tp, "every tensor-parallel rank of the last stage, and no other, has scores"
+    assert len(scored) == layout.tp * layout.cp, "every rank of the last stage, and no other, has scores"
     for output in scored:
         for field, value in expected.items():
             np.testing.assert_allclose(output[field], value, atol=5e-5, err_msg=field)

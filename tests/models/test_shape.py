@@ -117,7 +117,6 @@ def test_a_directory_that_is_none_or_holds_no_readable_config_is_named(tmp_path:
         (LayoutConfig(tp=3), "layout.tp", "one of 1, 2, 4"),
         (LayoutConfig(tp=8), "layout.tp", "one of 1, 2, 4"),
         (LayoutConfig(pp=4), "layout.pp", "one of 1, 2, 3, 6"),
-        (LayoutConfig(cp=2), "layout.cp", "set it to 1"),
     ],
 )
 def test_a_layout_that_does_not_divide_names_those_that_do(layout: LayoutConfig, setting: str, remedy: str) -> None:
@@ -127,7 +126,7 @@ def test_a_layout_that_does_not_divide_names_those_that_do(layout: LayoutConfig,
 
 
 def test_layouts_that_divide_pass() -> None:
-    for layout in (LayoutConfig(), LayoutConfig(tp=4, pp=3), LayoutConfig(sequence_parallel=True)):
+    for layout in (LayoutConfig(), LayoutConfig(tp=4, pp=3), LayoutConfig(cp=5), LayoutConfig(sequence_parallel=True)):
         check_layout(SHAPE, layout)
 
 

@@ -13,10 +13,10 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from megatron_dppo.checkpoint import save_shards
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.parallel import without_cuda
+from megatron_dppo.shard_writer import save_shards
 from tests.models.test_logits import LENGTHS, build, pack, targets_of
 from tests.policies import write_policy
 from tests.ranks import RankPool

@@ -142,8 +142,8 @@ def test_a_run_trains_with_servers_of_its_own_and_leaves_none_behind(
 @pytest.mark.parametrize(
     "settings",
     [("rollout.sync.transport=disk",), ("rollout.sync.transport=tensor",), PIPELINE,
-     (*PIPELINE, "rollout.sync.transport=tensor")],
-    ids=["disk", "tensor", "collective of two stages", "tensor of two stages"],
+     (*PIPELINE, "rollout.sync.transport=tensor"), ("layout.tp=1", "layout.cp=2")],
+    ids=["disk", "tensor", "collective of two stages", "tensor of two stages", "collective of two replicas"],
 )  # fmt: skip
 def test_weights_reach_servers_by_each_transport_and_from_each_layout(
     settings: Sequence[str],

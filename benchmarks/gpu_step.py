@@ -1,0 +1,305 @@
+"""A step of the real Qwen3 shapes on one GPU, packed, and the same sequences padded to the longest.
+
+    python benchmarks/gpu_step.py [--json] [--shapes 0.6b 1.7b 4b] [--sequences 64] [--pack-tokens 8192]
+    python benchmarks/gpu_step.py --tiny
+
+Needs the package's directory on PYTHONPATH where it is not installed, and of its requirements torch, megatron-core,
+pydantic, NumPy and, for the fast layers, Transformer Engine. The 4B shape takes some 67 GiB for weights, gradients and
+Adam's state before any activation.
+
+Weights are random, in bf16; lengths are those of long-tailed answers, up to 4,096 tokens with the prompt. A step is
+the trainer's own: forward and backward passes over all packs, the gradient's norm, and Adam; the pass for
+log-probabilities, which a reference or several updates per rollout ask for, is timed beside it. Each shape has a
+process of its own.
+
+The padded way goes through the same code, a pack holding as many sequences as fit once each is as long as the longest.
+The head scores response tokens alone there, too, which a trainer that pads seldom does.
+
+MFU is the model's FLOPs for real tokens (no padding, nothing recomputed), over the time of a step and over the rate
+that the same process reaches in a product of large matrices of the weights' type.
+
+Without CUDA it ends with exit code 2. With ``--tiny`` a tiny shape runs anywhere, in fp32 on a CPU, to see that it
+works; its figures say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from megatron_dppo.config import LayoutConfig, LossConfig, ModelConfig, OptimizerConfig
+from megatron_dppo.models.actor import Actor, Microbatch, Responses, Sums
+from megatron_dppo.models.policy import DTYPES, PolicyModel
+from megatron_dppo.models.published import PUBLISHED
+from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.parallel.world import initialize
+from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.losses import token_losses
+from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.packing import CostModel, pack_sequences
+from megatron_dppo.rl.types import Pack
+
+TINY = PolicyShape(2, 64, 4, 2, 16, 128, 512, True, 1e6, 1e-6, 4096)
+PROMPT, LONGEST, TYPICAL, SPREAD = 256, 4096, 700, 0.9
+"""Tokens of a prompt, of the longest sequence, and the median and log-deviation of responses."""
+WARM_UP, REPEATS = 2, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    shape: str
+    sequences: int
+    pack_tokens: int
+    spec: str
+    dtype: str
+    recompute: str
+    scale: int
+    """What lengths are divided by: 1 but for the tiny shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What one way of laying out the sequences costs."""
+
+    packs: int
+    pack_tokens: int
+    fill: float
+    """Share of the slots with real tokens."""
+    seconds: float
+    """Of a step: the next two together."""
+    forward_backward_s: float
+    optimizer_s: float
+    log_probabilities_s: float
+    tokens_per_second: float
+    mfu: float
+    peak_gib: float | None
+    """Most memory allocated on the GPU during a step; None on a CPU."""
+
+
+def make_rows(setting: Setting, vocabulary: int) -> list[PackedRow]:
+    rng = np.random.default_rng(0)
+    longest, prompt = LONGEST // setting.scale, PROMPT // setting.scale
+    lengths = rng.lognormal(np.log(TYPICAL / setting.scale), SPREAD, setting.sequences)
+    rows = []
+    for length in np.clip(lengths, 1, longest - prompt).astype(int):
+        ids = rng.integers(1, vocabulary, prompt + length).astype(np.int32)
+        engine = np.full(length, -np.log(vocabulary), np.float32)
+        rows.append(PackedRow(ids[:prompt], ids[prompt:], engine, float(rng.normal()), 1.0 / length, version=0))
+    return rows
+
+
+def packed(rows: list[PackedRow], setting: Setting, hidden: int) -> list[Pack]:
+    lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
+    limit = setting.pack_tokens // setting.scale
+    packing = pack_sequences(lengths, ranks=1, max_tokens=limit, costs=CostModel.of_width(hidden))
+    return [build_pack([rows[i] for i in pack], packing.capacity, pad_id=0, align=1) for pack in packing.packs[0]]
+
+
+def padded(rows: list[PackedRow], setting: Setting) -> list[Pack]:
+    longest = max(len(row.prompt_ids) + len(row.response_ids) for row in rows)
+    together = max(1, setting.pack_tokens // setting.scale // longest)
+    batches = [rows[start : start + together] for start in range(0, len(rows), together)]
+    return [build_pack(batch, len(batch) * longest, pad_id=0, align=longest) for batch in batches[:-1]] + [
+        build_pack(batches[-1], together * longest, pad_id=0, align=longest)
+    ]
+
+
+def loss_of(responses: Responses) -> tuple[torch.Tensor, Sums]:
+    losses = token_losses(
+        host_for(LossConfig()),
+        logprobs=responses.logprobs,
+        old_logprobs=None,
+        engine_logprobs=responses.engine_logprobs,
+        reference_logprobs=None,
+        advantage=responses.advantage,
+        kl_coef=0.0,
+        tis_cap=None,
+        row=torch.from_numpy(responses.pack.row).to(responses.logprobs.device),
+        fresh=torch.ones_like(responses.logprobs, dtype=torch.bool),
+    )
+    return (losses.loss * responses.scale).sum(), losses.sums
+
+
+def forward_flops(shape: PolicyShape, rows: list[PackedRow]) -> float:
+    """Of the products of matrices, and of causal attention, for real tokens; the head's for responses."""
+    heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    layer = shape.hidden * (2 * heads + 2 * kv + 3 * shape.ffn)
+    lengths = np.array([len(row.prompt_ids) + len(row.response_ids) for row in rows], dtype=float)
+    responses = sum(len(row.response_ids) for row in rows)
+    attention = 2.0 * heads * float((lengths**2).sum())
+    return (
+        shape.num_layers * (2.0 * layer * lengths.sum() + attention) + 2.0 * shape.hidden * shape.vocab_size * responses
+    )
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """The median of several runs, after some that are not counted."""
+    times = []
+    for _ in range(WARM_UP + REPEATS):
+        wait(device)
+        start = time.perf_counter()
+        work()
+        wait(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[WARM_UP:])
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOPs per second of one product of square matrices, the best of several."""
+    size = 8192 if device.type == "cuda" else 512
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = min(seconds_of(lambda: a @ b, device) for _ in range(3))
+    return 2.0 * size**3 / best
+
+
+def random_weights(bare: PolicyModel) -> None:
+    generator = torch.Generator(device=next(bare.parameters()).device).manual_seed(0)
+    for parameter in bare.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+
+
+def measure_way(actor: Actor, packs: list[Pack], rows: list[PackedRow], rate: float) -> Way:
+    device = actor.world.device
+    microbatches = [Microbatch(pack) for pack in packs]
+    tokens = sum(len(row.prompt_ids) + len(row.response_ids) for row in rows)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    passes: list[float] = []
+    accumulate = actor.accumulate
+
+    def timed_passes(*arguments: Any) -> list[Sums]:
+        start = time.perf_counter()
+        outputs = accumulate(*arguments)
+        wait(device)
+        passes.append(time.perf_counter() - start)
+        return outputs
+
+    with mock.patch.object(actor, "accumulate", timed_passes):
+        step = seconds_of(lambda: actor.update(microbatches, loss_of, lr=1e-7), device)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    forward_backward = statistics.median(passes[WARM_UP:])
+    scoring = seconds_of(lambda: actor.log_probabilities(packs), device)
+    return Way(
+        packs=len(packs),
+        pack_tokens=len(packs[0].token_ids),
+        fill=tokens / sum(len(pack.token_ids) for pack in packs),
+        seconds=step,
+        forward_backward_s=forward_backward,
+        optimizer_s=step - forward_backward,
+        log_probabilities_s=scoring,
+        tokens_per_second=tokens / step,
+        mfu=3 * forward_flops(actor.bare.shape, rows) / step / rate,
+        peak_gib=peak,
+    )
+
+
+def measure(setting: Setting, results: multiprocessing.Queue[dict[str, object]]) -> None:
+    """Run one shape in this process and report it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    os.environ.update(address, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    layout = LayoutConfig(dp=1)
+    world = initialize(layout, seed=1, timeout_s=600.0)
+    shape = PUBLISHED.get(f"qwen3-{setting.shape}", TINY)
+    rate = matrix_rate(world.device, DTYPES[setting.dtype])
+    actor = Actor(
+        shape,
+        ModelConfig(dtype=setting.dtype, spec=setting.spec, recompute=setting.recompute, head_chunk_mib=256),
+        layout,
+        OptimizerConfig(),
+        world,
+        temperature=1.0,
+        load=random_weights,
+    )
+    rows = make_rows(setting, shape.vocab_size)
+    ours = measure_way(actor, packed(rows, setting, shape.hidden), rows, rate)
+    theirs = measure_way(actor, padded(rows, setting), rows, rate)
+    results.put(
+        {
+            "shape": setting.shape,
+            "parameters": sum(parameter.numel() for parameter in actor.bare.parameters()),
+            "spec": "te" if actor.bare.config.apply_rope_fusion else "torch",
+            "dtype": setting.dtype,
+            "recompute": setting.recompute,
+            "sequences": len(rows),
+            "tokens": sum(len(row.prompt_ids) + len(row.response_ids) for row in rows),
+            "matrix_tflops": rate / 1e12,
+            "packed": asdict(ours),
+            "padded": asdict(theirs),
+            "padded_over_packed_seconds": theirs.seconds / ours.seconds,
+        }
+    )
+
+
+def in_own_process(setting: Setting) -> dict[str, object]:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=measure, args=(setting, results))
+    process.start()
+    while process.is_alive() and results.empty():
+        process.join(0.2)
+    if results.empty() and process.exitcode:
+        raise SystemExit(f"{setting.shape}: the process ended with exit code {process.exitcode}")
+    report = results.get(timeout=60)
+    process.join()
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", nargs="+", default=["0.6b", "1.7b", "4b"], help="of the dense Qwen3 models")
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--pack-tokens", type=int, default=8192)
+    parser.add_argument("--spec", choices=["auto", "te", "torch"], default="auto", help="layers, as model.spec")
+    parser.add_argument("--recompute", choices=["none", "full"], default="none", help="as model.recompute")
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape, on a CPU too, to see that it works")
+    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    arguments = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    if not cuda and not arguments.tiny:
+        print("gpu_step.py needs CUDA, and torch sees none; --tiny shows on a CPU that it works", file=sys.stderr)
+        raise SystemExit(2)
+    shapes = ["tiny"] if arguments.tiny else arguments.shapes
+    if unknown := [shape for shape in shapes if shape != "tiny" and f"qwen3-{shape}" not in PUBLISHED]:
+        parser.error(f"no such shape: {', '.join(unknown)}; there are {', '.join(PUBLISHED)}")
+    rows = []
+    for shape in shapes:
+        scale = 16 if arguments.tiny else 1
+        dtype = "bf16" if cuda else "fp32"
+        sizes = (arguments.sequences, arguments.pack_tokens)
+        report = in_own_process(Setting(shape, *sizes, arguments.spec, dtype, arguments.recompute, scale))
+        rows.append(report)
+        if not arguments.json:
+            for name in ("packed", "padded"):
+                way = report[name]
+                print(
+                    f"{shape:6} {name}  {way['seconds']:8.3f} s  {way['tokens_per_second']:9.0f} tokens/s  "
+                    f"MFU {100 * way['mfu']:5.1f}%  fill {100 * way['fill']:5.1f}%"
+                )
+    device = torch.cuda.get_device_name() if cuda else "cpu"
+    print(json.dumps({"device": device, "torch": torch.__version__, "tiny": arguments.tiny, "shapes": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Stopping a run on request: after SIGUSR1, to any rank or to the launcher, it saves at the end of the step and ends.
+
+Slurm sends such a signal before a job's time is up. SIGTERM is left as it is, an end at once: what Slurm ends by it, a
+cancelled job or one of which a rank has failed, is not to wait for a step.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SAVED = 75
+"""Exit code of a run that has saved its state and is to be started again (EX_TEMPFAIL of sysexits.h)."""
+
+SIGNAL = signal.SIGUSR1
+
+_asked = False
+
+
+class StoppedError(Exception):
+    """A run has saved and ends before its last step, because it was asked to."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped on request after step {step}, and saved: run the same command again to go on")
+
+
+def listen() -> None:
+    """From now on, remember that a stop was asked for. Called on the main thread."""
+    _handle(lambda number, frame: _remember())
+
+
+def asked() -> bool:
+    """Whether this process was asked to stop."""
+    return _asked
+
+
+@contextmanager
+def handed_on(children: Callable[[], list[int]]) -> Iterator[None]:
+    """Within it, a request to stop goes on to other processes; each may have ended by then.
+
+    Args:
+        children: gives their ids at that moment.
+    """
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        import psutil
+
+        for child in children():
+            if psutil.pid_exists(child):
+                psutil.Process(child).send_signal(number)
+
+    before = _handle(hand_on)
+    try:
+        yield
+    finally:
+        signal.signal(SIGNAL, before)
+
+
+def _remember() -> None:
+    global _asked
+    _asked = True
+
+
+def _handle(handler: Callable[[int, FrameType | None], object]) -> signal._HANDLER:
+    before = signal.signal(SIGNAL, handler)
+    signal.siginterrupt(SIGNAL, False)  # no system call of torch's is to fail because of it
+    return before

@@ -1,0 +1,67 @@
+"""How context-parallel ranks share a pack: every segment is cut into 2 · cp chunks, and rank r holds chunks r and
+2 · cp − 1 − r of each.
+
+Late tokens attend to more than early ones do, and so each rank has as much attention to compute. It is the order that
+Megatron's rotary positions and Transformer Engine's attention assume of packs. A segment's length is a multiple of
+2 · cp: the padding comes after its tokens, which never attend to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+
+from megatron_dppo.models.policy_head import HeadOutput
+
+
+def held_positions(lengths: Sequence[int], rank: int, size: int) -> torch.Tensor:
+    """[T / size] int64: the positions of a pack that a rank holds, in the order in which it does.
+
+    Args:
+        lengths: [S], of the segments, T in all; each a multiple of 2 · size, unless the rank is the only one.
+        rank: among the context-parallel ranks.
+        size: how many there are.
+    """
+    positions = torch.arange(sum(lengths))
+    if size == 1:
+        return positions
+    segments = positions.split(list(lengths))
+    return torch.cat([segment.view(2 * size, -1)[[rank, 2 * size - 1 - rank]].flatten() for segment in segments])
+
+
+def gather_segments(held: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The whole segments, each [length, …], from what every rank holds of them, [T / size, …]. Collective.
+
+    On the way back each rank gets the sum of all ranks' gradients for what it holds.
+    """
+    size = group.size()
+    ranks = gather_from_sequence_parallel_region(held, group=group).unflatten(0, (size, -1))
+    shares = ranks.split([length // size for length in lengths], dim=1)
+    return [_in_order(share.unflatten(1, (2, -1))) for share in shares]
+
+
+def _in_order(share: torch.Tensor) -> torch.Tensor:
+    """[size, 2, chunk, …] by rank, to [2 · size · chunk, …] by position."""
+    early, late = share.unbind(1)
+    return torch.cat([early, late.flip(0)]).flatten(0, 1)
+
+
+def gather_responses(part: HeadOutput, mine: torch.Tensor, responses: int, group: dist.ProcessGroup) -> HeadOutput:
+    """What all ranks say of R = ``responses`` tokens, on every rank, from what each says of those it holds. Collective.
+
+    Every rank then computes the same loss of all R. On the way back each takes the gradient of its own tokens and of no
+    others, so that the loss counts once.
+
+    Args:
+        part: of the r tokens that this rank holds the predictors of.
+        mine: [r] int64, which of the R tokens these are.
+    """
+    whole = part.logprobs.new_zeros(3, responses).index_copy(1, mine, torch.stack(part))
+    logprobs, entropy, score_norm = reduce_from_tensor_model_parallel_region(whole, group=group)
+    return HeadOutput(logprobs, entropy.detach(), score_norm.detach())

@@ -1,0 +1,166 @@
+"""Transformer Engine's layers on one GPU, in bf16: parity, the laws as far as one GPU goes, the head's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.learner import PolicyLoss
+from megatron_dppo.models.actor import Microbatch
+from megatron_dppo.models.layer_specs import transformer_engine_installed
+from megatron_dppo.models.policy_head import score_responses
+from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.pack import PackedRow, build_pack
+from tests.policies import write_policy
+from tests.ranks import RankPool
+from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
+from tests.test_split_invariance import reverse_order
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and transformer_engine_installed()),
+        reason="Transformer Engine runs on CUDA, and this machine lacks one of them",
+    ),
+]
+TEMPERATURE = 0.8
+"""Of ``config_for``."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("policy"), heads=4, kv_heads=2)
+
+
+def configure(path: Path, spec: str, **optimizer: Any) -> Config:
+    config = config_for(path, LayoutConfig(dp=1), LossConfig(), 64, distributed=True)
+    return replace(
+        config,
+        model=replace(config.model, spec=spec, dtype="bf16"),
+        optimizer=replace(config.optimizer, **optimizer),
+    )
+
+
+def over_nccl() -> None:
+    """The pool's ranks meet over gloo; a GPU's gradients are not its matter."""
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def rows_of_a_step() -> list[PackedRow]:
+    """Every completion of the made-up step, with advantages of both signs."""
+    rng = np.random.default_rng(1)
+    _, groups = step_of_groups(1)
+    return [
+        PackedRow(group.prompt.token_ids, c.token_ids, c.logprobs, float(rng.normal()), 1.0 / len(c.token_ids), 0)
+        for group in groups
+        for c in group.completions
+    ]
+
+
+def scored(rank: int, size: int, config: Config) -> list[np.ndarray]:
+    """The log-probabilities of every completion, all of them in one pack."""
+    over_nccl()
+    _, _, policy = build(config)
+    rows = rows_of_a_step()
+    pack = build_pack(rows, capacity=1024, pad_id=0, align=1)
+    (logprobs,) = policy.actor.log_probabilities([pack])
+    return np.split(logprobs, np.cumsum([len(row.response_ids) for row in rows])[:-1])
+
+
+@torch.no_grad()
+def by_transformers(path: Path, dtype: torch.dtype) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).cuda().eval()
+    found = []
+    for row in rows_of_a_step():
+        ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long().cuda()
+        logits = model(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1].float() / TEMPERATURE
+        found.append(logits.log_softmax(-1).gather(1, ids[len(row.prompt_ids) :, None])[:, 0].cpu().numpy())
+    return np.concatenate(found)
+
+
+def test_te_is_as_close_to_fp32_as_transformers_and_torch_are_in_bf16(ranks: RankPool, path: Path) -> None:
+    exact = by_transformers(path, torch.float32)
+    error = {"transformers": np.abs(by_transformers(path, torch.bfloat16) - exact).mean()}
+    for spec in ("torch", "te"):
+        [ours] = ranks.run(1, scored, configure(path, spec))
+        error[spec] = np.abs(np.concatenate(ours) - exact).mean()
+    assert 0 < error["te"] < 2 * max(error["torch"], error["transformers"]), error
+
+
+def learned(rank: int, size: int, config: Config, backwards: bool) -> tuple[dict[str, float], Weights]:
+    over_nccl()
+    world, learner, policy = build(config)
+    metadata, groups = step_of_groups(size)
+    plan = plan_for(world, config, metadata)
+    plan = reverse_order(plan) if backwards else plan
+    metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0).metrics
+    return metrics, {name: tensor.float().cpu() for name, tensor in weights_of(policy, world).items()}
+
+
+def test_an_update_does_not_depend_on_the_order_or_the_size_of_packs(ranks: RankPool, path: Path) -> None:
+    config = configure(path, "te")
+    large = replace(config, pack=replace(config.pack, max_tokens=400))
+    [(expected, _)] = ranks.run(1, learned, config, False)
+    for other, backwards in ((config, True), (large, False)):
+        [(metrics, _)] = ranks.run(1, learned, other, backwards)
+        assert metrics["train/tokens"] == expected["train/tokens"]
+        for name in ("train/grad_norm", "train/entropy_loss"):
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-2), name
+
+
+def test_state_on_the_host_and_overlap_change_no_bit(ranks: RankPool, path: Path) -> None:
+    [(expected, weights)] = ranks.run(1, learned, configure(path, "te"), False)
+    [(metrics, ours)] = ranks.run(1, learned, configure(path, "te", offload=True, overlap=True), False)
+    assert metrics == expected
+    assert all(torch.equal(ours[name], weights[name]) for name in weights)
+
+
+def gradients(rank: int, size: int, config: Config) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of all completions in one pack; the weighted sum of each one's own; of one pack with those weights. fp32."""
+    over_nccl()
+    _, _, policy = build(config)
+    loss = PolicyLoss(host_for(config.loss), kl_coef=0.0, tis_cap=None, version=0)
+    rows = rows_of_a_step()
+    weights = np.random.default_rng(2).choice([0.0, 1.0, 3.0], len(rows))
+
+    def gradient(some: Sequence[PackedRow]) -> torch.Tensor:
+        pack = build_pack(some, capacity=1024, pad_id=0, align=1)
+        policy.actor.accumulate([Microbatch(pack)], loss)
+        return torch.cat([p.main_grad.flatten() for p in policy.actor.bare.parameters()]).double().cpu()
+
+    whole = gradient(rows)
+    total = sum((weight * gradient([row]) for row, weight in zip(rows, weights, strict=True)), torch.zeros_like(whole))
+    weighted = gradient([replace(row, scale=row.scale * w) for row, w in zip(rows, weights, strict=True) if w])
+    return whole, total, weighted
+
+
+def test_a_pruned_gradient_is_the_weighted_sum_of_its_completions(ranks: RankPool, path: Path) -> None:
+    """From which unbiasedness follows for every plan: the expectation of a weight is one."""
+    [(whole, total, weighted)] = ranks.run(1, gradients, configure(path, "te"))
+    assert float((weighted - total).norm()) < 0.02 * float(total.norm())
+    assert float((weighted - whole).norm()) > 0.2 * float(whole.norm()), "the comparison can fail"
+
+
+def test_the_head_never_holds_the_logits() -> None:
+    tokens, vocabulary, hidden, chunk_mib = 8192, 151936, 1024, 64
+    state = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (tokens,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    output = score_responses(
+        state, weight, targets, vocab_size=vocabulary, temperature=1.0, tp_group=None, chunk_mib=chunk_mib
+    )
+    output.logprobs.sum().backward()
+    gradients = (4 + 2) * weight.numel() + 2 * 2 * state.numel()  # of the weight in fp32 and as handed over
+    assert torch.cuda.max_memory_allocated() - before < gradients + 4 * chunk_mib * 2**20

@@ -1,0 +1,154 @@
+"""What the actor's settings may not change: overlapping the sums of gradients, and leaving state on the host."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.models import actor
+from tests.policies import write_policy
+from tests.ranks import RankPool
+from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
+
+LOSS = LossConfig(kl_coef=0.1, updates_per_rollout=2)
+BUCKET = 2000
+"""Parameters of a gradient bucket, so that a small policy has several."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("policy"), tied=True)
+
+
+def configure(path: Path, layout: LayoutConfig, **optimizer: bool) -> Config:
+    config = config_for(path, layout, LOSS, 32, distributed=True)
+    return replace(config, optimizer=replace(config.optimizer, lr=1e-3, **optimizer))
+
+
+def learned(rank: int, size: int, config: Config) -> tuple[dict[str, float], Weights, int]:
+    """Metrics after steps of two updates each, of several packs and of one, the weights then, and how many buckets
+    gradients were summed in."""
+    buckets = partial(DistributedDataParallelConfig, bucket_size=BUCKET)
+    with mock.patch.object(actor, "DistributedDataParallelConfig", buckets):
+        world, learner, policy = build(config)
+    metadata, groups = step_of_groups(size)
+    for step, tokens in enumerate((32, 64, 32)):
+        plan = plan_for(world, replace(config, pack=replace(config.pack, max_tokens=tokens)), metadata)
+        metrics = learner.learn(plan, held_by(rank, metadata, groups), step=step + 1, version=0).metrics
+    return metrics, weights_of(policy, world), sum(len(group.buckets) for group in policy.actor.module.bucket_groups)
+
+
+LAYOUTS = {
+    "dp2": LayoutConfig(dp=2),
+    "cp2": LayoutConfig(cp=2, dp=1),
+    "dp2 pp2": LayoutConfig(pp=2, dp=2),
+    "dp2 tp2 sp": LayoutConfig(tp=2, dp=2, sequence_parallel=True),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sums_that_overlap_the_backward_pass_are_the_same_bit_by_bit(ranks: RankPool, path: Path, name: str) -> None:
+    layout = LAYOUTS[name]
+    size = layout.tp * layout.pp * layout.cp * layout.dp
+    (expected, weights, whole), *_ = ranks.run(size, learned, configure(path, layout))
+    norm = expected.pop("train/grad_norm")
+    results = ranks.run(size, learned, configure(path, layout, overlap=True))
+    assert max(buckets for *_, buckets in results) > whole, "on the first stage, whose backward pass ends the update"
+    for metrics, ours, _ in results:
+        assert metrics.pop("train/grad_norm") == pytest.approx(norm, rel=1e-6), "summed in the order of the buckets"
+        assert metrics == expected
+        assert [tensor for tensor in weights if not torch.equal(ours[tensor], weights[tensor])] == []
+
+
+def learned_while_state_is_away(rank: int, size: int, config: Config) -> tuple[dict[str, float], Weights, int]:
+    """With nothing but NaN where the optimizer's state was, until it is called back: so it is on another device."""
+    away: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def leave(self: MegatronOptimizer) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                for tensor in (parameter.data, *self.optimizer.state[parameter].values()):
+                    if tensor.ndim and tensor.data_ptr() not in away:
+                        away[tensor.data_ptr()] = tensor, tensor.clone()
+                        tensor.fill_(torch.nan)
+
+    def come_back(self: MegatronOptimizer) -> None:
+        for tensor, value in away.values():
+            tensor.copy_(value)
+        away.clear()
+
+    with mock.patch.multiple(DistributedOptimizer, offload_to_cpu=leave, restore_from_cpu=come_back):
+        result = learned(rank, size, config)
+    assert away, "it is away at the end of a step"
+    return result
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_optimizers_state_is_on_the_host_but_for_its_step(ranks: RankPool, path: Path, size: int) -> None:
+    config = configure(path, LayoutConfig(dp=size))
+    config = replace(config, model=replace(config.model, dtype="bf16"))  # whose master weights are tensors of their own
+    (expected, weights, _), *_ = ranks.run(size, learned, config)
+    offloading = replace(config, optimizer=replace(config.optimizer, offload=True))
+    for function in (learned, learned_while_state_is_away):
+        for metrics, ours, _ in ranks.run(size, function, offloading):
+            assert metrics == expected
+            assert [tensor for tensor in weights if not torch.equal(ours[tensor], weights[tensor])] == []
+
+
+def learned_with_reference(rank: int, size: int, config: Config) -> tuple[dict[str, float], bool]:
+    """Metrics of a step, and whether the reference's weights wait elsewhere than where its pass has them."""
+    world, learner, _ = build(config)
+    places = [parameter.data_ptr() for parameter in learner.reference.bare.parameters()]
+    seen: list[int] = []
+    decoder = learner.reference.bare.decoder
+    decoder.register_forward_pre_hook(lambda *_: seen.extend(p.data_ptr() for p in decoder.parameters()))
+    metadata, groups = step_of_groups(size)
+    with mock.patch.object(torch.Tensor, "to", lambda self, *_, **__: self.clone()):
+        plan = plan_for(world, config, metadata)
+        metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0).metrics
+    after = [parameter.data_ptr() for parameter in learner.reference.bare.parameters()]
+    assert after == places
+    return metrics, not set(seen) & set(places)
+
+
+def test_a_reference_waits_on_the_host_and_scores_as_before(ranks: RankPool, path: Path) -> None:
+    config = configure(path, LayoutConfig(dp=1))
+    waiting = replace(config, model=replace(config.model, reference_on_host=True))
+    [(expected, elsewhere)] = ranks.run(1, learned_with_reference, config)
+    assert not elsewhere
+    assert ranks.run(1, learned_with_reference, waiting) == [(expected, True)]
+
+
+def come_late(rank: int, size: int, config: Config) -> str:
+    world, learner, policy = build(config)
+    metadata, groups = step_of_groups(size)
+    plan = plan_for(world, config, metadata)
+    accumulate = policy.actor.accumulate
+
+    def late(*arguments: object) -> object:
+        time.sleep(3.0 * rank)
+        return accumulate(*arguments)
+
+    with mock.patch.object(policy.actor, "accumulate", late), pytest.raises((UserError, RuntimeError)) as error:
+        learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
+    return str(error.value)
+
+
+def test_a_collective_of_training_does_not_outlast_a_users_patience(ranks: RankPool, path: Path) -> None:
+    layout = LayoutConfig(tp=2, dp=1, timeout_s=1.0)
+    loss = replace(LOSS, kl_coef=0.0, updates_per_rollout=1)
+    first, _ = ranks.run(2, come_late, replace(configure(path, layout), loss=loss), timeout=60.0)
+    assert first.startswith(
+        "layout.timeout_s = 1: another rank did not take part in forward and backward passes in time"
+    )

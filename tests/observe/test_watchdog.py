@@ -1,0 +1,86 @@
+"""Of ranks that wait for each other, the log names the one that they wait for, and where in the code it stands."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.config import LayoutConfig
+from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.observe.watchdog import Beat, Watchdog, late_ranks
+from megatron_dppo.parallel.world import initialize
+from tests.ranks import RankPool
+
+LATE_S = 0.4
+AT = Beat(entered=5, phase="actor_train", still_s=0.1, host="n1")
+
+
+def sort_the_attic(rank: int) -> None:
+    """What holds one rank up."""
+    if rank == 1:
+        time.sleep(4 * LATE_S)
+
+
+def train(rank: int, size: int) -> str:
+    world = initialize(LayoutConfig(dp=size), seed=1, timeout_s=30.0)
+    timers, said = PhaseTimers(), io.StringIO()
+    with contextlib.redirect_stderr(said), closing(Watchdog(world, timers, LATE_S)), timers("step"):
+        for _ in range(3):  # quick phases, of which nothing is to be said
+            with timers("plan"):
+                dist.all_reduce(torch.ones(1))
+        with timers("deliver"):
+            sort_the_attic(rank)
+        with timers("actor_train"):
+            dist.all_reduce(torch.ones(1))
+        with timers("rollout"):
+            time.sleep(2 * LATE_S)  # time for a second word, which would be one too many
+    return said.getvalue()
+
+
+def test_the_late_rank_is_named_once_with_the_place_where_it_stands(ranks: RankPool) -> None:
+    said, *others = ranks.run(3, train)
+    assert others == ["", ""]
+    assert said.count("late: ") == 1, said
+    assert said.startswith("late: rank 1 on ")
+    assert "in deliver for" in said
+    assert "2 others wait" in said
+    assert "sort_the_attic" in said
+
+
+def hang(rank: int, size: int) -> str:
+    world = initialize(LayoutConfig(dp=size), seed=1, timeout_s=30.0)
+    timers, said = PhaseTimers(), io.StringIO()
+    with contextlib.redirect_stderr(said), closing(Watchdog(world, timers, LATE_S)), timers("actor_train"):
+        sort_the_attic(rank)
+        dist.all_reduce(torch.ones(1))
+    return said.getvalue()
+
+
+def test_where_all_are_in_one_phase_those_that_stand_elsewhere_stand_out(ranks: RankPool) -> None:
+    said = ranks.run(3, hang)[0]
+    assert said.count("late: rank") == 2
+    waiting, late = sorted(said.split("late: ")[1:])
+    assert waiting.startswith("rank 0 on ") and ", 2 on " in waiting and "all_reduce" in waiting
+    assert late.startswith("rank 1 on ") and "sort_the_attic" in late
+
+
+@pytest.mark.parametrize(
+    ("beats", "late"),
+    [
+        ([AT, AT, AT], []),
+        ([replace(AT, still_s=9.0), AT], []),  # one has only just moved
+        ([replace(AT, still_s=9.0)] * 2, [0, 1]),
+        ([replace(AT, still_s=9.0, phase="rollout")] * 2, []),  # a slow generation is no dead network
+        ([replace(AT, still_s=9.0), replace(AT, entered=4, phase="rollout", still_s=0.2)], [1]),
+        ([replace(AT, still_s=0.3), replace(AT, entered=4, still_s=9.0)], []),  # nobody has waited for long
+    ],
+)
+def test_who_is_late(beats: list[Beat], late: list[int]) -> None:
+    assert late_ranks(beats, 1.0) == late

@@ -1,0 +1,76 @@
+"""A checkpoint that is written while training goes on holds the state of its step, and counts once it is whole."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_dppo.bridge.checkpoint_folder import latest_step
+from megatron_dppo.checkpoint import Checkpoints
+from megatron_dppo.config import Config, LayoutConfig
+from tests.policies import write_policy
+from tests.ranks import RankPool
+from tests.steps import build, held_by, plan_for, step_of_groups
+from tests.test_checkpoint import STATE, configure, replace_run, train
+
+
+def in_background(folder: Path, layout: LayoutConfig, **settings: str) -> Config:
+    config = configure(write_policy(folder / "policy", kv_heads=4), folder / "run", layout, **settings)
+    return replace(config, run=replace(config.run, checkpoint_in_background=True))
+
+
+def train_while_it_is_written(
+    rank: int, size: int, config: Config, signals: int | None
+) -> tuple[int | None, int | None]:
+    """Save after one update, hold the writers up, update twice more; the step that counts before and after the end."""
+    world, learner, policy = build(config)
+    checkpoints = Checkpoints(config, world)
+    metadata, groups = step_of_groups(size)
+    held = held_by(rank, metadata, groups)
+    for step in range(3):
+        learner.learn(plan_for(world, config, metadata), held, step=step + 1, version=0)
+        if step == 0:
+            checkpoints.save(policy.actor, 1, STATE)
+            for child in psutil.Process().children():
+                if signals is not None:
+                    child.send_signal(signals)
+    folder = Path(config.run.dir, "checkpoints")
+    world.wait_for_all("updates")
+    before = latest_step(folder)
+    if signals == signal.SIGSTOP:
+        assert not checkpoints.written()
+        for child in psutil.Process().children():
+            child.send_signal(signal.SIGCONT)
+    if signals == signal.SIGKILL:
+        with pytest.raises((CheckpointException, RuntimeError), match="was ended"):
+            checkpoints.finish()
+    else:
+        checkpoints.finish()
+    return before, latest_step(folder)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [(LayoutConfig(tp=2, dp=1), {}), (LayoutConfig(dp=2), {"fmt": "dp_reshardable", "dtype": "bf16"})],
+    ids=["tp2", "dp2 bf16, as it lies in its buffers"],
+)
+def test_it_holds_the_state_of_its_step_whatever_is_trained_meanwhile(
+    ranks: RankPool, tmp_path: Path, layout: LayoutConfig, settings: dict[str, str]
+) -> None:
+    config = in_background(tmp_path, layout, **settings)
+    expected, losses = ranks.run(2, train, replace_run(config, tmp_path / "whole"), 4, ())[0]
+    assert ranks.run(2, train_while_it_is_written, config, signal.SIGSTOP)[0] == (None, 1)
+    ours, resumed = ranks.run(2, train, config, 4, ())[0]
+    assert resumed == losses[1:]
+    assert [tensor for tensor in expected if not torch.equal(ours[tensor], expected[tensor])] == []
+
+
+def test_a_writer_that_is_killed_is_told_of_and_its_checkpoint_never_counts(ranks: RankPool, tmp_path: Path) -> None:
+    config = in_background(tmp_path, LayoutConfig(tp=2, dp=1))
+    assert ranks.run(2, train_while_it_is_written, config, signal.SIGKILL) == [(None, None)] * 2
