@@ -1,4 +1,4 @@
-"""The command line: ``megatron-dppo train | sft | init | doctor``.
+"""The command line: ``megatron-dppo train | sft | serve | plan | init | doctor``.
 
 Nothing heavy is imported before a command needs it: a mistake in the settings is answered at once.
 """
@@ -36,7 +36,7 @@ def _run(arguments: Sequence[str]) -> int:
     parser = _parser(needs_init="init" in arguments[:1])
     chosen, rest = parser.parse_known_args(arguments)
     # argparse takes no positional after an option: overrides that stand there come back as the rest
-    if rest and (chosen.command not in ("train", "sft") or any(word.startswith("-") for word in rest)):
+    if rest and (chosen.command in ("init", "doctor") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if chosen.command == "init":
         from megatron_dppo.models.init import init_from_arguments
@@ -47,9 +47,28 @@ def _run(arguments: Sequence[str]) -> int:
         from megatron_dppo.doctor import doctor
 
         return doctor(as_json=chosen.json)
-    config = _read([*chosen.settings, *rest])
+    words = [*chosen.settings, *rest]
+    if chosen.command == "plan":
+        from megatron_dppo.plan.report import plan
+
+        assumed = [word for word in words if word.startswith("assume.")]
+        return plan(_read([word for word in words if word not in assumed]), assumed, json_wanted=chosen.json)
+    config = _read(words)
     if chosen.print_config:
         print(as_yaml(config), end="")
+        return 0
+    if chosen.command == "launch":
+        from megatron_dppo.launch.nemo_run import launch
+
+        return launch(config, words, executor=chosen.executor, dry_run=chosen.dry_run, detach=chosen.detach)
+    if chosen.command == "serve":
+        from megatron_dppo.rollout.servers.serve import serve
+
+        return serve(config)
+    if chosen.check is not None:
+        from megatron_dppo.launch.check import check
+
+        print(check(config, chosen.command, ranks=chosen.check))
         return 0
     from megatron_dppo.launch.local import run
 
@@ -76,12 +95,25 @@ def _parser(*, needs_init: bool) -> argparse.ArgumentParser:
     for command, what in (
         ("train", "train a policy; run again, it resumes from the last checkpoint in run.dir"),
         ("sft", "warm a policy up on worked answers"),
+        ("serve", "run the rollout server of this node, in a Slurm job beside the trainer's"),
+        ("launch", "train as a NeMo-Run experiment, here or on Slurm, on the machines that cluster.* names"),
     ):
         of = commands.add_parser(command, help=what, description=what[0].upper() + what[1:] + ".")
         of.add_argument(
             "settings", nargs="*", metavar="CONFIG a.b=c", help="a YAML file, and settings that override what it says"
         )
         of.add_argument("--print-config", action="store_true", help="print every setting with its meaning, and stop")
+        if command in ("train", "sft"):
+            what = "look for what can be known to be wrong, with so many ranks, say what is done already, and stop"
+            of.add_argument("--check", nargs="?", const=0, type=int, metavar="RANKS", help=what)
+        if command == "launch":
+            of.add_argument("--executor", choices=("local", "slurm"), default="local", help="where to run")
+            of.add_argument("--dry-run", action="store_true", help="print what would be run, and stop")
+            of.add_argument("--detach", action="store_true", help="on Slurm, do not wait for the end")
+    plan = commands.add_parser("plan", help="tell beforehand what a run needs, how long it takes and what it costs")
+    what = "as for train; cluster.* says on which machines, assume.* what to assume"
+    plan.add_argument("settings", nargs="*", metavar="CONFIG a.b=c", help=what)
+    plan.add_argument("--json", action="store_true", help="print JSON")
     init = commands.add_parser("init", help="make a fresh Qwen3 model directory, tokenizer included")
     if needs_init:
         from megatron_dppo.models.init import add_init_arguments

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # Runs the tests in the project's own virtual environment; arguments go to pytest. With --servers first, it runs those
-# that need real SGLang and vLLM servers, on CPU, and installs those.
+# that need real SGLang and vLLM servers, on CPU, and installs those; with --slurm those that need a Slurm cluster, which
+# it installs (as root, on Debian or Ubuntu) and brings up on this machine's loopback.
 set -euo pipefail
-source "$(dirname "$0")/install.sh" cpu,dev
+extras=cpu,dev
+[ "${1:-}" != --slurm ] || extras+=,nemo-run
+source "$(dirname "$0")/install.sh" "$extras"
 export OMP_NUM_THREADS=1
 case ${1:-} in
 --servers)
@@ -10,8 +13,15 @@ case ${1:-} in
     source scripts/install_servers.sh
     python -m pytest -m servers tests/servers "$@"
     ;;
+--slurm)
+    shift
+    source scripts/install_slurm.sh
+    source scripts/install_servers.sh
+    SLURM_LOOPBACK=1 python -m pytest -m slurm tests/slurm "$@"
+    ;;
 *)
     ruff check . && ruff format --check .
+    shellcheck -x scripts/slurm/*.sh scripts/install_slurm.sh
     python -m pytest "$@"
     ;;
 esac

@@ -18,7 +18,8 @@ def srun_started(environ: Mapping[str, str]) -> bool:
 
 
 def torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for a task; what is set already is left alone.
+    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for a task, and what our launcher sets besides; what is
+    set already is left alone.
 
     Rank 0 runs on the first node of the step. The port is a function of the job and the step, so that two jobs that
     share a node do not meet.
@@ -29,10 +30,18 @@ def torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
         "MASTER_PORT": str(FIRST_PORT + (job * 17 + step) % PORTS),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "OMP_NUM_THREADS": str(_cores(environ)),
     }
     if "MASTER_ADDR" not in environ:
         ours["MASTER_ADDR"] = _first_host(environ)
     return {name: value for name, value in ours.items() if name not in environ}
+
+
+def _cores(environ: Mapping[str, str]) -> int:
+    """This task's share of the cores of a node."""
+    tasks = int(environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition(",")[0].partition("(")[0])  # 8(x4),2
+    return max(1, int(environ.get("SLURM_CPUS_ON_NODE", "1")) // tasks)
 
 
 def _first_host(environ: Mapping[str, str]) -> str:

@@ -27,13 +27,18 @@ class StoppedError(Exception):
 
 
 def listen() -> None:
-    """From now on, remember that a stop was asked for. Called on the main thread."""
+    """From now on, remember that a stop was asked for. Called on the main thread.
+
+    Slurm sends the signal to every process of a step. It is held back rather than handled, which children inherit: what
+    a rank has started, or is starting, does not die of it. The handler is for threads that were there before.
+    """
     _handle(lambda number, frame: _remember())
+    signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
 
 
 def asked() -> bool:
     """Whether this process was asked to stop."""
-    return _asked
+    return _asked or SIGNAL in signal.sigpending()
 
 
 @contextmanager

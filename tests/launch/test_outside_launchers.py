@@ -29,6 +29,17 @@ def test_a_task_of_srun_is_a_rank() -> None:
     assert 1024 < int(ours["MASTER_PORT"]) < 65536
 
 
+def test_tasks_share_the_cores_of_a_node() -> None:
+    node = {"SLURM_CPUS_ON_NODE": "96", "SLURM_STEP_TASKS_PER_NODE": "8(x4),2"}
+    assert torch_environment(TASK | node)["OMP_NUM_THREADS"] == "12"
+    assert (
+        torch_environment(TASK | {"SLURM_CPUS_ON_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "8"})["OMP_NUM_THREADS"]
+        == "1"
+    )
+    assert "OMP_NUM_THREADS" not in torch_environment(TASK | node | {"OMP_NUM_THREADS": "3"})
+    assert torch_environment(TASK)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
 def test_all_tasks_of_a_step_meet_and_two_steps_do_not() -> None:
     ports = [
         torch_environment(TASK | {"SLURM_PROCID": task, "SLURM_STEP_ID": step})["MASTER_PORT"]

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.servers.allocation import NODES, OVERRIDE, server_urls
+from megatron_dppo.rollout.servers.allocation import HOSTS, NODES, OVERRIDE, server_urls
 from megatron_dppo.rollout.servers.place import gpu_shares, listening_address, local_ranks, visible_gpus
 from megatron_dppo.settings import load_config
 
@@ -54,6 +54,13 @@ def test_slurm_s_second_component_is_expanded(tmp_path: Path, monkeypatch: pytes
     assert "cannot read it" in _refusal(*servers, **{NODES: "node[9-"}).problem
     assert _urls(*servers, **{NODES: "node[3-4]", OVERRIDE: "http://a:1, http://b:2"}) == ("http://a:1", "http://b:2")
     assert _refusal(*servers, **{OVERRIDE: "a:1"}).setting == OVERRIDE
+
+
+def test_a_job_script_may_have_asked_slurm_and_servers_on_one_address_have_ports_of_their_own() -> None:
+    servers = ("rollout.servers=slurm", "rollout.launch.first_port=31000")
+    hosts = {HOSTS: "10.0.0.1,10.0.0.1,10.0.0.2", NODES: "node[3-4]"}
+    assert _urls(*servers, **hosts) == ("http://10.0.0.1:31000", "http://10.0.0.1:31001", "http://10.0.0.2:31000")
+    assert _urls(*servers, **hosts, **{OVERRIDE: "http://a:1"}) == ("http://a:1",)
 
 
 def test_slurm_outside_of_a_heterogeneous_job_is_refused() -> None:

@@ -123,6 +123,18 @@ def test_nothing_of_a_stopped_server_stays_behind(started: Callable[..., ServerP
     server.stop()
 
 
+def test_a_server_lives_on_when_slurm_tells_every_process_that_time_is_short(
+    started: Callable[..., ServerProcess], http: Http
+) -> None:
+    server = started()
+    _wait(server, http)
+    family = [psutil.Process(server.pid).ppid(), *_family(server)]
+    for pid in family:
+        os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    assert all(map(_lives, family)) and server.alive()
+
+
 @pytest.mark.parametrize("hang", ["ignores SIGTERM", "is stopped"])
 def test_a_server_that_does_not_listen_to_reason_is_killed(
     started: Callable[..., ServerProcess], http: Http, hang: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from megatron_dppo.config import Config
@@ -13,7 +13,12 @@ from megatron_dppo.errors import UserError
 
 OVERRIDE = "MEGATRON_DPPO_SERVERS"
 """Environment variable with URLs, separated by commas, that take the place of what Slurm says."""
+HOSTS = "MEGATRON_DPPO_SERVER_HOSTS"
+"""Environment variable with the address of every server, separated by commas: a job script asks Slurm for them, since
+containers lack its commands. Servers on one address have one port after the other."""
 NODES = "SLURM_JOB_NODELIST_HET_GROUP_1"
+SECRET = "MEGATRON_DPPO_SERVER_SECRET"
+"""Environment variable with what given servers want to see, where they were started with an API key."""
 
 
 def server_urls(config: Config, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -28,6 +33,8 @@ def server_urls(config: Config, environ: Mapping[str, str] = os.environ) -> tupl
         return normal_urls("rollout.servers", servers)
     if given := environ.get(OVERRIDE):
         return normal_urls(OVERRIDE, given.split(","))
+    if given := environ.get(HOSTS):
+        return normal_urls(HOSTS, _one_port_each(given.split(","), config.rollout.launch.first_port))
     nodes = environ.get(NODES)
     if not nodes:
         raise UserError(
@@ -36,7 +43,11 @@ def server_urls(config: Config, environ: Mapping[str, str] = os.environ) -> tupl
             f"this is no rank of a heterogeneous Slurm job: {NODES} is not set",
             f"Submit a job whose second component runs the servers, or set {OVERRIDE}=URL,URL",
         )
-    return normal_urls(NODES, [f"http://{node}:{config.rollout.launch.first_port}" for node in _expand(nodes)])
+    return normal_urls(NODES, _one_port_each(_expand(nodes), config.rollout.launch.first_port))
+
+
+def _one_port_each(hosts: Sequence[str], first_port: int) -> list[str]:
+    return [f"http://{host}:{first_port + hosts[:i].count(host)}" for i, host in enumerate(hosts)]
 
 
 def normal_urls(origin: str, urls: Iterable[str]) -> tuple[str, ...]:

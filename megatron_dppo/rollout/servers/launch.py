@@ -64,11 +64,15 @@ class ServerProcess:
         host: address to listen on.
         secret: to be shown with every request.
         gpus: its CUDA_VISIBLE_DEVICES; None leaves them to the server.
+        name: what messages and its log call it; None: its index.
     """
 
-    def __init__(self, config: Config, index: int, *, host: str, secret: str, gpus: str | None = None) -> None:
+    def __init__(
+        self, config: Config, index: int, *, host: str, secret: str, gpus: str | None = None, name: str | None = None
+    ) -> None:
         self.index, self.host, self.secret, self.gpus = index, host, secret, gpus
-        self.log = Path(config.run.dir).absolute() / "servers" / f"server-{index}.log"
+        self.name = str(index) if name is None else name
+        self.log = Path(config.run.dir).absolute() / "servers" / f"server-{self.name}.log"
         self.command: list[str] = []
         self._config, self._port = config, 0
         self._secret_file = self.log.with_suffix(".secret.yaml")
@@ -88,7 +92,7 @@ class ServerProcess:
             ProcessLookupError: if it has ended.
         """
         if not (pids := self.pids()):
-            raise ProcessLookupError(f"server {self.index} has ended")
+            raise ProcessLookupError(f"server {self.name} has ended")
         return pids[0]
 
     def pids(self) -> list[int]:
@@ -122,7 +126,7 @@ class ServerProcess:
         try:
             self._begins = os.fstat(log).st_size
             now = time.strftime("%F %T")
-            what = f"starting server {self.index} at {self.url}: {shlex.join(self.command)}"
+            what = f"starting server {self.name} at {self.url}: {shlex.join(self.command)}"
             os.write(log, f"=== {now} {what}\n".encode())
             self._process = subprocess.Popen(
                 [sys.executable, "-IS", supervisor.__file__, str(os.getpid()), *self.command],
@@ -211,7 +215,7 @@ class ServerProcess:
         raise UserError(
             "rollout.launch.ports",
             launch.ports,
-            f"no port for server {self.index} is free on {self.host} from {launch.first_port} to {last - 1}",
+            f"no port for server {self.name} is free on {self.host} from {launch.first_port} to {last - 1}",
             "Raise it, or name another rollout.launch.first_port",
         )
 
@@ -249,7 +253,7 @@ async def wait_ready(process: ServerProcess, connect: Callable[[str], Api], wait
     raise UserError(
         "rollout.launch.wait_s",
         f"{wait_s:g}",
-        f"server {process.index} cannot generate after so long; the end of its log:\n{process.last_words()}",
+        f"server {process.name} cannot generate after so long; the end of its log:\n{process.last_words()}",
         f"Raise it if the server needs longer, or read {process.log}",
     )
 
@@ -264,7 +268,7 @@ def _ended_early(process: ServerProcess) -> UserError:
     return UserError(
         "rollout.launch.command",
         shlex.join(process.command),
-        f"server {process.index} {process.ending()} before it could generate; the end of its log:\n"
+        f"server {process.name} {process.ending()} before it could generate; the end of its log:\n"
         f"{process.last_words()}",
         f"Read {process.log}, then mend the command, rollout.launch.flags or rollout.launch.env",
     )

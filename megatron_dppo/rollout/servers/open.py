@@ -9,15 +9,13 @@ from pathlib import Path
 from megatron_dppo.config import Config
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
+from megatron_dppo.rollout.servers.allocation import SECRET
 from megatron_dppo.rollout.servers.engine import ServerEngine
 from megatron_dppo.rollout.servers.fleet import Fleet
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.launch import new_secret
 from megatron_dppo.rollout.servers.place import servers_to_start
 from megatron_dppo.rollout.servers.transports import ByValue, Collective, Disk, Transport
-
-SECRET = "MEGATRON_DPPO_SERVER_SECRET"
-"""Environment variable with what given servers want to see, where they were started with an API key."""
 
 BUCKET_MIB = {"cuda": 512, "cpu": 30}
 

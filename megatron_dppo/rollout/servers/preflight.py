@@ -45,8 +45,9 @@ def check_servers(config: Config, shape: PolicyShape, environ: Mapping[str, str]
     if rollout.engine == "local":
         return
     server_urls(config, environ)
-    if rollout.launch.count:
+    if rollout.launch.count or rollout.servers == "slurm":
         _check_split(config, shape)
+    if rollout.launch.count:
         _check_command(config)
     if rollout.colocated:
         import torch
@@ -96,6 +97,13 @@ def _check_source(config: Config) -> None:
             rollout.engine,
             "no server is named in rollout.servers, and none is to be started",
             "Set rollout.launch.count=1 or more, or rollout.servers=[http://HOST:PORT]",
+        )
+    if rollout.servers and isinstance(rollout.launch.tp, tuple):
+        raise UserError(
+            "rollout.launch.tp",
+            list(rollout.launch.tp),
+            "has a number for each server that the run starts itself, and it starts none: rollout.servers names them",
+            "Give one number",
         )
 
 
@@ -158,7 +166,8 @@ def _check_launch(config: Config) -> None:
 
 
 def _check_split(config: Config, shape: PolicyShape) -> None:
-    for tp in tensor_parallel(config.rollout):
+    for tp in tensor_parallel(config.rollout) or (config.rollout.launch.tp,):
+        assert isinstance(tp, int)
         shared = shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0  # a server copies heads where it has more ranks
         if shape.heads % tp or not shared:
             heads = f"the policy's {shape.heads} query heads and {shape.kv_heads} key-value heads"

@@ -34,7 +34,8 @@ def supervise(trainer: int, command: list[str]) -> int:
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     awaited = {signal.SIGCHLD, *ENDING}
-    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    # Slurm's word that time is short comes to every process of a step, and is the trainer's to answer.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*awaited, signal.SIGUSR1})
 
     def before_the_command() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

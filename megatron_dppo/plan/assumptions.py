@@ -1,0 +1,84 @@
+"""What a plan cannot know and has to assume. Every figure is printed with the plan, and settable as ``assume.x=y``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from megatron_dppo.errors import UserError
+
+PREFIX = "assume."
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """One set for every model, machine and layout; shares are of what a data sheet promises."""
+
+    response_share: float = 0.5
+    """Mean response over rollout.max_response_tokens. NeMo-RL's published runs have 0.26 (Llama-3.1-8B, 1,060 of 4,096)
+    and 0.78 (Qwen3-32B, 3,206 of 4,096); a run's own ``rollout/response_len/mean`` is better than either."""
+    prompt_tokens: float = 130.0
+    """Mean prompt; those two runs have 132 and 110. Never above data.max_prompt_tokens."""
+    mixed_share: float = 0.6
+    """Share of prompts whose answers differ in reward: what dynamic_sampling and greso roll out for. A guess."""
+    low_share: float = 0.5
+    """Share of scores below the mean, which the rules called threshold prune. A guess."""
+    pack_fill: float = 0.97
+    """Share of a pack's slots with tokens: what our packer looks for at least (benchmarks/packing.py finds 0.99)."""
+    train_flops_share: float = 0.4
+    """Of the matrix rate, over whole passes of the trainer. Public recipes reach 0.5 in pretraining on Hopper; shorter
+    packs and tensor parallelism cost some of it. A run's own figure is better."""
+    expert_flops_share: float = 0.2
+    """The same for a policy with experts: Megatron's own recipes for such Qwens tell of 89 to 276 TFLOP/s on H100."""
+    decode_bandwidth_share: float = 0.7
+    """Of the memory's bandwidth, for weights and cache read by a decode step. Streaming kernels reach 0.8 to 0.9;
+    attention over pages of a cache less."""
+    decode_flops_share: float = 0.5
+    """Of the matrix rate, for the products of large decode batches and of prefill. A guess."""
+    decode_step_ms: float = 3.0
+    """Milliseconds of a decode step beside reading and multiplying: scheduling, sampling, launches. A guess."""
+    all_reduce_us: float = 12.0
+    """Microseconds of one all-reduce of a server's ranks over NVLink; two in each layer. A guess."""
+    server_memory_share: float = 0.85
+    """Of a GPU's memory, for a server's weights and cache; SGLang's own choice is near it on large GPUs."""
+    server_buffers_gib: float = 4.0
+    """What a server needs beside them, for activations and captured graphs. A guess."""
+    reserved_gib: float = 3.0
+    """CUDA's context, NCCL's and cuBLAS's buffers of a rank of the trainer. A guess."""
+    fragmentation: float = 0.05
+    """Share of a rank's allocations that is lost between them. A guess."""
+    sync_network_share: float = 0.1
+    """Of the network (NVLink within a node), for weights on their way to servers through NCCL: verl tells of 14 to 18 s
+    for a model of 32B."""
+    sync_copy_gb_s: float = 2.0
+    """GB/s of weights that go by value or by disk. A guess: disks differ."""
+    reduce_share: float = 0.7
+    """Of the network, for gradients summed over replicas."""
+    overhead_s: float = 5.0
+    """Seconds of a step for scoring, planning, moving tokens and the optimizer. A guess."""
+
+
+def read_assumptions(words: Sequence[str]) -> Assumptions:
+    """The defaults with ``assume.x=y`` laid over them.
+
+    Raises:
+        UserError: for an unknown name, naming the nearest, and for what is no positive number.
+    """
+    known = {field.name: field for field in fields(Assumptions)}
+    given: dict[str, float] = {}
+    for word in words:
+        name, _, text = word.removeprefix(PREFIX).partition("=")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+            raise UserError(PREFIX + name, text, "there is no such assumption", f"Write {PREFIX}{near}, if it is meant")
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        most = 1.0 if name.endswith(("share", "fill", "fragmentation")) else float("inf")
+        if not 0.0 < value <= most or value == float("inf"):
+            limits = "a number above 0" + (" and at most 1" if most == 1.0 else "")
+            raise UserError(PREFIX + name, text, "is no such quantity", f"Give {limits}")
+        given[name] = value
+    return replace(Assumptions(), **given)

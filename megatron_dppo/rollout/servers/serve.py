@@ -1,0 +1,129 @@
+"""``megatron-dppo serve CONFIG``: one rollout server, on a node of its own, for a trainer elsewhere.
+
+One task of Slurm is one server: that of its place among ``rollout.servers``. It is started again where it dies, at the
+same address, and the trainer, which has taken it out, brings it up to date. Needs no Megatron-Core: the container of a
+stock server will do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from types import FrameType
+from urllib.parse import urlsplit
+
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch import stop
+from megatron_dppo.models.shape import read_shape
+from megatron_dppo.rollout.servers.allocation import SECRET, server_urls
+from megatron_dppo.rollout.servers.api import ServerApi
+from megatron_dppo.rollout.servers.connect import api_for
+from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.launch import ServerProcess, wait_ready
+from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
+
+LOOK_S = 0.5
+"""Seconds between looks whether the server lives."""
+
+
+def serve(config: Config, environ: Mapping[str, str] = os.environ) -> int:
+    """Start this task's server and keep it going.
+
+    Returns:
+        0 once it is told to end (SIGTERM, SIGINT); 1 if the server died more often than ``rollout.launch.restarts``.
+
+    Raises:
+        UserError: for settings that are wrong, and if the server ends or takes too long before it can generate.
+    """
+    process = task_server(config, environ)
+    stop.listen()  # it is the trainer's to answer
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+    http = Http()
+    try:
+        process.start()
+        _say(process, f"starts; its log is {process.log}")
+        return _watch(process, http, config)
+    finally:
+        http.close()
+        process.stop()
+
+
+def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
+    """The server of this task, not yet started.
+
+    Raises:
+        UserError: there is none for this task; or it cannot be started with these settings on this node.
+    """
+    task, local = int(environ.get("SLURM_PROCID", "0")), int(environ.get("SLURM_LOCALID", "0"))
+    urls = server_urls(config, environ)
+    if task >= len(urls):
+        problem = f"names {len(urls)} servers, and this is task {task}, counted from 0"
+        raise UserError("rollout.servers", config.rollout.servers, problem, "Start one task for each server")
+    if not environ.get(SECRET):
+        problem = "is not set: without a secret, whoever reaches the server could use it"
+        raise UserError(SECRET, "", problem, "Set it to a word of your own, for the trainer too")
+    check_rollout(config)
+    url = urlsplit(urls[task])
+    assert url.hostname and url.port
+    alone = replace(config.rollout.launch, count=1, first_port=url.port, ports=1)
+    config = replace(config, rollout=replace(config.rollout, servers=(), launch=alone))
+    check_rollout(config)
+    check_servers(config, read_shape(config.model.path), environ)
+    # A machine's own name may mean loopback on itself, and an address that others reach elsewhere.
+    host = url.hostname if url.hostname.replace(".", "").isdigit() else "0.0.0.0"
+    node = environ.get("SLURMD_NODENAME") or socket.gethostname()
+    name = f"{node}.{local}" if local else node
+    return ServerProcess(config, 0, host=host, secret=environ[SECRET], gpus=_gpus(config, local, environ), name=name)
+
+
+def _gpus(config: Config, local: int, environ: Mapping[str, str]) -> str | None:
+    """The GPUs of the server that is the ``local``-th of its node; None where Slurm does not say which there are."""
+    gpus, tp = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu], config.rollout.launch.tp
+    assert isinstance(tp, int)
+    if not gpus:
+        return None
+    if len(share := gpus[local * tp : (local + 1) * tp]) < tp:
+        problem = f"{local + 1} servers need {(local + 1) * tp} GPUs on this node, and it has {len(gpus)}"
+        raise UserError("rollout.launch.tp", tp, problem, "Lower it, or start fewer servers on a node")
+    return ",".join(share)
+
+
+def _watch(process: ServerProcess, http: Http, config: Config) -> int:
+    rollout, engine, begin = config.rollout, config.rollout.engine, time.monotonic()
+    assert engine != "local"
+    deaths = 0
+
+    def connect(url: str) -> ServerApi:
+        return api_for(engine, url, http, secret=process.secret, timeout_s=rollout.sync.timeout_s)
+
+    while True:
+        try:
+            http.run(wait_ready(process, connect, rollout.launch.wait_s))
+            _say(process, f"can generate at {process.url} after {time.monotonic() - begin:.0f} s")
+            while process.alive():
+                time.sleep(LOOK_S)
+        except UserError:
+            if deaths == 0:
+                raise
+        _say(process, f"{process.ending()}; the end of its log:\n{process.last_words()}")
+        if deaths == rollout.launch.restarts:
+            _say(process, f"is given up: rollout.launch.restarts = {deaths} are used up")
+            return 1
+        deaths, begin = deaths + 1, time.monotonic()
+        _say(process, f"is started again ({deaths} of rollout.launch.restarts = {rollout.launch.restarts})")
+        process.restart()
+
+
+def _say(process: ServerProcess, what: str) -> None:
+    print(f"server {process.name} {what}", flush=True)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)

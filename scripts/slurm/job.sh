@@ -1,0 +1,192 @@
+# shellcheck shell=bash
+# What the jobs beside this file have in common: from Slurm's allocation to a trained policy, in one log.
+# Usage, in a job script: source scripts/slurm/job.sh CONFIG [OTHER_CONFIG] [section.setting=value …]
+#
+# One srun step trains, a rank for each task of the job or of its first heterogeneous component; another one runs a
+# rollout server for each task of the second component, if there is one. From the environment that submits:
+#
+#   PYTHON            what has the trainer's packages (default: .venv of this checkout, or python3)
+#   CONTAINER         image in which all steps run (Pyxis); SERVER_CONTAINER: another one for the servers
+#   CONTAINER_MOUNTS  what containers see besides this checkout, as /from:/to,/from:/to
+#
+# Exit codes: 0 done; 2 the user's to mend; 1 a crash; 75 saved, to be submitted again; 128+n ended by signal n.
+set -uo pipefail
+
+config=$1
+shift
+if [ $# -gt 0 ] && [[ $1 != *=* ]]; then
+    config=$1
+    shift
+fi
+settings=("$config" "$@")
+
+say() { echo "$*"; }
+
+stamp() { # every line gets the seconds since the job began
+    trap '' TERM INT USR1
+    local line
+    while IFS= read -r line; do printf '[%5d s] %s\n' "$SECONDS" "$line"; done
+}
+exec 3>&1 > >(stamp) 2>&1
+stamper=$!
+
+end_with() { # CODE WORDS…: the last words, once the log has all the others
+    local code=$1
+    shift
+    say "$*"
+    exec >&3 2>&3
+    wait "$stamper"
+    exit "$code"
+}
+
+# --- the allocation -------------------------------------------------------------------------------------------------
+
+names() { scontrol show hostnames "$1" | paste -sd ' '; }
+address() { scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2; }
+
+on_actors=(srun) on_servers=()
+actor_nodes=$(names "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}") server_nodes=
+ranks=${SLURM_NTASKS_HET_GROUP_0:-$SLURM_NTASKS}
+MASTER_ADDR=$(address "${actor_nodes%% *}")
+# Tasks may use all cores of their node, and are not bound to one each.
+each_step=(--cpu-bind=none --chdir="$PWD")
+if [ -n "${SLURM_JOB_NODELIST_HET_GROUP_1:-}" ]; then
+    on_actors=(srun --het-group=0) on_servers=(srun --het-group=1)
+    server_nodes=$(names "$SLURM_JOB_NODELIST_HET_GROUP_1")
+    MEGATRON_DPPO_SERVER_HOSTS=
+    for node in $server_nodes; do
+        for ((task = 0; task < SLURM_NTASKS_HET_GROUP_1 / SLURM_JOB_NUM_NODES_HET_GROUP_1; task++)); do
+            MEGATRON_DPPO_SERVER_HOSTS+=${MEGATRON_DPPO_SERVER_HOSTS:+,}$(address "$node")
+        done
+    done
+    MEGATRON_DPPO_SERVER_SECRET=$(head -c 24 /dev/urandom | od -An -tx1 | tr -d ' \n')
+    export MEGATRON_DPPO_SERVER_HOSTS MEGATRON_DPPO_SERVER_SECRET
+fi
+export MASTER_ADDR PYTHONUNBUFFERED=1
+
+# --- the steps ------------------------------------------------------------------------------------------------------
+
+python=${PYTHON:-$([ -x .venv/bin/python ] && [ -z "${CONTAINER:-}" ] && echo .venv/bin/python || echo python3)}
+
+in_container() { # IMAGE: the flags for steps that run in it, in the array `inside`
+    inside=()
+    [ -z "$1" ] || inside=(--container-image="$1" --container-workdir="$PWD"
+        --container-mounts="$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
+}
+
+# A step ends when a rank does: of the others, those that hang in a collective are ended a minute later.
+train() {
+    in_container "${CONTAINER:-}"
+    exec "${on_actors[@]}" "${each_step[@]}" --wait=60 "${inside[@]}" \
+        "$python" -m megatron_dppo train "${settings[@]}" </dev/null
+}
+serve() {
+    in_container "${SERVER_CONTAINER:-${CONTAINER:-}}"
+    exec "${on_servers[@]}" "${each_step[@]}" --kill-on-bad-exit=1 "${inside[@]}" \
+        "$python" -m megatron_dppo serve "${settings[@]}" </dev/null
+}
+check() { # prints how far the run is: RUN.DIR: 30 of 100 steps are done
+    in_container "${CONTAINER:-}"
+    "${on_actors[@]}" "${each_step[@]}" --nodes=1 --ntasks=1 --ntasks-per-node=1 "${inside[@]}" \
+        "$python" -m megatron_dppo train "${settings[@]}" --check "$ranks" </dev/null
+}
+
+# --- what can be seen to be missing ---------------------------------------------------------------------------------
+
+for image in "${CONTAINER:-}" "${SERVER_CONTAINER:-}"; do
+    [ -n "$image" ] || continue
+    case $image in /* | ./* | ../*) [ -e "$image" ] || end_with 2 "error: CONTAINER = $image: there is no such file" ;; esac
+    srun --help | grep -q container-image ||
+        end_with 2 "error: CONTAINER = $image: this cluster's srun knows no --container-image, since it lacks Pyxis"
+done
+if [ -z "${CONTAINER:-}" ] && ! "$python" -c 'import megatron_dppo.settings'; then
+    end_with 2 "error: PYTHON = $python: cannot import megatron_dppo: run scripts/install.sh, or set PYTHON or CONTAINER"
+fi
+
+# --- the run --------------------------------------------------------------------------------------------------------
+
+say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), $(date '+%F %T'): ${settings[*]}"
+say "settings: looking for mistakes on ${actor_nodes%% *}"
+before=$(check)
+code=$?
+[ $code = 0 ] || end_with $code "ended with exit code $code before anything was started: the reason is above"
+say "settings: $before"
+run_dir=${before%: *}
+
+stop_asked='' cancelled='' actors='' servers=''
+trap 'stop_asked=1' USR1
+trap 'cancelled=1' TERM
+
+last_words() { # of the servers on nodes that Slurm has lost
+    local node
+    for node in $(sinfo -h -N -n "${actor_nodes// /,}${server_nodes:+,${server_nodes// /,}}" -t down -o %N | sort -u); do
+        say "node $node is down"
+        [ -f "$run_dir/servers/server-$node.log" ] || continue
+        say "the last lines of its server:"
+        tail -n 15 "$run_dir/servers/server-$node.log" | sed "s/${MEGATRON_DPPO_SERVER_SECRET:-no secret}/***/g"
+    done
+}
+runs() { [ -n "$1" ] && kill -0 "$1" 2>/dev/null; }
+grace() { # SECONDS: for the steps to end in
+    local i
+    for ((i = 0; i < $1; i++)); do runs "$actors" || runs "$servers" && sleep 1; done
+}
+stop_servers() {
+    runs "$servers" || return 0
+    say "servers: stopping"
+    scancel --signal=TERM "$SLURM_JOB_ID_HET_GROUP_1" # signals the step; to srun it would mean SIGKILL
+    wait "$servers"
+}
+
+if [ -n "$server_nodes" ]; then
+    say "servers: starting $SLURM_NTASKS_HET_GROUP_1 on $server_nodes"
+    serve &
+    servers=$!
+fi
+say "actors: starting $ranks ranks on $actor_nodes"
+train &
+actors=$!
+
+while runs "$actors"; do
+    if [ -n "$cancelled" ]; then
+        grace 5
+        last_words
+        end_with 143 "ended by Slurm: cancelled, preempted, or a node was lost"
+    fi
+    if [ -n "$server_nodes" ] && ! runs "$servers"; then
+        wait "$servers"
+        code=$?
+        say "servers: ended with exit code $code while the actors were running, which are stopped"
+        last_words
+        kill -TERM "$actors"
+        grace 10
+        end_with $((code ? code : 1)) "ended with exit code $((code ? code : 1)): the reason is above"
+    fi
+    if [ -n "$stop_asked" ]; then
+        say "actors: told to save and stop"
+        stop_asked=''
+        kill -USR1 "$actors"
+    fi
+    sleep 1 &
+    wait $! # which a signal ends at once
+done
+wait "$actors"
+code=$?
+say "actors: ended with exit code $code"
+stop_servers
+case $code in
+0) end_with 0 "done: $(check)" ;;
+2) end_with 2 "ended: the reason is above, and can be mended" ;;
+75 | 138) # 138: a rank that was told to stop before it could listen
+    after=$(check)
+    [ "$after" != "$before" ] ||
+        end_with 75 "not requeued, since nothing was gained: $after. Give the job more --time, or less --signal"
+    say "requeued: $after"
+    trap 'exit 75' TERM
+    scontrol requeue "$SLURM_JOB_ID" || end_with 75 "cannot be requeued; submit it again, and it goes on"
+    sleep 300 & # Slurm ends this script
+    wait $!
+    exit 75
+    ;;
+*) end_with $code "ended: a rank crashed or was killed; what it said is above. Submitted again, it goes on from the last checkpoint" ;;
+esac

@@ -1,0 +1,169 @@
+"""The shipped job scripts with a policy of a few thousand weights: what a user types, and what is seen of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.slurm.cluster import Cluster, wait_for
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts" / "slurm"
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+WAIT_S = 240.0
+REWARD = """
+import collections, pathlib, time
+calls = collections.Counter()
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    here = pathlib.Path(__file__)
+    if here.with_name("slow").exists():
+        time.sleep(0.2)
+    with here.with_name("scored").open("a") as file:
+        file.write(ground_truth + " ")
+    calls[ground_truth] += 1
+    return float(calls[ground_truth] % 4)
+"""
+"""The same for the n-th sample of a problem, whatever it is, so that what follows from rewards depends on no engine. It
+takes its time while there is a file ``slow`` beside it, and writes down for which problems it was asked."""
+PROBLEMS, SAMPLES, KEPT = 64, 4, 6
+TINY = (
+    f"rollout.samples_per_prompt={SAMPLES}",
+    "rollout.prompts_per_step=8",
+    f"pruning.prompts.keep={KEPT / 8}",
+    "rollout.max_response_tokens=16",
+    "rollout.timeout_s=200",
+    "rollout.sync.timeout_s=60",
+    "eval.problems=0",
+    "reward.workers=1",
+    "run.export=false",
+)
+"""On top of configs/quickstart.yaml."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job of the cluster."""
+
+    cluster: Cluster
+    number: int
+    log: Path
+    run: Path
+
+    def text(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def field(self, name: str) -> str:
+        """What ``scontrol`` says of its first component."""
+        shown = self.cluster.call("scontrol", "show", "job", str(self.number)).stdout
+        found = re.search(rf"\b{name}=(\S+)", shown)
+        return found[1] if found else ""
+
+    def tell_to_stop(self) -> None:
+        """As Slurm does some time before a job's limit."""
+        told = self.cluster.call("scancel", "--signal=USR1", "--batch", str(self.number))
+        assert told.returncode == 0, told.stderr
+
+    def wait_for_line(self, words: str, timeout_s: float = WAIT_S) -> None:
+        def there() -> bool:
+            return words in self.text() or self.field("JobState") in ENDED
+
+        wait_for(there, timeout_s, f"{words!r} in the log")
+        assert words in self.text(), self.text()
+
+    def wait_for_step(self, step: int) -> None:
+        rows = self.run / "metrics.jsonl"
+        wait_for(lambda: rows.exists() and len(rows.read_text().splitlines()) > step, WAIT_S, f"step {step}")
+
+    def wait(self, timeout_s: float = WAIT_S) -> int:
+        """Its exit code, once it has ended; one that is requeued has not."""
+        wait_for(lambda: self.field("JobState") in ENDED, timeout_s, f"end; the log:\n{self.text()}")
+        code, _, number = self.field("ExitCode").partition(":")
+        return int(code) or 128 * (number != "0") + int(number)
+
+    def scored(self) -> list[list[str]]:
+        """The problems of each step's completions."""
+        labels, size = (self.run / "scored").read_text().split(), SAMPLES * KEPT
+        return [sorted(labels[i : i + size]) for i in range(0, len(labels), size)]
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The actors that live, by rank."""
+        found = {}
+        for process in self.cluster.processes(SLURM_JOB_ID=str(self.number), SLURM_STEP_NUM_TASKS="2"):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                if (parent := process.parent()) and parent.name().startswith("slurmstepd"):
+                    found[int(process.environ()["SLURM_PROCID"])] = process
+        return found
+
+    def left(self) -> list[str]:
+        """Command lines of its processes that live."""
+        lines = []
+        for component in (self.number, self.number + 1):
+            for process in self.cluster.processes(SLURM_JOB_ID=str(component)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    lines.append(" ".join(process.cmdline()))
+        return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Submitter:
+    """Submits from the root of the checkout, as the scripts want it; every run has a folder of its own."""
+
+    cluster: Cluster
+    folder: Path
+    policy: Path
+
+    def heterogeneous(
+        self, name: str, *words: str, flags: tuple[str, ...] = (), slow: bool = False, **environ: str
+    ) -> Job:
+        """The 32B script, with two ranks on one node and a server on the other."""
+        sizes = ["--partition=loopback", "--nodes=1", "--ntasks-per-node=2", *flags, ":", "--partition=loopback"]
+        return self._submit("qwen3_32b_dppo.sh", name, [*sizes, "--nodes=1"], words, slow, environ)
+
+    def one_node(self, name: str, *words: str, flags: tuple[str, ...] = (), slow: bool = False, **environ: str) -> Job:
+        """The 4B script, with two ranks."""
+        return self._submit(
+            "qwen3_4b_dppo.sh", name, ["--partition=loopback", "--ntasks-per-node=2", *flags], words, slow, environ
+        )
+
+    def _submit(
+        self, script: str, name: str, flags: list[str], words: tuple[str, ...], slow: bool, environ: dict[str, str]
+    ) -> Job:
+        run, settings = self.settings(name, *words, slow=slow)
+        log = self.folder / f"{name}.log"
+        command = ["sbatch", "--parsable", f"--output={log}", *flags, str(SCRIPTS / script), *settings]
+        environ = self.cluster.environment | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | environ
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return Job(self.cluster, int(done.stdout.partition(";")[0]), log, run)
+
+    def settings(self, name: str, *words: str, slow: bool = False) -> tuple[Path, list[str]]:
+        """The folder of a run, and what a command line says of it."""
+        run = self.folder / name
+        run.mkdir()
+        if slow:
+            (run / "slow").touch()
+        (reward := run / "reward.py").write_text(REWARD)
+        rows = [{"prompt": f"{i // 8}+{i % 8}=", "label": f"problem-{i}"} for i in range(PROBLEMS)]
+        (data := run / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        settings = ["configs/quickstart.yaml", f"run.dir={run}", f"model.path={self.policy}", *TINY]
+        return run, [*settings, f"data.train={data}", f"reward.function={reward}:compute_score", *words]
+
+
+def one_sglang_server(port: int) -> list[str]:
+    """Settings for real SGLang servers on CPU, found through Slurm."""
+    command = f"[{os.environ['SGLANG_PYTHON']},{ROOT}/tests/servers/sglang_cpu/server.py]"
+    return [
+        "rollout.engine=sglang",
+        "rollout.servers=slurm",
+        f"rollout.launch.command={command}",
+        f"rollout.launch.first_port={port}",
+        "rollout.launch.wait_s=150",
+    ]

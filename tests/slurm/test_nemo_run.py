@@ -1,0 +1,98 @@
+"""One run as a NeMo-Run experiment: on this machine, on a real Slurm, and as a script to read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.launch.stop import SAVED
+from tests.runs import rows
+from tests.slurm.cluster import Cluster, wait_for
+from tests.slurm.jobs import ENDED, ROOT, WAIT_S, Job, Submitter, one_sglang_server
+
+pytestmark = pytest.mark.slurm
+
+STEPS = 3
+ON_SLURM = ("--executor", "slurm", "cluster.partition=loopback", "cluster.gpus_per_node=2")
+
+
+def launch(home: Path, cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_dppo", "launch", *words]
+    environ = cluster.environment | {"NEMORUN_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=WAIT_S, check=False)
+
+
+def submitted(cluster: Cluster, run: Path) -> Job:
+    """The one job that there is."""
+    number = int(cluster.call("squeue", "-h", "-o", "%A").stdout.split()[0])
+    return Job(cluster, number, run / "no log of its own", run)
+
+
+def test_here_it_trains_to_the_end_and_a_mistake_is_a_failure(submit: Submitter, tmp_path: Path) -> None:
+    run, settings = submit.settings("run", f"run.steps={STEPS}", "layout.tp=2")
+    done = launch(tmp_path / "nemo", submit.cluster, *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(rows(run)) == STEPS
+    wrong = launch(tmp_path / "nemo", submit.cluster, *settings, "layout.tp=3")
+    assert wrong.returncode == 1
+    assert "error: layout.tp = 3" in wrong.stdout + wrong.stderr
+
+
+def test_on_slurm_actors_train_with_a_server_on_a_node_of_its_own(submit: Submitter, tmp_path: Path) -> None:
+    server = [*one_sglang_server(25600), "rollout.launch.tp=2"]  # on both GPUs that a node has for this job
+    run, settings = submit.settings("run", f"run.steps={STEPS}", "layout.tp=2", *server)
+    placed = ["cluster.server_nodes=1", "cluster.hours=0.2"]
+    done = launch(tmp_path / "nemo", submit.cluster, *settings, *placed, *ON_SLURM, "--detach")
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = submitted(submit.cluster, run)
+    wait_for(lambda: job.field("JobState") in ENDED, WAIT_S, "end of the job")
+    logs = "\n".join(path.read_text(errors="replace") for path in (tmp_path / "nemo").rglob("*.out"))
+    assert job.field("JobState") == "COMPLETED", logs
+    assert len(rows(run)) == STEPS
+    assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
+    assert re.search("[0-9a-f]{48}", logs) is None, "the log holds the servers' secret"
+    wait_for(lambda: not job.left(), 30, "end of all processes")
+
+
+def test_told_to_stop_it_saves_and_goes_on_in_its_next_start(submit: Submitter, tmp_path: Path) -> None:
+    run, settings = submit.settings("run", "run.steps=100000", "layout.tp=2", slow=True)
+    done = launch(tmp_path / "nemo", submit.cluster, *settings, *ON_SLURM, "--detach")
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = submitted(submit.cluster, run)
+    job.wait_for_step(1)
+    submit.cluster.call("scancel", "--signal=USR1", str(job.number))  # to all steps, as before the time limit
+    wait_for(lambda: job.field("Restarts") == "1" and job.field("JobState") == "RUNNING", WAIT_S, "second start")
+    saved = max(int(path.name[5:]) for path in (run / "checkpoints").glob("iter_*"))
+    job.wait_for_step(saved + 1)
+    steps = [row["step"] for row in rows(run)]
+    assert steps == list(range(1, len(steps) + 1)), "a step is there twice, or missing"
+    logs = "\n".join(path.read_text(errors="replace") for path in (tmp_path / "nemo").rglob("*.out"))
+    assert f"stopped on request after step {saved}, and saved" in logs
+    assert f"job exited with code {SAVED}" in logs
+
+
+def test_a_dry_run_prints_the_script_that_slurm_would_get(submit: Submitter, tmp_path: Path) -> None:
+    done = launch(tmp_path / "nemo", submit.cluster, "configs/qwen3_32b_dppo.yaml", *ON_SLURM[:2], "--dry-run")
+    assert done.returncode == 0, done.stderr
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    for component in ("--nodes=4", "--gpus-per-node=8"):
+        assert lines.count(f"#SBATCH {component}") == 2
+    assert lines.index("#SBATCH --ntasks-per-node=8") < lines.index("#SBATCH hetjob")
+    assert lines.index("#SBATCH hetjob") < lines.index("#SBATCH --ntasks-per-node=1")
+    assert {"#SBATCH --time=24:00:00", "#SBATCH --signal=USR1@600"} <= set(lines)
+    assert sum(line.startswith("srun --het-group=") for line in lines) == 2
+    assert not submit.cluster.call("squeue", "-h").stdout
+
+
+def test_a_machine_without_slurm_is_told_so(tmp_path: Path) -> None:
+    environ = {**os.environ, "PATH": str(Path(sys.executable).parent), "NEMORUN_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "megatron_dppo", "launch", "configs/qwen3_32b_dppo.yaml", *ON_SLURM]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --executor = slurm\n  problem  sbatch is not on the path")

@@ -1,0 +1,69 @@
+"""Every file in configs/ is a configuration; those of published models fit the machines that they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.published import PUBLISHED
+from megatron_dppo.models.shape import check_layout
+from megatron_dppo.plan.assumptions import Assumptions
+from megatron_dppo.plan.parameters import shape_of
+from megatron_dppo.plan.plan import make_plan
+from megatron_dppo.preflight import check_config, preflight
+from megatron_dppo.settings import load_config
+from tests.policies import write_policy
+
+FILES = sorted(Path(__file__).parents[1].joinpath("configs").glob("*.yaml"))
+PUBLISHED_FILES = [file for file in FILES if file.stem.startswith("qwen3_")]
+BENCHMARKS = ["gsm8k", "math500", "aime24", "minerva", "olympiadbench", "amc23"]
+
+
+def of(file: Path, *overrides: str) -> Config:
+    return load_config(str(file), overrides)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_settings_do_not_contradict_each_other(file: Path) -> None:
+    check_config(of(file))
+
+
+def test_every_published_shape_has_a_file() -> None:
+    assert {Path(of(file).model.path).name.lower() for file in PUBLISHED_FILES} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("file", PUBLISHED_FILES, ids=lambda file: file.stem)
+def test_a_published_model_fits_the_machines_its_file_names(file: Path) -> None:
+    config = of(file)
+    check_layout(shape_of(config.model.path), config.layout)
+    plan = make_plan(config, Assumptions())
+    assert plan.fits, plan.remedies
+    assert plan.placement.ranks + sum(plan.placement.servers) == plan.placement.gpus, "no GPU is idle"
+
+
+@pytest.mark.parametrize("file", PUBLISHED_FILES, ids=lambda file: file.stem)
+def test_a_published_model_s_file_prunes_packs_and_evaluates_on_six_benchmarks(file: Path) -> None:
+    config = of(file)
+    assert config.pruning.prompts.rule == config.pruning.completions.rule == "neyman"
+    assert config.model.dtype == "bf16" and config.optimizer.distributed
+    assert config.layout.sequence_parallel == (config.layout.tp > 1)
+    assert isinstance(config.data.eval, dict) and list(config.data.eval) == BENCHMARKS
+
+
+def test_an_absent_benchmark_is_named_with_what_to_do(tmp_path: Path) -> None:
+    policy = write_policy(tmp_path / "policy")
+    present = tmp_path / "train.jsonl"
+    present.write_text('{"prompt": "1+1=", "label": "2"}\n')
+    absent = tmp_path / "aime24.jsonl"
+    overrides = (f"model.path={policy}", f"data.train={present}", "data.max_prompt_tokens=32", "pack.max_tokens=128",
+                 "rollout.max_response_tokens=32", f"run.dir={tmp_path}/run")  # fmt: skip
+    with pytest.raises(UserError) as caught:
+        preflight(load_config(None, [*overrides, f"data.eval={{amc23: {present}, aime24: {absent}}}"]), "train")
+    assert (caught.value.setting, caught.value.value) == ("data.eval", str(absent))
+    assert "prompt and label" in caught.value.remedy
+    preflight(load_config(None, [*overrides, f"data.eval={{amc23: {present}}}"]), "train")
+    with pytest.raises(UserError, match="another metric"):
+        preflight(load_config(None, [*overrides, f"data.eval={{accuracy: {present}}}"]), "train")
