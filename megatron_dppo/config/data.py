@@ -64,11 +64,14 @@ class RewardConfig:
     __pydantic_config__ = STRICT
 
     function: str = "math"
-    """``math``, ``exact``, or a function with verl's signature as ``module:function`` or ``file.py:function``."""
+    """``math``, ``exact``, or a function with verl's, slime's or TRL's signature as ``module:function`` or
+    ``file.py:function``."""
     timeout_s: Seconds = 10.0
     """Wall-clock limit for scoring one completion; past it the worker is killed and the group leaves the step."""
     workers: Positive = 1
     """Worker processes per rank that generates."""
+    memory_mib: Positive = 4096
+    """What scoring may take more than the reward function's imports did, in MiB; past it the completion fails."""
     max_failures: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """Share of a step's completions whose scoring may fail (hang, raise, NaN) before the run stops."""
     overlong_buffer: Count | None = None

@@ -144,14 +144,14 @@ def _from_row(row: Row, data: DataConfig, *, responses: bool) -> _Example:
     if responses:
         setting = "data.response_key" if data.response_key else "data.label_key"
         response = _as_text(row.require(data.response_key or data.label_key, setting))
-    extra = row.values.get("extra_info")
+    extra = row.values.get("extra_info", row.values.get("metadata"))  # as verl has it, and slime
     return _Example(
         row=row,
         prompt=row.require(data.prompt_key, "data.prompt_key"),
         label="" if responses else _as_text(row.require(data.label_key, "data.label_key")),
         response=response,
         data_source=str(row.values.get("data_source") or ""),
-        extra=extra if isinstance(extra, Mapping) else {},
+        extra=extra if isinstance(extra, Mapping) else row.values,
     )
 
 

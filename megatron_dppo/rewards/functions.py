@@ -16,9 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_dppo.errors import UserError
-
-RewardFunction = Callable[..., Any]
-"""verl's signature: ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict``."""
+from megatron_dppo.rewards.adapters import RewardFunction, UnfitFunctionError, adapted
 
 SETTING = "reward.function"
 BUILTIN = {"math": "megatron_dppo.rewards.mathematics:math_score", "exact": "megatron_dppo.rewards.exact:exact_score"}
@@ -40,7 +38,8 @@ class InvalidScoreError(ValueError):
 def resolve(spec: str) -> RewardFunction:
     """The function that ``reward.function`` names: ``math``, ``exact``, ``module:function`` or ``file.py:function``.
 
-    Modules are looked for in the working directory too; a file can import its neighbours.
+    Modules are looked for in the working directory too; a file can import its neighbours. What is returned has verl's
+    signature, whichever trainer the function was written for (:func:`~megatron_dppo.rewards.adapters.adapted`).
 
     Raises:
         UserError: if it cannot be found, imported or called so.
@@ -54,9 +53,12 @@ def resolve(spec: str) -> RewardFunction:
     function = vars(module).get(name)
     if function is None:
         raise UserError(SETTING, spec, f"{where} has no function {name!r}", _remedy(module, name))
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        problem = "is a coroutine function" if callable(function) else f"{name!r} is no function"
-        raise UserError(SETTING, spec, problem, "Give a plain function that returns a score")
+    if not callable(function):
+        raise UserError(SETTING, spec, f"{name!r} is no function", "Give a function that returns a score")
+    try:
+        function = adapted(function)
+    except UnfitFunctionError as error:
+        raise UserError(SETTING, spec, str(error), "Give a function of one completion") from error
     _check_signature(function, spec)
     return function
 
@@ -124,7 +126,7 @@ def _check_signature(function: RewardFunction, spec: str) -> None:
             SETTING,
             spec,
             f"cannot be called with (data_source, solution_str, ground_truth, extra_info) ({error})",
-            "Give it these four parameters",
+            "Give it these four parameters, or slime's (args, sample), or TRL's (completions, **columns)",
         ) from error
     except ValueError:  # a callable without a signature, such as one written in C
         return

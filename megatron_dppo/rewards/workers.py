@@ -56,9 +56,9 @@ class Scored:
 class _Worker:
     """One process and what it has been given to do."""
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self, spec: str, memory_mib: int) -> None:
         self.pipe, theirs = Pipe()
-        arguments = [str(theirs.fileno()), str(os.getpid()), spec]
+        arguments = [str(theirs.fileno()), str(os.getpid()), str(memory_mib), spec]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron_dppo.rewards.worker", *arguments],
             env=_environment(),
@@ -82,16 +82,17 @@ class RewardWorkers:
     Make it on a thread that lives as long as the workers shall: on Linux they end with the thread that started them.
     """
 
-    def __init__(self, spec: str, *, workers: int, timeout_s: float) -> None:
+    def __init__(self, spec: str, *, workers: int, timeout_s: float, memory_mib: int = 4096) -> None:
         """Start the workers, without waiting for their imports.
 
         Args:
             spec: ``reward.function``.
             workers: processes.
             timeout_s: wall-clock limit for one completion, in seconds.
+            memory_mib: what scoring may take more than the function's imports did, in MiB; past it a completion fails.
         """
-        self._spec, self._timeout_s = spec, timeout_s
-        self._workers = [_Worker(spec) for _ in range(workers)]
+        self._spec, self._timeout_s, self._memory_mib = spec, timeout_s, memory_mib
+        self._workers = [_Worker(spec, memory_mib) for _ in range(workers)]
         self._reported: set[str] = set()
 
     def wait_ready(self) -> None:
@@ -142,7 +143,7 @@ class RewardWorkers:
 
     def _replace(self, worker: _Worker) -> None:
         worker.end()
-        self._workers[self._workers.index(worker)] = _Worker(self._spec)
+        self._workers[self._workers.index(worker)] = _Worker(self._spec, self._memory_mib)
 
 
 class _Batch:

@@ -25,6 +25,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         case ["deaf"]:  # holds the interpreter's lock in C, and ignores a polite signal
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             ctypes.PyDLL(None).pause()
+        case ["allocate", mebibytes]:
+            return float(len(bytearray(int(mebibytes) * 2**20)) > 0)
         case ["backtrack"]:
             re.match(r"(a+)+$", "a" * 60 + "b")
         case ["raise", what]:

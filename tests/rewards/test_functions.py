@@ -18,7 +18,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def too_few(solution_str):
     return 0.0
 async def later(data_source, solution_str, ground_truth, extra_info=None):
-    return 0.0
+    return 0.125
 number = 3
 """
 
@@ -40,6 +40,10 @@ def test_function_of_a_file_can_import_its_neighbours(source: Path) -> None:
     assert resolve(f"{source}:compute_score")("", "", "") == 0.25
 
 
+def test_coroutine_function_is_waited_for(source: Path) -> None:
+    assert resolve(f"{source}:later")("", "", "") == 0.125
+
+
 def test_function_of_a_module_in_the_working_directory(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(source.parent)
     assert resolve("my_reward:compute_score")("", "", "") == 0.25
@@ -54,7 +58,6 @@ def test_function_of_a_module_in_the_working_directory(source: Path, monkeypatch
         ("no_such_module:compute_score", ["cannot be imported", "no_such_module"]),
         ("FILE:compute_scores", ["no function 'compute_scores'", "Perhaps 'compute_score'"]),
         ("FILE:too_few", ["cannot be called with (data_source, solution_str, ground_truth, extra_info)"]),
-        ("FILE:later", ["coroutine"]),
         ("FILE:number", ["is no function"]),
     ],
 )

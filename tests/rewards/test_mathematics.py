@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_dppo.rewards.exact import exact_score
-from megatron_dppo.rewards.mathematics import math_score, stated_answer
+from megatron_dppo.rewards.mathematics import math_score
+from megatron_dppo.rewards.stated import said_answer, stated_answer
 
 GSM8K_LABEL = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
 
@@ -51,12 +52,38 @@ def test_label_that_is_no_mathematics_is_an_error_and_not_a_zero() -> None:
         ("#### 6\nThat is all.", "6"),
         ("## Step 1\nwe add", None),
         (r"\boxed{a{b}c} # 7", "a{b}c"),
+        (r"\boxed{1} or \boxed{2}", "2"),
+        (r"\boxed{x = \boxed{2}, 3}", r"x = \boxed{2}, 3"),
+        (r"\boxed 7", "7"),
+        (r"\fbox \boxed{1} and \boxed{2", ""),
+        (r"\boxed{never closed, \boxed{2}", "2"),
         ("#7\n\n", "7"),
         ("7", None),
     ],
 )
 def test_the_last_stated_answer_counts(text: str, stated: str | None) -> None:
     assert stated_answer(text) == stated
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("The answer is 3. I checked it twice.", "3"),
+        ("The answer is 3.5.", "3.5."),
+        ("**Answer:** 12", "12"),
+        ("the answer is 2, no, the answer is $\\frac{1}{2}$", "$\\frac{1}{2}$"),
+        ("the answer is 72, as she sold twice as many", "72"),
+        ("the answer is 5 cm because it doubled", "5 cm"),
+        ("so $x = 2$ and then $x = 3$ at 4 places", "x = 3"),
+        ("it is 72, no, 71.", "71"),
+        ("it is 1/2 of them", "1/2"),
+        ("it is 1,234,567 in all", "1,234,567"),
+        ("7 at first" + " and so on" * 1000, ""),
+        ("", ""),
+    ],
+)
+def test_without_a_mark_the_last_thing_said_is_the_answer(text: str, said: str) -> None:
+    assert said_answer(text) == said
 
 
 @pytest.mark.parametrize(

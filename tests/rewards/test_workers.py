@@ -69,6 +69,14 @@ def test_limit_holds_for_each_completion_and_not_for_a_chunk(workers: RewardWork
     assert rewards(scored.scores) == [0.5] * 4 + [1.0] * 28
 
 
+def test_function_that_takes_more_memory_than_it_may_costs_its_completion_only() -> None:
+    pool = RewardWorkers(FAILING, workers=1, timeout_s=LIMIT_S + 4.0, memory_mib=256)
+    scored = pool.score(items("allocate 100", "allocate 1000", "allocate 100"))
+    pool.close()
+    assert rewards(scored.scores) == [1.0, None, 1.0]
+    assert (scored.timeouts, scored.errors) == (0, 1) and "MemoryError" in scored.tracebacks[0]
+
+
 def test_errors_are_counted_each_and_shown_once(workers: RewardWorkers) -> None:
     scored = workers.score(items("raise one", "raise two", "raise-elsewhere", "score 1", "nan", "nan", "none", "exit"))
     assert rewards(scored.scores) == [None, None, None, 1.0, None, None, None, None]
@@ -96,6 +104,12 @@ def test_worker_killed_while_idle_is_replaced(workers: RewardWorkers) -> None:
     os.kill(pid, signal.SIGKILL)
     scored = workers.score(items("pid"))
     assert scored.errors == 0 and scored.scores[0].reward != pid
+
+
+def test_worker_goes_on_when_slurm_tells_every_process_that_time_is_short(workers: RewardWorkers) -> None:
+    pid = int(workers.score(items("pid")).scores[0].reward)
+    os.kill(pid, signal.SIGUSR1)
+    assert workers.score(items("pid")).scores[0].reward == pid
 
 
 def test_worker_holds_one_thread_and_nothing_of_the_trainer(workers: RewardWorkers) -> None:

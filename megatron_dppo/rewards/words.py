@@ -1,0 +1,47 @@
+"""Answers in words, and the letters of a choice."""
+
+from __future__ import annotations
+
+import re
+
+LETTER = r"\(?\s*([A-J])\s*\)?"
+BARE = re.compile(LETTER)
+CHOSEN = re.compile(
+    r"(?:(?:option|choice|answer)\s+)?(?:\(([A-J])\)|([A-J])(?:[.):]|$))(?:[\s:.)].*|$|[^+\-*/^=].*)", re.IGNORECASE
+)
+SHORT = {"yes", "no", "odd", "one", "two", "six", "ten", "red", "all", "any", "dne", "mon", "tue", "sun", "max", "min"}
+EMPTY = {"no solution", "none", "empty set", "no such", r"\emptyset", "⦃⦄", "⦃ ⦄"}
+
+
+def choice_of(text: str, *, bare: bool = False) -> frozenset[str] | None:
+    """The letters of a multiple choice.
+
+    Args:
+        text: as ``spelled`` returns it.
+        bare: whether the letters must be all there is; an answer may also say what stands behind its letter.
+    """
+    text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip(" .")
+    letters = [BARE.fullmatch(part.strip()) for part in text.strip("()").split(",")]
+    if all(letters):
+        return frozenset(letter[1] for letter in letters if letter)
+    if bare:
+        return None
+    found = CHOSEN.fullmatch(text)
+    letter = found and (found[1] or found[2])
+    return frozenset(letter) if letter and letter.isupper() else None
+
+
+def words_of(text: str) -> str | None:
+    """What is said in words, without case, punctuation, articles and the s of the plural; None for a formula."""
+    if text in EMPTY:
+        return "no solution"
+    plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+    if not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9 '\-.!?\"]*", plain):
+        return None
+    if plain == text and not re.search(r"[a-zA-Z]{4}", plain) and plain.lower() not in SHORT:
+        return None  # letters that may be a product
+    if plain != text and not re.search(r"[a-zA-Z]{2}", plain):
+        return None
+    words = re.sub(r"[^a-z0-9 ]", " ", plain.lower().replace("'", "")).split()
+    said = " ".join(word.removesuffix("s") for word in words if word not in ("the", "a", "an"))
+    return "no solution" if said in EMPTY else said
