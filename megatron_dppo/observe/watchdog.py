@@ -33,6 +33,8 @@ begins: loading weights, waiting for servers. All ranks may be there for long.""
 class Beat:
     """What a rank says of itself."""
 
+    number: int
+    """Of its beats so far."""
     entered: int
     """Phases it has entered: the same on all ranks that are equally far."""
     phase: str
@@ -54,7 +56,9 @@ class Watchdog:
         self._world, self._timers, self._late_s = world, timers, late_s
         self._beat_s = min(late_s / 4, 10.0)
         self._main = threading.main_thread().ident
-        self._answered = self._asked = 0
+        self._beats = self._answered = self._asked = 0
+        self._heard: dict[int, tuple[int, float]] = {}
+        """The leader's: the number of each rank's last beat, and when it came."""
         self._named: set[tuple[int, int]] = set()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -81,8 +85,9 @@ class Watchdog:
 
     def _say(self) -> None:
         timers = self._timers
+        self._beats += 1
         still = time.monotonic() - timers.moved
-        beat = Beat(timers.entered, timers.phase, still, socket.gethostname())
+        beat = Beat(self._beats, timers.entered, timers.phase, still, socket.gethostname())
         self._store.set(f"beat/{self._world.rank}", json.dumps(asdict(beat)))
         asked = self._store.add("asked", 0)
         if asked > self._answered:
@@ -92,7 +97,12 @@ class Watchdog:
     def _look(self) -> None:
         texts = self._store.multi_get([f"beat/{rank}" for rank in range(self._world.size)])
         beats = [Beat(**json.loads(text)) for text in texts]
-        late = late_ranks(beats, self._late_s)
+        now = time.monotonic()
+        for rank, beat in enumerate(beats):
+            if rank not in self._heard or self._heard[rank][0] != beat.number:
+                self._heard[rank] = beat.number, now
+        silent = [now - self._heard[rank][1] for rank in range(len(beats))]
+        late = late_ranks(beats, silent, self._late_s)
         new = [rank for rank in late if (rank, beats[rank].entered) not in self._named]
         if new:
             self._named |= {(rank, beats[rank].entered) for rank in new}
@@ -115,11 +125,19 @@ class Watchdog:
         return "".join(traceback.format_stack(frame)[-FRAMES:]) if frame else ""
 
 
-def late_ranks(beats: Sequence[Beat], late_s: float) -> list[int]:
-    """The ranks that others have waited for, for so long: those that are behind; if none is, all that stand still.
+def late_ranks(beats: Sequence[Beat], silent: Sequence[float], late_s: float) -> list[int]:
+    """The ranks that others have waited for, for so long: those without a sign of life; else those that are behind; if
+    none is, all that stand still.
 
     In a phase that takes as long as it takes, ranks that are equally far are not late.
+
+    Args:
+        beats: the last of each rank.
+        silent: seconds since it came.
+        late_s: what is long.
     """
+    if gone := [rank for rank, seconds in enumerate(silent) if seconds > late_s]:
+        return gone
     front = max(beat.entered for beat in beats)
     waited = max(beat.still_s for beat in beats if beat.entered == front)
     behind = [rank for rank, beat in enumerate(beats) if beat.entered < front]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import signal
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -19,7 +21,7 @@ from megatron_dppo.parallel.world import initialize
 from tests.ranks import RankPool
 
 LATE_S = 0.4
-AT = Beat(entered=5, phase="actor_train", still_s=0.1, host="n1")
+AT = Beat(number=9, entered=5, phase="actor_train", still_s=0.1, host="n1")
 
 
 def sort_the_attic(rank: int) -> None:
@@ -71,6 +73,30 @@ def test_where_all_are_in_one_phase_those_that_stand_elsewhere_stand_out(ranks: 
     assert late.startswith("rank 1 on ") and "sort_the_attic" in late
 
 
+def stop(rank: int, size: int) -> str:
+    """Rank 1 is stopped while all wait for rollouts, until the leader's log has named it."""
+    world = initialize(LayoutConfig(dp=size), seed=1, timeout_s=30.0)
+    timers, said = PhaseTimers(), io.StringIO()
+    process = world.gather(os.getpid())[1]
+    with contextlib.redirect_stderr(said), closing(Watchdog(world, timers, LATE_S)), timers("rollout"):
+        if rank == 1:
+            os.kill(process, signal.SIGSTOP)
+        elif rank == 0:
+            deadline = time.monotonic() + 20.0
+            while "late" not in said.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            os.kill(process, signal.SIGCONT)
+        world.wait_for_all("rollouts")
+    return said.getvalue()
+
+
+def test_a_rank_without_a_sign_of_life_is_named_in_whatever_phase(ranks: RankPool) -> None:
+    said = ranks.run(3, stop)[0]
+    assert said.startswith("late: rank 1 on ")
+    assert "2 others wait" in said
+    assert "no answer: its process is stopped or gone" in said
+
+
 @pytest.mark.parametrize(
     ("beats", "late"),
     [
@@ -83,4 +109,9 @@ def test_where_all_are_in_one_phase_those_that_stand_elsewhere_stand_out(ranks: 
     ],
 )
 def test_who_is_late(beats: list[Beat], late: list[int]) -> None:
-    assert late_ranks(beats, 1.0) == late
+    assert late_ranks(beats, [0.1] * len(beats), 1.0) == late
+
+
+def test_a_rank_that_has_fallen_silent_is_the_one_that_others_wait_for() -> None:
+    waiting = replace(AT, entered=6, still_s=9.0)
+    assert late_ranks([waiting, AT, waiting], [0.1, 0.1, 3.0], 1.0) == [2]
