@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,38 +87,43 @@ def kill_when(process: subprocess.Popen[bytes], moment: Callable[[], bool]) -> N
 
 
 @pytest.fixture(scope="module")
-def undisturbed(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def whole(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing disturbs."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     result = finish(start(policy, run), run)
     assert [row["step"] for row in result] == list(range(STEPS + 1))
     assert any(row.get("train/tokens", 0) > 0 for row in result[4:]), "steps after the checkpoint must train"
-    return result
+    return run
 
 
-def test_kill_between_steps_changes_nothing(policy: Path, tmp_path: Path, undisturbed: list[dict]) -> None:
-    run = tmp_path / "run"
-    process = start(policy, run)
-    metrics = run / "metrics.jsonl"
-    kill_when(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 6)  # steps 0 to 5
-    assert (run / "checkpoints" / TRACKER).read_text().strip() == "3"
-    assert finish(start(policy, run), run) == undisturbed
+@pytest.fixture
+def undisturbed(whole: Path) -> list[dict]:
+    return rows(whole)
 
 
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on_as_if_it_never_had(
+def test_stopped_on_request_killed_between_steps_and_in_the_middle_of_a_checkpoint_a_run_is_as_if_it_never_was(
     policy: Path, tmp_path: Path, undisturbed: list[dict]
 ) -> None:
     run = tmp_path / "run"
+    metrics, tracker = run / "metrics.jsonl", run / "checkpoints" / TRACKER
     process = start(policy, run, "run.checkpoint_every=0", "run.checkpoint_in_background=true")
-    metrics = run / "metrics.jsonl"
     wait_for(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2)  # steps 0 and 1
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=60) == SAVED
-    said = (tmp_path / "run.log").read_text()
-    saved = int((run / "checkpoints" / TRACKER).read_text())
-    assert 2 <= saved < STEPS, "the step under way was to be finished"
+    said, saved = (tmp_path / "run.log").read_text(), int(tracker.read_text())
+    assert 2 <= saved <= 3, "the step under way was to be finished, and no other"
     assert said.endswith(f"stopped on request after step {saved}, and saved: run the same command again to go on\n")
-    assert len(rows(run)) == saved + 1
+    assert rows(run) == undisturbed[: saved + 1]
+
+    kill_when(start(policy, run), lambda: metrics.read_bytes().count(b"\n") >= 6)  # steps 0 to 5
+    assert tracker.read_text().strip() == "3"
+
+    partial = run / "checkpoints" / f".iter_{STEPS:07d}.partial"
+    kill_when(start(policy, run), lambda: partial.exists() and any(partial.glob("*.distcp")))
+    assert tracker.read_text().strip() == "3"
+
     assert finish(start(policy, run), run) == undisturbed
+    assert tracker.read_text().strip() == str(STEPS)
 
 
 def test_kill_of_the_launcher_alone_leaves_no_process_behind(policy: Path, tmp_path: Path) -> None:
@@ -140,25 +146,14 @@ def in_session(process: psutil.Process, session: int) -> bool:
         return False
 
 
-def test_kill_in_the_middle_of_a_checkpoint_changes_nothing(
-    policy: Path, tmp_path: Path, undisturbed: list[dict]
-) -> None:
-    run = tmp_path / "run"
-    process = start(policy, run)
-    partial = run / "checkpoints" / f".iter_{STEPS:07d}.partial"
-    kill_when(process, lambda: partial.exists() and any(partial.glob("*.distcp")))
-    assert (run / "checkpoints" / TRACKER).read_text().strip() == "3"
-    assert finish(start(policy, run), run) == undisturbed
-    assert (run / "checkpoints" / TRACKER).read_text().strip() == str(STEPS)
-
-
 def test_a_run_goes_on_with_fewer_ranks_in_another_layout(
-    policy: Path, tmp_path: Path, undisturbed: list[dict]
+    policy: Path, tmp_path: Path, whole: Path, undisturbed: list[dict]
 ) -> None:
     run = tmp_path / "run"
-    tracker = run / "checkpoints" / TRACKER
-    kill_when(start(policy, run, "layout.tp=2", "layout.dp=2"), tracker.exists)
-    ours = finish(start(policy, run, "layout.tp=1", "layout.pp=2"), run)
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints" / f"iter_{STEPS:07d}")
+    (run / "checkpoints" / TRACKER).write_text("3\n")
+    ours = finish(start(policy, run, "layout.tp=1"), run)
     assert [row["step"] for row in ours] == list(range(STEPS + 1))
     for row, expected in zip(ours, undisturbed, strict=True):  # the same prompts, answers and draws, to rounding
         for name in row.keys() & expected.keys():
