@@ -6,9 +6,10 @@ cancelled job or one of which a rank has failed, is not to wait for a step.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 SAVED = 75
@@ -50,11 +51,9 @@ def handed_on(children: Callable[[], list[int]]) -> Iterator[None]:
     """
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        import psutil
-
         for child in children():
-            if psutil.pid_exists(child):
-                psutil.Process(child).send_signal(number)
+            with suppress(ProcessLookupError):
+                os.kill(child, number)
 
     before = _handle(hand_on)
     try:
