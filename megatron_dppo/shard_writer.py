@@ -21,6 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.launch.rank import die_with
 
+LIMIT_S = 1800.0
+"""How long a rank's shards may take to be written, once they are waited for."""
+
 
 class ShardWriter:
     """One checkpoint's shards on their way to the disk. Made, and finished, by all ranks together.
@@ -54,6 +57,7 @@ class ShardWriter:
         self._pipe, theirs = context.Pipe(duplex=False)
         self._child = context.Process(target=_write, args=(self._request, arguments, theirs, os.getpid()))
         self._child.start()
+        self._staged = arguments  # pinned memory is not to be used again while the child reads it
         theirs.close()
 
     def written(self) -> bool:
@@ -79,11 +83,15 @@ class ShardWriter:
 
     def _outcome(self) -> Any:
         try:
-            return self._pipe.recv()
+            if self._pipe.poll(LIMIT_S):
+                return self._pipe.recv()
+            self._child.kill()  # one of its own writers was ended, which it never learns
+            return RuntimeError(f"a rank's shards were not written within {LIMIT_S:g} s")
         except EOFError:
             return RuntimeError("the process that wrote a rank's shards was ended")
         finally:
             self._child.join()
+            self._staged.clear()
 
 
 def save_shards(state: dict[str, Any], folder: Path) -> None:

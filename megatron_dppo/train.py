@@ -54,7 +54,9 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, workers: RewardWorkers, to_close: ExitStack) -> None:
         self.config, self.world, self.timers = config, world, PhaseTimers()
-        to_close.enter_context(closing(Watchdog(world, self.timers, config.run.late_s)))
+        # Half of what collectives wait: the names of those that hang are to come before the end.
+        watchdog = Watchdog(world, self.timers, config.run.late_s, stuck_s=config.layout.timeout_s / 2)
+        to_close.enter_context(closing(watchdog))
         world.together(workers.wait_ready)
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
         self.learner = assemble_learner(self.policy, self.timers)

@@ -27,7 +27,8 @@ class RunConfig:
     checkpoint_in_background: bool = False
     """Write checkpoints while training goes on, from a copy of the state in host memory."""
     late_s: Seconds = 120.0
-    """Seconds that ranks wait for another one before the log names it, with the place in the code where it stands."""
+    """Seconds that ranks wait for another one before the log names it, with the place in the code where it stands; all
+    are named where none has moved for half of layout.timeout_s."""
     export: bool = True
     """Write the trained policy as a Hugging Face directory (``DIR/hf``) at the end."""
     length_gate: Annotated[float, Field(gt=1.0)] | None = 1.5

@@ -37,7 +37,8 @@ if [ -n "${{SLURM_JOB_NODELIST_HET_GROUP_1:-}}" ]; then
 fi
 check() {{ {check}; }}
 before=$(check) || exit $?
-trap '[ $? = {saved} ] && after=$(check) && [ "$after" != "$before" ] && scontrol requeue "$SLURM_JOB_ID"' EXIT
+requeue() {{ after=$(check) && [ "$after" != "$before" ] && scontrol requeue "$SLURM_JOB_ID"; }}
+trap 'case $? in {saved} | 138) requeue ;; esac' EXIT  # 138: told to stop before it could listen
 """
 """What the batch script does before it starts anything: tell the tasks where they are, look for mistakes, and see to it
 that a run which has saved and stopped is queued again, unless it got nowhere."""
@@ -119,7 +120,8 @@ def _slurm(run: Any, config: Config, words: Sequence[str], nodes: int, tasks_per
         container_image=cluster.container,
         container_mounts=mounts,
         job_name_prefix="megatron-dppo.",
-        srun_args=["--cpu-bind=none"],
+        # Ranks that have saved end one after the other: the first of them is not to end the rest.
+        srun_args=["--cpu-bind=none", "--kill-on-bad-exit=0"],
         setup_lines=_prepare(config, words, mounts),
         tunnel=run.LocalTunnel(job_dir=str(Path(run.config.get_nemorun_home(), "experiments"))),
         packager=run.Packager(),

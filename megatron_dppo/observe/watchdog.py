@@ -50,10 +50,12 @@ class Watchdog:
         world: the ranks.
         timers: of this rank's phases.
         late_s: seconds that ranks wait for another before the log says so, once for each phase.
+        stuck_s: seconds after which all of them are stuck, if they are equally far and none moves.
     """
 
-    def __init__(self, world: World, timers: PhaseTimers, late_s: float) -> None:
+    def __init__(self, world: World, timers: PhaseTimers, late_s: float, stuck_s: float) -> None:
         self._world, self._timers, self._late_s = world, timers, late_s
+        self._stuck_s = max(late_s, stuck_s)
         self._beat_s = min(late_s / 4, 10.0)
         self._main = threading.main_thread().ident
         self._beats = self._answered = self._asked = 0
@@ -72,7 +74,7 @@ class Watchdog:
     def close(self) -> None:
         self._end.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(2.0)  # it may wait for a leader that is gone; nobody is to wait for it
 
     def _run(self) -> None:
         try:
@@ -102,7 +104,7 @@ class Watchdog:
             if rank not in self._heard or self._heard[rank][0] != beat.number:
                 self._heard[rank] = beat.number, now
         silent = [now - self._heard[rank][1] for rank in range(len(beats))]
-        late = late_ranks(beats, silent, self._late_s)
+        late = late_ranks(beats, silent, self._late_s, self._stuck_s)
         new = [rank for rank in late if (rank, beats[rank].entered) not in self._named]
         if new:
             self._named |= {(rank, beats[rank].entered) for rank in new}
@@ -125,7 +127,7 @@ class Watchdog:
         return "".join(traceback.format_stack(frame)[-FRAMES:]) if frame else ""
 
 
-def late_ranks(beats: Sequence[Beat], silent: Sequence[float], late_s: float) -> list[int]:
+def late_ranks(beats: Sequence[Beat], silent: Sequence[float], late_s: float, stuck_s: float) -> list[int]:
     """The ranks that others have waited for, for so long: those without a sign of life; else those that are behind; if
     none is, all that stand still.
 
@@ -134,7 +136,8 @@ def late_ranks(beats: Sequence[Beat], silent: Sequence[float], late_s: float) ->
     Args:
         beats: the last of each rank.
         silent: seconds since it came.
-        late_s: what is long.
+        late_s: what is long to wait for another.
+        stuck_s: what is long to be in one phase, for all of them.
     """
     if gone := [rank for rank, seconds in enumerate(silent) if seconds > late_s]:
         return gone
@@ -143,7 +146,7 @@ def late_ranks(beats: Sequence[Beat], silent: Sequence[float], late_s: float) ->
     behind = [rank for rank, beat in enumerate(beats) if beat.entered < front]
     if behind:
         return behind if waited > late_s else []
-    still = min(beat.still_s for beat in beats) > late_s
+    still = min(beat.still_s for beat in beats) > stuck_s
     return list(range(len(beats))) if still and beats[0].phase not in UNHURRIED else []
 
 

@@ -25,7 +25,7 @@ say() { echo "$*"; }
 stamp() { # every line gets the seconds since the job began
     trap '' TERM INT USR1
     local line
-    while IFS= read -r line; do printf '[%5d s] %s\n' "$SECONDS" "$line"; done
+    while IFS= read -r line || [ -n "$line" ]; do printf '[%5d s] %s\n' "$SECONDS" "$line"; done
 }
 exec 3>&1 > >(stamp) 2>&1
 stamper=$!
@@ -48,6 +48,7 @@ on_actors=(srun) on_servers=()
 actor_nodes=$(names "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}") server_nodes=
 ranks=${SLURM_NTASKS_HET_GROUP_0:-$SLURM_NTASKS}
 MASTER_ADDR=$(address "${actor_nodes%% *}")
+[ -n "$MASTER_ADDR" ] || end_with 1 "error: scontrol does not tell the address of ${actor_nodes%% *}"
 # Tasks may use all cores of their node, and are not bound to one each.
 each_step=(--cpu-bind=none --chdir="$PWD")
 if [ -n "${SLURM_JOB_NODELIST_HET_GROUP_1:-}" ]; then
@@ -77,7 +78,7 @@ in_container() { # IMAGE: the flags for steps that run in it, in the array `insi
 # A step ends when a rank does: of the others, those that hang in a collective are ended a minute later.
 train() {
     in_container "${CONTAINER:-}"
-    exec "${on_actors[@]}" "${each_step[@]}" --wait=60 "${inside[@]}" \
+    exec "${on_actors[@]}" "${each_step[@]}" --wait=60 --kill-on-bad-exit=0 "${inside[@]}" \
         "$python" -m megatron_dppo train "${settings[@]}" </dev/null
 }
 serve() {
@@ -107,7 +108,7 @@ fi
 
 say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), $(date '+%F %T'): ${settings[*]}"
 say "settings: looking for mistakes on ${actor_nodes%% *}"
-before=$(check)
+before=$(check | tail -n 1) # a container may greet first
 code=$?
 [ $code = 0 ] || end_with $code "ended with exit code $code before anything was started: the reason is above"
 say "settings: $before"
@@ -134,7 +135,8 @@ grace() { # SECONDS: for the steps to end in
 stop_servers() {
     runs "$servers" || return 0
     say "servers: stopping"
-    scancel --signal=TERM "$SLURM_JOB_ID_HET_GROUP_1" # signals the step; to srun it would mean SIGKILL
+    # It signals the step; to srun SIGTERM would mean SIGKILL.
+    scancel --signal=TERM "$SLURM_JOB_ID_HET_GROUP_1" || kill -TERM "$servers"
     wait "$servers"
 }
 
@@ -143,6 +145,8 @@ if [ -n "$server_nodes" ]; then
     serve &
     servers=$!
 fi
+mkdir -p "$run_dir"
+export MEGATRON_DPPO_FAILURE="$run_dir/.failure-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 say "actors: starting $ranks ranks on $actor_nodes"
 train &
 actors=$!
@@ -172,6 +176,10 @@ while runs "$actors"; do
 done
 wait "$actors"
 code=$?
+if [ $code -gt 128 ] && [ -s "$MEGATRON_DPPO_FAILURE" ]; then # a rank that hung was killed in the end; the first one knew
+    case $(<"$MEGATRON_DPPO_FAILURE") in 2 | 75) code=$(<"$MEGATRON_DPPO_FAILURE") ;; esac
+fi
+rm -f "$MEGATRON_DPPO_FAILURE"
 say "actors: ended with exit code $code"
 stop_servers
 case $code in
@@ -188,5 +196,5 @@ case $code in
     wait $!
     exit 75
     ;;
-*) end_with $code "ended: a rank crashed or was killed; what it said is above. Submitted again, it goes on from the last checkpoint" ;;
+*) end_with "$code" "ended: a rank crashed or was killed; what it said is above. Submitted again, it goes on from the last checkpoint" ;;
 esac

@@ -33,7 +33,7 @@ def sort_the_attic(rank: int) -> None:
 def train(rank: int, size: int) -> str:
     world = initialize(LayoutConfig(dp=size), seed=1, timeout_s=30.0)
     timers, said = PhaseTimers(), io.StringIO()
-    with contextlib.redirect_stderr(said), closing(Watchdog(world, timers, LATE_S)), timers("step"):
+    with contextlib.redirect_stderr(said), closing(Watchdog(world, timers, LATE_S, LATE_S)), timers("step"):
         for _ in range(3):  # quick phases, of which nothing is to be said
             with timers("plan"):
                 dist.all_reduce(torch.ones(1))
@@ -59,7 +59,7 @@ def test_the_late_rank_is_named_once_with_the_place_where_it_stands(ranks: RankP
 def hang(rank: int, size: int) -> str:
     world = initialize(LayoutConfig(dp=size), seed=1, timeout_s=30.0)
     timers, said = PhaseTimers(), io.StringIO()
-    with contextlib.redirect_stderr(said), closing(Watchdog(world, timers, LATE_S)), timers("actor_train"):
+    with contextlib.redirect_stderr(said), closing(Watchdog(world, timers, LATE_S, LATE_S)), timers("actor_train"):
         sort_the_attic(rank)
         dist.all_reduce(torch.ones(1))
     return said.getvalue()
@@ -78,7 +78,7 @@ def stop(rank: int, size: int) -> str:
     world = initialize(LayoutConfig(dp=size), seed=1, timeout_s=30.0)
     timers, said = PhaseTimers(), io.StringIO()
     process = world.gather(os.getpid())[1]
-    with contextlib.redirect_stderr(said), closing(Watchdog(world, timers, LATE_S)), timers("rollout"):
+    with contextlib.redirect_stderr(said), closing(Watchdog(world, timers, LATE_S, LATE_S)), timers("rollout"):
         if rank == 1:
             os.kill(process, signal.SIGSTOP)
         elif rank == 0:
@@ -103,15 +103,16 @@ def test_a_rank_without_a_sign_of_life_is_named_in_whatever_phase(ranks: RankPoo
         ([AT, AT, AT], []),
         ([replace(AT, still_s=9.0), AT], []),  # one has only just moved
         ([replace(AT, still_s=9.0)] * 2, [0, 1]),
+        ([replace(AT, still_s=4.0)] * 2, []),  # a long step
         ([replace(AT, still_s=9.0, phase="rollout")] * 2, []),  # a slow generation is no dead network
         ([replace(AT, still_s=9.0), replace(AT, entered=4, phase="rollout", still_s=0.2)], [1]),
         ([replace(AT, still_s=0.3), replace(AT, entered=4, still_s=9.0)], []),  # nobody has waited for long
     ],
 )
 def test_who_is_late(beats: list[Beat], late: list[int]) -> None:
-    assert late_ranks(beats, [0.1] * len(beats), 1.0) == late
+    assert late_ranks(beats, [0.1] * len(beats), 1.0, 5.0) == late
 
 
 def test_a_rank_that_has_fallen_silent_is_the_one_that_others_wait_for() -> None:
     waiting = replace(AT, entered=6, still_s=9.0)
-    assert late_ranks([waiting, AT, waiting], [0.1, 0.1, 3.0], 1.0) == [2]
+    assert late_ranks([waiting, AT, waiting], [0.1, 0.1, 3.0], 1.0, 5.0) == [2]
