@@ -176,9 +176,8 @@ while runs "$actors"; do
 done
 wait "$actors"
 code=$?
-if [ $code -gt 128 ] && [ -s "$MEGATRON_DPPO_FAILURE" ]; then # a rank that hung was killed in the end; the first one knew
-    case $(<"$MEGATRON_DPPO_FAILURE") in 2 | 75) code=$(<"$MEGATRON_DPPO_FAILURE") ;; esac
-fi
+# Saved it has, though a rank was killed on its way out.
+[ ! -s "$MEGATRON_DPPO_FAILURE" ] || [ "$(<"$MEGATRON_DPPO_FAILURE")" != 75 ] || code=75
 rm -f "$MEGATRON_DPPO_FAILURE"
 say "actors: ended with exit code $code"
 stop_servers
