@@ -89,7 +89,7 @@ serve() {
 check() { # prints how far the run is: RUN.DIR: 30 of 100 steps are done
     in_container "${CONTAINER:-}"
     "${on_actors[@]}" "${each_step[@]}" --nodes=1 --ntasks=1 --ntasks-per-node=1 "${inside[@]}" \
-        "$python" -m megatron_dppo train "${settings[@]}" --check "$ranks" </dev/null
+        "$python" -m megatron_dppo train "${settings[@]}" --check "$ranks" </dev/null | tail -n 1 # containers may greet
 }
 
 # --- what can be seen to be missing ---------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ fi
 
 say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), $(date '+%F %T'): ${settings[*]}"
 say "settings: looking for mistakes on ${actor_nodes%% *}"
-before=$(check | tail -n 1) # a container may greet first
+before=$(check)
 code=$?
 [ $code = 0 ] || end_with $code "ended with exit code $code before anything was started: the reason is above"
 say "settings: $before"
