@@ -29,7 +29,8 @@ def load_function(setting: str, spec: str) -> Callable[..., Any]:
     if not colon or not where or not name:
         raise UserError(setting, spec, "names no function", "Give module:function or file.py:function")
     module = _from_file(where, setting, spec) if where.endswith(".py") else _from_module(where, setting, spec)
-    function = vars(module).get(name)
+    # Modules that import what is asked of them only then (TRL's) have it in no dictionary.
+    function = _imported(lambda: getattr(module, name, None), setting, spec)
     if function is None:
         raise UserError(setting, spec, f"{where} has no function {name!r}", _remedy(module, name))
     if not callable(function):
@@ -68,6 +69,8 @@ def _imported(load: Callable[[], Any], setting: str, spec: str) -> Any:
 
 
 def _remedy(module: ModuleType, name: str) -> str:
-    functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+    known = vars(module)
+    functions = [name for name, value in known.items() if callable(value) and not name.startswith("_")]
+    functions += [name for name in known.get("__all__", ()) if name not in known]
     likely = get_close_matches(name, functions, 1)
     return f"Perhaps {likely[0]!r} was meant" if likely else f"It has {', '.join(functions) or 'no functions'}"

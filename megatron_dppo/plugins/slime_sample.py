@@ -37,10 +37,10 @@ class Sample:
     """A completion, on its way through a function of slime's form."""
 
     prompt: Any = None
-    """For a function that generates, the rendered prompt. For a reward, the row's own column ``prompt``; None where its
-    extra columns have none."""
+    """As the policy reads it: slime renders prompts, too, before any function sees them."""
     response: str = ""
-    label: str | None = None
+    label: Any = None
+    """Text, or the object or list that the row has."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's extra columns."""
     reward: Any = None

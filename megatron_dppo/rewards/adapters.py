@@ -4,28 +4,59 @@
 written   signature                                                            told by
 ========  ===================================================================  ==================================
 verl      ``compute_score(data_source, solution_str, ground_truth, extra_info)``  anything else
-slime     ``async custom_rm(args, sample)``                                    parameters ``args`` and ``sample``
-TRL       ``reward(completions, **columns)``                                   a parameter ``completions``
+slime     ``async custom_rm(args, sample)``                                    ``args`` first, or ``sample`` second
+TRL       ``reward(completions, **columns)``                                   ``completions`` or ``prompts``
 ========  ===================================================================  ==================================
 
-All three become a function with verl's signature, which is what a scoring process calls.
+verl calls by keyword, and so do we: parameters stand in any order, with or without defaults, behind a star, or in
+``**kwargs``. slime calls by position, TRL by keyword. All three become a :class:`Scorer`, which scoring processes call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
 from megatron_dppo.plugins.slime_sample import Arguments, Sample
 
 RewardFunction = Callable[..., Any]
-"""verl's signature: ``compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict``."""
+"""As somebody has written it."""
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 PROMPT = "prompt"
-"""The key of the extra columns that holds the prompt, where the data set has such a column."""
+"""The column that TRL hands over as ``prompts``, whatever a row calls it."""
 LABELS = ("label", "ground_truth", "answer", "solution")
 """What TRL's users call the column of the reference answer: each is the label, unless the row has one of that name."""
+GROUPS = ("samples", "group", "batch")
+"""What slime's functions call the samples of a group."""
+OF_TRAINERS = ("completion_ids", "trainer_state", "environments")
+"""What TRL has besides, and a process that scores text has not."""
+
+
+class Scorer(Protocol):
+    """A reward function with verl's signature, and what functions of other forms want to know."""
+
+    def __call__(
+        self,
+        data_source: str,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: Mapping[str, Any] | None = None,
+        *,
+        prompt: Any = None,
+        rendered: str = "",
+    ) -> Any:
+        """What the function returned.
+
+        Args:
+            data_source: the row's column of that name.
+            solution_str: the decoded response.
+            ground_truth: the label: text, or the object or list that the row has.
+            extra_info: the row's extra columns.
+            prompt: as the row has it: text, or chat messages.
+            rendered: the prompt as the policy read it.
+        """
 
 
 class NotScoredError(ValueError):
@@ -36,66 +67,94 @@ class UnfitFunctionError(TypeError):
     """A function cannot be called with one completion at a time; the message says why."""
 
 
-def adapted(function: RewardFunction) -> RewardFunction:
-    """The function with verl's signature that calls ``function`` as the trainer it was written for would.
+def adapted(function: RewardFunction) -> Scorer:
+    """What calls ``function`` as the trainer that it was written for would.
 
     Raises:
-        UnfitFunctionError: for slime's ``group_rm`` form, which takes all samples of a group, and for one of TRL's form
-            that needs token ids: a scoring process is given single completions, as text.
+        UnfitFunctionError: for slime's ``group_rm`` form, which takes all samples of a group, for one of TRL's form
+            that needs token ids or the trainer's state, and for one that none of the three could call.
     """
     try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # a callable without a signature, such as one written in C
-        return function
-    names = [name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
-    if "completions" in names:
-        return _from_trl(function, parameters)
-    if names[:1] == ["args"] and len(names) > 1:
-        if names[1] != "sample":
-            raise UnfitFunctionError(f"takes {names[1]!r}, a group of them; completions are scored one at a time")
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a callable without a signature, such as one written in C
+        return _from_verl(function)
+    named = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if "completions" in named or "prompts" in named:
+        return _from_trl(function, signature.parameters)
+    if len(named) > 1 and (named[0] == "args" or named[1] in ("sample", "samples")):
+        if named[1].endswith(GROUPS):
+            raise UnfitFunctionError(f"takes {named[1]!r}, a group of them; completions are scored one at a time")
+        _check(signature, "slime", Arguments(), Sample())
         return _from_slime(function)
+    _check(signature, "verl", **dict.fromkeys(VERL))
     return _from_verl(function)
 
 
-def _from_verl(function: RewardFunction) -> RewardFunction:
-    if not _is_coroutine(function):
-        return function
+def _check(signature: inspect.Signature, caller: str, *by_position: Any, **by_keyword: Any) -> None:
+    try:
+        signature.bind(*by_position, **by_keyword)
+    except TypeError as error:
+        raise UnfitFunctionError(
+            f"cannot be called with ({', '.join(VERL)}), each by its name, as verl does ({error})"
+            if caller == "verl"
+            else f"cannot be called with (args, sample), as slime does ({error})"
+        ) from error
 
-    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
-        return asyncio.run(function(data_source, solution_str, ground_truth, extra_info=extra_info))
+
+def _from_verl(function: RewardFunction) -> Scorer:
+    def compute_score(
+        data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **others: Any
+    ) -> Any:
+        return _awaited(
+            function(
+                data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
+            )
+        )
 
     return compute_score
 
 
-def _from_slime(function: RewardFunction) -> RewardFunction:
-    def custom_rm(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
-        metadata = dict(extra_info or {})
-        sample = Sample(metadata.get(PROMPT), solution_str, ground_truth, metadata)
-        returned = function(Arguments(), sample)
-        return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+def _from_slime(function: RewardFunction) -> Scorer:
+    def custom_rm(
+        data_source: str,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: Any = None,
+        *,
+        prompt: Any = None,
+        rendered: str = "",
+    ) -> Any:
+        sample = Sample(prompt=rendered, response=solution_str, label=ground_truth, metadata=dict(extra_info or {}))
+        return _awaited(function(Arguments(), sample))
 
     return custom_rm
 
 
-def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Parameter]) -> RewardFunction:
+def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Parameter]) -> Scorer:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if "completion_ids" in parameters and parameters["completion_ids"].default is inspect.Parameter.empty:
-        raise UnfitFunctionError("needs 'completion_ids'; completions are scored as text")
+    for name in OF_TRAINERS:
+        if name in parameters and parameters[name].default is inspect.Parameter.empty:
+            raise UnfitFunctionError(f"needs {name!r}; completions are scored as text, apart from the trainer")
 
-    def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+    def reward(
+        data_source: str,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: Any = None,
+        *,
+        prompt: Any = None,
+        rendered: str = "",
+    ) -> Any:
         row = dict.fromkeys(LABELS, ground_truth) | {"data_source": data_source} | dict(extra_info or {})
-        prompt = row.pop(PROMPT, None)
+        row.pop(PROMPT, None)
         # As in TRL: a prompt of chat messages has completions of chat messages, a prompt of text has text.
         chat = isinstance(prompt, list)
-        columns: dict[str, list[Any]] = {
-            name: [value] for name, value in row.items() if takes_all or name in parameters
-        }
-        if "prompts" in parameters or takes_all:
-            columns["prompts"] = [prompt]
-        returned = function(
-            completions=[[{"role": "assistant", "content": solution_str}] if chat else solution_str], **columns
-        )
-        (score,) = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+        given: dict[str, Any] = {name: [value] for name, value in row.items()}
+        given["prompts"] = [prompt]
+        given["completions"] = [[{"role": "assistant", "content": solution_str}] if chat else solution_str]
+        given |= {"log_extra": _not_logged, "log_metric": _not_logged}
+        returned = function(**{name: value for name, value in given.items() if takes_all or name in parameters})
+        (score,) = _awaited(returned)
         if score is None:
             raise NotScoredError("the reward function returned None: it does not score this completion")
         return score
@@ -103,5 +162,13 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
     return reward
 
 
-def _is_coroutine(function: RewardFunction) -> bool:
-    return any(map(inspect.iscoroutinefunction, (function, vars(type(function)).get("__call__"))))
+def _not_logged(*_: Any, **__: Any) -> None:
+    """In place of TRL's functions for columns and metrics of a function's own."""
+
+
+def _awaited(returned: Any) -> Any:
+    return asyncio.run(_result(returned)) if inspect.isawaitable(returned) else returned
+
+
+async def _result(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable

@@ -1,58 +1,253 @@
-"""Expressions and equations, which math-verify compares; and what it is not asked, for it would err or never end."""
+"""Expressions, equations and inequalities: the same by their values at points, never by truth or by their solutions."""
 
 from __future__ import annotations
 
-import logging
 import re
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 
-from math_verify import LatexExtractionConfig, parse, verify
-
-from megatron_dppo.rewards.spelling import CLOSE_SET, OPEN_SET
-
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns of a missing time limit
-
-COSTLY = re.compile(
-    r"\^\s*\{?\s*[-+(]?\s*[0-9]{5}"  # 2^{99999}
-    r"|\^\s*(?:[0-9]+\s*[\^!]|[{(][^{}()a-zA-Z]*[\^!])"  # 9^{9^9}, 9^{9!}
-    r"|\)\s*\^\s*\{?\s*[0-9]{3}"  # (9^{99})^{999}
-    r"|[0-9]{4}\s*!|!\s*\)*\s*!|\*\*|__"
+from megatron_dppo.rewards.expressions import MINUS_ONE, Node, functions_of, product, read
+from megatron_dppo.rewards.numerals import Number, number_of
+from megatron_dppo.rewards.structure import parts, split
+from megatron_dppo.rewards.tokens import UnreadableError
+from megatron_dppo.rewards.values import (
+    DIGITS,
+    MOST_DIGITS,
+    Point,
+    TooLargeError,
+    UndefinedError,
+    Value,
+    calls,
+    names,
+    symbols,
 )
-"""What sympy would work on without end, or what is no mathematics: its verdict is not asked for."""
-CLOCK = re.compile(r"[0-9]{1,2}:[0-5][0-9]")
+
+CLOCK = re.compile(r"[0-9]{1,2}\s*:\s*[0-5][0-9]")
 """A time of day, which algebra would take for a quotient."""
-WORD = re.compile(r"\\text\{[^{}]*[a-zA-Z]{2}[^{}]*\}|(?<![a-zA-Z\\])[a-zA-Z]{4,}|(?<=[0-9])(?:st|nd|rd|th|am|pm)\b")
-LETTER = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])")
+RELATIONS = (
+    r"<|>|=|\\(?:le|ge|ne|in|notin|equiv|subset|subseteq|supset|to|rightarrow|mapsto|implies|iff|mid|nmid|perp"
+    r"|parallel|sim|cong|propto|Rightarrow|Leftrightarrow|leftrightarrow|ll|gg)(?![a-zA-Z])"
+)
+TURNED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne": r"\ne"}
+POINTS: tuple[tuple[int, Fraction | int], ...] = (
+    *((1, 1), (-1, 1), (0, 1), (0, 1), (0, 9)),
+    *((0, Fraction(1, 9)), (0, 1000), (0, 100), (1, Fraction(1, 9))),
+)
+"""Signs and sizes of the unknowns at the points where two expressions are compared; 0: each has its own sign."""
+STEPS = tuple((sign, size) for size in (10, 100, 1000) for sign in (1, -1, 0) for _ in range(6))
+"""More of them, where values are rounded to integers."""
+ENOUGH, EXACTLY = 2, 4
+"""Points at which both must have values; and at which they are compared if all are rational."""
+SPARE_BITS = 60
+"""By which terms of a sum may differ before more digits are taken."""
+Pair = tuple[Value, Value, Point]
 
 
 def same_algebra(label: str, answer: str) -> bool:
-    """math-verify's verdict on two whole texts in ``spelled``'s spelling; it is not let choose a part of them."""
-    if any(COSTLY.search(text) or CLOCK.fullmatch(text) for text in (label, answer)):
+    """Whether two whole texts in ``spelled``'s spelling are one expression, equation, inequality or ratio."""
+    if any(CLOCK.fullmatch(text) for text in (label, answer)):
         return False
-    if any("%" in text or "$" in text or text.count("{") != text.count("}") for text in (label, answer)):
-        return False  # what stands behind would be passed over
-    if _said(label) != _said(answer) or _case_differs(label, answer):  # math-verify passes over both
+    try:
+        expected, found = parts(label, RELATIONS), parts(answer, RELATIONS)
+        if [sign for sign, _ in expected] == [sign for sign, _ in found] == [""]:
+            return _same_ratio(label, answer)
+        if len(expected) != len(found) or len(expected) == 1:
+            return False
+        functions = functions_of([text for _, text in (*expected, *found)])
+        sides = [[read(text, functions) for _, text in chain] for chain in (expected, found)]
+        signs = [[sign for sign, _ in chain[1:]] for chain in (expected, found)]
+        return _same_chain(signs[0], sides[0], signs[1], sides[1], label)
+    except (UnreadableError, TooLargeError):
         return False
-    expected, found = (
-        parse(f"${_latex(text)}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
-        for text in (label, answer)
+
+
+def constant(text: str) -> Value | None:
+    """The value of an expression without unknowns that is a real number; None for any other text."""
+    try:
+        node = read(text)
+        if symbols(node):
+            return None
+        found = next(_values(node, node, text), None)
+    except (UnreadableError, TooLargeError):
+        return None
+    return None if found is None or not found[2].is_real(found[0]) else found[0]
+
+
+def _same_ratio(label: str, answer: str) -> bool:
+    """Expressions; of ratios, ``2:3:4``, all terms by one factor."""
+    terms, others = split(label, ":"), split(answer, ":")
+    if max(len(terms), len(others)) <= 2:
+        return _same_expression(label, answer)
+    return len(terms) == len(others) and all(
+        _same_expression(f"({one})({others[-1]})", f"({other})({terms[-1]})")
+        for one, other in zip(terms[:-1], others[:-1], strict=True)
     )
-    return bool(expected and found) and bool(
-        verify(expected, found, timeout_seconds=None, allow_set_relation_comp=True, float_rounding=6)
-    )
 
 
-def _said(text: str) -> list[str]:
-    """What stands in the text in words: ``5 or more`` is not 5."""
-    return sorted(word for found in WORD.finditer(text) for word in re.findall(r"[a-zA-Z]+", found[0].lower()))
+def _same_expression(label: str, answer: str) -> bool:
+    functions = functions_of([label, answer])
+    one, other = read(label, functions), read(answer, functions)
+    if one == other:
+        return True
+    if symbols(one) != symbols(other) and not (symbols(one) and symbols(other)) and _plain(one) and _plain(other):
+        return False
+    written = number_of(label), number_of(answer)
+    for number, node in ((written[0], other), (written[1], one)):
+        if number is not None and (number.decimals or 0) >= 6 and not symbols(node):
+            value = constant(answer if node is other else label)
+            return value is not None and number.same(Number(_fraction(value)))
+    return _identical(one, other, label)
 
 
-def _case_differs(label: str, answer: str) -> bool:
-    """Whether an unknown of the one is in the other only as its capital or small letter."""
-    one, other = (set(LETTER.findall(text)) for text in (label, answer))
-    return any(letter.swapcase() in other - one for letter in one - other)
+def _plain(node: Node) -> bool:
+    """Whether an expression has no calls in which an unknown might cancel out."""
+    return node[0] in ("number", "symbol")
 
 
-def _latex(text: str) -> str:
-    for mark, latex in ((OPEN_SET, r"\{"), (CLOSE_SET, r"\}"), ("°", r"^\circ "), ("⟨", "("), ("⟩", ")")):
-        text = text.replace(mark, latex)
-    return text
+def _same_chain(signs: list[str], sides: list[Node], others: list[str], found: list[Node], seed: str) -> bool:
+    turned = [TURNED.get(sign) for sign in reversed(others)]
+    closed = not symbols(("sum", *sides)) and not symbols(("sum", *found))
+    same = _same_written if closed else _identical
+    if signs == others and all(same(a, b, seed) for a, b in zip(sides, found, strict=True)):
+        return True
+    if signs == turned and all(same(a, b, seed) for a, b in zip(sides, reversed(found), strict=True)):
+        return True
+    if closed or len(signs) != 1 or signs[0] not in TURNED or others[0] not in (signs[0], TURNED[signs[0]]):
+        return False
+    one, other = (("sum", left, product(MINUS_ONE, right)) for left, right in (sides, found))
+    equation = signs[0] in ("=", r"\ne")
+    candidates = [(one, other)]
+    if equation:
+        cleared = _cleared(one), _cleared(other)
+        candidates += [(cleared[0], other), (one, cleared[1]), cleared]
+    for first, second in dict.fromkeys(candidates):
+        factor = _factor(first, second, seed)
+        if factor and (equation or (factor > 0) == (signs == others)):
+            return True
+    return False
+
+
+def _same_written(one: Node, other: Node, seed: str) -> bool:
+    """Whether two sides of truths about numbers are one: all of them are worth the same."""
+    return _ordered(one) == _ordered(other)
+
+
+def _ordered(node: Node) -> Node:
+    """The expression with the terms of sums and the factors of products in one order, and numbers divided out."""
+    parts = tuple(_ordered(part) if isinstance(part, tuple) else part for part in node[1:])
+    if node[0] in ("sum", "product"):
+        inner: list[Node] = []
+        for part in parts:
+            inner += part[1:] if part[0] == node[0] else [part]
+        if node[0] == "product" and all(_is_number(part) for part in inner):
+            values = [part[1] if part[0] == "number" else 1 / part[1][1] for part in inner]
+            if sum(part[0] == "number" and part != MINUS_ONE for part in inner) <= 1:
+                result = Fraction(1)
+                for value in values:
+                    result *= value
+                return ("number", result)
+        return (node[0], *sorted(inner, key=repr))
+    return (node[0], *parts)
+
+
+def _is_number(node: Node) -> bool:
+    inverse = node[0] == "power" and node[2] == MINUS_ONE and node[1][0] == "number" and node[1][1] != 0
+    return node[0] == "number" or inverse
+
+
+def _cleared(node: Node) -> Node:
+    """A difference times all denominators in it that hold unknowns: 0 where it was 0."""
+    below = dict.fromkeys(_denominators(node))
+    return product(node, *below) if below else node
+
+
+def _denominators(node: Node) -> Iterator[Node]:
+    if node[0] == "power" and node[2][0] == "number" and node[2][1] < 0 and symbols(node[1]):
+        yield ("power", node[1], ("number", -node[2][1]))
+    elif node[0] in ("sum", "product"):
+        for part in node[1:]:
+            yield from _denominators(part)
+
+
+def _identical(one: Node, other: Node, seed: str) -> bool:
+    """Whether two expressions have one value wherever both have any."""
+    return _compared(one, other, seed, lambda first, second, point: _equal(first, second, point))
+
+
+def _factor(one: Node, other: Node, seed: str) -> Value | None:
+    """The constant other than 0 by which the one is a multiple of the other."""
+    factors: list[Value] = []
+
+    def same_factor(first: Value, second: Value, point: Point) -> bool:
+        if first == 0 or second == 0:
+            return first == second and bool(factors)
+        both = isinstance(first, Fraction) and isinstance(second, Fraction)
+        factor = first / second if both else point.inexact(first) / point.inexact(second)
+        factors.append(factor)
+        return point.is_real(factor) and _equal(factor, factors[0], point)
+
+    return factors[0] if _compared(one, other, seed, same_factor) and factors else None
+
+
+def _compared(one: Node, other: Node, seed: str, same: Callable[[Value, Value, Point], bool]) -> bool:
+    """Whether a comparison holds at all points; where roots and logarithms are real, if there are such points."""
+    imaginary = names(one, "i") or names(other, "i")
+    closed = not symbols(one) and not symbols(other)
+    steps = any(calls(node, "floor", "ceil", "abs") for node in (one, other))
+    for complex_roots in (True,) if imaginary else (False, True):
+        compared, rational = 0, True
+        for first, second, point in _values(one, other, seed, imaginary=complex_roots):
+            if not same(first, second, point):
+                return False
+            compared += 1
+            rational = rational and isinstance(first, Fraction) and isinstance(second, Fraction)
+            if closed or (rational and compared == EXACTLY and not steps):
+                return True
+        if compared >= ENOUGH:
+            return True
+    return False
+
+
+def _values(one: Node, other: Node, seed: str, *, imaginary: bool = False) -> Iterator[Pair]:
+    """The values of two expressions at the points where both have one, to as many digits as they need."""
+    closed = not symbols(one) and not symbols(other)
+    points = (*POINTS, *STEPS) if any(calls(node, "floor", "ceil") for node in (one, other)) else POINTS
+    for number, (sign, size) in enumerate(POINTS[:1] if closed else points):
+        try:
+            yield _at(one, other, Point(f"{seed}{number}", sign, Fraction(size), imaginary=imaginary))
+        except UndefinedError:
+            continue
+        except TooLargeError:
+            if size == 1:
+                raise
+
+
+def _at(one: Node, other: Node, point: Point) -> Pair:
+    """The values at a point; worked out again with more digits, where terms of unlike sizes took too many."""
+    try:
+        values = point.value(one), point.value(other)
+        if point.unlike <= SPARE_BITS or all(isinstance(value, Fraction) for value in values):
+            return (*values, point)
+    except UndefinedError:
+        if point.unlike <= SPARE_BITS:
+            raise
+    digits = DIGITS + int(point.unlike * 0.302)
+    if digits > MOST_DIGITS:
+        raise TooLargeError
+    finer = point.with_digits(digits)
+    return finer.value(one), finer.value(other), finer
+
+
+def _equal(one: Value, other: Value, point: Point) -> bool:
+    if isinstance(one, Fraction) and isinstance(other, Fraction):
+        return one == other
+    first, second = point.inexact(one), point.inexact(other)
+    return bool(abs(first - second) <= max(abs(first), abs(second)) * point.rounding * 1000)
+
+
+def _fraction(value: Value) -> Fraction:
+    """The exact value of a binary number."""
+    if isinstance(value, Fraction):
+        return Fraction(value)
+    sign, mantissa, exponent, _ = value._mpf_
+    return Fraction((-1) ** sign * int(mantissa)) * Fraction(2) ** int(exponent)

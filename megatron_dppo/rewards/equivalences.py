@@ -40,7 +40,8 @@ EQUIVALENCES = {
     ),
     "number": Equivalence(
         "Decimals, fractions, mixed numbers, powers of ten and thousands' separators are compared as exact rational "
-        "numbers. A rounded decimal is another number, unless six or more decimals agree but for the last.",
+        "numbers. A rounded decimal is another number, unless six or more decimals, and six digits behind the "
+        "noughts, agree but for the last.",
         (r"3\frac{1}{2}", "3.50"),
         (r"\frac{1}{3}", "0.333"),
     ),
@@ -56,18 +57,20 @@ EQUIVALENCES = {
         ("0.5", "0.5%"),
     ),
     "base": Equivalence(
-        "The base of a numeral may be missing on one side; where both name it, it must be the same.",
+        "The base of a numeral may be missing from the answer. Where both name it, it must be the same.",
         ("52_8", "52_{8}"),
         ("52_8", "52_9"),
     ),
     "side": Equivalence(
-        "The name before the equals sign (or ∈) may be missing on one side; two names must be the same.",
+        "The one name before the equals sign (or ∈) may be missing on one side; two names must be the same. What "
+        "stands between several equals signs is of one value.",
         ("5", "x = 5"),
         ("x = 5", "y = 5"),
     ),
     "list": Equivalence(
         "Answers listed with commas, and, or, or a plus-minus sign have no order, and may stand in the braces of a "
-        "set; only in braces may one be repeated.",
+        "set; only in braces may one be repeated. Each one counts, with its name; where several names are missing on "
+        "one side, the order counts.",
         (r"\{1, 2\}", "2 and 1"),
         ("1, 2", "1, 2, 3"),
     ),
@@ -88,7 +91,9 @@ EQUIVALENCES = {
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}"),
     ),
     "algebra": Equivalence(
-        "Expressions and equations are the same where math-verify finds that they are.",
+        "Expressions are the same where they have one value. Equations and inequalities are the same where both sides "
+        "are, or where the difference of the sides is a multiple of the other's, by a constant or by denominators "
+        "that were cleared. Truths about numbers are the same only as they are written.",
         ("(x+1)^2", "x^2+2x+1"),
         ("(x+1)^2", "x^2+1"),
     ),

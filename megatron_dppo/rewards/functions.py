@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from typing import Any
 
+from megatron_dppo.data.rows import as_text, is_blank
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
-from megatron_dppo.rewards.adapters import RewardFunction, UnfitFunctionError, adapted
+from megatron_dppo.rewards.adapters import RewardFunction, Scorer, UnfitFunctionError, adapted
+from megatron_dppo.rewards.stated import stated_answer
 
 SETTING = "reward.function"
 BUILTIN = {
@@ -18,10 +21,15 @@ BUILTIN = {
     "exact": "megatron_dppo.rewards.exact:exact_score",
     "reasoning_gym": "megatron_dppo.rewards.reasoning_gym:reasoning_gym_score",
 }
+OF_TEXT = ("math", "exact")
+"""Those that compare an answer with the label, letter by letter or as mathematics."""
+LARGEST = 1e9
+"""Of a reward, on either side of 0. Squares of far larger ones overflow in advantages and gradients, where the learning
+rate would be blamed."""
 
 
 class InvalidScoreError(ValueError):
-    """A reward function returned something that is no finite number."""
+    """A reward function returned something that is no number to train on."""
 
     def __init__(self, kind: str, value: object) -> None:
         """
@@ -33,7 +41,7 @@ class InvalidScoreError(ValueError):
         super().__init__(f"the reward function returned {kind}: {value!r:.200}")
 
 
-def resolve(spec: str) -> RewardFunction:
+def resolve(spec: str) -> Scorer:
     """The function that ``reward.function`` names: ``math``, ``exact``, ``module:function`` or ``file.py:function``.
 
     Modules are looked for in the working directory too; a file can import its neighbours. What is returned has verl's
@@ -48,18 +56,60 @@ def resolve(spec: str) -> RewardFunction:
         raise UserError(SETTING, spec, "names no reward", f"Give {forms}, module:function or file.py:function")
     function = load_function(SETTING, BUILTIN.get(spec, spec))
     try:
-        function = adapted(function)
+        return adapted(_of_text(function) if spec in OF_TEXT else function)
     except UnfitFunctionError as error:
-        raise UserError(SETTING, spec, str(error), "Give a function of one completion") from error
-    _check_signature(function, spec)
-    return function
+        remedy = "Give it verl's four parameters, or slime's (args, sample), or TRL's (completions, **columns)"
+        raise UserError(SETTING, spec, str(error), remedy) from error
+
+
+def check_labels(spec: str, labels: Iterable[tuple[str, object]]) -> None:
+    """Find out before anything is generated whether a built-in verifier can compare answers with these labels.
+
+    Args:
+        spec: ``reward.function``.
+        labels: each with its file and row.
+
+    Raises:
+        UserError: for the first that it cannot; names the row.
+    """
+    for place, label in labels if spec in OF_TEXT else ():
+        try:
+            text = label_text(label)
+        except ValueError as error:
+            problem = f"compares answers with text, and the label of {place} is {error}"
+            raise UserError(SETTING, spec, problem, "Write it as one text, or give a function that reads it") from error
+        marked = text.rpartition("#")[2] if spec == "exact" else stated_answer(text) or text
+        if is_blank(marked):
+            problem = f"compares answers with labels, and {place} has an empty one"
+            raise UserError(SETTING, spec, problem, "Remove the row, or set data.label_key to another column")
+
+
+def label_text(label: object) -> str:
+    """A label as the built-in verifiers compare it: a text, or the only one of a list.
+
+    Raises:
+        ValueError: for anything else; its text says what it is.
+    """
+    if isinstance(label, list) and len(label) == 1:
+        label = label[0]
+    if isinstance(label, list):
+        raise ValueError(f"a list of {len(label)}: one answer of several parts, or several answers")
+    return as_text(label)
+
+
+def _of_text(function: RewardFunction) -> RewardFunction:
+    @functools.wraps(function)
+    def compare(*, ground_truth: object, **rest: Any) -> Any:
+        return function(ground_truth=label_text(ground_truth), **rest)
+
+    return compare
 
 
 def to_score(returned: object) -> tuple[float, bool]:
     """The reward, and whether the completion is correct: ``acc`` where there is one, else a score of 1 or more.
 
     Raises:
-        InvalidScoreError: for anything but a finite number, or a mapping with one under ``score``.
+        InvalidScoreError: for anything but a number within ±``LARGEST``, or a mapping with one under ``score``.
     """
     accuracy: object = None
     score = returned
@@ -69,9 +119,16 @@ def to_score(returned: object) -> tuple[float, bool]:
         score, accuracy = returned["score"], returned.get("acc")
     if not isinstance(score, numbers.Real):
         raise InvalidScoreError(f"a {type(score).__name__} for a score", returned)
-    reward = float(score)
+    try:
+        reward = float(score)
+    except OverflowError:  # an integer of 400 digits
+        reward = math.inf
     if not math.isfinite(reward):
         raise InvalidScoreError("a score that is not finite", returned)
+    if abs(reward) > LARGEST:
+        raise InvalidScoreError(f"a score beyond ±{LARGEST:g}", returned)
+    if accuracy != accuracy:
+        raise InvalidScoreError("an 'acc' that is not a number", returned)
     return reward, reward >= 1.0 if accuracy is None else bool(accuracy)
 
 
@@ -82,17 +139,3 @@ def details(returned: object) -> tuple[str | None, tuple[str, ...]]:
         return None, ()
     answer, by = returned.get("pred"), returned.get("by")
     return None if answer is None else str(answer), tuple(map(str, by)) if isinstance(by, tuple | list) else ()
-
-
-def _check_signature(function: RewardFunction, spec: str) -> None:
-    try:
-        inspect.signature(function).bind("data_source", "solution_str", "ground_truth", extra_info={})
-    except TypeError as error:
-        raise UserError(
-            SETTING,
-            spec,
-            f"cannot be called with (data_source, solution_str, ground_truth, extra_info) ({error})",
-            "Give it these four parameters, or slime's (args, sample), or TRL's (completions, **columns)",
-        ) from error
-    except ValueError:  # a callable without a signature, such as one written in C
-        return

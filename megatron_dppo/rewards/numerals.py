@@ -13,8 +13,11 @@ FRACTION = re.compile(rf"(-?)\+?\s*(?:([0-9]+)\s*)?\\frac\{{(-?{DIGITS})\}}\{{(-
 SLASHED = re.compile(r"(-?)\+?\s*(?:([0-9]+) )?\(?(-?[0-9,.]+)\)?\s*/\s*\(?(-?[0-9,.]+)\)?")
 TEN = re.compile(r"(-?)\+?10\s*\^\s*\{?\s*([-+]?[0-9]{1,4})\s*\}?")
 REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]{1,50})\}")
-NUMERAL = re.compile(r"([0-9A-Z]+)_\{?(?:\\text\{)?([a-z0-9]+)\}*")
-BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
+NUMERAL = re.compile(r"([0-9A-Z]+)_(?:([a-z0-9]+)|\{([a-z0-9]+)\}|\{?\\text\{([a-z0-9]+)\}\}?)")
+BASES = {
+    name: str(base)
+    for base, name in enumerate(("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"), start=2)
+}
 MOST_DIGITS = 4000
 
 
@@ -27,8 +30,8 @@ class Number:
     """Digits behind the point; None unless it was a decimal without a power of ten."""
 
     def same(self, other: Number) -> bool:
-        """Equal; or one is a decimal of six or more digits behind the point, and the other is it before rounding or
-        before its further digits were cut off."""
+        """Equal; or one is a decimal of six or more digits behind the point, six of them after the noughts, and the
+        other is it before rounding or before its further digits were cut off."""
         if self.value == other.value:
             return True
         if (self.decimals is None) == (other.decimals is None):
@@ -36,7 +39,8 @@ class Number:
         short, full = (self, other) if self.decimals is not None else (other, self)
         unit = Fraction(1, 10 ** (short.decimals or 0))
         cut = 0 <= (full.value - short.value) * (1 if full.value > 0 else -1) < unit
-        return (short.decimals or 0) >= 6 and (cut or abs(full.value - short.value) * 2 <= unit)
+        told = (short.decimals or 0) >= 6 and abs(short.value) >= unit * 10**5
+        return told and (cut or abs(full.value - short.value) * 2 <= unit)
 
 
 def number_of(text: str) -> Number | None:
@@ -62,7 +66,8 @@ def numeral_of(text: str) -> tuple[str, str] | None:
     found = NUMERAL.fullmatch(text.replace(" ", ""))
     if found is None or not found[1][0].isdigit():
         return None
-    return found[1].lstrip("0"), BASES.get(found[2], found[2])
+    base = found[2] or found[3] or found[4]
+    return found[1].lstrip("0"), BASES.get(base, base)
 
 
 def _decimal(sign: str, digits: str, power: str | None, exponent: str | None) -> Number | None:

@@ -8,13 +8,17 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from megatron_dppo.rewards.numerals import Number, number_of
-from megatron_dppo.rewards.units import Unit, is_named, unit_of
+from megatron_dppo.rewards.units import Unit, is_named, multiple_of, unit_of
 
 START = re.compile(r"\\text\{|[°%¢€£]|\\\$|(?<![a-zA-Z\\{_])[a-zA-Z]+")
 CURRENCY = re.compile(r"(-?)\s*(\\\$|€|£)\s*(-?.+)")
 NO_NOUN = re.compile(
-    r"\b(?:sin|cos|tan|log|exp|mod|sqrt|cot|csc|not|but|or|and|if|when|because|as|more|less|least|most|about"
-    r"|to|from|is|for|plus|minus|times|than|over|with|where|only|approximately|other|infinity|solutions?)\b"
+    r"^(?:\\text\{\s*)?(?:squared|cubed)\b"
+    r"|\b(?:sin|cos|tan|log|exp|mod|sqrt|cot|csc|not|but|or|and|if|when|because|as|more|less|least|most|about"
+    r"|to|from|is|for|plus|minus|times|than|over|with|where|only|approximately|other|infinity|solutions?"
+    r"|factorial|choose|hal(?:f|ves)|thirds?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?"
+    r"|thousandths?|millionths?|base|below|above|under|short|wrong|false|incorrect|divided|multiplied|negative|inverse"
+    r"|reciprocal|root|power|missing|into|except)\b"
 )
 MOST_WORDS = 3
 
@@ -63,6 +67,8 @@ def same_amount(label: str, answer: str, same: Same) -> bool | None:
     if one.unit is None and other.unit is None:
         multiple = one.number is not None and other.number is not None
         return _same_value(one, other, same) if multiple and {one.text, other.text} != {label, answer} else None
+    if any(q.unit is None and "°" in q.text for q in (one, other)):  # the sign stands within: a sum of degrees
+        return None
     dimensions = [q.unit.dimension for q in (one, other) if q.unit is not None]
     in_radians = dimensions == ["angle"] and any(r"\pi" in q.text for q in (one, other) if q.unit is None)
     if in_radians or {*dimensions} == {"angle", "radian"}:
@@ -83,12 +89,15 @@ def quantity_of(text: str) -> Quantity:
         return replace(amount, unit=unit_of(money[2])) if amount.unit is None else Quantity(text, None, None)
     for start in START.finditer(text):
         value, named = text[: start.start()].strip(), text[start.start() :]
-        unit = unit_of(named) if value and not NO_NOUN.search(named) and _may_name(text, start, value) else None
-        if unit is None:
+        if not value or NO_NOUN.search(named) or not _may_name(text, start, value):
+            continue
+        many, named = multiple_of(named)
+        unit = unit_of(named) if named else None
+        if named and unit is None:
             continue
         number = number_of(value)
-        if not unit.dimensions and number is not None:  # five million
-            return Quantity(value, Number(number.value * unit.size), None)
+        if many > 1:
+            value, number = rf"({value})\cdot {many}", number and Number(number.value * many)
         return Quantity(value, number, unit)
     return Quantity(text, None, None)
 
@@ -96,6 +105,8 @@ def quantity_of(text: str) -> Quantity:
 def _may_name(text: str, start: re.Match[str], value: str) -> bool:
     """Whether what begins here is a unit and no factor: ``5 m`` is five metres, ``5m`` a product."""
     word = start[0]
+    if value[-1] in "%°¢€£":
+        return False
     if not word.isalpha():
         return word != r"\text{" or len(text[start.start() :].split()) <= MOST_WORDS + 2
     spaced = text[start.start() - 1] == " "

@@ -15,8 +15,16 @@ SENTENCE_END = re.compile(r"\n|\.\s|,\s+(?=[a-z]{2})|\s+(?:because|since|as|whic
 """A full stop before a space ends a sentence, a decimal point does not."""
 FORMULA = re.compile(r"\$([^$\n]+)\$|\\\(([^\n]+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 LOOSE = re.compile(r"(?<![\w.,])[-+]?\$?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+|\s?\\?%)?")
+BETWEEN = re.compile(
+    r"(?:[\s$,;.*]|\\[()\[\],; ]|\\quad|\\q?quad|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|\b[a-zA-Z](?:_\w)?\s*=)*+"
+)
+"""What may stand between boxes that are one answer."""
+LONGEST_BETWEEN = 60
+SUBJECT = re.compile(r"(?:[a-zA-Z'-]+\s+){1,12}(?:is|are|equals)\s+(?:exactly\s+)?", re.IGNORECASE)
+"""Words that say of what the answer is told: ``The volume is`` 120."""
 MOST_BOXES = 64
 """Boxes at the end of a text that are looked at."""
+NEGATED = re.compile(r"\b(?:not|never|neither|nor|no|if|unless|or|and)\b", re.IGNORECASE)
 TAIL = 2000
 """Characters at the end of a text in which the fallbacks look for an answer."""
 
@@ -27,9 +35,9 @@ def stated_answer(text: str) -> str | None:
     A line with number signs that is neither the last one nor ends in a plain number is a Markdown heading. A box that
     is cut off before it closes holds no answer: the empty string, and no earlier box counts in its place.
     """
-    boxed = _last_boxed(text)
-    if boxed is not None:
-        return boxed
+    boxes = stated_boxes(text)
+    if boxes:
+        return ", ".join(boxes)
     text = text.rstrip()
     for match in reversed(list(MARKED.finditer(text))):
         if match.end() == len(text) or plain_number(match[1]) is not None:
@@ -37,12 +45,40 @@ def stated_answer(text: str) -> str | None:
     return None
 
 
+def stated_boxes(text: str) -> list[str]:
+    r"""The contents of the last box; of all, where nothing but commas, "and", "or" and names stand between them.
+
+    The same one twice counts once.
+    """
+    found: list[tuple[int, int, str]] = []
+    for match in list(BOXED.finditer(text))[-MOST_BOXES:]:
+        if found and match.start() < found[-1][1]:  # a box within the box before
+            continue
+        if match[1] is not None:
+            found.append((match.start(), match.end(), match[1]))
+            continue
+        closing = _closing(text, match.end())
+        if closing is None:
+            found.append((match.start(), match.end(), ""))
+        else:
+            found.append((match.start(), closing + 1, text[match.end() : closing]))
+    boxes = [found[-1][2]] if found else []
+    for one, other in zip(reversed(found[:-1]), reversed(found), strict=False):
+        between = text[one[1] : other[0]]
+        if len(between) > LONGEST_BETWEEN or not BETWEEN.fullmatch(between) or not all(boxes):
+            break
+        boxes.insert(0, one[2])
+    return boxes if len(set(boxes)) > 1 else boxes[:1]
+
+
 def said_answer(text: str) -> str:
     """Where no answer is marked: the end of the last "answer is …", else the last formula, else the last number."""
     text = text[-TAIL:]
     said = list(SAID.finditer(text))
     if said:
-        return SENTENCE_END.split(text[said[-1].end() :], maxsplit=1)[0].strip(" *")
+        answer = SENTENCE_END.split(text[said[-1].end() :], maxsplit=1)[0].strip(" *")
+        subject = SUBJECT.match(answer)
+        return answer[subject.end() :].strip(" *") if subject and not NEGATED.search(subject[0]) else answer
     formulas = list(FORMULA.finditer(text))
     if formulas:
         return next(group for group in formulas[-1].groups() if group is not None).strip()
@@ -56,20 +92,6 @@ def plain_number(text: str) -> Fraction | None:
     if len(text) > 1000 or not any(c in "0123456789" for c in text) or not NUMBER.fullmatch(text):
         return None
     return Fraction(text.replace("$", "").replace(",", ""))
-
-
-def _last_boxed(text: str) -> str | None:
-    last, end = None, 0
-    for match in list(BOXED.finditer(text))[-MOST_BOXES:]:
-        if match.start() < end:  # a box within the box before
-            continue
-        if match[1] is not None:
-            last, end = match[1], match.end()
-            continue
-        closing = _closing(text, match.end())
-        last = text[match.end() : closing] if closing is not None else ""
-        end = closing or match.end()
-    return last
 
 
 def _closing(text: str, start: int) -> int | None:

@@ -9,13 +9,16 @@ from megatron_dppo.rewards.spelling import CLOSE_SET, OPEN_SET, unspaced
 
 OPENING, CLOSING = "([{⟨" + OPEN_SET, ")]}⟩" + CLOSE_SET
 NAME = (
-    r"(?:\\text\{[^{}]*\}|\\(?!in(?![a-zA-Z]))[a-zA-Z]++(?!\{)|[a-zA-Z](?:_\{?\w++\}?)?'*+"
-    r"|\([a-zA-Z, \\]+\)|(?<=[a-zA-Z])\([^()=]*\)|\|[a-zA-Z]\||\s)++"
+    r"(?:\\text\{[^{}]*\}|\\(?!(?:in|log|ln|sqrt|lg|not)(?![a-zA-Z]))[a-zA-Z]++(?!\{)|[a-zA-Z](?:_\{?\w++\}?)?'*+"
+    r"|\([a-zA-Z, \\]+\)|(?<=[a-zA-Z])\([^()=]*\)|\|[a-zA-Z]+\||(?<=[a-zA-Z ]):(?=\s*[a-zA-Z])|\s)++"
 )
-SIDE = re.compile(rf"({NAME})(?:=|\\in(?![a-zA-Z]))(.+)")
+GIVEN = r"(?:=|\\in(?![a-zA-Z]))"
+SIDE = re.compile(rf"({NAME}){GIVEN}(.+)")
 RELATION = re.compile(r"<|>|\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])")
 UNKNOWN = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?")
 BUILDER = re.compile(rf"{OPEN_SET}([^|:]*?)(?:\||:|\\mid)(.*){CLOSE_SET}")
+COMMA = r"(?:(?<![0-9]),|,(?!0[0-9]{2}(?![0-9]))|;)"
+"""Parts members of a list; in 12,000 it parts none."""
 MATRIX = re.compile(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}")
 
 
@@ -36,16 +39,21 @@ class Bracketed:
         return [b in "[]" for b in (self.opening, self.closing)] == [b in "[]" for b in (other.opening, other.closing)]
 
 
-def split(text: str, separator: str) -> list[str]:
-    """The parts of ``text`` between separators (a regular expression) that stand in no bracket."""
-    parts, start, depth = [], 0, 0
-    for found in re.finditer(rf"(?P<separator>{separator})|[{re.escape(OPENING + CLOSING)}]", text):
-        if found["separator"] is None:
-            depth += 1 if found[0] in OPENING else -1
+def parts(text: str, separator: str) -> list[tuple[str, str]]:
+    """The parts of ``text`` between separators (a regular expression) that stand in no bracket, each behind its own."""
+    found, before, start, depth = [], "", 0, 0
+    for match in re.finditer(rf"(?P<separator>{separator})|[{re.escape(OPENING + CLOSING)}]", text):
+        if match["separator"] is None:
+            depth += 1 if match[0] in OPENING else -1
         elif depth == 0:
-            parts.append(text[start : found.start()].strip())
-            start = found.end()
-    return [*parts, text[start:].strip()]
+            found.append((before, text[start : match.start()].strip()))
+            before, start = match[0], match.end()
+    return [*found, (before, text[start:].strip())]
+
+
+def split(text: str, separator: str) -> list[str]:
+    """The parts without their separators."""
+    return [part for _, part in parts(text, separator)]
 
 
 def enclosed(text: str) -> tuple[str, str, str] | None:
@@ -60,21 +68,48 @@ def enclosed(text: str) -> tuple[str, str, str] | None:
     return None
 
 
-def elements(text: str) -> tuple[list[str], bool]:
-    """The members of a list or set, a plus-minus sign making two of one; and whether they stand in braces."""
-    whole = enclosed(text)
-    braces = whole is not None and whole[0] == OPEN_SET
-    inside = whole[1] if whole is not None and braces else text
-    members = [member for part in split(inside, "[,;]") if part for member in _signs(part)]
-    return members, braces
-
-
 def sides(text: str) -> tuple[str | None, str]:
-    """The name before the first equals sign and what stands behind the last; None where no name is given a value."""
+    """The name before the one equals sign and what stands behind; None where not just one name is given a value."""
     found = SIDE.fullmatch(text)
-    if found is None or RELATION.search(text):
+    if found is None or RELATION.search(text) or len(split(found[2], GIVEN)) > 1:
         return None, text
-    return unspaced(found[1].strip()), split(found[2], "=")[-1].strip()
+    return unspaced(found[1].strip()), found[2].strip()
+
+
+def members(text: str) -> tuple[list[tuple[str | None, str]], bool]:
+    """The members of a list or set, each with its name, a plus-minus sign making two of one; and whether in braces.
+
+    A name counts for what is listed behind it: n is 3, too, in ``n = 2, 3``.
+    """
+    name, value = sides(text)
+    whole = enclosed(value)
+    if whole is not None and whole[0] == OPEN_SET:
+        return [(None, member) for part in split(whole[1], COMMA) if part for member in _signs(part)], True
+    found, name = [], None
+    for part in split(text, COMMA):
+        own, value = sides(part)
+        name = own if own is not None or "=" in part else name
+        found += [(name, member) for member in _signs(value) if part]
+    return found, False
+
+
+def unpacked(text: str) -> list[tuple[str | None, str]] | None:
+    """The members of a tuple of names that is given one of values: ``(x, y) = (1, 2)``; None for any other text."""
+    name, value = sides(text)
+    names, values = enclosed(name or ""), bracketed(value)
+    if names is None or values is None or len(split(names[1], ",")) != len(values.elements):
+        return None
+    return list(zip(split(names[1], ","), values.elements, strict=True))
+
+
+def links(text: str) -> list[str]:
+    """The sides of a chain of equations; the whole text where there is no equals sign, or another relation."""
+    return [text] if RELATION.search(text) else split(text, "=")
+
+
+def is_name(text: str) -> bool:
+    """Whether a text is what a value may be given to."""
+    return SIDE.fullmatch(text + "=0") is not None
 
 
 def bracketed(text: str) -> Bracketed | None:
@@ -109,19 +144,19 @@ def _signs(text: str) -> list[str]:
 
 
 def _solutions(text: str) -> Bracketed | None:
-    parts = [part.strip() for part in RELATION.split(text)]
+    sides = [part.strip() for part in RELATION.split(text)]
     relations = RELATION.findall(text)
-    if not relations or len(relations) > 2 or not all(parts) or "=" in text:
+    if not relations or len(relations) > 2 or not all(sides) or "=" in text:
         return None
     if all(r in (">", r"\ge") for r in relations):
-        parts, relations = parts[::-1], [{">": "<"}.get(r, r"\le") for r in reversed(relations)]
+        sides, relations = sides[::-1], [{">": "<"}.get(r, r"\le") for r in reversed(relations)]
     elif not all(r in ("<", r"\le") for r in relations):
         return None
     opening, closing = ("(" if relations[0] == "<" else "["), (")" if relations[-1] == "<" else "]")
-    if len(parts) == 3 and UNKNOWN.fullmatch(parts[1]):
-        return Bracketed(opening, (parts[0], parts[2]), closing, parts[1])
-    if len(parts) == 2 and UNKNOWN.fullmatch(parts[0]):
-        return Bracketed("(", (r"-\infty", parts[1]), closing, parts[0])
-    if len(parts) == 2 and UNKNOWN.fullmatch(parts[1]):
-        return Bracketed(opening, (parts[0], r"\infty"), ")", parts[1])
+    if len(sides) == 3 and UNKNOWN.fullmatch(sides[1]):
+        return Bracketed(opening, (sides[0], sides[2]), closing, sides[1])
+    if len(sides) == 2 and UNKNOWN.fullmatch(sides[0]):
+        return Bracketed("(", (r"-\infty", sides[1]), closing, sides[0])
+    if len(sides) == 2 and UNKNOWN.fullmatch(sides[1]):
+        return Bracketed(opening, (sides[0], r"\infty"), ")", sides[1])
     return None

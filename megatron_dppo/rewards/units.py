@@ -39,7 +39,8 @@ TABLE: dict[str, dict[str, str]] = {
     "frequency": {"1": "Hz hertz"},
     "quantity": {"1": "mol mole"},
 }  # fmt: skip
-MULTIPLES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+MULTIPLE = re.compile(rf"(\\text\{{)?\s*({'|'.join(MULTIPLES)})s?\b\s*")
 SPEEDS = {"mph": "mile/hour", "kph": "km/hour", "kmh": "km/hour"}
 NAMES = {
     name: (dimension, Fraction(size))
@@ -81,12 +82,13 @@ def unit_of(text: str) -> Unit | None:
             if named is None:
                 return None
             power = sign * int(named[2] or 1)
-            if word in MULTIPLES:
-                size *= MULTIPLES[word]
-                continue
+            if (len(word) == 1 or re.search("[°%¢€£]", word)) and named[1] not in NAMES:
+                return None  # a letter that is no unit is a factor
             dimension, of = _named(named[1])
             powers[dimension] += power
             size *= of**power
+    if powers["share"] not in (0, 1):
+        return None
     return Unit(frozenset((name, power) for name, power in powers.items() if power), size)
 
 
@@ -95,8 +97,17 @@ def is_named(word: str) -> bool:
     return word in MULTIPLES or any(word in NAMES or word.lower() in NAMES for word in (word, word.removesuffix("s")))
 
 
+def multiple_of(text: str) -> tuple[int, str]:
+    r"""How many of it are meant, and what: ``5 million people`` are 5,000,000."""
+    many = 1
+    while found := MULTIPLE.match(text):
+        many *= MULTIPLES[found[2]]
+        text = (found[1] or "") + text[found.end() :] if text[found.end() :].strip(" }") else ""
+    return many, text
+
+
 def _named(word: str) -> tuple[str, Fraction]:
-    for spelling in (word, word.lower(), word.lower().removesuffix("s")):
+    for spelling in (word, word.lower(), word.lower().removesuffix("s")) if len(word) > 1 else (word,):
         if spelling in NAMES:
             return NAMES[spelling]
     return word.lower().removesuffix("s"), Fraction(1)

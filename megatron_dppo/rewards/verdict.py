@@ -9,8 +9,20 @@ from dataclasses import dataclass
 from megatron_dppo.rewards.algebra import same_algebra
 from megatron_dppo.rewards.numerals import numeral_of
 from megatron_dppo.rewards.quantity import same_amount, same_number, same_share
+from megatron_dppo.rewards.real_sets import same_real_set
 from megatron_dppo.rewards.spelling import OPEN_SET, spelled, unspaced
-from megatron_dppo.rewards.structure import RELATION, Bracketed, bracketed, elements, enclosed, matrix, sides, split
+from megatron_dppo.rewards.structure import (
+    Bracketed,
+    bracketed,
+    enclosed,
+    is_name,
+    links,
+    matrix,
+    members,
+    sides,
+    split,
+    unpacked,
+)
 from megatron_dppo.rewards.words import choice_of, words_of
 
 LONGEST = 1000
@@ -18,6 +30,13 @@ LONGEST = 1000
 DEEPEST = 24
 """Brackets within brackets that are read."""
 MOST_MEMBERS = 64
+LETTER = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]")
+PRODUCT = re.compile(r"(?:[a-z](?:_\{?\w+\}?)?){2,}")
+"""A name that is a product: ``xy = 6`` is an equation."""
+OPERATORS = r"\\(?:cup|cap|setminus)(?![a-zA-Z])"
+SETS = rf"{OPERATORS}|\\ne(?![a-zA-Z])"
+Member = tuple[str | None, str]
+"""Name and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +61,10 @@ def judge(label: str, answer: str) -> Verdict:
     if len(answer) > LONGEST or not answer.strip() or _depth(answer) > DEEPEST:
         return Verdict(False)
     used: list[str] = []
-    right = _same(spelled(label), spelled(answer), used)
+    expected, found = spelled(label), spelled(answer)
+    if answer.count("{") != answer.count("}"):  # something was left out
+        return Verdict(unspaced(expected) == unspaced(found), ("spelling",))
+    right = _same(expected, found, used)
     return Verdict(right, tuple(dict.fromkeys(used)) if right else ())
 
 
@@ -76,14 +98,12 @@ def _words(label: str, answer: str, used: list[str]) -> bool | None:
 
 
 def _base(label: str, answer: str, used: list[str]) -> bool | None:
-    numerals = numeral_of(label), numeral_of(answer)
-    if numerals == (None, None):
+    expected, found = numeral_of(label), numeral_of(answer)
+    if expected is None and found is None:
         return None
-    digits = [
-        numeral[0] if numeral else text.lstrip("0") for numeral, text in zip(numerals, (label, answer), strict=True)
-    ]
-    bases = {numeral[1] for numeral in numerals if numeral}
-    return digits[0] == digits[1] and len(bases) == 1
+    if expected is None:  # 10 is no numeral of two, but it may be told that it is one of ten
+        return found == (label.lstrip("0"), "10")
+    return expected == (found or (answer.lstrip("0"), expected[1]))
 
 
 def _number(label: str, answer: str, used: list[str]) -> bool | None:
@@ -99,55 +119,106 @@ def _unit(label: str, answer: str, used: list[str]) -> bool | None:
 
 
 def _interval(label: str, answer: str, used: list[str]) -> bool | None:
-    if r"\cup" in label or r"\cup" in answer:
-        expected, found = (split(sides(text)[1], r"\\cup(?![a-zA-Z])|[,;]") for text in (label, answer))
-        if len(expected) == len(found) == 1:  # the sign stands in a bracket, or beside nothing
-            return same_algebra(label, answer)
-        return _matched(expected, found, used) or same_algebra(label, answer)
-    one, other = bracketed(sides(label)[1]), bracketed(sides(answer)[1])
-    if one is None or other is None or not (one.unknown or other.unknown):
-        return None
-    if one.unknown and other.unknown and one.unknown != other.unknown:
-        return False
-    return _same_brackets(one, other, used)
+    (name, expected), (other, found) = sides(label), sides(answer)
+    one, two = bracketed(expected), bracketed(found)
+    if any(re.search(SETS, text) for text in (label, answer)):
+        if name and other and name != other:
+            return False
+        same = same_real_set(expected, found)
+        if same is None and not any(re.search(OPERATORS, text) for text in (label, answer)):
+            return None
+        return _matched_sets(expected, found, used) if same is None else same
+    unknowns = {n for n in (name, other, one and one.unknown, two and two.unknown) if n}
+    if one is None or two is None or not (one.unknown or two.unknown):
+        # Brackets, each with its own name: x in (1, 2) is not y in (1, 2).
+        return False if one is not None and two is not None and name and other and name != other else None
+    return len(unknowns) == 1 and _same_brackets(one, two, used)
+
+
+def _matched_sets(expected: str, found: str, used: list[str]) -> bool:
+    """Unions of the same sets, and differences or intersections of the same in one order."""
+    for operator, ordered in ((r"\\setminus", True), (r"\\cup", False), (r"\\cap", False)):
+        parts = [split(text, rf"{operator}(?![a-zA-Z])") for text in (expected, found)]
+        if max(map(len, parts)) > 1:
+            if not ordered:
+                return _matched([(None, part) for part in parts[0]], [(None, part) for part in parts[1]], used)
+            return len(parts[0]) == len(parts[1]) and all(_same(a, b, used) for a, b in zip(*parts, strict=True))
+    return same_algebra(expected, found)
 
 
 def _list(label: str, answer: str, used: list[str]) -> bool | None:
-    (expected, braces), (found, others) = elements(sides(label)[1]), elements(sides(answer)[1])
+    (expected, braces), (found, others) = members(label), members(answer)
     if (len(expected) == len(found) == 1 and not (braces or others)) or (bracketed(label) and bracketed(answer)):
         return None
     if any(text.startswith(OPEN_SET) and re.search(r"\||:|\\mid", text) for text in (label, answer)):
         return None
-    if not (braces or others):
-        # Without braces each member keeps its own name: x = 1, y = 2.
-        named, others_named = elements(label)[0], elements(answer)[0]
-        return len(named) + len(others_named) > 2 and _matched(named, others_named, used)
     if max(len(expected), len(found)) > MOST_MEMBERS:
         return False
-    covers = [(expected, found, False), (found, expected, True)]
-    return all(
-        any(_same(*((theirs, one) if turned else (one, theirs)), used) for theirs in some)
-        for all_of, some, turned in covers
-        for one in all_of
+    if len(expected) != len(found) and 1 in (len(expected), len(found)) and not (braces or others):
+        expected, found = unpacked(label) or expected, unpacked(answer) or found
+    owners = [sides(text)[0] for text in (label, answer)] if braces and others else [None]
+    if None not in owners and len(set(owners)) > 1:
+        return False
+    if not (braces or others):
+        return _matched(expected, found, used)
+    return all(any(_same_member(one, two, used) for two in found) for one in expected) and all(
+        any(_same_member(one, two, used) for one in expected) for two in found
     )
+
+
+def _matched(expected: Sequence[Member], found: Sequence[Member], used: list[str]) -> bool:
+    """Whether each member of one is just one of the other; in order, where several names are missing on one side."""
+    if len(expected) != len(found) or len(found) > MOST_MEMBERS:
+        return False
+    missing = [any(name is None for name, _ in some) for some in (expected, found)]
+    several = [len({name for name, _ in some if name}) > 1 for some in (expected, found)]
+    if (several[0] and missing[1]) or (several[1] and missing[0]):
+        return all(_same_member(one, two, used) for one, two in zip(expected, found, strict=True))
+    left = list(found)
+    for one in expected:
+        partner = next((i for i, two in enumerate(left) if _same_member(one, two, used)), None)
+        if partner is None:
+            return False
+        del left[partner]
+    return True
+
+
+def _same_member(one: Member, two: Member, used: list[str]) -> bool:
+    named = one[0] is None or two[0] is None or one[0] == two[0]
+    return named and _same(one[1], two[1], used)
 
 
 def _side(label: str, answer: str, used: list[str]) -> bool | None:
     (name, value), (other, found) = sides(label), sides(answer)
     if name is not None and other is not None:
         return _same(value, found, used) if name == other else None
+    chains = links(label), links(answer)
+    if max(map(len, chains)) > 2:
+        return _chain(*chains, used)
     if name is not None or other is not None:
         bare = answer if name is not None else label
-        return None if "=" in bare else _same(value, found, used)
-    if ("=" in label) == ("=" in answer):
+        if "=" in bare or (name is not None and PRODUCT.fullmatch(name)):
+            return None
+        return _same(value, found, used)
+    if len(chains[0]) == len(chains[1]):
         return None
-    # An equation is no value, unless it is a sum worked out: 2 + 3 = 5.
-    chain = split(label if "=" in label else answer, "=")
-    if len(chain) == 1:  # the sign stands in a bracket
-        return None
-    if re.search(r"(?<![a-zA-Z\\])[a-zA-Z]", "".join(chain)) or any(RELATION.search(part) for part in chain):
-        return None if any(RELATION.search(part) for part in chain) else False
-    return all(_same(label if "=" in answer else answer, part, used) for part in chain)
+    return _chain(*chains, used)
+
+
+def _chain(expected: list[str], found: list[str], used: list[str]) -> bool | None:
+    """Equations in a row, or one of numbers: the same names in front, or one and none, and all else of one value."""
+    for chain in (expected, found):
+        named = [is_name(part) for part in chain]
+        if sorted(named, reverse=True) != named:
+            return None
+    names = [{unspaced(part) for part in chain if is_name(part)} for chain in (expected, found)]
+    values = [[part for part in chain if not is_name(part)] for chain in (expected, found)]
+    few = sorted(map(len, names)) in ([0, 0], [0, 1])
+    if not all(values) or not (names[0] == names[1] or few):
+        return False
+    if names == [set(), set()] and any(LETTER.search(part) for chain in (expected, found) for part in chain):
+        return False  # an equation is no value, unless it is a sum worked out: 2 + 3 = 5
+    return all(_same(values[0][0], value, used) for value in (*values[0][1:], *values[1]))
 
 
 def _tuple(label: str, answer: str, used: list[str]) -> bool | None:
@@ -187,19 +258,6 @@ def _matrix(label: str, answer: str, used: list[str]) -> bool | None:
 
 def _algebra(label: str, answer: str, used: list[str]) -> bool:
     return same_algebra(label, answer)
-
-
-def _matched(expected: Sequence[str], found: Sequence[str], used: list[str]) -> bool:
-    """Whether each member of one is just one of the other."""
-    if len(expected) != len(found) or len(found) > MOST_MEMBERS:
-        return False
-    left = list(found)
-    for one in expected:
-        partner = next((i for i, other in enumerate(left) if _same(one, other, used)), None)
-        if partner is None:
-            return False
-        del left[partner]
-    return True
 
 
 def _depth(text: str) -> int:

@@ -1,35 +1,131 @@
-"""A scoring process: ``python -m megatron_dppo.rewards.worker FD PARENT MEMORY SPEC``, started by ``RewardWorkers``.
+"""A scoring process: ``python -m megatron_dppo.rewards.worker FD PARENT MEMORY TIMEOUT SPEC``, of ``RewardWorkers``.
 
-It imports the reward function and what that needs, and nothing else: neither torch nor the trainer's main module.
+Two processes. The one that scores imports the reward function and what that needs, and nothing else: neither torch nor
+the trainer's main module. The keeper, which forks it and runs nothing of the user's, inherits whatever processes the
+function leaves behind, in whatever sessions, and ends them with the scoring: when that ends, when the trainer says so
+(SIGTERM), and when the trainer has died. It ends as the scoring ended.
+
 Messages out are ("ready",), ("refused", UserError), ("score", i, reward, correct, answer, by) and ("error", i, kind,
-text); a message in is a list of (i, data_source, solution, label, extra).
+text); a message in is a list of (i, pickled arguments of the function).
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import os
+import pickle
 import resource
 import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, NoReturn
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rewards.functions import InvalidScoreError, RewardFunction, details, resolve, to_score
+from megatron_dppo.observe.streams import outlive_readers
+from megatron_dppo.parent_death import adopt_orphans, die_with
+from megatron_dppo.rewards.adapters import Scorer
+from megatron_dppo.rewards.functions import InvalidScoreError, details, resolve, to_score
 
-PR_SET_PDEATHSIG = 1
 MEBIBYTE = 2**20
 
 
-def main(descriptor: int, parent: int, memory_mib: int, spec: str) -> None:
-    """Score what comes, until the pipe closes."""
-    _die_with(parent)
+class _EndedError(BaseException):
+    """The keeper was told to end."""
+
+
+def main(descriptor: int, parent: int, memory_mib: int, timeout_s: float, spec: str) -> None:
+    """Keep a process that scores what comes, until the pipe closes."""
     # Ctrl-C, and Slurm's word that time is short, are the trainer's to answer; it closes the pipe.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    pipe = Connection(descriptor)
+    signal.signal(signal.SIGTERM, _end)
+    die_with(parent, signal.SIGTERM)
+    adopt_orphans()
+    keeper, scorer = os.getpid(), os.fork()
+    if scorer == 0:
+        _be_the_scorer(keeper, Connection(descriptor), memory_mib, timeout_s, spec)
+    os.close(descriptor)  # so that the trainer sees the scorer's end
+    try:
+        status = _wait_for(scorer)
+    except _EndedError:
+        status = signal.SIGTERM
+        os.kill(scorer, signal.SIGKILL)
+    _end_all(scorer)
+    _end_as(status)
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise _EndedError
+
+
+def _wait_for(scorer: int) -> int:
+    """The wait status of the scorer. What it has left behind so far and ends by itself is reaped on the way."""
+    while True:
+        pid, status = os.wait()
+        if pid == scorer:
+            return status
+
+
+def _end_all(scorer: int) -> None:
+    """Kill all descendants. Children of what dies become this process's, so that a few rounds find all."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(ProcessLookupError):  # where nothing is inherited: the scorer's own group at least
+        os.killpg(scorer, signal.SIGKILL)
+    while True:
+        for child in _children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    """Of this process, by looking through all: not every kernel lists them."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name, in brackets, may hold brackets and spaces; behind it stand the state and the parent.
+            if int(place.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(place.parent.name))
+    return found
+
+
+def _end_as(status: int) -> NoReturn:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one memory image, the scorer's, is enough
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _be_the_scorer(keeper: int, pipe: Connection, memory_mib: int, timeout_s: float, spec: str) -> NoReturn:
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setsid()  # a function that ends its process group ends no trainer
+        die_with(keeper, signal.SIGKILL)
+        outlive_readers()  # a function that prints has not failed where nobody reads it
+        _score_all(pipe, memory_mib, timeout_s, spec)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):  # whoever read them may be gone
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _score_all(pipe: Connection, memory_mib: int, timeout_s: float, spec: str) -> None:
     try:
         function = resolve(spec)
     except UserError as error:
@@ -37,23 +133,31 @@ def main(descriptor: int, parent: int, memory_mib: int, spec: str) -> None:
         return
     _limit_memory(memory_mib)
     pipe.send(("ready",))
+    scorer = os.getpid()
     while True:
         try:
             chunk = pipe.recv()
         except EOFError:
             return
-        for item in chunk:
-            pipe.send(_score(function, *item))
+        for index, item in chunk:
+            # Each is unpickled by itself: what a function does to a row's objects does not reach the next completion.
+            answer = _score(function, index, pickle.loads(item), timeout_s)
+            if os.getpid() != scorer:  # the function has forked, and this is the child, which came back, too
+                os._exit(0)
+            pipe.send(answer)
 
 
-def _score(
-    function: RewardFunction, index: int, data_source: str, solution: str, label: str, extra: dict[str, object]
-) -> tuple[object, ...]:
+def _score(function: Scorer, index: int, item: dict[str, Any], timeout_s: float) -> tuple[object, ...]:
     try:
-        returned = function(data_source, solution, label, extra_info=extra)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, timeout_s)  # the kernel ends the process, also within a call of C
+        try:
+            returned = function(**item)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
         return "score", index, *to_score(returned), *details(returned)
     except InvalidScoreError as error:
-        return "error", index, error.kind, f"{error}\nfor the completion {solution!r:.300}"
+        return "error", index, error.kind, f"{error}\nfor the completion {item['solution_str']!r:.300}"
     except BaseException as error:  # a function that calls sys.exit has failed like any other
         return "error", index, _kind(error), traceback.format_exc()
 
@@ -76,13 +180,8 @@ def _limit_memory(most_mib: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the trainer ends, however either of them is busy or killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
-        sys.exit()
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5])
+    except _EndedError:  # before there was anything to end
+        os._exit(1)

@@ -2,12 +2,16 @@
 
 Each worker is a fresh interpreter with one pipe: no fork of a process that holds threads, gloo or CUDA, and no second
 import of the trainer's main module, as multiprocessing and the pools built on it would do. Completions travel in
-chunks, answers come one by one, so that the time limit holds for each while the exchange costs microseconds.
+chunks, answers come one by one, so that the time limits hold for each while the exchange costs microseconds.
+
+A function has so many seconds of processor time, which the kernel counts (``worker.py``), and ten times as many on the
+clock, which are counted here: a machine that is busy with something else makes no answer a wrong one.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -21,10 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.types import Score
+from megatron_dppo.rl.types import Label, Prompt, Score
 
 START_LIMIT_S = 300.0
 """How long the import of a reward function may take. Does not count against the time limit of a completion."""
+ON_THE_CLOCK = 10
+"""Times ``reward.timeout_s`` until a function that waits, or has others compute, is ended. 1.3 s of processor time have
+been seen to take 11.5 s on a machine that was busy otherwise."""
+END_LIMIT_S = 5.0
+"""How long a worker may take to end what its function has started, before it is killed itself."""
 CHUNK = 32
 """Most completions that a worker is given at once."""
 
@@ -36,8 +45,32 @@ class ScoreItem:
     data_source: str
     solution: str
     """The decoded response."""
-    label: str
+    label: Label
     extra: Mapping[str, object] = field(default_factory=dict)
+    asked: object = None
+    """The prompt as the row has it."""
+    rendered: str = ""
+    """The prompt as the policy read it."""
+    place: str = ""
+    """File and row, for complaints."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, solution: str) -> ScoreItem:
+        """A completion of a prompt."""
+        return cls(prompt.data_source, solution, prompt.label, prompt.extra, prompt.asked, prompt.text, prompt.place)
+
+    def pickled(self) -> bytes:
+        """The arguments of a reward function."""
+        return pickle.dumps(
+            {
+                "data_source": self.data_source,
+                "solution_str": self.solution,
+                "ground_truth": self.label,
+                "extra_info": dict(self.extra),
+                "prompt": self.asked,
+                "rendered": self.rendered,
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +80,9 @@ class Scored:
     scores: list[Score | None]
     """In the order of the items; None where scoring failed."""
     timeouts: int
-    """Items whose worker was killed at the time limit."""
+    """Items whose worker was killed at a time limit."""
     errors: int
-    """Items whose function raised, returned no finite number, or took two processes down."""
+    """Items whose function raised, returned no number to train on, or took two processes down."""
     tracebacks: list[str]
     """One for each kind of error that was never reported before."""
 
@@ -57,9 +90,9 @@ class Scored:
 class _Worker:
     """One process and what it has been given to do."""
 
-    def __init__(self, spec: str, memory_mib: int) -> None:
+    def __init__(self, spec: str, memory_mib: int, timeout_s: float) -> None:
         self.pipe, theirs = Pipe()
-        arguments = [str(theirs.fileno()), str(os.getpid()), str(memory_mib), spec]
+        arguments = [str(theirs.fileno()), str(os.getpid()), str(memory_mib), str(timeout_s), spec]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron_dppo.rewards.worker", *arguments],
             env=_environment(),
@@ -72,8 +105,13 @@ class _Worker:
         self.deadline = time.monotonic() + START_LIMIT_S
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        """End it, with all that its function has started."""
+        self.process.terminate()
+        try:
+            self.process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         self.pipe.close()
 
 
@@ -89,11 +127,11 @@ class RewardWorkers:
         Args:
             spec: ``reward.function``.
             workers: processes.
-            timeout_s: wall-clock limit for one completion, in seconds.
+            timeout_s: processor time for one completion, in seconds; a tenth of what it may take on the clock.
             memory_mib: what scoring may take more than the function's imports did, in MiB; past it a completion fails.
         """
         self._spec, self._timeout_s, self._memory_mib = spec, timeout_s, memory_mib
-        self._workers = [_Worker(spec, memory_mib) for _ in range(workers)]
+        self._workers = [_Worker(spec, memory_mib, timeout_s) for _ in range(workers)]
         self._reported: set[str] = set()
 
     def wait_ready(self) -> None:
@@ -121,7 +159,9 @@ class RewardWorkers:
         return _Batch(self, items, len(items) if most_failures is None else most_failures).run()
 
     def close(self) -> None:
-        """Kill the workers. Safe to call twice."""
+        """Kill the workers, and all that they have started. Safe to call twice."""
+        for worker in self._workers:
+            worker.process.terminate()  # all at once
         for worker in self._workers:
             worker.end()
         self._workers.clear()
@@ -144,7 +184,12 @@ class RewardWorkers:
 
     def _replace(self, worker: _Worker) -> None:
         worker.end()
-        self._workers[self._workers.index(worker)] = _Worker(self._spec, self._memory_mib)
+        self._workers[self._workers.index(worker)] = _Worker(self._spec, self._memory_mib, self._timeout_s)
+
+    @property
+    def _limit_s(self) -> float:
+        """On the clock, for one completion."""
+        return ON_THE_CLOCK * self._timeout_s
 
 
 class _Batch:
@@ -180,11 +225,10 @@ class _Batch:
         if not chunk:
             return
         worker.pending.extend(chunk)
-        worker.deadline = time.monotonic() + self._owner._timeout_s
-        items = [(i, self._items[i]) for i in chunk]
+        worker.deadline = time.monotonic() + self._owner._limit_s
         try:
             # The worker is idle, thus reading: this cannot block on a full pipe.
-            worker.pipe.send([(i, x.data_source, x.solution, x.label, dict(x.extra)) for i, x in items])
+            worker.pipe.send([(i, self._items[i].pickled()) for i in chunk])
         except (BrokenPipeError, ConnectionResetError):
             self._put_back(worker)  # it died while it had nothing to do
             self._owner._replace(worker)
@@ -208,18 +252,19 @@ class _Batch:
 
     def _take(self, worker: _Worker, kind: str, index: int, *said: Any) -> None:
         worker.pending.remove(index)
-        worker.deadline = time.monotonic() + self._owner._timeout_s
+        worker.deadline = time.monotonic() + self._owner._limit_s
         self._left -= 1
         if kind == "score":
             self._scores[index] = Score(*said)
         else:
-            self._fail(*said)
+            self._fail(index, *said)
 
-    def _fail(self, kind: str, text: str) -> None:
+    def _fail(self, index: int, kind: str, text: str) -> None:
         self._errors += 1
         if kind not in self._owner._reported:
             self._owner._reported.add(kind)
-            self._tracebacks.append(text)
+            of = f", for {self._items[index].place}" if self._items[index].place else ""
+            self._tracebacks.append(f"reward.function = {self._owner._spec}{of}: {text}")
 
     def _give_up(self, worker: _Worker) -> None:
         worker.pending.popleft()
@@ -229,11 +274,16 @@ class _Batch:
         self._owner._replace(worker)
 
     def _bury(self, worker: _Worker) -> None:
+        if _exit_code(worker) == -signal.SIGPROF:
+            self._give_up(worker)
+            return
         index, end = worker.pending[0], _how_it_ended(worker)
         if index in self._bereaved:
             worker.pending.popleft()
             self._left -= 1
-            self._fail(end, f"The scoring process {end}, scoring the completion {self._items[index].solution!r:.300}")
+            self._fail(
+                index, end, f"the scoring process {end}, scoring the completion {self._items[index].solution!r:.300}"
+            )
         # One death may have another cause, such as the kernel's need of memory; the second is the completion's own.
         self._bereaved.add(index)
         self._put_back(worker)
@@ -244,10 +294,17 @@ class _Batch:
         worker.pending.clear()
 
 
-def _how_it_ended(worker: _Worker) -> str:
+def _exit_code(worker: _Worker) -> int | None:
+    """None: it has closed its pipe and goes on."""
     try:
-        code = worker.process.wait(timeout=5.0)
+        return worker.process.wait(END_LIMIT_S)
     except subprocess.TimeoutExpired:
+        return None
+
+
+def _how_it_ended(worker: _Worker) -> str:
+    code = _exit_code(worker)
+    if code is None:
         return "closed its pipe"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 

@@ -4,11 +4,17 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 time.sleep(0.9)  # a slow import, which must not count against the limit of a completion
+ORPHAN = """
+import subprocess, sys
+child = subprocess.Popen(["sleep", "120"], start_new_session=True)
+print(child.pid, file=open(sys.argv[1], "a"))
+"""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -35,10 +41,37 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             raise ValueError("elsewhere")
         case ["nan"]:
             return float("nan")
+        case ["huge", number]:
+            return complex(number) if number.endswith("j") else float(number)
+        case ["busy", seconds]:  # of processor time
+            began = time.process_time()
+            while time.process_time() < began + float(seconds):
+                pass
+            return 1.0
+        case ["fork"]:
+            if os.fork() == 0:
+                return 99.0
+            return 1.0
+        case ["fork-raise"]:
+            if os.fork() == 0:
+                sys.exit("the child's own")
+            os.wait()
+            return 1.0
+        case ["leave", file]:  # three processes that outlive the call: plain, in a session of its own, orphaned
+            for own, orphaned in ((False, False), (True, False), (True, True)):
+                if orphaned:
+                    subprocess.run([sys.executable, "-c", ORPHAN, file], check=True)
+                else:
+                    child = subprocess.Popen(["sleep", "120"], start_new_session=own)
+                    with Path(file).open("a") as pids:
+                        print(child.pid, file=pids)
+            return 1.0
         case ["none"]:
             return None
         case ["exit"]:
             sys.exit(3)
+        case ["exit-at-once"]:
+            os._exit(5)
         case ["segfault"]:
             ctypes.string_at(0)
         case ["killed-once", file]:

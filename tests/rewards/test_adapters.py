@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rewards.adapters import NotScoredError
+from megatron_dppo.rewards.adapters import NotScoredError, UnfitFunctionError, adapted
 from megatron_dppo.rewards.functions import resolve, to_score
 from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
 from megatron_dppo.rl.types import Score
@@ -68,6 +71,101 @@ def reward_ids(completions, completion_ids):
 """
 
 
+BY_KEYWORD = """
+from functools import partial, wraps
+
+def in_order(data_source, solution_str, ground_truth, extra_info=None):
+    return told(data_source, solution_str, ground_truth, extra_info)
+
+def in_another(solution_str, ground_truth, data_source=None, extra_info=None):
+    return told(data_source, solution_str, ground_truth, extra_info)
+
+def backwards(extra_info, ground_truth, solution_str, data_source):
+    return told(data_source, solution_str, ground_truth, extra_info)
+
+def all_with_defaults(ground_truth="", extra_info=None, data_source="", solution_str=""):
+    return told(data_source, solution_str, ground_truth, extra_info)
+
+def behind_a_star(solution_str, *, ground_truth, data_source="", extra_info):
+    return told(data_source, solution_str, ground_truth, extra_info)
+
+def some_by_name(solution_str, ground_truth, **kwargs):
+    return told(kwargs["data_source"], solution_str, ground_truth, kwargs["extra_info"])
+
+def all_by_name(**kwargs):
+    return told(**kwargs)
+
+def with_a_setting(solution_str, ground_truth, data_source, extra_info=None, weight=1.0, **kwargs):
+    return told(data_source, solution_str, ground_truth, extra_info) * weight
+
+def anything(*args, **kwargs):
+    assert not args
+    return told(**kwargs)
+
+class Judge:
+    def __call__(self, ground_truth, solution_str, extra_info, data_source):
+        return told(data_source, solution_str, ground_truth, extra_info)
+    async def later(self, ground_truth, solution_str, extra_info, data_source):
+        return told(data_source, solution_str, ground_truth, extra_info)
+
+called, method = Judge(), Judge().later
+bound = partial(lambda weight, ground_truth, solution_str, extra_info, data_source:
+                told(data_source, solution_str, ground_truth, extra_info) * weight, 1.0)
+
+@wraps(backwards)
+def wrapped(*args, **kwargs):
+    return backwards(*args, **kwargs)
+
+def told(data_source, solution_str, ground_truth, extra_info):
+    return float((data_source, solution_str, ground_truth, extra_info) == ("here", "72", ["72"], {"level": 2}))
+
+# What verl would raise a TypeError of.
+def other_names(source, answer, label, info=None):
+    return 1.0
+def too_few(solution_str, ground_truth):
+    return 1.0
+def one_more(data_source, solution_str, ground_truth, extra_info, tokenizer):
+    return 1.0
+def by_position_only(data_source, solution_str, ground_truth, extra_info=None, /):
+    return 1.0
+"""
+VERLS = ("in_order", "in_another", "backwards", "all_with_defaults", "behind_a_star", "some_by_name", "all_by_name",
+         "with_a_setting", "anything", "called", "method", "bound", "wrapped")  # fmt: skip
+ROW = """
+import asyncio
+
+# slime calls by position.
+async def custom_rm(args, sample):
+    return row(sample.prompt, sample.label, sample.metadata)
+async def other_names(args, s, *, evaluation=False, **kwargs):
+    return row(s.prompt, s.label, s.metadata)
+def not_async(a, sample, **kwargs):
+    return row(sample.prompt, sample.label, sample.metadata)
+def row(prompt, label, metadata):
+    assert prompt == "<user>1+1<assistant>", prompt
+    assert label == {"target": ["2", "two"]} and metadata == {"level": 2}
+    label["target"].clear()  # of no consequence for the next completion
+    return 1.0
+
+# TRL, too, calls by keyword.
+def columns(prompts, completions, ground_truth, level, log_extra, log_metric, trainer_state=None, **kwargs):
+    log_extra("level", level)
+    log_metric("mean", 0.5)
+    assert prompts == [[{"role": "user", "content": "1+1"}]]
+    assert completions == [[{"role": "assistant", "content": "2"}]]
+    assert kwargs["label"] == ground_truth == [{"target": ["2", "two"]}]
+    return [float(level[0])]
+def behind_a_star(*, completions, level):
+    return [float(level[0])]
+class Reward:
+    async def __call__(self, completions, solution, **kwargs):
+        return [2.0]
+reward = Reward()
+def of_a_trainer(completions, trainer_state):
+    return [1.0]
+"""
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "theirs.py"
@@ -87,8 +185,8 @@ def file(tmp_path: Path) -> Path:
         ("reward_length", "four", "", {}, (4.0, True)),
         ("reward_columns", "it is 72", "72", {}, (1.0, True)),
         ("reward_columns", "it is 72", "72", {"ground_truth": "71"}, (0.0, False)),
-        ("format_reward", "<think>2</think>2", "", {"prompt": [{"role": "user", "content": "1+1"}]}, (1.0, True)),
-        ("format_reward", "2", "", {"prompt": [{"role": "user", "content": "1+1"}]}, (0.0, False)),
+        ("format_reward", "<think>2</think>2", "", {}, (1.0, True)),
+        ("format_reward", "2", "", {}, (0.0, False)),
         ("math_reward", "5", "5", {"task": "math"}, (1.0, True)),
         ("reward_later", "5", "6", {"prompt": "1+4"}, (0.0, False)),
     ],
@@ -96,7 +194,8 @@ def file(tmp_path: Path) -> Path:
 def test_function_is_called_as_its_own_trainer_would(
     file: Path, name: str, solution: str, label: str, extra: dict[str, object], expected: tuple[float, bool]
 ) -> None:
-    assert to_score(resolve(f"{file}:{name}")("here", solution, label, extra_info=extra)) == expected
+    prompt = [{"role": "user", "content": "1+1"}] if name == "format_reward" else "1+1"
+    assert to_score(resolve(f"{file}:{name}")("here", solution, label, extra_info=extra, prompt=prompt)) == expected
 
 
 def test_scoring_processes_take_all_three_forms(file: Path) -> None:
@@ -121,6 +220,93 @@ def test_none_of_trl_leaves_the_completion_unscored_and_never_makes_a_zero_of_it
 def test_what_needs_more_than_one_completion_as_text_is_refused(file: Path, name: str, word: str) -> None:
     with pytest.raises(UserError, match=word):
         resolve(f"{file}:{name}")
+
+
+@pytest.mark.parametrize("name", VERLS)
+def test_verls_functions_are_called_by_keyword(tmp_path: Path, name: str) -> None:
+    (tmp_path / "theirs.py").write_text(BY_KEYWORD)
+    function = resolve(f"{tmp_path}/theirs.py:{name}")
+    assert function("here", "72", ["72"], extra_info={"level": 2}) == 1.0
+    assert function("there", "72", ["72"], extra_info={"level": 2}) == 0.0
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_function_is_called_as_verl_calls_it_or_refused(data: st.DataObject) -> None:
+    """It sees what verl's call by four keywords shows it; it is refused where that call would raise."""
+    known = ["data_source", "solution_str", "ground_truth", "extra_info"]
+    names = data.draw(st.permutations([*known, "other"]))[: data.draw(st.integers(0, 5))]
+    star = data.draw(st.integers(0, len(names)))
+    rest = data.draw(st.booleans())
+    parameters = []
+    for i, name in enumerate(names):
+        # Behind a star any may have a default; before it, those behind the first that has one must have it, too.
+        given_one = data.draw(st.booleans()) or (i < star and any("=" in p for p in parameters))
+        parameters += (["*"] if i == star else []) + [f"{name}='unset'" if given_one else name]
+    source = f"def f({', '.join([*parameters, *(['**rest'] if rest else [])])}): return dict(locals())"
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    said = {"data_source": "here", "solution_str": "72", "ground_truth": ["72"], "extra_info": {"level": 2}}
+    try:
+        expected = scope["f"](**said)
+    except TypeError:
+        with pytest.raises(UnfitFunctionError):
+            adapted(scope["f"])
+        return
+    assert adapted(scope["f"])(*said.values()) == expected, source
+
+
+@pytest.mark.parametrize("name", ["other_names", "too_few", "one_more", "by_position_only"])
+def test_what_verl_could_not_call_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "theirs.py").write_text(BY_KEYWORD)
+    with pytest.raises(UserError, match=r"data_source, solution_str, ground_truth, extra_info\), each by its name"):
+        resolve(f"{tmp_path}/theirs.py:{name}")
+
+
+ITEM = ScoreItem("", "2", {"target": ["2", "two"]}, {"level": 2}, [{"role": "user", "content": "1+1"}],
+                 "<user>1+1<assistant>", "rows.jsonl, line 7")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["custom_rm", "other_names", "not_async"])
+def test_slimes_sample_has_the_rendered_prompt_and_the_label_that_the_row_has(tmp_path: Path, name: str) -> None:
+    (tmp_path / "theirs.py").write_text(ROW)
+    pool = RewardWorkers(f"{tmp_path}/theirs.py:{name}", workers=1, timeout_s=5.0)
+    scored = pool.score([ITEM] * 3)
+    pool.close()
+    assert scored.scores == [Score(1.0, True)] * 3, scored.tracebacks
+
+
+@pytest.mark.parametrize("name", ["columns", "behind_a_star", "reward"])
+def test_trls_functions_have_the_rows_prompt_and_label_beside_other_columns(tmp_path: Path, name: str) -> None:
+    (tmp_path / "theirs.py").write_text(ROW)
+    pool = RewardWorkers(f"{tmp_path}/theirs.py:{name}", workers=1, timeout_s=5.0)
+    scored = pool.score([ITEM])
+    pool.close()
+    assert scored.scores == [Score(2.0, True)], scored.tracebacks
+
+
+def test_state_of_trls_trainer_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text(ROW)
+    with pytest.raises(UserError, match="trainer_state"):
+        resolve(f"{tmp_path}/theirs.py:of_a_trainer")
+
+
+def test_function_of_a_lazy_module_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lazy_rewards.py").write_text(
+        "__all__ = ['accuracy_reward', 'broken']\n"
+        "def __getattr__(name):\n"
+        "    if name == 'accuracy_reward':\n"
+        "        return lambda completions, solution, **kwargs: [float(completions == solution)]\n"
+        "    if name == 'broken':\n"
+        "        import no_such_module_at_all\n"
+        "    raise AttributeError(name)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert resolve("lazy_rewards:accuracy_reward")("", "72", "72") == 1.0
+    with pytest.raises(UserError, match="Perhaps 'accuracy_reward' was meant"):
+        resolve("lazy_rewards:accuracy_rewards")
+    with pytest.raises(UserError, match=r"cannot be imported \(ModuleNotFoundError.*no_such_module_at_all"):
+        resolve("lazy_rewards:broken")
 
 
 def test_option_of_slime_that_a_function_reads_is_named(file: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rewards.functions import InvalidScoreError, details, resolve, to_score
+from megatron_dppo.rewards.functions import LARGEST, InvalidScoreError, check_labels, details, resolve, to_score
 
 SOURCE = """
 import neighbour
@@ -92,11 +92,47 @@ def test_scores_and_correctness_are_told_apart(returned: object, expected: tuple
 
 
 @pytest.mark.parametrize(
-    "returned", [float("nan"), float("inf"), None, "1.0", {}, {"acc": True}, {"score": None}, [1.0]]
-)
-def test_what_is_no_finite_number_is_an_error(returned: object) -> None:
+    "returned",
+    [float("nan"), float("inf"), 1e308, -1e308, 2e9, 10**400, 1j, None, "1.0", {}, {"acc": True}, {"score": None},
+     [1.0], {"score": 1.0, "acc": float("nan")}],
+)  # fmt: skip
+def test_what_is_no_number_to_train_on_is_an_error(returned: object) -> None:
     with pytest.raises(InvalidScoreError):
         to_score(returned)
+
+
+def test_rewards_up_to_the_largest_leave_advantages_and_squares_finite() -> None:
+    largest = np.float32(to_score(LARGEST)[0])
+    assert to_score(-LARGEST) == (-LARGEST, False)
+    # A gradient of a thousand by each of 10¹² weights, as large as the reward, squared and summed as its norm is.
+    assert np.isfinite(largest**2 * np.float32(1e6) * np.float32(1e12))
+
+
+@pytest.mark.parametrize(
+    ("function", "label", "words"),
+    [
+        ("math", "", "has an empty one"),
+        ("math", " \u200b", "has an empty one"),
+        ("math", ["1", "2"], "is a list of 2"),
+        ("math", {"target": "1"}, "is a dict"),
+        ("math", [float("nan")], "is nan"),
+        ("exact", "5 #", "has an empty one"),
+        ("exact", [], "is a list of 0"),
+    ],
+)
+def test_label_that_a_built_in_verifier_cannot_compare_is_refused_with_its_row(
+    function: str, label: object, words: str
+) -> None:
+    good = ("rows.jsonl, line 1", "5")
+    check_labels(function, [good, ("rows.jsonl, line 2", ["5"]), ("rows.jsonl, line 3", "#### 5")])
+    with pytest.raises(UserError, match=rf"reward.function = {function}: .*rows.jsonl, line 2.*{words}"):
+        check_labels(function, [good, ("rows.jsonl, line 2", label)])
+    check_labels("mine.py:score", [("rows.jsonl, line 2", label)])
+
+
+def test_only_label_of_a_list_is_the_label() -> None:
+    assert resolve("exact")("", "#5", ["5"]) == 1.0
+    assert to_score(resolve("math")("", r"\boxed{5}", [5.0])) == (1.0, True)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.mutated_labels import mutated
+from benchmarks.sympy_equivalence import equivalent
 from megatron_dppo.data.rows import read_rows
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import BENCHMARKS, find_file, read_benchmark
 from megatron_dppo.rewards.mathematics import math_verdict
 from megatron_dppo.rewards.stated import stated_answer
+from megatron_dppo.rewards.verdict import judge
 
 FOLDER = os.environ.get("MEGATRON_DPPO_BENCHMARKS")
 TRAINING: dict[str, tuple[int, int]] = {"gsm8k_train.jsonl": (7473, 0), "math_train_rllm.json": (7474, 2)}
@@ -49,7 +52,7 @@ def test_every_label_is_right_as_its_own_answer(labels: list[str]) -> None:
 
 def test_every_label_is_right_in_another_spelling(labels: list[str]) -> None:
     def respelled(text: str) -> str:
-        wide = re.sub(r"(?<=[=+,])(?!\d{3}|})", r"\\, ", text.replace("\\!", "")).replace(r"\frac", r"\dfrac ")
+        wide = re.sub(r"(?<=[=+,])(?!\d{3}|})", r"\\, ", re.sub(r",\\!\s*", "{,}", text)).replace(r"\frac", r"\dfrac ")
         return wide if "$" in wide else f"$ {wide} $."
 
     answers = [respelled(stated_answer(label) or label) for label in labels]
@@ -58,6 +61,12 @@ def test_every_label_is_right_in_another_spelling(labels: list[str]) -> None:
         for a, label in zip(answers, labels, strict=True)
         if math_verdict("", f"\\boxed{{{a}}}", label)["score"] != 1
     ]
+
+
+def test_no_answer_with_one_change_is_right(labels: list[str]) -> None:
+    stated = [stated_answer(label) or label for label in labels]
+    right = [pair for pair in mutated(stated, 250) if judge(pair.label, pair.answer).right]
+    assert not [pair for pair in right if not equivalent(pair.label, pair.answer)]
 
 
 def test_nonsense_and_the_neighbouring_label_are_wrong(labels: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,15 +50,22 @@ AT_ONCE = {
     "nul": boxed("\0"),
     "other digits": boxed("\u0665"),
     "Cyrillic letters": boxed("\u0445"),
-    "endless code": "```python\nwhile True: pass\n```",
-}
-MAY_TAKE_ALL_ITS_TIME = {
     "sum of a hundred million": boxed(r"\sum_{k=1}^{100000000} \frac{1}{k}"),
     "binomial coefficient": boxed(r"\binom{10000000}{5000000}"),
     "gamma function": boxed(r"\Gamma(10^{9})"),
     "power of a polynomial": boxed("(x+y+z+w+a+b)^{99}"),
+    "eighty powers of a sum": boxed("(x+1)^{999}" * 80),
+    "hundred factorials": boxed("2999!" * 100),
+    "factorials of an unknown": boxed("x!" * 480),
+    "tower of an unknown": boxed("x^{x^{x^{x^{x^{x}}}}}"),
+    "terms of unlike sizes": boxed("+".join(f"e^{{-{i}00}}" for i in range(1, 90))),
+    "large powers": boxed("+".join(["99999^{7999}"] * 70)),
+    "sine of a large number": boxed(r"\sin(10^{60})" * 60),
     "twenty sines": boxed(r"\sin(" * 20 + "x" + ")" * 20),
     "sixty intervals": boxed(r"[0,1]\cup " * 60 + "[0,1]"),
+    "sets within sets": boxed(r"x\in " * 180),
+    "names in a row": boxed("a b " * 240 + "=!5"),
+    "endless code": "```python\nwhile True: pass\n```",
 }
 
 
@@ -77,17 +83,8 @@ def test_answer_that_is_not_worth_reading_is_wrong_before_its_time_is_over(worke
     scored = workers.score([ScoreItem("", AT_ONCE[name], label) for label in LABELS])
     assert (scored.timeouts, scored.errors) == (0, 0), scored.tracebacks
     assert [score and score.reward for score in scored.scores] == [0.0, 0.0]
-    assert psutil.Process(workers._workers[0].process.pid).memory_info().rss < 512 * MEBIBYTE
-
-
-@pytest.mark.parametrize("name", MAY_TAKE_ALL_ITS_TIME)
-def test_answer_that_keeps_algebra_busy_costs_its_time_and_earns_nothing(workers: RewardWorkers, name: str) -> None:
-    workers.wait_ready()
-    start = time.monotonic()
-    scored = workers.score([ScoreItem("", MAY_TAKE_ALL_ITS_TIME[name], "5"), ScoreItem("", boxed("5"), "5")])
-    assert scored.scores[0] is None or scored.scores[0].reward == 0.0
-    assert scored.scores[1] is not None and scored.scores[1].reward == 1.0
-    assert time.monotonic() - start < LIMIT_S + 15.0  # the limit, and the start of another worker on a busy machine
+    (scorer,) = psutil.Process(workers._workers[0].process.pid).children()
+    assert scorer.memory_info().rss < 512 * MEBIBYTE
 
 
 @pytest.mark.parametrize(

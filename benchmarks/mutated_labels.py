@@ -1,0 +1,357 @@
+"""Wrong answers made from labels, one change each."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+DIGIT = re.compile(r"[0-9]")
+NAME = re.compile(r"(?<![a-zA-Z\\.])(?<![0-9][eE])[a-zA-Z](?![a-zA-Z.])(?![-0-9][0-9]*$)")
+OPENING, CLOSING = "([{", ")]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A label and an answer."""
+
+    label: str
+    answer: str
+    change: str
+    """What was done to the label."""
+
+
+Change = Callable[[str, random.Random], str | None]
+"""Makes another text of a label; None where there is nothing to change."""
+
+
+def mutated(labels: list[str], count: int, seed: int = 0) -> Iterator[Pair]:
+    """So many wrong answers, all changes in turn, none twice."""
+    rng = random.Random(seed)
+    seen: set[tuple[str, str]] = set()
+    barren = 0
+    pools = {name: [label for label in labels if change(label, rng) is not None] for name, change in CHANGES.items()}
+    while len(seen) < count and barren < 10_000:
+        for name, pool in pools.items():
+            label = rng.choice(pool or labels)
+            answer = CHANGES[name](label, rng)
+            barren += 1
+            if answer is None or answer.split() == label.split() or not answer.strip() or (label, answer) in seen:
+                continue
+            barren = 0
+            seen.add((label, answer))
+            yield Pair(label, answer, name)
+            if len(seen) == count:
+                return
+
+
+def _place(pattern: re.Pattern[str] | str, text: str, rng: random.Random) -> re.Match[str] | None:
+    found = list(re.finditer(pattern, text))
+    return rng.choice(found) if found else None
+
+
+def _put(text: str, found: re.Match[str], into: str) -> str:
+    return text[: found.start()] + into + text[found.end() :]
+
+
+def _digit(label: str, rng: random.Random) -> str | None:
+    found = _place(DIGIT, label, rng)
+    return found and _put(label, found, rng.choice([d for d in "0123456789" if d != found[0]]))
+
+
+def _digit_dropped(label: str, rng: random.Random) -> str | None:
+    found = _place(r"(?<=[0-9])[0-9]|[1-9](?=[0-9])", label, rng)
+    if found is None or (re.search(r"\.[0-9]*0*$", label[: found.start()]) and found[0] == "0"):
+        return None
+    return _put(label, found, "")
+
+
+def _digit_more(label: str, rng: random.Random) -> str | None:
+    found = _place(r"(?<![.0-9])[1-9](?![0-9]*\.)", label, rng)
+    return found and _put(label, found, found[0] + rng.choice("0123456789"))
+
+
+def _digits_turned(label: str, rng: random.Random) -> str | None:
+    found = _place(r"([0-9])(?!\1)([0-9])", label, rng)
+    return found and _put(label, found, found[2] + found[1])
+
+
+def _point(label: str, rng: random.Random) -> str | None:
+    found = _place(r"(?<=[0-9])\.(?=[0-9])", label, rng)
+    return found and _put(label, found, "")
+
+
+def _sign(label: str, rng: random.Random) -> str | None:
+    found = _place(r"[+-]", label, rng)
+    return found and _put(label, found, "-" if found[0] == "+" else "+")
+
+
+def _sign_dropped(label: str, rng: random.Random) -> str | None:
+    found = _place(r"(?:(?<=^)|(?<=[({\[,=]))\s*-", label, rng)
+    return found and _put(label, found, "")
+
+
+def _sign_more(label: str, rng: random.Random) -> str | None:
+    begins = r"(?:(?<=^)|(?<=[\[,=])|(?<=\()(?<!cos\()(?<!cos \())\s*(?=[0-9a-zA-Z\\])"
+    found = _place(rf"{begins}(?!0(?![.0-9])|\\(?:text|mbox|begin|left|right|[{{}}%,]))", label, rng)
+    return found and _put(label, found, found[0] + "-")
+
+
+def _exponent(label: str, rng: random.Random) -> str | None:
+    found = _place(r"\^(?:\{(-?[0-9]+)\}|([0-9]))", label, rng)
+    return found and _put(label, found, f"^{{{int(found[1] or found[2]) + rng.choice((-1, 1, 2))}}}")
+
+
+def _exponent_dropped(label: str, rng: random.Random) -> str | None:
+    found = _place(r"\^(?:\{[^{}\\]+\}|[0-9a-z])", label, rng)
+    return found and _put(label, found, "")
+
+
+def _exponent_more(label: str, rng: random.Random) -> str | None:
+    found = _place(r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z^_'(])", label, rng)
+    return found and _put(label, found, f"{found[0]}^2")
+
+
+def _name(label: str, rng: random.Random) -> str | None:
+    found = _place(NAME, label, rng)
+    others = [letter for letter in "abcdkmnpqrstuvwxyzABKMNPR" if letter.lower() not in label.lower()]
+    return found and _put(label, found, rng.choice(others))
+
+
+def _name_everywhere(label: str, rng: random.Random) -> str | None:
+    found = _place(NAME, label, rng)
+    others = [letter for letter in "abcdkmnpqrstuvwxyzABKMNPR" if letter.lower() not in label.lower()]
+    return found and re.sub(rf"(?<![a-zA-Z\\]){found[0]}(?![a-zA-Z])", rng.choice(others), label)
+
+
+def _case(label: str, rng: random.Random) -> str | None:
+    found = _place(NAME, label, rng)
+    return found and _put(label, found, found[0].swapcase())
+
+
+def _greek(label: str, rng: random.Random) -> str | None:
+    found = _place(r"\\(?:pi|theta|alpha|beta|omega|lambda|phi|sigma|gamma|rho)(?![a-zA-Z])", label, rng)
+    return found and _put(label, found, r"\tau " if rng.random() < 0.5 else "3 ")
+
+
+def _command_dropped(label: str, rng: random.Random) -> str | None:
+    found = _place(r"\\(?:sqrt|sin|cos|tan|ln|log|pi|theta|infty|omega|hbar)(?![a-zA-Z])", label, rng)
+    return found and _put(label, found, " ")
+
+
+def _command_other(label: str, rng: random.Random) -> str | None:
+    others = {r"\sin": r"\cos", r"\cos": r"\sin", r"\ln": r"\sin", r"\log": r"\cos", r"\sqrt": r"\sqrt[3]"}
+    others |= {r"\tan": r"\cot", r"\frac": r"\binom", r"\lfloor": r"\lceil", r"\cup": r"\cap", r"\exp": r"\sin"}
+    found = _place(r"\\(?:sin|cos|ln|log|sqrt(?!\[)|tan|frac|lfloor|cup|exp)(?![a-zA-Z])", label, rng)
+    return found and _put(label, found, others[found[0]])
+
+
+def _fraction_turned(label: str, rng: random.Random) -> str | None:
+    found = _place(r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}", label, rng)
+    return found and _put(label, found, rf"\frac{{{found[2]}}}{{{found[1]}}}")
+
+
+def _fraction_halved(label: str, rng: random.Random) -> str | None:
+    found = _place(r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}", label, rng)
+    return found and _put(label, found, f"{{{found[rng.choice((1, 2))]}}}")
+
+
+def pieces(label: str, separator: str) -> list[str]:
+    """The parts between separators outside of brackets, each with the separator before it."""
+    depth, start, parts = 0, 0, []
+    for found in re.finditer(rf"{separator}|[{re.escape(OPENING + CLOSING)}]", label):
+        if found[0] in OPENING:
+            depth += 1
+        elif found[0] in CLOSING:
+            depth -= 1
+        elif depth == 0 and found.start() > start:
+            parts.append(label[start : found.start()])
+            start = found.start()
+    return [*parts, label[start:]]
+
+
+def _term_dropped(label: str, rng: random.Random) -> str | None:
+    parts = pieces(label, "[+-]")
+    if len(parts) < 2:
+        return None
+    del parts[rng.randrange(len(parts))]
+    return _still_related("".join(parts), label)
+
+
+def _only_a_term(label: str, rng: random.Random) -> str | None:
+    parts = pieces(label, "[+-]")
+    return _still_related(rng.choice(parts), label) if len(parts) > 1 else None
+
+
+def _still_related(answer: str, label: str) -> str | None:
+    """An equation without its name is no wrong answer."""
+    return answer if answer.count("=") == label.count("=") else None
+
+
+def _term_more(label: str, rng: random.Random) -> str | None:
+    if not re.search(r"[0-9a-z]\s*$", label) or re.search(r"[_^]\{?\S$", label):
+        return None
+    return label + rng.choice(
+        (" + 1", " - 1", " + 10^{-12}", " + x", r" + \frac{1}{2^{200}}", r" + \mathbf{q}", " + e^{-90}")
+    )
+
+
+def _factor_more(label: str, rng: random.Random) -> str | None:
+    if not re.search(r"(?:[0-9]|\b[a-z])\s*$", label) or re.search(r"[_^]\{?\S$|\b0\s*$", label):
+        return None
+    more = [r" \cdot 2", r" \cdot 1.0000001", r"\mathbf{q}", r" \cdot q", " q", r"\text{ or so}", "'"]
+    return label + rng.choice(more if re.search(r"(?<![0-9])[12]\s*$", label) else [*more, "!"])
+
+
+def _member_dropped(label: str, rng: random.Random) -> str | None:
+    parts = pieces(label, ",|;|and|or")
+    if len(parts) < 2 or not parts[-1].strip(" ,;"):
+        return None
+    del parts[rng.randrange(len(parts))]
+    return re.sub(r"^\s*(?:,|;|and|or)", "", "".join(parts))
+
+
+def _member_more(label: str, rng: random.Random) -> str | None:
+    return label + rng.choice((", 17", r" \text{ or } 18", r" \text{ and } y = 3", ", x = 5", "; -4", r", \frac{1}{7}"))
+
+
+def _inner_dropped(label: str, rng: random.Random) -> str | None:
+    found = _place(r"(?<=[(\[{,])[^()\[\]{},]+,", label, rng)
+    return found and _put(label, found, "")
+
+
+def _order_turned(label: str, rng: random.Random) -> str | None:
+    found = _place(r"(?<=[(\[])([^()\[\]{},]+),([^()\[\]{},]+)(?=[)\]])", label, rng)
+    return found and _put(label, found, f"{found[2]},{found[1]}")
+
+
+def _bracket(label: str, rng: random.Random) -> str | None:
+    found = _place(r"(?<![{\\])[\[\]]|[()](?=[^()]*,)|(?<=,)(?:[^()\[\],]*)\)", label, rng)
+    if found is None or label.count(",") > 1:
+        return None
+    turned = {"(": "[", ")": "]", "[": "(", "]": ")"}
+    return _put(label, found, found[0][:-1] + turned[found[0][-1]])
+
+
+def _brackets_dropped(label: str, rng: random.Random) -> str | None:
+    found = _place(r"(?<!\{)\(([^()]*[+,-][^()]*)\)(?!\})", label.replace(r"\left", "").replace(r"\right", ""), rng)
+    return found and _put(label.replace(r"\left", "").replace(r"\right", ""), found, f" {found[1]} ")
+
+
+def _a_bracket_dropped(label: str, rng: random.Random) -> str | None:
+    found = _place(r"(?<!\\)[()\[\]{}|]", label, rng)
+    if re.fullmatch(r"\(?\\text\{\(?[A-Z]\)?\}\)?,?", label):
+        return None
+    return found and _put(label, found, "")
+
+
+def _relation(label: str, rng: random.Random) -> str | None:
+    found = _place(r"\\(?:leq?|geq?|ne|in|cup)(?![a-zA-Z])|[<>=]", label, rng)
+    others = {
+        "=": (r"\ne ", "<"),
+        "<": (">", r"\le "),
+        ">": ("<", r"\ge "),
+        r"\in": (r"\notin ",),
+        r"\cup": (r"\cap ",),
+    }
+    others |= {r"\le": ("<", r"\ge "), r"\leq": ("<", r"\ge "), r"\ge": (">", r"\le "), r"\geq": (">", r"\le ")}
+    return found and _put(label, found, rng.choice(others.get(found[0], ("=",))))
+
+
+def _equation(label: str, rng: random.Random) -> str | None:
+    """Another truth, another equation, or only what stands on one side of it."""
+    sides = pieces(label, "=")
+    if len(sides) < 2:
+        return None
+    first, last = sides[0], sides[-1].lstrip("=")
+    if last.strip() == "0":
+        last = "10"
+    return rng.choice(
+        ("0 = 0", "1 = 1", f"{last} = {last}", f"{first} = {first}", f"{first} = 19", f"{first} = {last} + 1",
+         f"{first} = -({last})", f"{first} + 1 = {last}", f"Z = {last}", f"({first})^2 = ({last})^2",
+         f"{first} = Q = {last}", "".join(sides[1:]).lstrip("=") + " = 97", first)
+    )  # fmt: skip
+
+
+def _prime(label: str, rng: random.Random) -> str | None:
+    found = _place(r"'+|\^\{?\\prime\s*\}?", label, rng)
+    return found and _put(label, found, rng.choice(("", found[0] + "'")))
+
+
+def _letters_of_a_word(label: str, rng: random.Random) -> str | None:
+    found = _place(r"(?<=[a-zA-Z{ ])[a-rt-z](?=[a-zA-Z]*\}|[a-z]+$)", label, rng)
+    within = r"\\(?:text|mbox|mathrm|textbf|mathbf)\{[^{}]*$"
+    if found is None or not re.search(within, label[: found.start()]):
+        return None
+    return _put(label, found, rng.choice([c for c in "abdefgijklnpqrtuvwxyz" if c != found[0]]))
+
+
+def _base_other(label: str, rng: random.Random) -> str | None:
+    found = _place(r"(?<=[0-9])_\{?([0-9]+)\}?", label, rng)
+    return found and _put(label, found, f"_{{{int(found[1]) + 1}}}")
+
+
+def _base_more(label: str, rng: random.Random) -> str | None:
+    return label + rng.choice(("_2", "_{7}", "₈")) if re.fullmatch("[1-9][0-9]+", label) else None
+
+
+def _word_more(label: str, rng: random.Random) -> str | None:
+    more = (" dozen", " squared", " hundredths", " factorial", " halves", r"\text{ million}", r"\%\%", " or more", " i")
+    return label + rng.choice(more) if re.fullmatch(r"-?[1-9][0-9]*", label) else None
+
+
+def _product(label: str, rng: random.Random) -> str | None:
+    """A mixed number with its parts apart."""
+    found = _place(r"(?<![0-9.^_{])([1-9][0-9]*)\s*(\\d?frac\s*\{?[0-9]+\}?\s*\{?[0-9]+\}?)", label, rng)
+    return found and _put(label, found, rf"{found[1]} \cdot {found[2]}")
+
+
+def _neighbour(label: str, rng: random.Random) -> str | None:
+    """A small whole number, as policies guess them."""
+    number = str(rng.randint(-2, 12))
+    return None if re.search(rf"(?<![0-9.]){number}(?![0-9.])", label) else number
+
+
+CHANGES: dict[str, Change] = {
+    "digit": _digit,
+    "digit dropped": _digit_dropped,
+    "digit more": _digit_more,
+    "digits turned": _digits_turned,
+    "point dropped": _point,
+    "sign": _sign,
+    "sign dropped": _sign_dropped,
+    "sign more": _sign_more,
+    "exponent": _exponent,
+    "exponent dropped": _exponent_dropped,
+    "exponent more": _exponent_more,
+    "name": _name,
+    "name everywhere": _name_everywhere,
+    "capital": _case,
+    "Greek letter": _greek,
+    "command dropped": _command_dropped,
+    "other command": _command_other,
+    "fraction turned": _fraction_turned,
+    "half a fraction": _fraction_halved,
+    "term dropped": _term_dropped,
+    "one term": _only_a_term,
+    "term more": _term_more,
+    "factor more": _factor_more,
+    "member dropped": _member_dropped,
+    "member more": _member_more,
+    "inner member dropped": _inner_dropped,
+    "order turned": _order_turned,
+    "bracket turned": _bracket,
+    "brackets dropped": _brackets_dropped,
+    "bracket dropped": _a_bracket_dropped,
+    "relation": _relation,
+    "equation": _equation,
+    "prime": _prime,
+    "letter of a word": _letters_of_a_word,
+    "other base": _base_other,
+    "base more": _base_more,
+    "word more": _word_more,
+    "mixed number": _product,
+    "guess": _neighbour,
+}
+"""By name, in the order in which they are tried."""

@@ -1,0 +1,161 @@
+"""Verdicts on wrong and right answers made from real labels: false positives, false negatives, and time.
+
+Ours and plain math-verify (``verify(parse(label), parse(answer))``) judge the same pairs. Wrong answers are labels with
+one change; one that is worth the same all the same is no false positive (``sympy_equivalence.py`` finds out). Right
+answers are the labels in other spellings, and for our verifier the worked solutions, each to its own problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from math_verify import parse, verify
+from mutated_labels import Pair, mutated
+from respelled_labels import respelled
+from sympy_equivalence import equivalent
+
+from megatron_dppo.data.rows import read_rows
+from megatron_dppo.errors import UserError
+from megatron_dppo.evaluation.benchmarks import (
+    BENCHMARKS,
+    DEFAULT_FOLDER,
+    FOLDER,
+    find_file,
+    read_benchmark,
+)
+from megatron_dppo.rewards.mathematics import math_verdict
+from megatron_dppo.rewards.stated import stated_answer
+from megatron_dppo.rewards.verdict import judge
+
+TRAINING = ("gsm8k_train.jsonl", "math_train_rllm.json")
+"""Files to train on, whose labels count where they are there."""
+SHOWN = 10
+Judge = Callable[[str, str], bool]
+
+
+def ours(label: str, answer: str) -> bool:
+    return judge(label, answer).right
+
+
+def plain(label: str, answer: str) -> bool:
+    return bool(verify(*(parse(text if "$" in text or r"\(" in text else f"${text}$") for text in (label, answer))))
+
+
+def labels_and_solutions(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
+    """All labels that differ, without what marks them; and worked solutions with the answer that each has to reach."""
+    labels: dict[str, None] = {}
+    solutions = []
+    for name, benchmark in BENCHMARKS.items():
+        try:
+            questions = read_benchmark(name, str(find_file(name, folder)), benchmark)
+        except UserError:
+            continue
+        for question in questions:
+            labels[question.label] = None
+            worked = str(question.row.values.get("solution", ""))
+            if benchmark.worked:
+                worked = str(question.row.values[benchmark.label])
+            solutions.append(
+                (worked if "boxed" in worked or benchmark.worked else _boxed(question.label), question.label)
+            )
+    for name in TRAINING:
+        if (folder / name).is_file():
+            for row in read_rows(str(folder / name), "data.train"):
+                text = str(row["answer"])
+                label = stated_answer(text) or text
+                if label.strip():
+                    labels[label] = None
+                    solutions.append((text if stated_answer(text) else _boxed(label), label))
+    return list(labels), solutions
+
+
+def _boxed(label: str) -> str:
+    return rf"\boxed{{{label}}}"
+
+
+def judged(pairs: list[Pair], right: bool, judges: Judge) -> tuple[list[Pair], float]:
+    """The pairs whose verdict is not the one that they should have, and milliseconds per verdict."""
+    wrong = []
+    start = time.process_time()
+    for pair in pairs:
+        if judges(pair.label, pair.answer) is not right:
+            wrong.append(pair)
+    milliseconds = 1000 * (time.process_time() - start) / max(1, len(pairs))
+    return wrong, milliseconds
+
+
+def results(options: argparse.Namespace) -> dict[str, Any]:
+    labels, solutions = labels_and_solutions(options.folder)
+    if not labels:
+        raise SystemExit(f"there are no benchmark files in {options.folder}: name their folder with --folder")
+    wrong = list(mutated(labels, options.pairs, options.seed))
+    right = [Pair(label, answer, name) for label in labels for name, answer in respelled(label)]
+    right = random.Random(options.seed).sample(right, min(len(right), options.right))
+    found: dict[str, Any] = {
+        "labels": len(labels), "wrong_answers": len(wrong), "right_answers": len(right), "seed": options.seed
+    }  # fmt: skip
+    for name, judges in (("ours", ours), ("math_verify", plain)):
+        for pair in right[:20]:  # grammars are built at the first calls
+            judges(pair.label, pair.answer)
+        accepted, of_wrong = judged(wrong, False, judges)
+        refused, of_right = judged(right, True, judges)
+        false = [pair for pair in accepted if not equivalent(pair.label, pair.answer)]
+        found[name] = {
+            "false_positives": len(false),
+            "right_all_the_same": len(accepted) - len(false),
+            "false_negatives": len(refused),
+            "milliseconds": (of_wrong * len(wrong) + of_right * len(right)) / max(1, len(wrong) + len(right)),
+            "milliseconds_wrong": of_wrong,
+            "milliseconds_right": of_right,
+            "examples": [
+                f"{pair.label}  <-  {pair.answer}  ({pair.change})" for pair in false[:SHOWN] + refused[:SHOWN]
+            ],
+        }
+    start = time.process_time()
+    missed = [label for text, label in solutions if math_verdict("", text, label)["score"] != 1]
+    found["solutions"] = {
+        "read": len(solutions),
+        "refused": len(missed),
+        "milliseconds": 1000 * (time.process_time() - start) / max(1, len(solutions)),
+        "examples": missed[:SHOWN],
+    }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    folder = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER)
+    parser.add_argument("--folder", type=Path, default=folder, help=f"benchmarks' files (default: ${FOLDER})")
+    parser.add_argument("--pairs", type=int, default=20_000, help="wrong answers")
+    parser.add_argument("--right", type=int, default=5_000, help="right answers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
+    options = parser.parse_args()
+    logging.disable(logging.ERROR)  # math-verify warns of each text that it cannot read
+    found = results(options)
+    if not options.json:
+        print(
+            f"{found['labels']} labels, {found['wrong_answers']} wrong answers and {found['right_answers']} right ones"
+        )
+        for name in ("ours", "math_verify"):
+            told = found[name]
+            print(
+                f"  {name:<12} {told['false_positives']:6} false positives  {told['false_negatives']:6} "
+                f"false negatives  {told['milliseconds']:6.2f} ms a verdict"
+            )
+            print("".join(f"      {re.sub(chr(10), ' ', example)}\n" for example in told["examples"]), end="")
+        print(f"  solutions    {found['solutions']['refused']} of {found['solutions']['read']} refused")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

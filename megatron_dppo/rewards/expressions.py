@@ -1,0 +1,398 @@
+r"""LaTeX expressions, read whole: what is not understood makes a text unreadable, and never a shorter one.
+
+A node is a tuple that begins with its kind: ``("number", Fraction)``, ``("symbol", name)``, ``("sum", *terms)``,
+``("product", *factors)``, ``("power", base, exponent)`` or ``("call", name, *arguments)``. Implicit products bind
+closer than a slash (``1/2x`` is 1/(2x)). A proper fraction right behind an integer makes a mixed number of it, and an
+improper one is not readable, for it may be meant as a product or as a sum.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from megatron_dppo.rewards.tokens import (
+    ACCENTS,
+    ALPHABETS,
+    FUNCTIONS,
+    INVERSES,
+    LARGE,
+    LETTERS,
+    ROUND,
+    UNREAD,
+    UnreadableError,
+    tokens,
+)
+
+Node = tuple[Any, ...]
+
+DEEPEST = 60
+"""Nested constructs that are read; a text with more is not readable."""
+APPLIED = re.compile(r"(?:[fghpquvFGHPQT]|\\phi|\\psi|\\varphi|\\zeta|[a-zA-Z]'+)(?:_\w+)?'*")
+"""Names that may be functions' where they stand before a bracket."""
+VALUE = re.compile(r"\([0-9.]+(?:,[0-9.]+)*\)(?!\^)")
+NUMBERS = {"e", "i", r"\pi"}
+"""Letters that are numbers."""
+PAIRS = {"(": ")", "[": "]", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", r"\lVert": r"\rVert"}
+WRAPS = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lVert": "norm"}
+NO_FACTOR = {
+    r"\cdot",
+    r"\times",
+    r"\div",
+    r"\ast",
+    r"\prime",
+    *(closing for closing in PAIRS.values() if closing[0] == "\\"),
+}
+DEGREE: Node = ("product", ("symbol", r"\pi"), ("number", Fraction(1, 180)))
+MINUS_ONE: Node = ("number", Fraction(-1))
+
+
+def read(text: str, functions: frozenset[str] = frozenset()) -> Node:
+    """The expression that the whole of a text in ``spelled``'s spelling is.
+
+    Args:
+        text: without relations such as ``=``.
+        functions: names that a bracket behind them makes a value of, and no product.
+    """
+    return _read(text, functions)[0]
+
+
+def functions_of(texts: list[str]) -> frozenset[str]:
+    """The names that stand before brackets in some of these texts, and nowhere without: functions, and no factors."""
+    called: set[str] = set()
+    bare: set[str] = set()
+    for text in texts:
+        _, calls, others = _read(text, frozenset())
+        called |= calls
+        bare |= others
+    return frozenset(name for name in called - bare if APPLIED.fullmatch(name))
+
+
+@lru_cache(maxsize=512)
+def _read(text: str, functions: frozenset[str]) -> tuple[Node, frozenset[str], frozenset[str]]:
+    reader = _Reader(text, functions)
+    node = reader.sum()
+    if reader.place < len(reader.tokens):
+        raise UnreadableError(text)
+    return node, frozenset(reader.called), frozenset(reader.bare)
+
+
+def product(*factors: Node) -> Node:
+    return factors[0] if len(factors) == 1 else ("product", *factors)
+
+
+def negated(node: Node) -> Node:
+    return ("number", -node[1]) if node[0] == "number" else ("product", MINUS_ONE, node)
+
+
+def quotient(top: Node, bottom: Node) -> Node:
+    return ("product", top, ("power", bottom, MINUS_ONE))
+
+
+class _Reader:
+    """Descends from sums to atoms; ``place`` is the next token."""
+
+    def __init__(self, text: str, functions: frozenset[str]) -> None:
+        self.tokens = tokens(text)
+        self.functions = functions
+        self.place = self.depth = self.bars = 0
+        self.called: set[str] = set()
+        self.bare: set[str] = set()
+
+    def peek(self) -> str:
+        return self.tokens[self.place][1] if self.place < len(self.tokens) else ""
+
+    def kind(self) -> str:
+        return self.tokens[self.place][0] if self.place < len(self.tokens) else ""
+
+    def take(self, wanted: str | None = None) -> str:
+        text = self.peek()
+        if not text or (wanted is not None and text != wanted):
+            raise UnreadableError(wanted)
+        self.place += 1
+        return text
+
+    def sum(self) -> Node:
+        terms = [self.term()]
+        while self.peek() in ("+", "-"):
+            terms.append(self.term())
+        return terms[0] if len(terms) == 1 else ("sum", *terms)
+
+    def term(self) -> Node:
+        """Signs, and factors between signs of multiplication and division."""
+        negative = self.signs()
+        node = self.run()
+        while (sign := self.peek()) in ("*", "/", ":") or sign in (r"\cdot", r"\times", r"\div", r"\ast"):
+            self.take()
+            minus = self.signs()
+            right = self.run()
+            right = negated(right) if minus else right
+            node = quotient(node, right) if sign in ("/", ":", r"\div") else product(node, right)
+        return negated(node) if negative else node
+
+    def signs(self) -> bool:
+        negative = False
+        while self.peek() in ("+", "-"):
+            negative ^= self.take() == "-"
+        return negative
+
+    def run(self, *, calls: bool = True) -> Node:
+        """Factors without a sign between them."""
+        factors = [self.factor()]
+        while self.begins_factor() and (calls or not self.begins_call()):
+            start, before = self.place, self.tokens[self.place - 1][0]
+            if self.kind() == "number" and self.tokens[self.place - 1][1] != ")":
+                raise UnreadableError("a number behind another factor")
+            right = self.factor()
+            mixed = factors[-1][0] == before == "number" and self.tokens[start][1] == r"\frac" and len(factors) == 1
+            factors[-1:] = [_mixed(factors[-1], right)] if mixed else [factors[-1], right]
+        return product(*factors)
+
+    def begins_call(self) -> bool:
+        return self.peek().removeprefix("\\") in FUNCTIONS
+
+    def begins_factor(self) -> bool:
+        token, kind = self.peek(), self.kind()
+        if kind in ("number", "word", "text", "block", "derivative"):
+            return True
+        if kind == "command":
+            return token not in NO_FACTOR
+        return token in ("(", "[", "{", "°") or (token == "|" and not self.bars)
+
+    def factor(self) -> Node:
+        """An atom with its factorials and its power."""
+        node = self.atom()
+        while self.peek() in ("!", "°", "'"):
+            mark = self.take()
+            if mark == "'":
+                node = ("call", "'", node)
+            elif mark == "°":
+                node = product(node, DEGREE)
+            elif node[0] == "call" and node[1] == "!":
+                raise UnreadableError("a factorial of a factorial, or a double one")
+            else:
+                node = ("call", "!", node)
+        if self.peek() == "^":
+            self.take()
+            node = ("power", node, self.script())
+            if self.peek() in ("^", "!"):
+                raise UnreadableError("a power of what power?")
+        return node
+
+    def script(self) -> Node:
+        """What stands behind a caret: a group, or one token with its sign."""
+        negative = self.signs()
+        if self.kind() not in ("number", "word", "command") and self.peek() not in ("(", "{"):
+            raise UnreadableError("no exponent")
+        node = self.atom()
+        return negated(node) if negative else node
+
+    def group(self) -> Node:
+        self.take("{")
+        bars, self.bars = self.bars, 0
+        node = self.sum()
+        self.bars = bars
+        self.take("}")
+        return node
+
+    def argument(self) -> Node:
+        r"""What a command takes: a group, or one digit, letter or command."""
+        if self.kind() == "number" and len(self.peek()) > 1:
+            raise UnreadableError("which digits?")
+        return self.atom()
+
+    def raw(self) -> str:
+        """The text of a group or token that only names something."""
+        if self.peek() != "{":
+            return self.take()
+        depth = 0
+        parts: list[str] = []
+        while depth or not parts:
+            token = self.take()
+            depth += (token == "{") - (token == "}")
+            parts.append(token)
+        return "".join(parts[1:-1])
+
+    def atom(self) -> Node:
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise UnreadableError("nested too deeply")
+        node = self.bare_atom()
+        self.depth -= 1
+        return node
+
+    def bare_atom(self) -> Node:
+        kind, token = self.kind(), self.take()
+        if kind == "number":
+            return ("number", Fraction(token.replace(",", "").rstrip(".")))
+        if kind == "word":
+            return self.call(token) if token in FUNCTIONS else self.named(token)
+        if kind == "text":
+            return self.words(token[len(r"\text{") : -1])
+        if kind == "block":
+            return ("symbol", re.sub(r"\s", "", token))
+        if kind == "derivative":
+            return ("symbol", re.sub(r"\\frac|[\s{}/]", "", token))
+        if token in PAIRS:
+            bars, self.bars = self.bars, 0
+            node = self.sum()
+            self.bars = bars
+            self.take(PAIRS[token])
+            return ("call", WRAPS[token], node) if token in WRAPS else node
+        if token == "|":
+            self.bars += 1
+            node = self.sum()
+            self.bars -= 1
+            self.take("|")
+            return ("call", "abs", node)
+        if token == "{":
+            self.place -= 1
+            return self.group()
+        if token == "°":
+            return DEGREE
+        if kind == "command":
+            return self.command(token[1:])
+        raise UnreadableError(token)
+
+    def words(self, text: str) -> Node:
+        text = " ".join(text.replace("~", " ").split())
+        if text in FUNCTIONS:
+            return self.call(text)
+        if re.fullmatch(r"[a-zA-Z]", text):
+            return self.named(text)
+        if written := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)|\(\s*([0-9]+(?:\.[0-9]+)?)\s*\)", text):
+            return ("number", Fraction(written[1] or written[2]))
+        if text.startswith("\\") and text[1:] in LETTERS:
+            return self.named(text)
+        if not text or "\\" in text:
+            raise UnreadableError("nothing in words, or what is none")
+        # Words have no case, letters have.
+        return self.named(f"\\text{{{text.lower() if re.search('[a-zA-Z]{2}', text) else text}}}")
+
+    def command(self, name: str) -> Node:
+        if name in ("frac", "binom", "dbinom", "tbinom"):
+            top, bottom = self.argument(), self.argument()
+            return quotient(top, bottom) if name == "frac" else ("call", "binom", top, bottom)
+        if name == "sqrt" and self.peek() == "[":
+            self.take()
+            degree = self.sum()
+            self.take("]")
+            return ("call", "root", self.argument(), degree)
+        if name in FUNCTIONS:
+            return self.call(name)
+        if name in LARGE:
+            named = self.scripts("\\" + name)
+            return ("call", named, self.term())
+        if name in UNREAD:
+            named = self.scripts("\\" + name)
+            return ("call", named, *self.arguments())
+        if name in ACCENTS or name in ALPHABETS:
+            start = self.place
+            letters = self.raw()
+            if name in ALPHABETS or re.fullmatch(r"[a-zA-Z]+", letters):
+                return self.named(f"\\{name}{{{letters}}}")
+            self.place = start
+            return ("call", "\\" + name, self.argument())
+        if name in ("angle", "measuredangle", "triangle"):
+            letters = ""
+            while self.kind() == "word" and len(letters) < 3:
+                letters += self.take()
+            if not letters:
+                raise UnreadableError(name)
+            # An angle is the same from either leg.
+            return ("symbol", f"\\{name} {min(letters, letters[::-1])}")
+        if name in LETTERS:
+            return self.named("\\" + name)
+        raise UnreadableError(name)
+
+    def scripts(self, name: str) -> str:
+        while self.peek() in ("_", "^"):
+            name += self.take() + "{" + self.raw() + "}"
+        return name
+
+    def arguments(self) -> list[Node]:
+        """In brackets and between commas; without brackets one term."""
+        if self.peek() != "(":
+            return [self.term()]
+        self.take()
+        bars, self.bars = self.bars, 0
+        found = [self.sum()]
+        while self.peek() == ",":
+            self.take()
+            found.append(self.sum())
+        self.bars = bars
+        self.take(")")
+        return found
+
+    def named(self, name: str) -> Node:
+        """A symbol with its subscript and primes; or a function of what stands in the brackets behind it."""
+        if self.peek() == "_":
+            self.take()
+            name += "_" + re.sub(r"\\text\{([^{}]*)\}", r"\1", self.raw())
+        primes = 0
+        while self.peek() in ("'", r"\prime") or self.tokens[self.place : self.place + 2] in PRIMES:
+            primes += 1
+            self.place += 1 if self.peek() != "^" else 2
+        if [text for _, text in self.tokens[self.place : self.place + 4]] == ["^", "{", r"\prime", "}"]:
+            primes, self.place = primes + 1, self.place + 4
+        name += "'" * primes
+        if self.peek() != "(":
+            self.bare.add(name)
+            return ("symbol", name)
+        self.called.add(name)
+        if name in self.functions:
+            return ("call", name, *self.arguments())
+        if VALUE.match("".join(token for _, token in self.tokens[self.place : self.place + 9])) and name not in NUMBERS:
+            return ("call", name, *self.arguments())  # I(0) is no product by nought
+        return ("symbol", name)
+
+    def call(self, name: str) -> Node:
+        """A function with a name of its own, with the power and the base that stand before its argument."""
+        name = INVERSES.get(name, name)
+        power = base = None
+        for _ in range(2):
+            if self.peek() == "^" and power is None:
+                self.take()
+                power = self.script()
+            elif self.peek() == "_" and base is None:
+                self.take()
+                base = self.argument() if self.kind() != "number" else self.atom()
+        if self.peek() in ("(", "[", "{"):
+            node = self.atom()
+        else:
+            node = self.run(calls=False)
+            # cos 2pi/3 is the cosine of all of it; of ln 2/3 nobody knows
+            if self.peek() == "/" and self.place + 1 < len(self.tokens) and self.tokens[self.place + 1][0] == "number":
+                if name not in ROUND:
+                    raise UnreadableError("where does the argument end?")
+                self.take()
+                node = quotient(node, self.atom())
+        if name == "sqrt":
+            found: Node = ("call", "root", node, ("number", Fraction(2)))
+        elif name in ("log", "lg"):
+            found = ("call", "log", node, base or ("number", Fraction(10)))
+        elif base is not None:
+            raise UnreadableError("a function with a base")
+        elif name == "exp":
+            found = ("power", ("symbol", "e"), node)
+        elif power == MINUS_ONE and name in ROUND:
+            return ("call", "a" + name, node)
+        else:
+            found = ("call", name, node)
+        return found if power is None else ("power", found, power)
+
+
+PRIMES = ([("sign", "^"), ("sign", "'")], [("sign", "^"), ("command", r"\prime")])
+
+
+def _mixed(whole: Node, fraction: Node) -> Node:
+    r"""2\frac{1}{2}: the sum where both are written out, else the product."""
+    parts = fraction[1:] if fraction[0] == "product" else ()
+    if len(parts) != 2 or parts[0][0] != "number" or parts[1][:1] != ("power",) or parts[1][1][0] != "number":
+        return ("product", whole, fraction)
+    top, bottom = parts[0][1], parts[1][1][1]
+    if whole[1].denominator != 1 or not 0 < top < bottom or bottom.denominator != 1 or top.denominator != 1:
+        raise UnreadableError("neither a mixed number nor a product")
+    return ("number", whole[1] + top / bottom)
