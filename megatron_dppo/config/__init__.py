@@ -14,12 +14,13 @@ from megatron_dppo.config.loss import (
     PruningConfig,
     ScheduleConfig,
 )
-from megatron_dppo.config.model import LayoutConfig, ModelConfig, OptimizerConfig
+from megatron_dppo.config.model import HEAD_CHUNK_MIB, LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.config.rollout import LaunchConfig, RolloutConfig, SyncConfig
 from megatron_dppo.config.run import EvalConfig, RunConfig, SftConfig
 from megatron_dppo.config.types import STRICT
 
 __all__ = [
+    "HEAD_CHUNK_MIB",
     "ArithmeticConfig",
     "ClusterConfig",
     "CompletionPruningConfig",

@@ -61,13 +61,16 @@ class DataConfig:
     """Held-out prompts, in the same form, or several files of them, each by its name: ``{aime24: aime24.jsonl, …}``,
     whose accuracy is then ``eval/aime24``; null: the generator's held-out problems, or no evaluation for a file."""
     prompt_key: str = "prompt"
-    """Column of the prompt: a string, or a list of chat messages. Dots reach into nested objects."""
+    """Column of the prompt: a string, or a list of chat messages (also as JSON text) that ends before the answer. Dots
+    reach into nested objects."""
     label_key: str = "label"
-    """Column of the reference answer (``reward_model.ground_truth`` for files in verl's form)."""
+    """Column of the reference answer (``reward_model.ground_truth`` for files in verl's form): a text, or a number,
+    made one; objects and lists reach functions of your own as they are."""
     response_key: str | None = None
     """Column of the worked answer that ``sft`` imitates; null: the label's column."""
     system: str | None = None
-    """System message put before a prompt that is a string."""
+    """System message put before every prompt that has none. A chat with a system message of its own keeps that, and is
+    not given this one."""
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template; false: the prompt's text as it stands."""
     max_prompt_tokens: Positive = 512
@@ -86,7 +89,8 @@ class RewardConfig:
     """``math``, ``exact``, ``reasoning_gym`` (its tasks' own verifiers), or a function with verl's, slime's or TRL's
     signature as ``module:function`` or ``file.py:function``."""
     timeout_s: Seconds = 10.0
-    """Wall-clock limit for scoring one completion; past it the worker is killed and the group leaves the step."""
+    """Seconds of processor time for scoring one completion, and ten times as many on the clock, for functions that wait
+    or have other processes compute; past either the worker is killed and the group leaves the step."""
     workers: Positive = 1
     """Worker processes per rank that generates."""
     memory_mib: Positive = 4096

@@ -10,6 +10,10 @@ from pydantic import Field
 
 from megatron_dppo.config.types import STRICT, Count, NonNegative, Positive
 
+HEAD_CHUNK_MIB = {"cpu": 64, "cuda": 1024}
+"""What ``model.head_chunk_mib`` is by type of device, unless it is set. Each chunk reads the output layer and its
+gradient anew, which takes a CPU little of its time, and a GPU much."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -23,11 +27,16 @@ class ModelConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in the forward pass; master weights and gradients are fp32."""
     spec: Literal["auto", "torch", "te"] = "auto"
-    """Layers: ``torch`` runs anywhere, ``te`` is Transformer Engine; ``auto``: te where CUDA and it are present."""
-    recompute: Literal["none", "full"] = "none"
-    """Activation recomputation: ``full`` keeps only the input of each layer."""
-    head_chunk_mib: Positive = 64
-    """Size of the fp32 logits that the policy head holds at a time."""
+    """Layers: ``torch`` runs anywhere, ``te`` is Transformer Engine; ``auto``: te for bf16 where CUDA and it are
+    present."""
+    deterministic: bool = False
+    """Keep Transformer Engine's layers to kernels that repeat bit by bit, which are slower. Without it a resumed run on
+    a GPU goes on as well as before, but not with the very same bits."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation: ``selective`` runs the feed-forward part of each layer again (its experts, where it has
+    them), ``full`` keeps only the input of each layer."""
+    head_chunk_mib: Positive | None = None
+    """MiB of logits, with their gradient, that the policy head holds at a time; null: 1024 on a GPU, else 64."""
     reference_on_host: bool = False
     """Keep the frozen reference (with loss.kl_coef) in the host's memory while it is not needed; its weights then cross
     to the GPU once a step."""

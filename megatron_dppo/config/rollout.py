@@ -25,7 +25,8 @@ class LaunchConfig:
     sglang.launch_server`` or ``vllm serve``, from the path. Servers want an environment of their own: name its
     interpreter here."""
     flags: tuple[str, ...] = ()
-    """More flags for the server, after ours."""
+    """More flags for the server, after ours. With rollout.colocated one of them must bound its memory:
+    ``--mem-fraction-static`` (SGLang, of what is free as it starts) or ``--gpu-memory-utilization`` (vLLM, of all)."""
     env: tuple[str, ...] = ()
     """Environment variables, each as ``NAME=value``."""
     first_port: Annotated[int, Field(ge=1024, le=65535)] = 30000
@@ -46,7 +47,8 @@ class SyncConfig:
 
     transport: Literal["collective", "tensor", "disk"] = "collective"
     """``collective``: a process group from each pipeline stage to all servers (NCCL, gloo without CUDA); ``tensor``:
-    by value over HTTP; ``disk``: safetensors that servers read back."""
+    handles to the trainer's own memory, which servers on the same GPUs open (without CUDA: on the same machine);
+    ``disk``: safetensors that servers read back."""
     bucket_mib: Positive | None = None
     """Weights that travel at a time; null: 512 from a GPU, 30 from a CPU (of more, fresh memory costs servers more than
     the wire does)."""
@@ -93,7 +95,8 @@ class RolloutConfig:
     """1: generate the next step's rollouts while a step trains, with weights that are one update old, corrected by
     truncated importance weights (loss.tis_cap); 0: exactly on-policy."""
     colocated: bool = False
-    """Servers share the trainer's GPUs: they release their memory while it trains."""
+    """Servers share the trainer's GPUs: they release their memory while it trains, and it gives back its gradients and
+    caches while they generate. Wants rollout.sync.transport ``tensor`` (or ``disk``) and rollout.ahead = 0."""
     max_batch: Positive = 256
     """Completions that the local engine decodes at once on a rank."""
     max_in_flight: Positive = 64

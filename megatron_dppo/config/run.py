@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,11 @@ class RunConfig:
 
     dir: str = "runs/default"
     """Where checkpoints, logs, the picture and the export go. The same command run again resumes from here."""
+    resume: Literal["same", "anyway"] = "same"
+    """What a run that is started again may change. ``same``: how long it runs, how fast and where; a change of the
+    policy, the data, the reward, the loss, the pruning or the seed is refused, since its results would be neither's.
+    ``anyway``: those too, from the last checkpoint on; other data or another seed begin a new order of prompts. For
+    ``sft``, ``anyway`` warms up a policy that was warmed up already."""
     seed: Count = 1
     """Seeds the order of the prompts, the draws of the pruning, and the sampling of the local engine."""
     steps: Positive = 100
@@ -24,11 +29,22 @@ class RunConfig:
     """Steps between checkpoints; 0: only after the last step."""
     keep_checkpoints: Positive = 2
     """How many of the latest checkpoints stay on the disk."""
+    keep_best: bool = True
+    """Keep the checkpoint with the best held-out accuracy besides, of the steps that are both evaluated (eval.every)
+    and saved (run.checkpoint_every)."""
     checkpoint_in_background: bool = False
     """Write checkpoints while training goes on, from a copy of the state in host memory."""
+    checkpoint_durable: bool = True
+    """Wait until the disk itself has a checkpoint, its files and directories, before it counts. Without that, a
+    checkpoint survives whatever ends the run's processes all the same, and may take less time; but a power cut or a
+    crash of the machine may damage the last ones, which their checksums then tell."""
     late_s: Seconds = 120.0
     """Seconds that ranks wait for another one before the log names it, with the place in the code where it stands; all
     are named where none has moved for half of layout.timeout_s."""
+    max_idle_steps: Count = 20
+    """Steps in a row without anything to train on, after which the run is saved and ends with an error: where all
+    rewards of every group are equal, as after a collapse, no further step changes the policy. 0: go on whatever
+    comes."""
     export: bool = True
     """Write the trained policy as a Hugging Face directory (``DIR/hf``) at the end."""
     length_gate: Annotated[float, Field(gt=1.0)] | None = 1.5

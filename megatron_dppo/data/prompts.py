@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import DataConfig
-from megatron_dppo.data.generators import GENERATORS, Split, columns_of_generators
+from megatron_dppo.data.examples import Example, Source, example_of, read_examples, source_of
+from megatron_dppo.data.generators import Split
 from megatron_dppo.data.render import render
-from megatron_dppo.data.rows import Row, read_rows
+from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Prompt
@@ -52,20 +52,8 @@ class WorkedAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Example:
-    """What a source says of one problem, before it is rendered."""
-
-    row: Row
-    prompt: str | Sequence[Mapping[str, Any]]
-    label: str
-    response: str
-    data_source: str
-    extra: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class _Rendered:
-    example: _Example
+    example: Example
     text: str
     token_ids: NDArray[np.int32]
 
@@ -88,7 +76,7 @@ def prompts_of(rows: Sequence[Row], data: DataConfig, tokenizer: Tokenizer) -> l
     Raises:
         UserError: for a row without its prompt or label, and a chat template that fails.
     """
-    return _prompts(_rendered([_from_row(row, data, responses=False) for row in rows], data, tokenizer))
+    return _prompts(_rendered([example_of(row, data) for row in rows], data, tokenizer))
 
 
 def load_worked_answers(data: DataConfig, tokenizer: Tokenizer, *, split: Split = "train") -> list[WorkedAnswer]:
@@ -107,20 +95,14 @@ def load_worked_answers(data: DataConfig, tokenizer: Tokenizer, *, split: Split 
 
 
 def _load(data: DataConfig, tokenizer: Tokenizer, split: Split, *, responses: bool) -> tuple[list[_Rendered], int]:
-    source = data.train if split == "train" or (data.eval is None and data.train in GENERATORS) else data.eval
+    source = source_of(data, split)
     if source is None:
         return [], 0
-    assert isinstance(source, str), "of several files the caller asks for one"
-    setting = "data.train" if source is data.train else "data.eval"
-    if source in GENERATORS:
-        rows, columns = GENERATORS[source].rows(data, split), columns_of_generators(data)
-    else:
-        rows, columns = read_rows(source, setting), data
-    examples = [_from_row(row, columns, responses=responses) for row in rows]
-    return _within_limit(_rendered(examples, data, tokenizer), data, source, setting)
+    examples = read_examples(source, data, split, responses=responses)
+    return _within_limit(_rendered(examples, data, tokenizer), data, source)
 
 
-def _rendered(examples: Sequence[_Example], data: DataConfig, tokenizer: Tokenizer) -> list[_Rendered]:
+def _rendered(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer) -> list[_Rendered]:
     texts = render([(e.row, e.prompt) for e in examples], data, tokenizer)
     token_ids = _tokenise(tokenizer, texts)
     return [
@@ -131,32 +113,18 @@ def _rendered(examples: Sequence[_Example], data: DataConfig, tokenizer: Tokeniz
 
 def _prompts(rendered: Sequence[_Rendered]) -> list[Prompt]:
     return [
-        Prompt(number, r.token_ids, r.text, r.example.label, r.example.data_source, r.example.extra)
+        Prompt(
+            id=number,
+            token_ids=r.token_ids,
+            text=r.text,
+            label=r.example.label,
+            data_source=r.example.data_source,
+            extra=r.example.extra,
+            asked=r.example.prompt,
+            place=r.example.row.place,
+        )
         for number, r in enumerate(rendered)
     ]
-
-
-def _from_row(row: Row, data: DataConfig, *, responses: bool) -> _Example:
-    response = ""
-    if responses:
-        setting = "data.response_key" if data.response_key else "data.label_key"
-        response = _as_text(row.require(data.response_key or data.label_key, setting))
-    extra = row.values.get("extra_info", row.values.get("metadata"))  # as verl has it, and slime
-    return _Example(
-        row=row,
-        prompt=row.require(data.prompt_key, "data.prompt_key"),
-        label="" if responses else _as_text(row.require(data.label_key, "data.label_key")),
-        response=response,
-        data_source=str(row.values.get("data_source") or ""),
-        extra=extra if isinstance(extra, Mapping) else row.values,
-    )
-
-
-def _as_text(value: Any) -> str:
-    # Whole numbers that parquet stores as floats are the integers their author wrote.
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _tokenise(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -164,9 +132,7 @@ def _tokenise(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
 
 
-def _within_limit(
-    rendered: list[_Rendered], data: DataConfig, source: str, setting: str
-) -> tuple[list[_Rendered], int]:
+def _within_limit(rendered: list[_Rendered], data: DataConfig, source: Source) -> tuple[list[_Rendered], int]:
     limit = data.max_prompt_tokens
     for r in rendered:
         if not len(r.token_ids):
@@ -179,8 +145,8 @@ def _within_limit(
     kept = [r for r in rendered if len(r.token_ids) <= limit]
     if rendered and not kept:
         raise UserError(
-            setting,
-            source,
+            source.setting,
+            source.name,
             f"all {len(rendered)} prompts are longer than data.max_prompt_tokens = {limit}",
             f"Raise the limit: the shortest has {min(len(r.token_ids) for r in rendered)} tokens",
         )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,11 @@ COLUMNS_IN_USE = {
     "data.response_key": ("response", "answer", "solution"),
 }
 """What published data sets call these columns, likeliest first: proposed where a row lacks the one asked for."""
+DEEPEST = 64
+"""Values within values of a row. Far above what data sets have, and far below what Python's own recursion bears: rows
+travel to other processes, and templates walk through them."""
+INVISIBLE = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
+"""Unicode's categories of characters that nobody sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,86 @@ class Row:
             raise self.complaint(f"holds null in column {key!r}", f"Remove the row, or set {setting} to another column")
         return value
 
+    def require_text(self, key: str, setting: str) -> Any:
+        """As ``require``, for a value that is going to be read: none of its strings may hold half a character.
+
+        Raises:
+            UserError: as ``require``; and for lone surrogates, which JSON can write and no tokenizer or log can.
+        """
+        value = self.require(key, setting)
+        self.check_strings(value, key)
+        return value
+
+    def check_strings(self, value: Any, key: str) -> None:
+        """Refuse lone surrogates anywhere in a value of column ``key``.
+
+        Raises:
+            UserError: naming the first.
+        """
+        for text in strings(value, names=True):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                half = f"\\u{ord(text[error.start]):04x}"
+                problem = f"holds half a character ({half}, a lone surrogate) in column {key!r}"
+                raise self.complaint(problem, "Mend the text, or remove the row") from error
+
+
+def strings(value: Any, *, names: bool = False) -> Iterator[str]:
+    """Every string in a value of JSON; with ``names`` those of columns, too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        if names:
+            yield from value
+        for part in value.values():
+            yield from strings(part, names=names)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from strings(part, names=names)
+
+
+def is_too_deep(value: dict[str, Any] | list[Any]) -> bool:
+    """Whether more than :data:`DEEPEST` values lie within each other. Does not itself recurse."""
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        level = [
+            part
+            for each in level
+            for part in (each.values() if isinstance(each, dict) else each)
+            if isinstance(part, dict | list | tuple)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text has nothing to be seen in it: white space, control characters, marks of no width."""
+    return all(unicodedata.category(character) in INVISIBLE for character in text)
+
+
+def as_text(value: Any) -> str:
+    """A string, a number or a truth value as its author wrote it.
+
+    Whole numbers that parquet stores as floats or decimals are the integers that they were.
+
+    Raises:
+        ValueError: for numbers that are none, and for all that has no one spelling.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float | Decimal):
+        if not math.isfinite(value):
+            raise ValueError(f"{value} (no number)")
+        if value == int(value):
+            return str(int(value))
+    if isinstance(value, Decimal):
+        return f"{value:f}".rstrip("0")
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    raise ValueError(f"a {type(value).__name__}, which may be written in several ways")
+
 
 def read_rows(file: str, setting: str) -> list[Row]:
     """All rows of a JSONL file (.jsonl), a JSON list (.json) or a parquet file (.parquet).
@@ -74,7 +162,10 @@ def read_rows(file: str, setting: str) -> list[Row]:
     readers = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
     if path.suffix not in readers:
         raise UserError(setting, file, "is of no known kind", f"Give a file ending in {', '.join(readers)}")
-    rows = list(readers[path.suffix](path, setting))
+    try:
+        rows = list(readers[path.suffix](path, setting))
+    except OSError as error:
+        raise UserError(setting, file, f"cannot be read ({error})", "Make it readable") from error
     if not rows:
         raise UserError(setting, file, "holds no rows", "Give a file with at least one prompt")
     return rows
@@ -96,13 +187,21 @@ def _parse(line: str, place: str, setting: str) -> Row:
         values = json.loads(line)
     except ValueError as error:
         raise UserError(setting, place, f"is not JSON ({error})", "Mend or remove the line") from error
+    except RecursionError as error:
+        raise _too_deep(setting, place) from error
     return _as_row(values, place, setting)
 
 
 def _as_row(values: Any, place: str, setting: str) -> Row:
     if not isinstance(values, dict):
         raise UserError(setting, place, f"is a {type(values).__name__}, no object", "Give one JSON object for each row")
+    if is_too_deep(values):
+        raise _too_deep(setting, place)
     return Row(values, setting, place)
+
+
+def _too_deep(setting: str, place: str) -> UserError:
+    return UserError(setting, place, f"holds more than {DEEPEST} values within each other", "Flatten or remove it")
 
 
 def _read_json(path: Path, setting: str) -> Iterator[Row]:
@@ -111,6 +210,8 @@ def _read_json(path: Path, setting: str) -> Iterator[Row]:
     except ValueError as error:
         remedy = "Mend it, or call it .jsonl if it holds one object a line"
         raise UserError(setting, path, f"is not JSON ({error})", remedy) from error
+    except RecursionError as error:
+        raise _too_deep(setting, str(path)) from error
     if not isinstance(values, list):
         raise UserError(setting, path, "is not a list of objects", "Give a JSON list, or JSONL")
     for number, value in enumerate(values, 1):
@@ -125,8 +226,26 @@ def _read_parquet(path: Path, setting: str) -> Iterator[Row]:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(setting, path, f"is no readable parquet file ({error})", "Copy or write it again") from error
-    for number, values in enumerate(table.to_pylist(), 1):
-        yield Row(values, setting, f"{path}, row {number}")
+    try:
+        rows = table.to_pylist()
+    except Exception as error:  # text that is not UTF-8, dates that Python has no room for, columns of one name
+        raise _unreadable(table, path, setting) from error
+    for number, values in enumerate(rows, 1):
+        yield _as_row(values, f"{path}, row {number}", setting)
+
+
+def _unreadable(table: Any, path: Path, setting: str) -> UserError:
+    """What a table's values say of themselves where they cannot be read, with the first place that it is true of."""
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if table.column_names.count(name) > 1:
+            return UserError(setting, path, f"has several columns {name!r}", "Give each a name of its own")
+        for number, value in enumerate(column, 1):
+            try:
+                value.as_py()
+            except Exception as error:
+                problem = f"holds in column {name!r} what cannot be read ({error})"
+                return UserError(setting, f"{path}, row {number}", problem, "Mend the value, or leave the column out")
+    return UserError(setting, path, "holds what cannot be read", "Write it again")
 
 
 def _descend(value: Any, keys: list[str]) -> Any:

@@ -66,11 +66,18 @@ def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
         if not file.is_file():
             continue
         try:
-            listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except ValueError as error:
+            settings = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
             raise UserError("model.path", file, f"is not JSON ({error})", "Copy the file again") from error
-        if listed is not None:
-            return tuple(listed) if isinstance(listed, list) else (int(listed),)
+        if not isinstance(settings, dict):
+            raise UserError("model.path", file, "is no JSON object", "Copy the file again")
+        listed = settings.get("eos_token_id")
+        if listed is None:
+            continue
+        stops = listed if isinstance(listed, list) else [listed]
+        if not stops or not all(isinstance(token, int) and not isinstance(token, bool) for token in stops):
+            raise UserError("model.path", file, f"has no token's id in eos_token_id ({listed!r:.60})", "Copy it again")
+        return tuple(stops)
     return (end_token_id(tokenizer),)
 
 

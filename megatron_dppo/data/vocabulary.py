@@ -6,13 +6,11 @@ Both stand on the byte-level alphabet of Qwen's own tokenizer, so that every loa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_dppo.data.rows import read_rows
+from megatron_dppo.data.rows import read_rows, strings
 from megatron_dppo.errors import UserError
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -60,7 +58,10 @@ def train_bpe(corpus: Path, vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     rows = read_rows(str(corpus), "--corpus")
-    tokenizer.train_from_iterator((text for row in rows for text in _texts(row.values)), trainer)
+    for row in rows:
+        for column, value in row.values.items():
+            row.check_strings(value, column)
+    tokenizer.train_from_iterator((text for row in rows for text in strings(row.values)), trainer)
     return tokenizer
 
 
@@ -96,14 +97,3 @@ def _dressed(tokenizer: Tokenizer, *, specials: tuple[str, ...]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     return tokenizer
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _texts(part)
-    elif isinstance(value, list):
-        for part in value:
-            yield from _texts(part)

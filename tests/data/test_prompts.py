@@ -44,6 +44,16 @@ def test_system_message_stands_before_prompts_that_are_strings(tokenizer: Tokeni
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>")
 
 
+def test_system_message_stands_before_chats_that_have_none_of_their_own(tokenizer: Tokenizer, write: Write) -> None:
+    question = {"role": "user", "content": "Hi"}
+    rows = [[question], [{"role": "system", "content": "Be long."}, question], json.dumps([question])]
+    data = DataConfig(train=write([{"prompt": chat, "label": 1} for chat in rows]), system="Be brief.")
+    without, own, as_text = (prompt.text for prompt in load_prompts(data, tokenizer, split="train"))
+    assert without.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>")
+    assert own.startswith("<|im_start|>system\nBe long.<|im_end|>\n<|im_start|>user\nHi<|im_end|>")
+    assert "Be brief" not in own and as_text == without
+
+
 def test_plain_prompts_are_left_as_they_stand(tokenizer: Tokenizer, write: Write) -> None:
     data = DataConfig(train=write([{"prompt": " 1+2=", "label": "3"}]), chat_template=False)
     prompt = load_prompts(data, tokenizer, split="train")[0]
@@ -109,7 +119,7 @@ GOOD = {"prompt": "a", "label": "1"}
         ('{"prompt": "", "label": "1"}\n', {}, ["line 1", "empty prompt"]),
         ('{"prompt": "", "label": "1"}\n', {"chat_template": False}, ["line 1", "empty prompt"]),
         ('{"prompt": 7, "label": "1"}\n', {}, ["line 1", "neither a string nor a list of messages"]),
-        ('{"prompt": [{"role": "user"}], "label": "1"}\n', {}, ["line 1", "chat template"]),
+        ('{"prompt": [{"role": "user"}], "label": "1"}\n', {}, ["line 1", "no content"]),
         (
             '{"prompt": [{"role": "user", "content": "a"}], "label": "1"}\n',
             {"chat_template": False},

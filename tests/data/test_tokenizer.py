@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.data.tokenizer import Tokenizer, pad_token_id, stop_token_ids
+from megatron_dppo.errors import UserError
 
 
 def test_generation_config_names_the_stops_before_config(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -18,6 +19,15 @@ def test_generation_config_names_the_stops_before_config(tmp_path: Path, tokeniz
     assert stop_token_ids(tmp_path, tokenizer) == (7,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9], "pad_token_id": 3}))
     assert stop_token_ids(tmp_path, tokenizer) == (8, 9)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "3", "[" * 100_000, "{", '{"eos_token_id": "a"}', '{"eos_token_id": [null]}']
+)
+def test_stop_that_is_no_token_names_its_file(tmp_path: Path, tokenizer: Tokenizer, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(UserError, match=r"generation_config\.json"):
+        stop_token_ids(tmp_path, tokenizer)
 
 
 def test_padding_is_no_stop_of_a_fresh_policy(model: Path, tokenizer: Tokenizer) -> None:
