@@ -1,11 +1,12 @@
 """A step of the real Qwen3 shapes on one GPU, packed, and the same sequences padded to the longest.
 
     python benchmarks/gpu_step.py [--json] [--shapes 0.6b 1.7b 4b] [--sequences 64] [--pack-tokens 8192]
+    python benchmarks/gpu_step.py --shapes 1.7b --sync-debug --profile kernels.txt
     python benchmarks/gpu_step.py --tiny
 
 Needs the package's directory on PYTHONPATH where it is not installed, and of its requirements torch, megatron-core,
-pydantic, NumPy and, for the fast layers, Transformer Engine. The 4B shape takes some 67 GiB for weights, gradients and
-Adam's state before any activation.
+pydantic, PyYAML, NumPy, transformers and, for the fast layers, Transformer Engine. The 4B shape takes some 67 GiB for
+weights, gradients and Adam's state before any activation.
 
 Weights are random, in bf16; lengths are those of long-tailed answers, up to 4,096 tokens with the prompt. A step is
 the trainer's own: forward and backward passes over all packs, the gradient's norm, and Adam; the pass for
@@ -15,8 +16,19 @@ process of its own.
 The padded way goes through the same code, a pack holding as many sequences as fit once each is as long as the longest.
 The head scores response tokens alone there, too, which a trainer that pads seldom does.
 
-MFU is the model's FLOPs for real tokens (no padding, nothing recomputed), over the time of a step and over the rate
-that the same process reaches in a product of large matrices of the weights' type.
+``model_flops_share`` is the model's FLOPs for real tokens (no padding, nothing recomputed), over the time of a step and
+over the rate that the same process reaches in a product of large matrices of the weights' type: what is called MFU, but
+for a data sheet's rate.
+
+``peak_gib`` is the most that torch had allocated at once. ``planned_peak_gib`` beside it sums what
+``megatron-dppo plan`` expects of the same shape and pack: weights, gradients, Adam's state, activations, the head. It
+leaves out what the plan adds and torch's count has not: buckets on their way to servers (none are sent here), CUDA's
+own memory, and what is lost between allocations. The plan reckons with Transformer Engine's layers; with torch's, the
+two do not compare.
+
+``--sync-debug`` counts how often the host waits for the device in torch's own calls (a value read, a copy from memory
+that is not pinned), by the places in the code, on standard error. A wait for the whole device or inside a library is
+not seen. With two packs or more it tells what each pack costs from what an update does once.
 
 Without CUDA it ends with exit code 2. With ``--tiny`` a tiny shape runs anywhere, in fp32 on a CPU, to see that it
 works; its figures say nothing.
@@ -32,22 +44,37 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, get_args, get_type_hints
 from unittest import mock
 
 import numpy as np
 import torch
+from gpu_watch import waits_per_pack, write_profile
 
-from megatron_dppo.config import LayoutConfig, LossConfig, ModelConfig, OptimizerConfig
-from megatron_dppo.models.actor import Actor, Microbatch, Responses, Sums
+from megatron_dppo.config import (
+    HEAD_CHUNK_MIB,
+    Config,
+    LayoutConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PackConfig,
+)
+from megatron_dppo.learner import PolicyLoss
+from megatron_dppo.models.actor import Actor, Microbatch, Sums
 from megatron_dppo.models.policy import DTYPES, PolicyModel
 from megatron_dppo.models.published import PUBLISHED
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.parallel.layout import capacity_multiple
 from megatron_dppo.parallel.world import initialize
+from megatron_dppo.plan.assumptions import Assumptions
+from megatron_dppo.plan.hardware import GIB, GPUS
+from megatron_dppo.plan.memory import actor_memory
+from megatron_dppo.plan.placement import Placement
 from megatron_dppo.rl.hosts import host_for
-from megatron_dppo.rl.losses import token_losses
 from megatron_dppo.rl.pack import PackedRow, build_pack
 from megatron_dppo.rl.packing import CostModel, pack_sequences
 from megatron_dppo.rl.types import Pack
@@ -56,6 +83,8 @@ TINY = PolicyShape(2, 64, 4, 2, 16, 128, 512, True, 1e6, 1e-6, 4096)
 PROMPT, LONGEST, TYPICAL, SPREAD = 256, 4096, 700, 0.9
 """Tokens of a prompt, of the longest sequence, and the median and log-deviation of responses."""
 WARM_UP, REPEATS = 2, 5
+NOT_ALLOCATED = ("sync", "reserved", "fragmentation")
+"""Parts of a plan that no allocation of a step answers to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +92,13 @@ class Setting:
     shape: str
     sequences: int
     pack_tokens: int
-    spec: str
-    dtype: str
-    recompute: str
+    model: ModelConfig
+    optimizer: OptimizerConfig
     scale: int
     """What lengths are divided by: 1 but for the tiny shape."""
+    sync_debug: bool
+    profile: str | None
+    """Where the profiler's table goes: a file, or - for standard error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +115,10 @@ class Way:
     optimizer_s: float
     log_probabilities_s: float
     tokens_per_second: float
-    mfu: float
+    model_flops_share: float
     peak_gib: float | None
     """Most memory allocated on the GPU during a step; None on a CPU."""
+    planned_peak_gib: float
 
 
 def make_rows(setting: Setting, vocabulary: int) -> list[PackedRow]:
@@ -104,7 +136,13 @@ def make_rows(setting: Setting, vocabulary: int) -> list[PackedRow]:
 def packed(rows: list[PackedRow], setting: Setting, hidden: int) -> list[Pack]:
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
     limit = setting.pack_tokens // setting.scale
-    packing = pack_sequences(lengths, ranks=1, max_tokens=limit, costs=CostModel.of_width(hidden))
+    packing = pack_sequences(
+        lengths,
+        ranks=1,
+        max_tokens=limit,
+        capacity_multiple=capacity_multiple(LayoutConfig(dp=1), limit, cuda=torch.cuda.is_available()),
+        costs=CostModel.of_width(hidden),
+    )
     return [build_pack([rows[i] for i in pack], packing.capacity, pad_id=0, align=1) for pack in packing.packs[0]]
 
 
@@ -117,20 +155,11 @@ def padded(rows: list[PackedRow], setting: Setting) -> list[Pack]:
     ]
 
 
-def loss_of(responses: Responses) -> tuple[torch.Tensor, Sums]:
-    losses = token_losses(
-        host_for(LossConfig()),
-        logprobs=responses.logprobs,
-        old_logprobs=None,
-        engine_logprobs=responses.engine_logprobs,
-        reference_logprobs=None,
-        advantage=responses.advantage,
-        kl_coef=0.0,
-        tis_cap=None,
-        row=torch.from_numpy(responses.pack.row).to(responses.logprobs.device),
-        fresh=torch.ones_like(responses.logprobs, dtype=torch.bool),
-    )
-    return (losses.loss * responses.scale).sum(), losses.sums
+def update(actor: Actor, packs: list[Pack]) -> None:
+    """The trainer's own, by so small a rate that the next one's figures are no others."""
+    loss = PolicyLoss(host_for(LossConfig()), kl_coef=0.0, tis_cap=None, version=0)
+    loss.take_scored()  # of which a run compares those of a step's first update
+    actor.update([Microbatch(pack) for pack in packs], loss, lr=1e-7)
 
 
 def forward_flops(shape: PolicyShape, rows: list[PackedRow]) -> float:
@@ -177,9 +206,19 @@ def random_weights(bare: PolicyModel) -> None:
             parameter.data.normal_(0.0, 0.02, generator=generator)
 
 
-def measure_way(actor: Actor, packs: list[Pack], rows: list[PackedRow], rate: float) -> Way:
+def planned_gib(setting: Setting, shape: PolicyShape, pack_tokens: int) -> float:
+    """What a plan expects of what torch allocates in a step on one GPU."""
+    layout = LayoutConfig(dp=1)
+    config = Config(
+        model=setting.model, layout=layout, optimizer=setting.optimizer, pack=PackConfig(max_tokens=pack_tokens)
+    )
+    placement = Placement(layout, ranks=1, servers=(1,), shared=True, gpus=1)
+    parts = actor_memory(config, shape, placement, GPUS["h100"], Assumptions()).parts
+    return sum(size for part, size in parts.items() if part not in NOT_ALLOCATED) / GIB
+
+
+def measure_way(actor: Actor, packs: list[Pack], rows: list[PackedRow], rate: float, setting: Setting) -> Way:
     device = actor.world.device
-    microbatches = [Microbatch(pack) for pack in packs]
     tokens = sum(len(row.prompt_ids) + len(row.response_ids) for row in rows)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -195,7 +234,7 @@ def measure_way(actor: Actor, packs: list[Pack], rows: list[PackedRow], rate: fl
         return outputs
 
     with mock.patch.object(actor, "accumulate", timed_passes):
-        step = seconds_of(lambda: actor.update(microbatches, loss_of, lr=1e-7), device)
+        step = seconds_of(lambda: update(actor, packs), device)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     forward_backward = statistics.median(passes[WARM_UP:])
     scoring = seconds_of(lambda: actor.log_probabilities(packs), device)
@@ -208,8 +247,9 @@ def measure_way(actor: Actor, packs: list[Pack], rows: list[PackedRow], rate: fl
         optimizer_s=step - forward_backward,
         log_probabilities_s=scoring,
         tokens_per_second=tokens / step,
-        mfu=3 * forward_flops(actor.bare.shape, rows) / step / rate,
+        model_flops_share=3 * forward_flops(actor.bare.shape, rows) / step / rate,
         peak_gib=peak,
+        planned_peak_gib=planned_gib(setting, actor.bare.shape, len(packs[0].token_ids)),
     )
 
 
@@ -222,32 +262,33 @@ def measure(setting: Setting, results: multiprocessing.Queue[dict[str, object]])
     layout = LayoutConfig(dp=1)
     world = initialize(layout, seed=1, timeout_s=600.0)
     shape = PUBLISHED.get(f"qwen3-{setting.shape}", TINY)
-    rate = matrix_rate(world.device, DTYPES[setting.dtype])
-    actor = Actor(
-        shape,
-        ModelConfig(dtype=setting.dtype, spec=setting.spec, recompute=setting.recompute, head_chunk_mib=256),
-        layout,
-        OptimizerConfig(),
-        world,
-        temperature=1.0,
-        load=random_weights,
-    )
+    rate = matrix_rate(world.device, DTYPES[setting.model.dtype])
+    actor = Actor(shape, setting.model, layout, setting.optimizer, world, temperature=1.0, load=random_weights)
     rows = make_rows(setting, shape.vocab_size)
-    ours = measure_way(actor, packed(rows, setting, shape.hidden), rows, rate)
-    theirs = measure_way(actor, padded(rows, setting), rows, rate)
+    packs = packed(rows, setting, shape.hidden)
+    ours = measure_way(actor, packs, rows, rate, setting)
+    passes = {"update": partial(update, actor), "log_probabilities": actor.log_probabilities}
+    waits = {name: waits_per_pack(name, work, packs) for name, work in passes.items()} if setting.sync_debug else None
+    if setting.profile:
+        title = f"A step of {setting.shape} over {len(packs)} packs of {len(packs[0].token_ids)} tokens"
+        write_profile(lambda: update(actor, packs), world.device, setting.profile, title)
+    theirs = measure_way(actor, padded(rows, setting), rows, rate, setting)
     results.put(
         {
             "shape": setting.shape,
             "parameters": sum(parameter.numel() for parameter in actor.bare.parameters()),
             "spec": "te" if actor.bare.config.apply_rope_fusion else "torch",
-            "dtype": setting.dtype,
-            "recompute": setting.recompute,
+            "dtype": setting.model.dtype,
+            "recompute": setting.model.recompute,
+            "head_chunk_mib": setting.model.head_chunk_mib or HEAD_CHUNK_MIB[world.device.type],
+            "offload": setting.optimizer.offload,
             "sequences": len(rows),
             "tokens": sum(len(row.prompt_ids) + len(row.response_ids) for row in rows),
             "matrix_tflops": rate / 1e12,
             "packed": asdict(ours),
             "padded": asdict(theirs),
             "padded_over_packed_seconds": theirs.seconds / ours.seconds,
+            "host_waits": waits,
         }
     )
 
@@ -266,37 +307,68 @@ def in_own_process(setting: Setting) -> dict[str, object]:
     return report
 
 
-def main() -> None:
+def arguments_of(words: Sequence[str] | None = None) -> argparse.Namespace:
+    choices = {name: get_args(get_type_hints(ModelConfig)[name]) for name in ("spec", "recompute")}
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", default=["0.6b", "1.7b", "4b"], help="of the dense Qwen3 models")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--pack-tokens", type=int, default=8192)
-    parser.add_argument("--spec", choices=["auto", "te", "torch"], default="auto", help="layers, as model.spec")
-    parser.add_argument("--recompute", choices=["none", "full"], default="none", help="as model.recompute")
+    parser.add_argument("--spec", choices=choices["spec"], default="auto", help="layers, as model.spec")
+    parser.add_argument("--recompute", choices=choices["recompute"], default="none", help="as model.recompute")
+    parser.add_argument("--head-chunk-mib", type=int, help="as model.head_chunk_mib, whose default it has")
+    parser.add_argument("--offload", action="store_true", help="as optimizer.offload")
+    parser.add_argument("--sync-debug", action="store_true", help="count how often the host waits for the GPU")
+    parser.add_argument("--profile", nargs="?", const="-", metavar="FILE", help="a table of a packed step by kernel")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, on a CPU too, to see that it works")
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
-    arguments = parser.parse_args()
-    cuda = torch.cuda.is_available()
+    arguments = parser.parse_args(words)
+    arguments.shapes = ["tiny"] if arguments.tiny else arguments.shapes
+    if unknown := [shape for shape in arguments.shapes if shape != "tiny" and f"qwen3-{shape}" not in PUBLISHED]:
+        parser.error(f"no such shape: {', '.join(unknown)}; there are {', '.join(PUBLISHED)}")
+    return arguments
+
+
+def settings_of(arguments: argparse.Namespace, *, cuda: bool) -> list[Setting]:
+    given = {} if arguments.head_chunk_mib is None else {"head_chunk_mib": arguments.head_chunk_mib}
+    model = ModelConfig(dtype="bf16" if cuda else "fp32", spec=arguments.spec, recompute=arguments.recompute, **given)
+    return [
+        Setting(
+            shape,
+            arguments.sequences,
+            arguments.pack_tokens,
+            model,
+            OptimizerConfig(offload=arguments.offload),
+            scale=16 if arguments.tiny else 1,
+            sync_debug=arguments.sync_debug and cuda,
+            profile=arguments.profile,
+        )
+        for shape in arguments.shapes
+    ]
+
+
+def line_of(shape: str, name: str, way: dict[str, Any]) -> str:
+    peak, planned = way["peak_gib"], way["planned_peak_gib"]
+    return (
+        f"{shape:6} {name}  {way['seconds']:8.3f} s  log-probabilities {way['log_probabilities_s']:8.3f} s  "
+        f"{way['tokens_per_second']:9.0f} tokens/s  {100 * way['model_flops_share']:5.1f}% of the matrix rate  "
+        f"fill {100 * way['fill']:5.1f}%" + ("" if peak is None else f"  peak {peak:.1f} GiB, planned {planned:.1f}")
+    )
+
+
+def main() -> None:
+    arguments, cuda = arguments_of(), torch.cuda.is_available()
     if not cuda and not arguments.tiny:
         print("gpu_step.py needs CUDA, and torch sees none; --tiny shows on a CPU that it works", file=sys.stderr)
         raise SystemExit(2)
-    shapes = ["tiny"] if arguments.tiny else arguments.shapes
-    if unknown := [shape for shape in shapes if shape != "tiny" and f"qwen3-{shape}" not in PUBLISHED]:
-        parser.error(f"no such shape: {', '.join(unknown)}; there are {', '.join(PUBLISHED)}")
+    if not cuda and arguments.sync_debug:
+        print("--sync-debug counts nothing here: without CUDA the host waits for no device", file=sys.stderr)
     rows = []
-    for shape in shapes:
-        scale = 16 if arguments.tiny else 1
-        dtype = "bf16" if cuda else "fp32"
-        sizes = (arguments.sequences, arguments.pack_tokens)
-        report = in_own_process(Setting(shape, *sizes, arguments.spec, dtype, arguments.recompute, scale))
+    for setting in settings_of(arguments, cuda=cuda):
+        report = in_own_process(setting)
         rows.append(report)
         if not arguments.json:
             for name in ("packed", "padded"):
-                way = report[name]
-                print(
-                    f"{shape:6} {name}  {way['seconds']:8.3f} s  {way['tokens_per_second']:9.0f} tokens/s  "
-                    f"MFU {100 * way['mfu']:5.1f}%  fill {100 * way['fill']:5.1f}%"
-                )
+                print(line_of(setting.shape, name, report[name]))
     device = torch.cuda.get_device_name() if cuda else "cpu"
     print(json.dumps({"device": device, "torch": torch.__version__, "tiny": arguments.tiny, "shapes": rows}))
 

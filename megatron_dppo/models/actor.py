@@ -7,6 +7,7 @@ that is given no token count. The same plan then gives the same gradient in ever
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,46 +23,21 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.context import Share, share_of
 from megatron_dppo.models.layer_specs import add_to_main_gradients
+from megatron_dppo.models.microbatch import Microbatch, Responses, place
+from megatron_dppo.models.offload import OffloadedState
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.parallel.without_cuda import prepare_adam_state
+from megatron_dppo.parallel.adam_state import prepare_adam_state
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Pack
 
 Sums = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Responses:
-    """A pack's response tokens as the loss sees them: R targets, on the device of the last stage."""
-
-    pack: Pack
-    logprobs: torch.Tensor
-    """[R], fp32, with gradient while training."""
-    entropy: torch.Tensor
-    """[R]"""
-    score_norm: torch.Tensor
-    """[R], the norm of the gradient of log p by the logits over the temperature."""
-    advantage: torch.Tensor
-    scale: torch.Tensor
-    """[R], fp32; what a token's loss is multiplied by."""
-    engine_logprobs: torch.Tensor
-    old_logprobs: torch.Tensor | None
-    reference_logprobs: torch.Tensor | None
-
-
 Loss = Callable[[Responses], tuple[torch.Tensor, Sums]]
 """From a pack's responses to its share of the minibatch's loss (a sum) and to sums for the metrics."""
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """A pack, and what earlier passes said of its targets (on the last stage; None elsewhere or where not needed)."""
-
-    pack: Pack
-    old_logprobs: np.ndarray | None = None
-    reference_logprobs: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,39 +69,61 @@ class Policy:
         """√Σ_t ‖e_t − p_t‖² of each row of a pack, [rows]; None but on the last stage. Collective over the replica."""
 
         def norms(responses: Responses) -> torch.Tensor:
-            row = torch.from_numpy(responses.pack.row).to(responses.score_norm.device)
-            rows = int(row.max()) + 1 if len(row) else 0
-            return responses.score_norm.new_zeros(rows).index_add(0, row, responses.score_norm.square()).sqrt()
+            rows = int(responses.pack.row.max(initial=-1)) + 1
+            assert responses.score_norm is not None
+            squares = responses.score_norm.square()
+            return squares.new_zeros(rows).index_add(0, responses.row, squares).sqrt()
 
-        return self._measure(packs, norms)
+        return self._measure(packs, norms, score_norm=True)
+
+    def release_memory(self) -> None:
+        """Give what is cached of the device's memory back, for servers that share it."""
+        if self.world.device.type == "cuda":
+            gc.collect()  # what a cycle keeps is not free
+            torch.cuda.ipc_collect()  # nor what was handed to a server, until it is asked whether that has let go of it
+            torch.cuda.empty_cache()
 
     @torch.no_grad()
-    def _measure(self, packs: Sequence[Pack], what: Callable[[Responses], torch.Tensor]) -> list[np.ndarray | None]:
+    def _measure(
+        self, packs: Sequence[Pack], what: Callable[[Responses], torch.Tensor], *, score_norm: bool = False
+    ) -> list[np.ndarray | None]:
         def collect(responses: Responses) -> tuple[torch.Tensor, Sums]:
             return responses.logprobs.sum(), {"measured": what(responses)}
 
         self.module.eval()
-        outputs = self._run([Microbatch(pack) for pack in packs], collect, forward_only=True)
+        microbatches = [Microbatch(pack) for pack in packs]
+        outputs = self._run(microbatches, collect, forward_only=True, score_norm=score_norm)
         if not self.world.last_stage:
             return [None] * len(packs)
         return [output["measured"].float().cpu().numpy() for output in outputs]
 
-    def _run(self, microbatches: Sequence[Microbatch], loss: Loss, *, forward_only: bool) -> list[Sums]:
+    def _share(self, pack: Pack) -> Share | None:
+        """What this rank computes of a pack, from what the host knows of it; None: all."""
+        if self.world.cp == 1:
+            return None
+        lengths = np.diff(pack.cu_seqlens).tolist()
+        return share_of(lengths, torch.from_numpy(pack.predictors), self.world.cp_rank, self.world.cp)
+
+    def _run(
+        self, microbatches: Sequence[Microbatch], loss: Loss, *, forward_only: bool, score_norm: bool = False
+    ) -> list[Sums]:
         device = self.world.device
 
         def forward(batches: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
             batch = next(batches)
-            pack = batch.pack
+            pack, placed = batch.pack, place(batch, device, self._share(batch.pack))
             output = module(
-                torch.from_numpy(pack.token_ids)[None].to(device),
-                torch.from_numpy(pack.position_ids)[None].to(device),
-                packed_seq_params=packed_sequence(pack.cu_seqlens, pack.max_seqlen, device),
-                predictors=torch.from_numpy(pack.predictors).to(device),
-                targets=torch.from_numpy(pack.targets).to(device),
+                placed.token_ids[None],
+                placed.position_ids[None],
+                packed_seq_params=packed_sequence(pack.cu_seqlens, pack.max_seqlen, device, there=placed.cu_seqlens),
+                predictors=placed.predictors,
+                targets=placed.targets,
+                share=placed.share,
+                score_norm=score_norm,
             )
 
             def reduce(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-                value, sums = loss(_responses(batch, *output))
+                value, sums = loss(Responses.of(pack, placed, output))
                 tokens = torch.zeros((), dtype=torch.int, device=device)  # nothing is divided by it
                 return value, tokens, sums
 
@@ -177,6 +175,15 @@ class Actor(Policy):
         for group in self.optimizer.param_groups:  # Megatron's scheduler would do that, and a run here has none
             group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
         prepare_adam_state(self.optimizer)
+        self._offloaded = (
+            OffloadedState(self.optimizer, self.bare.parameters(), world.device) if optimizer.offload else None
+        )
+        self.offload()
+
+    def offload(self) -> None:
+        """Move the optimizer's state to the host, with ``optimizer.offload``; a step brings it back for itself."""
+        if self._offloaded is not None:
+            self._offloaded.leave_device()
 
     def update(self, microbatches: Sequence[Microbatch], loss: Loss, *, lr: float) -> UpdateResult:
         """One optimizer step on a minibatch. Collective over all ranks, which have equally many microbatches.
@@ -190,8 +197,8 @@ class Actor(Policy):
             return self._step(sums, lr)
 
     def _step(self, sums: dict[str, float], lr: float) -> UpdateResult:
-        if self._settings.offload:
-            self.optimizer.restore_from_cpu()
+        if self._offloaded is not None:
+            self._offloaded.return_to_device()
         grad_norm = self._gradient_norm()
         bad = sorted(name for name, value in sums.items() if not math.isfinite(value))
         if bad or not math.isfinite(grad_norm):
@@ -205,18 +212,25 @@ class Actor(Policy):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step_with_ready_grads()
-        if self._settings.offload:
-            self.optimizer.offload_to_cpu()
+        self.offload()
         return UpdateResult(sums, grad_norm)
 
     def accumulate(self, microbatches: Sequence[Microbatch], loss: Loss) -> list[Sums]:
         """Forward and backward over the microbatches; DDP's buffers then hold the gradients, summed over all ranks."""
         self.module.train()
+        self.module.restore_grad_buffers(synchronize=False)  # where they were released
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if self._settings.offload:
-            self.optimizer.offload_to_cpu()  # the first time; later on it is there already
         return self._run(microbatches, loss, forward_only=False)
+
+    def release_memory(self) -> None:
+        """Keep nothing on the device between updates but weights and, unless it is offloaded, the optimizer's state.
+
+        Gradients go; the next update makes their buffers anew, behind the same views.
+        """
+        self.optimizer.zero_grad()
+        self.module.offload_grad_buffers(synchronize=self.world.device.type == "cuda", empty_cache=False)
+        super().release_memory()
 
     def _gradient_norm(self) -> float:
         self.optimizer.prepare_grads()
@@ -228,9 +242,11 @@ class Actor(Policy):
         """Sums over packs and replicas, in one order on every rank, so that metrics repeat bit by bit."""
         speaks = self.world.last_stage and self.world.tp_rank == 0 and self.world.cp_rank == 0
         mine: dict[str, float] = {}
-        for output in outputs if speaks else ():
-            for name, part_sum in output.items():
-                mine[name] = mine.get(name, 0.0) + float(part_sum)
+        if speaks and outputs:
+            # All in one tensor: each read of one by itself would wait for the device.
+            values = torch.stack([part.double() for output in outputs for part in output.values()]).tolist()
+            for name, value in zip((name for output in outputs for name in output), values, strict=True):
+                mine[name] = mine.get(name, 0.0) + value
         total: dict[str, float] = {}
         for part in self.world.gather(mine):
             for name, value in part.items():
@@ -256,23 +272,6 @@ def _megatron_optimizer(settings: OptimizerConfig, model: ModelConfig) -> Megatr
         bf16=model.dtype == "bf16",
         params_dtype=torch.bfloat16 if model.dtype == "bf16" else torch.float32,
         use_distributed_optimizer=settings.distributed,
-    )
-
-
-def _responses(batch: Microbatch, logprobs: torch.Tensor, entropy: torch.Tensor, score_norm: torch.Tensor) -> Responses:
-    def place(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(logprobs.device, torch.float32)
-
-    return Responses(
-        pack=batch.pack,
-        logprobs=logprobs,
-        entropy=entropy,
-        score_norm=score_norm,
-        advantage=place(batch.pack.advantage),
-        scale=place(batch.pack.scale),
-        engine_logprobs=place(batch.pack.engine_logprobs),
-        old_logprobs=None if batch.old_logprobs is None else place(batch.old_logprobs),
-        reference_logprobs=None if batch.reference_logprobs is None else place(batch.reference_logprobs),
     )
 
 

@@ -9,6 +9,7 @@ Megatron's rotary positions and Transformer Engine's attention assume of packs. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,37 @@ def held_positions(lengths: Sequence[int], rank: int, size: int) -> torch.Tensor
         return positions
     segments = positions.split(list(lengths))
     return torch.cat([segment.view(2 * size, -1)[[rank, 2 * size - 1 - rank]].flatten() for segment in segments])
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank holds of a pack with R response tokens. Made on the host, from what the host knows of the pack."""
+
+    held: torch.Tensor
+    """[T / size] int64, positions in the pack."""
+    mine: torch.Tensor
+    """[r] int64, which of the R response tokens it holds the predictors of."""
+    predictors: torch.Tensor
+    """[r] int64, where it does: places in ``held``."""
+
+    def to(self, device: torch.device) -> Share:
+        return Share(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
+
+
+def share_of(lengths: Sequence[int], predictors: torch.Tensor, rank: int, size: int) -> Share:
+    """A rank's share of a pack.
+
+    Args:
+        lengths: [S], of the segments.
+        predictors: [R] int64, on the host: positions whose next token is a response token.
+        rank, size: as for :func:`held_positions`.
+    """
+    held = held_positions(lengths, rank, size)
+    place = torch.full((sum(lengths),), -1)
+    place[held] = torch.arange(len(held))
+    places = place[predictors]
+    (mine,) = (places >= 0).nonzero(as_tuple=True)
+    return Share(held, mine, places[mine])
 
 
 def gather_segments(held: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -62,6 +94,6 @@ def gather_responses(part: HeadOutput, mine: torch.Tensor, responses: int, group
         part: of the r tokens that this rank holds the predictors of.
         mine: [r] int64, which of the R tokens these are.
     """
-    whole = part.logprobs.new_zeros(3, responses).index_copy(1, mine, torch.stack(part))
-    logprobs, entropy, score_norm = reduce_from_tensor_model_parallel_region(whole, group=group)
-    return HeadOutput(logprobs, entropy.detach(), score_norm.detach())
+    whole = part.logprobs.new_zeros(len(part.present), responses).index_copy(1, mine, torch.stack(part.present))
+    logprobs, *measured = reduce_from_tensor_model_parallel_region(whole, group=group)
+    return HeadOutput(logprobs, *(field.detach() for field in measured))

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
+from megatron_dppo.config import ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import gather_segments, held_positions
 
@@ -34,8 +35,10 @@ def transformer_engine_installed() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def choose_spec(setting: Literal["auto", "torch", "te"]) -> Spec:
+def choose_spec(model: ModelConfig) -> Spec:
     """The specification that ``model.spec`` means on this machine.
+
+    Transformer Engine has no fused attention in fp32, and its unfused one pads every segment of a pack to the longest.
 
     Raises:
         UserError: if it asks for Transformer Engine where that, or CUDA, is missing.
@@ -43,14 +46,14 @@ def choose_spec(setting: Literal["auto", "torch", "te"]) -> Spec:
     missing = [] if torch.cuda.is_available() else ["CUDA"]
     if not transformer_engine_installed():
         missing.append("Transformer Engine")
-    if setting == "auto":
-        return "torch" if missing else "te"
-    if setting == "te" and missing:
+    if model.spec == "auto":
+        return "torch" if missing or model.dtype == "fp32" else "te"
+    if model.spec == "te" and missing:
         problem = f"this machine has no {' and no '.join(missing)}"
         raise UserError(
             "model.spec", "te", problem, "set it to torch or auto, or install megatron-dppo[gpu] beside CUDA"
         )
-    return setting
+    return model.spec
 
 
 def layer_spec(spec: Spec, config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:

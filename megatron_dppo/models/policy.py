@@ -17,15 +17,21 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import is_te_min_version
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from megatron_dppo.config import LayoutConfig, ModelConfig
-from megatron_dppo.models.context import gather_responses, held_positions
+from megatron_dppo.config import HEAD_CHUNK_MIB, LayoutConfig, ModelConfig
+from megatron_dppo.models.context import Share, gather_responses, share_of
 from megatron_dppo.models.layer_specs import Spec, choose_spec, layer_spec
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
 from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab
 
+NOTHING_BETWEEN: dict[str, Any] = (
+    {"pad_between_seqs": False} if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__ else {}
+)
+"""From megatron-core 0.19 on Transformer Engine can be told that segments touch; else each layer compares on the host
+where they start and end, if it is given both."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -45,8 +51,7 @@ def build_policy(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *
 
 def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig) -> TransformerConfig:
     """Megatron's configuration of a policy. Kernels that need CUDA or Transformer Engine are on where these are."""
-    spec, cuda, dtype = choose_spec(model.spec), torch.cuda.is_available(), DTYPES[model.dtype]
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    spec, cuda, dtype = choose_spec(model), torch.cuda.is_available(), DTYPES[model.dtype]
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
@@ -80,6 +85,7 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         embedding_init_method=torch.nn.init.zeros_,
         # Gloo has no batched sends; every pack of a minibatch has the same length, so stages need not exchange shapes.
         batch_p2p_comm=cuda,
+        batch_p2p_sync=False,  # the bug of an older torch for which Megatron waits for the whole device
         variable_seq_lengths=False,
         deallocate_pipeline_outputs=True,
         apply_rope_fusion=spec == "te",
@@ -88,11 +94,20 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,  # see layer_specs.add_to_main_gradients
         persist_layer_norm=False,
-        # Transformer Engine would want an environment variable and slower kernels; torch's embedding sums in order.
-        deterministic_mode=spec == "torch",
-        **(full if model.recompute == "full" else {}),
+        deterministic_mode=spec == "torch" or model.deterministic,  # torch's embedding then sums in order
+        **_recomputation(shape, model),
         **(_experts(shape, spec) if shape.experts else {}),
     )
+
+
+def _recomputation(shape: PolicyShape, model: ModelConfig) -> dict[str, Any]:
+    match model.recompute:
+        case "full":
+            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        case "selective":
+            return {"recompute_granularity": "selective", "recompute_modules": ["moe" if shape.experts else "mlp"]}
+        case "none":
+            return {}
 
 
 def _experts(shape: PolicyShape, spec: Spec) -> dict[str, Any]:
@@ -108,16 +123,21 @@ def _experts(shape: PolicyShape, spec: Spec) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": spec == "te",
+        "moe_permute_fusion": spec == "te",
+        "moe_router_fusion": spec == "te" and is_te_min_version("2.7.0"),
     }
 
 
-def packed_sequence(cu_seqlens: NDArray[np.int32], max_seqlen: int, device: torch.device) -> PackedSeqParams:
+def packed_sequence(
+    cu_seqlens: NDArray[np.int32], max_seqlen: int, device: torch.device, *, there: torch.Tensor | None = None
+) -> PackedSeqParams:
     """Megatron's description of a pack of S segments.
 
     Args:
         cu_seqlens: [S + 1], where segments start; ends with the pack's tokens T.
         max_seqlen: the longest segment.
         device: where the model runs.
+        there: the starts as they are on that device already, int32.
 
     Raises:
         ValueError: if ``max_seqlen`` is not the longest segment. Where it equals T, Megatron does not reset rotary
@@ -126,9 +146,14 @@ def packed_sequence(cu_seqlens: NDArray[np.int32], max_seqlen: int, device: torc
     longest = int(np.diff(cu_seqlens).max())
     if max_seqlen != longest:
         raise ValueError(f"max_seqlen is {max_seqlen}, but the longest segment has {longest} tokens")
-    starts = torch.as_tensor(cu_seqlens, dtype=torch.int32, device=device)
+    starts = torch.as_tensor(cu_seqlens, dtype=torch.int32, device=device) if there is None else there
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        **NOTHING_BETWEEN,
     )
 
 
@@ -155,7 +180,7 @@ class PolicyModel(GPTModel):
     ) -> None:
         super().__init__(
             config,
-            layer_spec(choose_spec(model.spec), config),
+            layer_spec(choose_spec(model), config),
             vocab_size=padded_vocab(shape.vocab_size, tp),
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -191,7 +216,9 @@ class PolicyModel(GPTModel):
         packed_seq_params: PackedSeqParams,
         predictors: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | torch.Tensor:
+        share: Share | None = None,
+        score_norm: bool = False,
+    ) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """Run this stage on a pack, of which a context-parallel rank takes its share.
 
         Args:
@@ -200,29 +227,34 @@ class PolicyModel(GPTModel):
             packed_seq_params: from :func:`packed_sequence`.
             predictors: [R] int64, positions whose next token is a response token; read by the last stage only.
             targets: [R] int64, those next tokens; read by the last stage only.
+            share: from :func:`context.share_of`, what this rank takes. Without context parallelism it is everything,
+                and this is not read. With it, what is not passed is worked out here, for which the host has to wait.
+            score_norm: whether score norms are asked for.
 
         Returns:
             On the last stage the fields of :class:`HeadOutput`, each [R], as a plain tuple (Megatron's mixed-precision
-            wrapper keeps no other kind); elsewhere hidden states, [T, 1, h], T / cp / tp of them under context and
-            sequence parallelism.
+            wrapper keeps no other kind), without the score norm unless it was asked for; elsewhere hidden states,
+            [T, 1, h], T / cp / tp of them under context and sequence parallelism.
         """
-        held = self._held(packed_seq_params)
-        hidden = self._hidden(input_ids[:, held], position_ids[:, held], packed_seq_params)
+        if self.pg_collection.cp.size() > 1:
+            share = (share or self._share(packed_seq_params, predictors)).to(input_ids.device)
+            input_ids, position_ids = input_ids[:, share.held], position_ids[:, share.held]
+        else:
+            share = None
+        hidden = self._hidden(input_ids, position_ids, packed_seq_params)
         if not self.post_process:
             return hidden
         if predictors is None or targets is None:
             raise ValueError("the last pipeline stage scores responses: pass predictors and targets")
-        place = torch.full_like(input_ids[0], -1)
-        place[held] = torch.arange(len(held), device=held.device)
-        mine = (place[predictors] >= 0).nonzero()[:, 0]
-        part = self._score(hidden[0], place[predictors[mine]], targets[mine])
-        logprobs, entropy, score_norm = gather_responses(part, mine, len(targets), self.pg_collection.cp)
-        return logprobs, entropy, score_norm
+        if share is None:
+            return self._score(hidden[0], predictors, targets, score_norm).present
+        part = self._score(hidden[0], share.predictors, targets[share.mine], score_norm)
+        return gather_responses(part, share.mine, len(targets), self.pg_collection.cp).present
 
-    def _held(self, packed: PackedSeqParams) -> torch.Tensor:
-        """[T / cp], the positions of a pack that this rank computes."""
-        starts, group = packed.cu_seqlens_q, self.pg_collection.cp
-        return held_positions(starts.diff().tolist(), group.rank(), group.size()).to(starts.device)
+    def _share(self, packed: PackedSeqParams, predictors: torch.Tensor | None) -> Share:
+        group, nothing = self.pg_collection.cp, torch.empty(0, dtype=torch.int64)
+        asked = nothing if predictors is None else predictors.cpu()
+        return share_of(packed.cu_seqlens_q.diff().tolist(), asked, group.rank(), group.size())
 
     def _hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed: PackedSeqParams) -> torch.Tensor:
         if self.pg_collection.cp.size() > 1:  # Transformer Engine then asks where padded segments start: at the same
@@ -230,7 +262,9 @@ class PolicyModel(GPTModel):
             packed = replace(packed, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts)
         return super().forward(input_ids, position_ids, None, packed_seq_params=packed)
 
-    def _score(self, hidden: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor) -> HeadOutput:
+    def _score(
+        self, hidden: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor, score_norm: bool
+    ) -> HeadOutput:
         return score_responses(
             self._for_every_rank(hidden, predictors),
             self._output_weight(),
@@ -238,7 +272,8 @@ class PolicyModel(GPTModel):
             vocab_size=self.shape.vocab_size,
             temperature=self.temperature,
             tp_group=self.pg_collection.tp,
-            chunk_mib=self.head_chunk_mib,
+            chunk_mib=self.head_chunk_mib or HEAD_CHUNK_MIB[hidden.device.type],
+            score_norm=score_norm,
         )
 
     def _for_every_rank(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
@@ -258,7 +293,7 @@ class PolicyModel(GPTModel):
         For tests and for checking a converted model against another's logits; needs a single pipeline stage, or the
         input of the last one set.
         """
-        held = self._held(packed)
+        held = self._share(packed, None).held.to(input_ids.device)
         hidden = self._hidden(input_ids[:, held], position_ids[:, held], packed)[0]
         hidden = self._for_every_rank(hidden, torch.arange(len(held), device=held.device))
         local = hidden.float() @ self._output_weight().float().t()

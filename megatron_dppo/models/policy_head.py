@@ -13,13 +13,16 @@ With logits z over the whole vocabulary, temperature τ, p = softmax(z/τ) and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import importlib.util
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.models import wide_products
+from megatron_dppo.models import logit_passes, wide_products
 
 _LOWEST = torch.finfo(torch.float32).min
 """The largest logit of a rank that has no token of the vocabulary. Finite, so that 0 · it is 0."""
@@ -32,8 +35,13 @@ class HeadOutput(NamedTuple):
     """[R]"""
     entropy: torch.Tensor
     """[R], nats."""
-    score_norm: torch.Tensor
-    """[R], from 0 to √2."""
+    score_norm: torch.Tensor | None = None
+    """[R], from 0 to √2; None unless it was asked for."""
+
+    @property
+    def present(self) -> tuple[torch.Tensor, ...]:
+        """The fields that are there."""
+        return tuple(field for field in self if field is not None)
 
 
 def score_responses(
@@ -45,13 +53,17 @@ def score_responses(
     temperature: float,
     tp_group: dist.ProcessGroup | None,
     chunk_mib: int,
+    score_norm: bool = False,
 ) -> HeadOutput:
     """Score target tokens under the policy's head.
 
     Collective over ``tp_group``, whose ranks pass the same positions: one maximum and one sum over the ranks in the
     forward pass, for all chunks together, and nothing in the backward pass. The gradient of ``hidden`` is this rank's
     part of a sum; adding up the parts is the caller's (``copy_to_tensor_model_parallel_region``, or the gather of a
-    sequence-parallel region).
+    sequence-parallel region). No value is read on the host, which on CUDA would have to wait for it.
+
+    A weight of which Megatron's DDP keeps the gradient in fp32 (``weight.main_grad``) gets it there, unrounded; any
+    other weight gets it through autograd, in its own type.
 
     Args:
         hidden: [R, h], final hidden states at the positions that predict the targets. R may be 0.
@@ -60,12 +72,14 @@ def score_responses(
         vocab_size: tokens without padding; rows of the weight past it take no part and get no gradient.
         temperature: τ.
         tp_group: the tensor-parallel ranks; None for one.
-        chunk_mib: size of the buffer that holds logits, in MiB. Large chunks read the weight less often.
+        chunk_mib: size of the buffers that hold a chunk's logits and their gradient, in MiB. Large chunks read the
+            weight less often.
+        score_norm: whether score norms are asked for.
     """
     group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
     first = 0 if group is None else dist.get_rank(group) * len(weight)
     rows = min(max(vocab_size - first, 0), len(weight))
-    return HeadOutput(*_Score.apply(hidden, weight, targets - first, rows, temperature, group, chunk_mib))
+    return HeadOutput(*_Score.apply(hidden, weight, targets - first, rows, temperature, group, chunk_mib, score_norm))
 
 
 class _Score(torch.autograd.Function):
@@ -81,84 +95,90 @@ class _Score(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         chunk_mib: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        score_norm: bool,
+    ) -> tuple[torch.Tensor, ...]:
         peak = torch.full((len(targets),), _LOWEST, device=hidden.device)
-        sums = torch.zeros((4, len(targets)), device=hidden.device)
-        for chunk, (logits, spare) in _chunks(len(targets), rows, 2, chunk_mib, hidden.device):
-            wide_products.logits(hidden[chunk], weight[:rows], out=logits)
-            _summarise(logits.div_(temperature), spare, targets[chunk], peak[chunk], sums[:, chunk])
+        sums = torch.zeros((4 if score_norm else 3, len(targets)), device=hidden.device)
+        passes = _passes(hidden.is_cuda)
+        types = [torch.float32] * passes.BUFFERS
+        for chunk, buffers in _chunks(len(targets), rows, types, chunk_mib, hidden.device):
+            wide_products.logits(hidden[chunk], weight[:rows], out=buffers[0])
+            passes.summarise(buffers, targets[chunk], temperature, peak[chunk], sums[:, chunk])
         if group is not None and len(targets):
             _combine(peak, sums, group)
-        total, cross, squares, at_target = sums
+        total, cross, at_target = sums[:3]
         logprobs = (at_target - peak) - total.log()
-        entropy = total.log() - cross / total
-        score_norm = (torch.expm1(logprobs).square() + squares / total.square()).sqrt()
+        measured = [total.log() - cross / total]
+        if score_norm:
+            measured.append((torch.expm1(logprobs).square() + sums[3] / total.square()).sqrt())
         ctx.save_for_backward(hidden, weight, targets, peak + total.log())
         ctx.rows, ctx.temperature, ctx.chunk_mib = rows, temperature, chunk_mib
-        ctx.mark_non_differentiable(entropy, score_norm)
-        return logprobs, entropy, score_norm
+        ctx.mark_non_differentiable(*measured)
+        return logprobs, *measured
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, normaliser = ctx.saved_tensors
+        hidden, weight, *_ = ctx.saved_tensors
         hidden_grad = torch.zeros_like(hidden)
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        vocabulary = weight[: ctx.rows]
-        for chunk, (slope,) in _chunks(len(targets), ctx.rows, 1, ctx.chunk_mib, hidden.device):
-            wide_products.logits(hidden[chunk], vocabulary, out=slope)
-            slope.div_(ctx.temperature).sub_(normaliser[chunk, None]).exp_()  # p
-            slope.mul_(-grad[chunk, None])
-            here, column = _own(targets[chunk], ctx.rows)
-            slope[here, column] += grad[chunk][here]
-            slope.div_(ctx.temperature)
-            hidden_grad[chunk] = wide_products.back_to_hidden(slope, vocabulary)
-            if weight_grad is not None:
-                wide_products.add_back_to_vocabulary(weight_grad[: ctx.rows], slope, hidden[chunk])
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            kept = hasattr(weight, "main_grad")
+            weight_grad = weight.main_grad if kept else torch.zeros_like(weight, dtype=torch.float32)
+        _add_gradients(ctx, grad.contiguous(), hidden_grad, weight_grad)
         if weight_grad is not None:
-            weight_grad = weight_grad.to(weight.dtype)
-        return hidden_grad, weight_grad, None, None, None, None, None
+            weight_grad = _left_to_autograd(weight, weight_grad)
+        return hidden_grad, weight_grad, None, None, None, None, None, None
+
+
+def _add_gradients(ctx: Any, grad: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor | None) -> None:
+    hidden, weight, targets, normaliser = ctx.saved_tensors
+    passes, vocabulary, wanted = _passes(hidden.is_cuda), weight[: ctx.rows], wide_products.slope_type(weight)
+    types = [torch.float32] if wanted == torch.float32 else [torch.float32, wanted]
+    for chunk, buffers in _chunks(len(targets), ctx.rows, types, ctx.chunk_mib, hidden.device):
+        logits, slope = buffers[0], buffers[-1]
+        wide_products.logits(hidden[chunk], vocabulary, out=logits)
+        passes.slope(logits, targets[chunk], ctx.temperature, normaliser[chunk], grad[chunk], out=slope)
+        wide_products.back_to_hidden(slope, vocabulary, out=hidden_grad[chunk])
+        if weight_grad is not None:
+            wide_products.add_back_to_vocabulary(weight_grad[: ctx.rows], slope, hidden[chunk])
+
+
+def _left_to_autograd(weight: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+    """What the backward pass returns for a weight whose whole fp32 gradient is ``gradient``.
+
+    DDP waits until autograd brings a weight its gradient, adds that to ``main_grad`` unless ``grad_added_to_main_grad``
+    says that it is there, and drops it. What is brought here is never read. A weight that is this stage's embedding as
+    well, which Megatron marks by ``zero_out_wgrad``, is brought the embedding's gradient, and that has to be added.
+    """
+    if not hasattr(weight, "main_grad"):
+        return gradient.to(weight.dtype)
+    if getattr(weight, "zero_out_wgrad", False):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
+
+
+@functools.cache
+def _passes(on_cuda: bool) -> ModuleType:
+    """Triton's kernels on CUDA, where they are installed, else torch's operators."""
+    if not on_cuda or importlib.util.find_spec("triton") is None:
+        return logit_passes
+    from megatron_dppo.models import logit_kernels
+
+    return logit_kernels
 
 
 def _chunks(
-    positions: int, rows: int, buffers: int, chunk_mib: int, device: torch.device
+    positions: int, rows: int, types: Sequence[torch.dtype], chunk_mib: int, device: torch.device
 ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
-    """Slices of the positions, each with ``buffers`` fp32 tensors [c, rows], reused, that all take ``chunk_mib``."""
+    """Slices of the positions, each with tensors [c, rows] of ``types``, reused, that all take ``chunk_mib``."""
     if rows == 0:
         return
-    size = max(1, min(positions, (chunk_mib << 20) // (4 * rows * buffers)))
-    storage = torch.empty((buffers, size, rows), device=device)
+    size = max(1, min(positions, (chunk_mib << 20) // (rows * sum(kind.itemsize for kind in types))))
+    storage = [torch.empty((size, rows), dtype=kind, device=device) for kind in types]
     for start in range(0, positions, size):
         stop = min(start + size, positions)
         yield slice(start, stop), tuple(buffer[: stop - start] for buffer in storage)
-
-
-def _own(targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions whose target is one of this rank's rows, and those rows."""
-    here = ((targets >= 0) & (targets < rows)).nonzero()[:, 0]
-    return here, targets[here]
-
-
-def _summarise(
-    logits: torch.Tensor, spare: torch.Tensor, targets: torch.Tensor, peak: torch.Tensor, sums: torch.Tensor
-) -> None:
-    """Fill ``peak`` [c] = max z and ``sums`` [4, c] = Σ e, Σ e·(z − peak), Σ_{v≠t} e², z_t, with e = exp(z − peak).
-
-    Overwrites both buffers. The target's own square is left out rather than subtracted later, which would cancel where
-    p_t is close to 1.
-    """
-    here, column = _own(targets, logits.shape[1])
-    sums[3, here] = logits[here, column]
-    torch.amax(logits, dim=1, out=peak)
-    torch.exp(logits.sub_(peak[:, None]), out=spare)
-    sums[0] = spare.sum(dim=1)
-    sums[1] = _row_products(spare, logits)
-    spare[here, column] = 0.0
-    sums[2] = _row_products(spare, spare)
-
-
-def _row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Σ_v left·right of each row, without a third tensor of their size."""
-    return torch.bmm(left[:, None, :], right[:, :, None])[:, 0, 0]
 
 
 def _combine(peak: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -167,8 +187,8 @@ def _combine(peak: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup) -
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     shift = -(shift + peak)
     factor = shift.exp()
-    total, cross, squares, _ = sums
+    total, cross = sums[:2]
     cross.add_(shift * total).mul_(factor)
     total.mul_(factor)
-    squares.mul_(factor.square())
+    sums[3:].mul_(factor.square())
     dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)

@@ -17,7 +17,8 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
 }
 """What can be read, as config.json names it, with its ``model_type``. Qwen2.5 goes by Qwen2's name."""
-_DEFAULT_ROPE_THETA = 10000.0  # transformers' own, for a config.json that names none
+ROPE_THETA = 10000.0
+"""transformers' own, for a config.json that names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,51 +83,74 @@ def read_shape(path: str | Path) -> PolicyShape:
         remedy = "give a local Hugging Face directory of a Qwen3 model (`megatron-dppo init` makes a fresh one)"
         raise UserError("model.path", path, problem, remedy)
     try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         problem = f"its config.json is not JSON ({error})"
         raise UserError("model.path", path, problem, "fetch the model again") from error
-    _refuse_other_models(path, config)
+    if not isinstance(config, dict):
+        raise UserError("model.path", path, "its config.json is no JSON object", "fetch the model again")
     try:
+        _refuse_other_models(path, config)
         return _shape(config)
     except KeyError as error:
         raise UserError("model.path", path, f"its config.json has no {error}", "fetch the model again") from error
+    except ValueError as error:
+        raise UserError("model.path", path, f"its config.json has {error}", "fetch the model again") from error
 
 
 def _shape(config: dict[str, Any]) -> PolicyShape:
-    heads, (architecture,) = config["num_attention_heads"], config["architectures"]
+    heads, (architecture,) = _count(config, "num_attention_heads"), config["architectures"]
     moe, dense_qwen3 = architecture == "Qwen3MoeForCausalLM", architecture == "Qwen3ForCausalLM"
+    # Only the dense Qwen3's files never leave it out.
+    head_dim_given = dense_qwen3 or config.get("head_dim") is not None
     return PolicyShape(
-        num_layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
+        num_layers=_count(config, "num_hidden_layers"),
+        hidden=_count(config, "hidden_size"),
         heads=heads,
-        kv_heads=config["num_key_value_heads"],
-        # Only the dense Qwen3's files never leave it out.
-        head_dim=config["head_dim"] if dense_qwen3 else config.get("head_dim") or config["hidden_size"] // heads,
-        ffn=config["moe_intermediate_size" if moe else "intermediate_size"],
-        vocab_size=config["vocab_size"],
-        tied=config.get("tie_word_embeddings", False),
-        rope_theta=float(_rope(config).get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROPE_THETA),
-        rms_eps=config["rms_norm_eps"],
-        max_positions=config["max_position_embeddings"],
+        kv_heads=_count(config, "num_key_value_heads"),
+        head_dim=_count(config, "head_dim") if head_dim_given else _count(config, "hidden_size") // heads,
+        ffn=_count(config, "moe_intermediate_size" if moe else "intermediate_size"),
+        vocab_size=_count(config, "vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        rope_theta=_number("rope_theta", _rope(config).get("rope_theta") or config.get("rope_theta") or ROPE_THETA),
+        rms_eps=_number("rms_norm_eps", config["rms_norm_eps"]),
+        max_positions=_count(config, "max_position_embeddings"),
         architecture=architecture,
         # Transformers 5 writes num_local_experts; before, it was num_experts.
-        experts=(config.get("num_local_experts") or config["num_experts"]) if moe else 0,
-        experts_per_token=config["num_experts_per_tok"] if moe else 0,
-        renormalises_experts=config.get("norm_topk_prob", False) if moe else True,
+        experts=_count(config, "num_local_experts" if config.get("num_local_experts") else "num_experts") if moe else 0,
+        experts_per_token=_count(config, "num_experts_per_tok") if moe else 0,
+        renormalises_experts=bool(config.get("norm_topk_prob", False)) if moe else True,
     )
+
+
+def _count(config: dict[str, Any], key: str) -> int:
+    value = config[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} = {json.dumps(value):.60}, which is no count")
+    return value
+
+
+def _number(key: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{key} = {json.dumps(value):.60}, which is no number above 0")
+    return float(value)
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """Transformers 5 writes ``rope_parameters``; before, there were ``rope_theta`` and ``rope_scaling``."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters = {json.dumps(rope):.60}, which is no object")
+    return rope
 
 
 def _refuse_other_models(path: str | Path, config: dict[str, Any]) -> None:
     """Refuse what would load and then compute something else."""
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"architectures = {json.dumps(architectures):.60}, which is no list of names")
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        found = ", ".join(architectures) or config.get("model_type", "of no named kind")
+        found = ", ".join(architectures) or config.get("model_type") or "of no named kind"
         known = " or ".join(ARCHITECTURES)
         raise UserError("model.path", path, f"holds a model that is {found}", f"give one that is {known}")
     rope = _rope(config)

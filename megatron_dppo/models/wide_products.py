@@ -25,20 +25,26 @@ def logits(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) ->
         torch.mm(wide, block.t(), out=out[:, rows])
 
 
-def back_to_hidden(slope: torch.Tensor, vocabulary: torch.Tensor) -> torch.Tensor:
-    """``slope · vocabulary``: [c, v] fp32 and [v, h] to [c, h], fp32 or the vocabulary's type."""
+def slope_type(weight: torch.Tensor) -> torch.dtype:
+    """The type in which the two products below take ``slope``."""
+    return weight.dtype if _fused(weight) else torch.float32
+
+
+def back_to_hidden(slope: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -> None:
+    """``out = slope · vocabulary``: [c, v] and [v, h] to [c, h] of the vocabulary's type."""
     if _fused(vocabulary):
-        return slope.to(vocabulary.dtype) @ vocabulary
+        torch.mm(slope, vocabulary, out=out)
+        return
     total = slope.new_zeros((slope.shape[0], vocabulary.shape[1]))
     for rows, block in _converted(vocabulary):
         total.addmm_(slope[:, rows], block)
-    return total
+    out.copy_(total)
 
 
 def add_back_to_vocabulary(total: torch.Tensor, slope: torch.Tensor, hidden: torch.Tensor) -> None:
-    """``total += slopeᵀ · hidden``: [c, v] fp32 and [c, h], added to [v, h] fp32 in place."""
+    """``total += slopeᵀ · hidden``: [c, v] and [c, h], added to [v, h] fp32 in place."""
     if _fused(hidden):
-        torch.addmm(total, slope.t().to(hidden.dtype), hidden, out_dtype=torch.float32, out=total)
+        torch.addmm(total, slope.t(), hidden, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(slope.t(), hidden.float())
 

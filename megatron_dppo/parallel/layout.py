@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
+
+FAST_MULTIPLE = 128
+"""Tokens that matrix kernels of GPUs cut a pack into."""
+
+
+def capacity_multiple(layout: LayoutConfig, max_tokens: int, *, cuda: bool) -> int:
+    """What the tokens of a pack are a multiple of: what the layout needs, on GPUs also what their kernels like.
+
+    Args:
+        layout: of the run.
+        max_tokens: most tokens in a pack. Where that is no multiple itself, what the layout needs is all: the longest
+            sequence that is allowed would else not fit.
+        cuda: whether the ranks have GPUs.
+    """
+    fast = math.lcm(layout.pack_multiple, FAST_MULTIPLE)
+    return fast if cuda and max_tokens % fast == 0 else layout.pack_multiple
 
 
 def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:

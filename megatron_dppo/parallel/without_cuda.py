@@ -48,9 +48,9 @@ def _answer_device_questions() -> None:
 
 
 def _place_literal_cuda_tensors() -> None:
-    """Schedules, optimizers and gradient clipping make their scalars with a literal ``device="cuda"``."""
+    """Schedules, optimizers, gradient clipping and experts make small tensors with a literal ``device="cuda"``."""
     _device._device_constructors()  # torch's list of what ``with torch.device("meta")`` steers, made once: of its own
-    for name in ("tensor", "zeros", "ones", "empty"):
+    for name in ("tensor", "zeros", "ones", "empty", "arange"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
 
@@ -167,31 +167,3 @@ def _mend_router() -> None:
 
     if not (moe_utils.HAVE_TE and torch.cuda.is_available()):
         moe_utils.te_general_gemm = None
-
-
-def prepare_adam_state(optimizer: Any) -> None:
-    """Create the Adam state of a Megatron optimizer now instead of in its first step, as zeros; existing state stays.
-
-    Adam creates its state lazily, and the distributed optimizer can neither describe it for a checkpoint nor load it
-    before it exists. Call this before ``sharded_state_dict`` on an optimizer that may not have stepped.
-
-    Args:
-        optimizer: what ``get_megatron_optimizer`` returned.
-    """
-    from megatron.core.optimizer import ChainedOptimizer
-
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for part in parts:
-        inner = part.optimizer
-        if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            if not inner.state:
-                part.load_state_dict(part.state_dict())  # for which Megatron makes that of Transformer Engine's Adam
-            continue
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    inner.state[parameter] = {
-                        "step": torch.zeros((), dtype=torch.float32),
-                        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,15 @@ from megatron.core import parallel_state
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel import without_cuda
-from megatron_dppo.parallel.layout import resolve_layout
+from megatron_dppo.parallel.layout import capacity_multiple, resolve_layout
+from megatron_dppo.parallel.meeting import LOST_CONTACT, rendezvous
 
 T = TypeVar("T")
 
 LEADER_SPEAKS_FIRST_S = 2.0
 """How long other ranks hold back their own error where the leader's says more."""
+WAITED = 0.9
+"""Share of a time limit after which a failed wait is one that took too long; before, another rank has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +84,18 @@ class World:
         """Wait until every rank is here, for as long as ``rollout.timeout_s``. Collective.
 
         Raises:
-            UserError: on the leader, naming the ranks that did not come; the others fail with torch's own error.
+            UserError: on the leader, naming the ranks that did not come in time; the others fail with torch's own
+                error.
+            RuntimeError: at once, where another rank has ended.
         """
         if self.size == 1:
             return
+        began = time.monotonic()
         try:
             dist.monitored_barrier(self.control, timedelta(seconds=self.timeout_s), wait_all_ranks=True)
         except RuntimeError as error:
+            if time.monotonic() - began < WAITED * self.timeout_s:
+                raise RuntimeError(f"{LOST_CONTACT} before its {what}: {error}") from error
             if not self.leads:
                 time.sleep(LEADER_SPEAKS_FIRST_S)
                 raise
@@ -98,16 +106,22 @@ class World:
                 "Look for what slowed those ranks down, or raise rollout.timeout_s",
             ) from error
 
+    def capacity_multiple(self, layout: LayoutConfig, max_tokens: int) -> int:
+        """Of packs of at most ``max_tokens``, on these ranks' kind of device."""
+        return capacity_multiple(layout, max_tokens, cuda=self.device.type == "cuda")
+
     @contextmanager
     def training(self, what: str) -> Iterator[None]:
         """Name the setting where a collective of training waits longer than ``layout.timeout_s``.
 
         NCCL ends the process instead, after a message of its own.
         """
+        began = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            if "timed out" not in str(error).lower():
+            in_time = time.monotonic() - began < WAITED * self.training_timeout_s
+            if in_time or "timed out" not in str(error).lower():
                 raise
             raise UserError(
                 "layout.timeout_s",
@@ -154,7 +168,10 @@ def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=layout.timeout_s))
+        # Without device_id: torch would split the group for weights, to which servers belong, off a default group that
+        # is bound to a device.
+        limit = timedelta(seconds=layout.timeout_s)
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=limit, **cast(Any, rendezvous(os.environ, limit)))
     layout = resolve_layout(layout, dist.get_world_size())
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(

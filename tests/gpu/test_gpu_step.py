@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 
+from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig, ModelConfig, PackConfig
+from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.plan.assumptions import Assumptions
+from megatron_dppo.plan.hardware import GIB, GPUS
+from megatron_dppo.plan.memory import actor_memory, held_bytes
+from megatron_dppo.plan.placement import Placement
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
+TINY = PolicyShape(2, 64, 4, 2, 16, 128, 512, True, 1e6, 1e-6, 4096)
+"""The script's own."""
+
+
+@pytest.fixture(autouse=True)
+def beside_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -18,17 +34,82 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=SCRIPT.parents[1])
 
 
-def test_a_tiny_shape_is_measured_anywhere() -> None:
-    done = start("--tiny", "--sequences", "24")
+def report_of(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The whole report, which is the last line, and its only shape."""
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert (report["device"] == "cpu") == (not torch.cuda.is_available())
     (row,) = report["shapes"]
+    return report, row
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[dict[str, Any], dict[str, Any]]:
+    return report_of(start("--tiny", "--sequences", "24"))
+
+
+def test_a_tiny_shape_is_measured_anywhere(plain: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    report, row = plain
+    assert (report["device"] == "cpu") == (not torch.cuda.is_available())
     for way in (row["packed"], row["padded"]):
         assert 0 < way["forward_backward_s"] < way["seconds"]
         assert way["tokens_per_second"] == pytest.approx(row["tokens"] / way["seconds"])
         assert way["fill"] == pytest.approx(row["tokens"] / (way["packs"] * way["pack_tokens"]))
+        assert 0 < way["model_flops_share"] < 1
+        assert (way["peak_gib"] is None) == (not torch.cuda.is_available())
     assert row["packed"]["fill"] > 0.95 > 0.6 > row["padded"]["fill"]
+    assert row["head_chunk_mib"] == HEAD_CHUNK_MIB["cuda" if torch.cuda.is_available() else "cpu"]
+    assert row["host_waits"] is None
+
+
+def test_memory_stands_beside_what_a_plan_expects(plain: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    _, row = plain
+    layout, width = LayoutConfig(dp=1), 4 if row["dtype"] == "fp32" else 2
+    for way in (row["packed"], row["padded"]):
+        config = Config(
+            model=ModelConfig(dtype=row["dtype"]), layout=layout, pack=PackConfig(max_tokens=way["pack_tokens"])
+        )
+        placement = Placement(layout, ranks=1, servers=(1,), shared=True, gpus=1)
+        held = sum(held_bytes(config, TINY, placement, 0).values())
+        assert held == (16 if width == 4 else 18) * row["parameters"], "the plan counts every parameter that there is"
+        parts = actor_memory(config, TINY, placement, GPUS["h100"], Assumptions()).parts
+        assert way["planned_peak_gib"] * GIB == pytest.approx(held + parts["activations"] + parts["head"])
+
+
+def test_what_a_run_can_set_is_measured_and_a_table_says_where_time_goes(
+    plain: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
+) -> None:
+    settings = ("--recompute", "full", "--head-chunk-mib", "1", "--offload")
+    watching = ("--sync-debug", "--profile", str(tmp_path / "table"))
+    done = start("--tiny", "--sequences", "24", *settings, *watching)
+    _, row = report_of(done)
+    assert (row["recompute"], row["head_chunk_mib"], row["offload"]) == ("full", 1, True)
+    assert row["packed"]["planned_peak_gib"] < plain[1]["packed"]["planned_peak_gib"] - 60 / 1024
+    title, *table = (tmp_path / "table").read_text().splitlines()
+    assert title == f"A step of tiny over {row['packed']['packs']} packs of {row['packed']['pack_tokens']} tokens"
+    assert any("aten::mm" in line for line in table)
+    if torch.cuda.is_available():
+        for name in ("update", "log_probabilities"):
+            assert row["host_waits"][name]["per_pack"] <= 1, done.stderr
+    else:
+        assert "without CUDA the host waits for no device" in done.stderr
+        assert row["host_waits"] is None
+
+
+def test_what_recomputation_there_is_comes_from_the_setting() -> None:
+    done = start("--tiny", "--recompute", "of-everything")
+    assert done.returncode == 2
+    for choice in get_args(get_type_hints(ModelConfig)["recompute"]):
+        assert choice in done.stderr.rpartition("choose from")[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA")
+def test_each_value_that_the_host_reads_is_counted_where_it_is_read() -> None:
+    watch = importlib.import_module("gpu_watch")
+    there = torch.ones(3, device="cuda")
+    waits = watch.host_waits(lambda: [value.item() for value in there])
+    assert [count for place, count in waits.items() if place.startswith(__file__)] == [3]
+    assert not watch.host_waits(lambda: there + there)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

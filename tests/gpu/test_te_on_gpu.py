@@ -1,4 +1,4 @@
-"""Transformer Engine's layers on one GPU, in bf16: parity, the laws as far as one GPU goes, the head's memory."""
+"""Transformer Engine's layers on one GPU, in bf16: parity, the laws as far as one GPU goes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from megatron_dppo.checkpoint import Checkpoints
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
 from megatron_dppo.learner import PolicyLoss
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.models.layer_specs import transformer_engine_installed
-from megatron_dppo.models.policy_head import score_responses
+from megatron_dppo.parallel.adam_state import optimizer_parts
 from megatron_dppo.rl.hosts import host_for
 from megatron_dppo.rl.pack import PackedRow, build_pack
+from tests.models.test_offload import state_of
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
@@ -118,11 +120,72 @@ def test_an_update_does_not_depend_on_the_order_or_the_size_of_packs(ranks: Rank
             assert metrics[name] == pytest.approx(expected[name], rel=1e-2), name
 
 
+def moments_are_zero(rank: int, size: int, config: Config) -> bool:
+    over_nccl()
+    torch.full((2**26,), torch.nan, device="cuda")  # freed at once: what memory that nobody sets will hold
+    _, _, policy = build(config)
+    states = [state for part in optimizer_parts(policy.actor.optimizer) for state in part.optimizer.state.values()]
+    assert states
+    return all(not tensor.any() for state in states for tensor in state.values())
+
+
+def test_adam_starts_from_zeros_in_memory_that_was_used_before(ranks: RankPool, path: Path) -> None:
+    assert ranks.run(1, moments_are_zero, configure(path, "te")) == [True]
+
+
 def test_state_on_the_host_and_overlap_change_no_bit(ranks: RankPool, path: Path) -> None:
     [(expected, weights)] = ranks.run(1, learned, configure(path, "te"), False)
     [(metrics, ours)] = ranks.run(1, learned, configure(path, "te", offload=True, overlap=True), False)
     assert metrics == expected
     assert all(torch.equal(ours[name], weights[name]) for name in weights)
+
+
+def room_for_state(rank: int, size: int, config: Config) -> tuple[int, list[int], bool]:
+    """Bytes of the optimizer's state; bytes allocated without, with and again without it; whether it is pinned."""
+    over_nccl()
+    _, _, policy = build(config)
+    waiting, state = policy.actor._offloaded, state_of(policy.actor)
+    assert waiting is not None
+    allocated = []
+    for move in (waiting.leave_device, waiting.return_to_device, waiting.leave_device):
+        move()
+        allocated.append(torch.cuda.memory_allocated())
+    return sum(tensor.nbytes for tensor in state), allocated, all(tensor.is_pinned() for tensor in state)
+
+
+def test_state_on_the_host_leaves_its_memory_on_the_device_to_others(ranks: RankPool, path: Path) -> None:
+    [(needed, (without, within, after), pinned)] = ranks.run(1, room_for_state, configure(path, "te", offload=True))
+    assert pinned
+    assert within - without >= needed > 0
+    assert after == without
+
+
+def resumed_from_the_background(rank: int, size: int, config: Config, resume: bool) -> Weights:
+    """The weights after two updates; between them a checkpoint is begun, or gone on from."""
+    over_nccl()
+    world, learner, policy = build(config)
+    metadata, groups = step_of_groups(size)
+    checkpoints = Checkpoints(config, world)
+    if resume:
+        assert checkpoints.load(policy.actor) == (1, {})
+    for step in range(1 if resume else 0, 2):
+        learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=step + 1, version=0)
+        if step == 0:
+            checkpoints.save(policy.actor, 1, {})
+    checkpoints.finish()
+    return {name: tensor.float().cpu() for name, tensor in weights_of(policy, world).items()}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_forked_writer_holds_the_state_of_its_step(
+    ranks: RankPool, path: Path, tmp_path: Path, offload: bool
+) -> None:
+    """As it lies on the device or in pinned memory, of which the update after it changes every byte."""
+    config = configure(path, "te", offload=offload, checkpoint_format="dp_reshardable")
+    config = replace(config, run=replace(config.run, dir=str(tmp_path), checkpoint_in_background=True))
+    [expected] = ranks.run(1, resumed_from_the_background, config, False)
+    [ours] = ranks.run(1, resumed_from_the_background, config, True)
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
 def gradients(rank: int, size: int, config: Config) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -149,18 +212,3 @@ def test_a_pruned_gradient_is_the_weighted_sum_of_its_completions(ranks: RankPoo
     [(whole, total, weighted)] = ranks.run(1, gradients, configure(path, "te"))
     assert float((weighted - total).norm()) < 0.02 * float(total.norm())
     assert float((weighted - whole).norm()) > 0.2 * float(whole.norm()), "the comparison can fail"
-
-
-def test_the_head_never_holds_the_logits() -> None:
-    tokens, vocabulary, hidden, chunk_mib = 8192, 151936, 1024, 64
-    state = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(vocabulary, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    targets = torch.randint(0, vocabulary, (tokens,), device="cuda")
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    output = score_responses(
-        state, weight, targets, vocab_size=vocabulary, temperature=1.0, tp_group=None, chunk_mib=chunk_mib
-    )
-    output.logprobs.sum().backward()
-    gradients = (4 + 2) * weight.numel() + 2 * 2 * state.numel()  # of the weight in fp32 and as handed over
-    assert torch.cuda.max_memory_allocated() - before < gradients + 4 * chunk_mib * 2**20

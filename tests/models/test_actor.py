@@ -1,4 +1,4 @@
-"""What the actor's settings may not change: overlapping the sums of gradients, and leaving state on the host."""
+"""What the actor's settings may not change: overlapping the sums of gradients, a reference that waits on the host."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from megatron_dppo.assemble import PolicyParts
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models import actor
@@ -71,39 +70,46 @@ def test_sums_that_overlap_the_backward_pass_are_the_same_bit_by_bit(ranks: Rank
         assert [tensor for tensor in weights if not torch.equal(ours[tensor], weights[tensor])] == []
 
 
-def learned_while_state_is_away(rank: int, size: int, config: Config) -> tuple[dict[str, float], Weights, int]:
-    """With nothing but NaN where the optimizer's state was, until it is called back: so it is on another device."""
-    away: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+def learned_between_servers(rank: int, size: int, config: Config) -> tuple[dict[str, float], Weights, list[int]]:
+    """As ``learned``, with the memory given back before the first step and after each; bytes of gradients meanwhile."""
+    buckets = partial(DistributedDataParallelConfig, bucket_size=BUCKET)
+    held: list[int] = []
 
-    def leave(self: MegatronOptimizer) -> None:
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                for tensor in (parameter.data, *self.optimizer.state[parameter].values()):
-                    if tensor.ndim and tensor.data_ptr() not in away:
-                        away[tensor.data_ptr()] = tensor, tensor.clone()
-                        tensor.fill_(torch.nan)
+    def release(policy: PolicyParts) -> None:
+        ddp = policy.actor.module
+        held.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in ddp.buffers))
+        policy.actor.release_memory()
+        held.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in ddp.buffers))
+        gradients = [p.grad for group in policy.actor.optimizer.param_groups for p in group["params"]]
+        assert not [gradient for gradient in gradients if gradient is not None]
 
-    def come_back(self: MegatronOptimizer) -> None:
-        for tensor, value in away.values():
-            tensor.copy_(value)
-        away.clear()
+    with mock.patch.object(actor, "DistributedDataParallelConfig", buckets):
+        world, learner, policy = build(config)
+    metadata, groups = step_of_groups(size)
+    release(policy)
+    for step, tokens in enumerate((32, 64, 32)):
+        plan = plan_for(world, replace(config, pack=replace(config.pack, max_tokens=tokens)), metadata)
+        metrics = learner.learn(plan, held_by(rank, metadata, groups), step=step + 1, version=0).metrics
+        release(policy)
+        policy.actor.release_memory()  # once more makes no difference
+    return metrics, weights_of(policy, world), held
 
-    with mock.patch.multiple(DistributedOptimizer, offload_to_cpu=leave, restore_from_cpu=come_back):
-        result = learned(rank, size, config)
-    assert away, "it is away at the end of a step"
-    return result
 
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_optimizers_state_is_on_the_host_but_for_its_step(ranks: RankPool, path: Path, size: int) -> None:
-    config = configure(path, LayoutConfig(dp=size))
-    config = replace(config, model=replace(config.model, dtype="bf16"))  # whose master weights are tensors of their own
-    (expected, weights, _), *_ = ranks.run(size, learned, config)
-    offloading = replace(config, optimizer=replace(config.optimizer, offload=True))
-    for function in (learned, learned_while_state_is_away):
-        for metrics, ours, _ in ranks.run(size, function, offloading):
-            assert metrics == expected
-            assert [tensor for tensor in weights if not torch.equal(ours[tensor], weights[tensor])] == []
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_step_whose_gradients_were_given_back_before_it_is_the_same_bit_by_bit(
+    ranks: RankPool, path: Path, distributed: bool, overlap: bool, dtype: str
+) -> None:
+    config = configure(path, LayoutConfig(dp=2), distributed=distributed, overlap=overlap)
+    config = replace(config, model=replace(config.model, dtype=dtype))
+    expected = ranks.run(2, learned, config)
+    results = ranks.run(2, learned_between_servers, config)
+    for (metrics, weights, _), (ours, our_weights, held) in zip(expected, results, strict=True):
+        assert ours == metrics
+        assert [tensor for tensor in weights if not torch.equal(our_weights[tensor], weights[tensor])] == []
+        before, after = held[::2], held[1::2]
+        assert min(before) > 0 and not any(after), "no byte of them stays"
 
 
 def learned_with_reference(rank: int, size: int, config: Config) -> tuple[dict[str, float], bool]:

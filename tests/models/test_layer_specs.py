@@ -69,14 +69,15 @@ def test_auto_takes_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> Non
     for cuda, installed, expected in ((True, True, "te"), (True, False, "torch"), (False, True, "torch")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
         monkeypatch.setattr(layer_specs, "transformer_engine_installed", lambda installed=installed: installed)
-        assert choose_spec("auto") == expected
-        assert choose_spec("torch") == "torch"
+        assert choose_spec(ModelConfig(dtype="bf16")) == expected
+        assert choose_spec(ModelConfig(dtype="fp32")) == "torch"
+        assert choose_spec(ModelConfig(dtype="bf16", spec="torch")) == "torch"
 
 
 def test_te_without_transformer_engine_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_specs, "transformer_engine_installed", lambda: False)
     with pytest.raises(UserError, match="no Transformer Engine") as caught:
-        choose_spec("te")
+        choose_spec(ModelConfig(spec="te"))
     assert caught.value.setting == "model.spec"
 
 
@@ -188,7 +189,7 @@ def train_in_bf16(rank: int, size: int, path: Path, layout: LayoutConfig) -> tup
     vocab = policy.shape.vocab_size
     ids, positions, packed = pack(LENGTHS, vocab)
     arguments = {"predictors": torch.arange(ids.shape[1]), "targets": targets_of(ids, vocab)}
-    logprobs, _, _ = module(ids, positions, packed_seq_params=packed, **arguments)
+    logprobs, *_ = module(ids, positions, packed_seq_params=packed, **arguments)
     logprobs.sum().backward()
     squares = sum(parameter.main_grad.double().square().sum() for parameter in policy.parameters())
     return float(squares) ** 0.5, logprobs.detach().numpy()
@@ -208,7 +209,7 @@ def backward_without_responses(rank: int, size: int, path: Path, layout: LayoutC
     policy, _ = build(path, layout)
     ids, positions, packed = pack(LENGTHS, policy.shape.vocab_size)
     nothing = torch.zeros(0, dtype=torch.int64)
-    logprobs, _, _ = policy(ids, positions, packed, nothing, nothing)
+    logprobs, *_ = policy(ids, positions, packed, nothing, nothing)
     logprobs.sum().backward()
     return any(bool(parameter.grad.any()) for parameter in policy.parameters())
 

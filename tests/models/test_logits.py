@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,12 +14,15 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_dppo.bridge.load import load_policy
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import LayoutConfig, ModelConfig
+from megatron_dppo.models.context import share_of
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
+from megatron_dppo.models.policy_head import HeadOutput
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.parallel.world import World, initialize
 from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe
@@ -102,8 +106,9 @@ def score(policy: PolicyModel, lengths: tuple[int, ...]) -> list[Arrays]:
             packed_seq_params=packed,
             predictors=torch.arange(ids.shape[1]),
             targets=targets_of(ids, vocab),
+            score_norm=True,
         )
-        names = ("logprobs", "entropy", "score_norm")
+        names = HeadOutput._fields
         return output, lambda out: (out[0].sum(), torch.zeros((), dtype=torch.int), dict(zip(names, out, strict=True)))
 
     with torch.no_grad():
@@ -126,6 +131,42 @@ def score_and_logits(rank: int, size: int, path: Path, layout: LayoutConfig) -> 
     if layout.pp == 1:
         logits = policy.logits(*pack(lengths_in(layout), policy.shape.vocab_size)).numpy()
     return score(policy, lengths_in(layout)), logits
+
+
+class NoValueRead(TorchDispatchMode):
+    """Refuses what on CUDA makes the host wait: asking how many values there are, or what one is. Not of the layers:
+    those that run on a CPU split by lengths, Transformer Engine's do not."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function not in (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default), function
+        return function(*args, **(kwargs or {}))
+
+
+def score_without_reading(rank: int, size: int, path: Path, layout: LayoutConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of some targets when the host has said what this rank holds, and when it has not."""
+    policy, world = build(path, layout)
+    lengths = lengths_in(layout)
+    ids, positions, packed = pack(lengths, policy.shape.vocab_size)
+    predictors = torch.arange(1, ids.shape[1], 3)
+    scored = {"predictors": predictors, "targets": targets_of(ids, policy.shape.vocab_size)[predictors]}
+    share = share_of(lengths, predictors, world.cp_rank, world.cp) if world.cp > 1 else None
+    layers = policy._hidden
+
+    def unwatched(*arguments: Any) -> torch.Tensor:
+        with _disable_current_modes():
+            return layers(*arguments)
+
+    with NoValueRead(), mock.patch.object(policy, "_hidden", unwatched):
+        told, _ = policy(ids, positions, packed, **scored, share=share)
+    told.sum().backward()
+    asked, _ = policy(ids, positions, packed, **scored)
+    return told.detach(), asked.detach()
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_pass_reads_no_value_of_a_pack(ranks: RankPool, tmp_path: Path, cp: int) -> None:
+    for told, asked in ranks.run(cp, score_without_reading, write_policy(tmp_path), LayoutConfig(cp=cp)):
+        assert torch.equal(told, asked) and told.any()
 
 
 def reference_logits(path: Path, lengths: tuple[int, ...]) -> torch.Tensor:
@@ -217,7 +258,7 @@ def sum_of_logprobs(policy: PolicyModel) -> torch.Tensor:
     policy.train()
     vocab = policy.shape.vocab_size
     ids, positions, packed = pack(LENGTHS, vocab)
-    logprobs, _, _ = policy(ids, positions, packed, torch.arange(ids.shape[1]), targets_of(ids, vocab))
+    logprobs, *_ = policy(ids, positions, packed, torch.arange(ids.shape[1]), targets_of(ids, vocab))
     return (logprobs * torch.linspace(-1, 1, len(logprobs))).sum()
 
 
@@ -255,7 +296,7 @@ def reference_gradients(path: Path, out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_gradients_equal_those_of_transformers(ranks: RankPool, policy: Path, recompute: str, tmp_path: Path) -> None:
     [ours] = ranks.run(1, streamed_gradients, policy, LayoutConfig(), recompute)
     theirs = reference_gradients(policy, tmp_path)
@@ -294,7 +335,7 @@ def norm_gradients(rank: int, size: int, path: Path, layout: LayoutConfig) -> di
     vocab = policy.shape.vocab_size
     ids, positions, packed = pack(LENGTHS, vocab)
     arguments = {"predictors": torch.arange(ids.shape[1]), "targets": targets_of(ids, vocab)}
-    logprobs, _, _ = module(ids, positions, packed_seq_params=packed, **arguments)
+    logprobs, *_ = module(ids, positions, packed_seq_params=packed, **arguments)
     logprobs.sum().backward()
     finalize_model_grads([module], None)
     names = [f"decoder.layers.0.{norm}.weight" for norm in NORMS] + ["decoder.final_layernorm.weight"]

@@ -42,15 +42,22 @@ def naive(data: Case, vocab: int, temperature: float) -> tuple[HeadOutput, torch
 
 
 def ours(
-    data: Case, vocab: int, temperature: float, chunk_mib: int = 64, group: Any = None
+    data: Case, vocab: int, temperature: float, chunk_mib: int = 64, group: Any = None, score_norm: bool = True
 ) -> tuple[HeadOutput, torch.Tensor, torch.Tensor]:
     hidden, weight = (tensor.clone().requires_grad_() for tensor in data[:2])
     _, _, targets, grad = data
     output = score_responses(
-        hidden, weight, targets, vocab_size=vocab, temperature=temperature, tp_group=group, chunk_mib=chunk_mib
+        hidden,
+        weight,
+        targets,
+        vocab_size=vocab,
+        temperature=temperature,
+        tp_group=group,
+        chunk_mib=chunk_mib,
+        score_norm=score_norm,
     )
     (output.logprobs * grad).sum().backward()
-    return HeadOutput(*(field.detach() for field in output)), hidden.grad, weight.grad
+    return HeadOutput(*(field.detach() for field in output.present)), hidden.grad, weight.grad
 
 
 def assert_equal(left: tuple[Any, ...], right: tuple[Any, ...], tolerance: float = 2e-5) -> None:
@@ -94,9 +101,24 @@ def test_weights_in_bf16_are_scored_in_fp32() -> None:
 def test_entropy_and_score_norm_carry_no_gradient() -> None:
     hidden, weight, targets, _ = case(positions=5, vocab=40, rows=64)
     output = score_responses(
-        hidden.requires_grad_(), weight, targets, vocab_size=40, temperature=1.0, tp_group=None, chunk_mib=1
+        hidden.requires_grad_(),
+        weight,
+        targets,
+        vocab_size=40,
+        temperature=1.0,
+        tp_group=None,
+        chunk_mib=1,
+        score_norm=True,
     )
-    assert output.logprobs.requires_grad and not output.entropy.requires_grad and not output.score_norm.requires_grad
+    assert [field.requires_grad for field in output] == [True, False, False]
+
+
+def test_a_score_norm_that_nobody_asks_for_is_not_computed() -> None:
+    data = case(positions=37, vocab=451, rows=512)
+    with_norm, *gradients = ours(data, 451, 0.8)
+    without, *same = ours(data, 451, 0.8, score_norm=False)
+    assert without.score_norm is None
+    assert all(torch.equal(a, b) for a, b in zip((*without[:2], *same), (*with_norm[:2], *gradients), strict=True))
 
 
 def test_no_positions_give_zero_gradients() -> None:
@@ -104,6 +126,16 @@ def test_no_positions_give_zero_gradients() -> None:
     assert all(len(field) == 0 for field in scores)
     assert hidden_grad.shape == (0, HIDDEN)
     assert weight_grad.shape == (64, HIDDEN) and not weight_grad.any()
+
+
+@pytest.mark.parametrize("score_norm", [False, True])
+def test_no_value_is_read_on_the_host(score_norm: bool) -> None:
+    """On the meta device there are no values, and every operation that needs one for what it returns fails."""
+    data = case(positions=1000, vocab=4000, rows=4096)
+    scores, *gradients = ours(
+        tuple(tensor.to("meta") for tensor in data), 4000, 0.8, chunk_mib=1, score_norm=score_norm
+    )
+    assert scores.logprobs.shape == (1000,) and [g.shape for g in gradients] == [data[0].shape, data[1].shape]
 
 
 class LargestTensor(TorchDispatchMode):

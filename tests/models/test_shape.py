@@ -106,9 +106,44 @@ def test_a_directory_that_is_none_or_holds_no_readable_config_is_named(tmp_path:
         read_shape(tmp_path)
     with pytest.raises(UserError, match="has no 'head_dim'"):
         read_shape(write_config(tmp_path, drop=("head_dim",)))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not JSON"):
-        read_shape(tmp_path)
+    for text, words in (
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "no JSON object"),
+        ("3", "no JSON object"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match=words):
+            read_shape(tmp_path)
+
+
+COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+          "intermediate_size", "vocab_size", "max_position_embeddings")  # fmt: skip
+ODD = (None, "16", 0, -1, 1.5, True, [], {}, float("nan"))
+
+
+@pytest.mark.parametrize("key", [*COUNTS, "rms_norm_eps"])
+def test_a_size_that_is_none_is_named(tmp_path: Path, key: str) -> None:
+    folder = write_config(tmp_path)
+    good = json.loads((folder / "config.json").read_text())
+    for value in ODD:
+        if key == "rms_norm_eps" and value == 1.5:
+            continue
+        (folder / "config.json").write_text(json.dumps(good | {key: value}))
+        with pytest.raises(UserError, match=rf"its config\.json has {key} = .*which is no"):
+            read_shape(folder)
+
+
+@pytest.mark.parametrize("key", ["architectures", "rope_parameters", "model_type", "hidden_act", "mlp_only_layers"])
+def test_odd_values_elsewhere_are_passed_over_or_named(tmp_path: Path, key: str) -> None:
+    folder = write_config(tmp_path)
+    good = json.loads((folder / "config.json").read_text())
+    for value in (*ODD, ["a"], [None]):
+        (folder / "config.json").write_text(json.dumps(good | {key: value}))
+        try:
+            read_shape(folder)
+        except UserError as error:
+            assert error.setting == "model.path"
 
 
 @pytest.mark.parametrize(

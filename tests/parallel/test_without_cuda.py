@@ -16,6 +16,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.parallel import without_cuda
+from megatron_dppo.parallel.adam_state import prepare_adam_state
 from megatron_dppo.shard_writer import save_shards
 from tests.models.test_logits import LENGTHS, build, pack, targets_of
 from tests.policies import write_policy
@@ -53,7 +54,7 @@ class Trainer:
         self.module = DistributedDataParallel(self.policy.config, settings, self.policy)
         optimizer = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.01, use_distributed_optimizer=True)
         self.optimizer = get_megatron_optimizer(optimizer, [self.module])
-        without_cuda.prepare_adam_state(self.optimizer)
+        prepare_adam_state(self.optimizer)
 
     def step(self) -> float:
         vocab = self.policy.shape.vocab_size
@@ -61,7 +62,7 @@ class Trainer:
         arguments = {"predictors": torch.arange(ids.shape[1]), "targets": targets_of(ids, vocab)}
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
-        logprobs, _, _ = self.module(ids, positions, packed_seq_params=packed, **arguments)
+        logprobs, *_ = self.module(ids, positions, packed_seq_params=packed, **arguments)
         loss = -logprobs.mean()
         loss.backward()
         finalize_model_grads([self.module], None)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
@@ -44,3 +49,20 @@ def fail_on_one(rank: int, size: int) -> str:
 
 def test_error_of_one_rank_is_raised_on_all(ranks: RankPool) -> None:
     assert ranks.run(2, fail_on_one) == ["is broken on rank 1"] * 2
+
+
+def test_the_default_group_is_bound_to_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would split the group for weights off one that is."""
+    asked: dict[str, Any] = {}
+
+    def noting(backend: str, **options: Any) -> None:
+        asked.update(options, backend=backend)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(dist, "init_process_group", noting)
+    with pytest.raises(KeyboardInterrupt):
+        initialize(LayoutConfig(), seed=1, timeout_s=1.0)
+    assert asked["backend"] == "nccl"
+    assert "device_id" not in asked

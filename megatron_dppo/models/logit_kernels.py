@@ -1,0 +1,140 @@
+"""The two functions of :mod:`logit_passes` as Triton kernels: each reads the logits once.
+
+Importing this needs Triton. Without CUDA its interpreter runs them (``TRITON_INTERPRET=1`` before the import), which is
+how they are tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BUFFERS = 1
+"""fp32 tensors of the chunk's size that :func:`summarise` works in."""
+SUMMARY_BLOCK = 4096
+"""Columns that a program takes at a time: 16 of a thread, whose sums stay in registers."""
+SLOPE_BLOCK = 2048
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+"""Below every logit. Finite, so that 0 · it is 0."""
+# What varies with packs and chunks is kept out of what Triton compiles a kernel for: compiling anew takes a second.
+
+
+def summarise(
+    buffers: tuple[torch.Tensor, ...],
+    targets: torch.Tensor,
+    temperature: float,
+    peak: torch.Tensor,
+    sums: torch.Tensor,
+) -> None:
+    """As :func:`logit_passes.summarise`; leaves the logits as they are."""
+    (logits,) = buffers
+    rows, columns = logits.shape
+    _summarise[(rows,)](
+        logits,
+        targets,
+        peak,
+        sums,
+        logits.stride(0),
+        sums.stride(0),
+        columns,
+        1.0 / temperature,
+        SQUARES=len(sums) == 4,
+        BLOCK=SUMMARY_BLOCK,
+        num_warps=8,
+    )
+
+
+def slope(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    normaliser: torch.Tensor,
+    gradient: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """As :func:`logit_passes.slope`; overwrites the logits only if they are ``out``."""
+    rows, columns = logits.shape
+    _slope[(rows, triton.cdiv(columns, SLOPE_BLOCK))](
+        logits,
+        targets,
+        normaliser,
+        gradient,
+        out,
+        logits.stride(0),
+        out.stride(0),
+        columns,
+        1.0 / temperature,
+        BLOCK=SLOPE_BLOCK,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["sum_stride"], do_not_specialize_on_alignment=["targets", "peak", "sums"])
+def _summarise(
+    logits,
+    targets,
+    peak,
+    sums,
+    row_stride,
+    sum_stride,
+    columns,
+    inverse_temperature,
+    SQUARES: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """One program a row. Each lane has sums of its own, from the largest logit that it has seen, until the last one."""
+    row = tl.program_id(0).to(tl.int64)  # a chunk may have more than 2³¹ logits
+    logits += row * row_stride
+    target = tl.load(targets + row)
+    most = tl.full((BLOCK,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    cross = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        z = tl.where(inside, tl.load(logits + column, mask=inside, other=0.0) * inverse_temperature, LOWEST)
+        higher = tl.maximum(most, z)
+        shift = most - higher
+        factor = tl.exp(shift)
+        e = tl.exp(z - higher)  # 1 in a lane beyond a short row, but its factor is 0 in the end
+        cross = factor * (cross + shift * total) + e * (z - higher)
+        total = factor * total + e
+        if SQUARES:
+            squares = factor * factor * squares + tl.where(column == target, 0.0, e * e)
+        most = higher
+    highest = tl.max(most, axis=0)
+    shift = most - highest
+    factor = tl.exp(shift)
+    tl.store(peak + row, highest)
+    tl.store(sums + row, tl.sum(factor * total, axis=0))
+    tl.store(sums + sum_stride + row, tl.sum(factor * (cross + shift * total), axis=0))
+    held = (target >= 0) & (target < columns)
+    tl.store(sums + 2 * sum_stride + row, tl.load(logits + target, mask=held, other=0.0) * inverse_temperature)
+    if SQUARES:
+        tl.store(sums + 3 * sum_stride + row, tl.sum(factor * factor * squares, axis=0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["targets", "normaliser", "gradient"])
+def _slope(
+    logits,
+    targets,
+    normaliser,
+    gradient,
+    out,
+    row_stride,
+    out_stride,
+    columns,
+    inverse_temperature,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """One program a block of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    z = tl.load(logits + row * row_stride + column, mask=inside, other=0.0) * inverse_temperature
+    p = tl.exp(z - tl.load(normaliser + row))
+    at_target = tl.where(column == tl.load(targets + row), 1.0, 0.0)
+    value = (at_target - p) * (tl.load(gradient + row) * inverse_temperature)
+    tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,81 @@
+"""Where ranks meet. Whoever trains on one machine listens on no address that another machine could reach.
+
+A ``TCPStore`` listens on all addresses unless it is handed a socket that listens already. What is in it is trusted by
+those who read it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+LISTENER = "MEGATRON_DPPO_LISTENER"
+"""Environment variable with the descriptor of the socket that the launcher has made for rank 0 to listen on: a port
+that is held from the start can be taken by nobody else."""
+LOST_CONTACT = "contact with another rank was lost"
+"""How an error begins that is no time limit."""
+
+
+def on_one_machine(environ: Mapping[str, str]) -> bool:
+    """Whether all ranks are, as our launcher, torchrun or srun has told this one."""
+    world = environ.get("WORLD_SIZE", "1")
+    return world in ("1", environ.get("LOCAL_WORLD_SIZE")) or environ.get("SLURM_STEP_NUM_NODES") == "1"
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens on one address; at any free port unless one is named."""
+    listener = socket.socket(socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen(2048)
+    return listener
+
+
+def open_store(host: str, timeout: timedelta, size: int | None = None) -> dist.TCPStore:
+    """A store in this process for those who reach it at ``host``: on loopback for them alone, else on all addresses."""
+    import torch.distributed as dist
+
+    if not host.startswith("127."):
+        return dist.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+    return _store_at(listen(host), timeout, size)
+
+
+def rendezvous(environ: Mapping[str, str], timeout: timedelta) -> dict[str, object]:
+    """What ``init_process_group`` is told of the place where ranks meet; nothing where torch finds it by itself: under
+    torchrun, and on several machines."""
+    import torch.distributed as dist
+
+    if "RANK" not in environ or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not on_one_machine(environ):
+        return {}
+    rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if size == 1:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if rank:
+        store = dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=timeout)
+    else:
+        given = environ.get(LISTENER)
+        store = _store_at(socket.socket(fileno=int(given)) if given else listen(LOOPBACK, port), timeout, size)
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+def loopback_interface() -> str | None:
+    """Its name, ``lo`` on Linux; None where no interface is called so."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def _store_at(listener: socket.socket, timeout: timedelta, size: int | None) -> dist.TCPStore:
+    import torch.distributed as dist
+
+    host, port = listener.getsockname()
+    os.set_inheritable(listener.fileno(), False)
+    return dist.TCPStore(
+        host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

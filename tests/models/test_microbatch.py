@@ -1,0 +1,69 @@
+"""A pack reaches the device whole, by one copy."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.models.context import Share, share_of
+from megatron_dppo.models.microbatch import Microbatch, Placed, place
+from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.types import Pack
+
+
+def row(prompt: int, response: int, seed: int) -> PackedRow:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 99, prompt + response).astype(np.int32)
+    logprobs = rng.normal(size=response).astype(np.float32)
+    return PackedRow(ids[:prompt], ids[prompt:], logprobs, float(rng.normal()), float(rng.random()), version=seed)
+
+
+PACKS = {
+    "of three rows": build_pack([row(3, 4, 1), row(1, 7, 2), row(5, 1, 3)], 32, pad_id=0, align=4),
+    "full": build_pack([row(3, 5, 4)], 8, pad_id=0, align=1),
+    "of padding": build_pack([], 8, pad_id=0, align=1),
+}
+
+
+@pytest.mark.parametrize("name", PACKS)
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_array_arrives_by_one_copy(name: str, scored: bool, shared: bool) -> None:
+    pack = PACKS[name]
+    lengths = np.diff(pack.cu_seqlens).tolist()
+    share = share_of(lengths, torch.from_numpy(pack.predictors), rank=1, size=2) if shared else None
+    known = np.linspace(-2, 0, len(pack.targets))[::-1] if scored else None
+    copies: list[torch.Tensor] = []
+    to = torch.Tensor.to
+
+    def counted(self: torch.Tensor, *arguments: object, **settings: object) -> torch.Tensor:
+        copies.append(self)
+        return to(self, *arguments, **settings).clone()
+
+    with mock.patch.object(torch.Tensor, "to", counted):
+        placed = place(Microbatch(pack, old_logprobs=known, reference_logprobs=None), torch.device("cpu"), share)
+    assert len(copies) == 1
+    same_arrays(placed, pack)
+    if share is None:
+        assert placed.share is None
+    else:
+        assert placed.share is not None
+        for field in fields(Share):
+            assert torch.equal(getattr(placed.share, field.name), getattr(share, field.name))
+    assert placed.reference_logprobs is None
+    if known is None:
+        assert placed.old_logprobs is None
+    else:
+        torch.testing.assert_close(placed.old_logprobs, torch.from_numpy(known.astype(np.float32)))
+
+
+def same_arrays(placed: Placed, pack: Pack) -> None:
+    wide = {"advantage", "scale"}
+    for field in fields(Placed):
+        if hasattr(pack, field.name):
+            array, tensor = getattr(pack, field.name), getattr(placed, field.name)
+            assert torch.equal(tensor, torch.from_numpy(array.astype(np.float32) if field.name in wide else array))

@@ -1,0 +1,142 @@
+"""Transformer Engine's Adam in Megatron's optimizers: it starts from zeros, resumes, and is never held twice."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.checkpoint import Checkpoints
+from megatron_dppo.config import Config, LayoutConfig
+from megatron_dppo.models.actor import Actor
+from megatron_dppo.models.layer_specs import transformer_engine_installed
+from megatron_dppo.parallel.adam_state import optimizer_parts
+from tests import fused_adam
+from tests.policies import write_policy
+from tests.ranks import RankPool
+from tests.steps import Weights, build
+from tests.test_checkpoint import STATE, Losses, configure, train
+
+LAYOUT = LayoutConfig(dp=2)
+
+pytestmark = pytest.mark.skipif(
+    transformer_engine_installed(), reason="Transformer Engine is installed: tests/gpu asks its own kernels"
+)
+
+
+Updates = tuple[Weights, Losses]
+
+
+@pytest.fixture(scope="module")
+def with_te() -> Iterator[RankPool]:
+    """Ranks of their own: Megatron's choice of Adam is one for a whole process."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def wheel() -> Path:
+    return fused_adam.lay_out_wheel()
+
+
+def use_te(wheel: Path) -> None:
+    """Megatron on Transformer Engine's Adam, and memory that nobody has set is full of NaN."""
+    if not hasattr(torch.empty, "poisoned"):
+        fused_adam.use_in_megatron(wheel)
+        torch.empty, torch.empty_like = _poisoned(torch.empty), _poisoned(torch.empty_like)
+
+
+def train_with_te(rank: int, size: int, wheel: Path, config: Config, stop: int, save: tuple[int, ...]) -> Updates:
+    use_te(wheel)
+    return train(rank, size, config, stop, save)
+
+
+def _poisoned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*arguments: Any, **settings: Any) -> torch.Tensor:
+        made = factory(*arguments, **settings)
+        return made.fill_(torch.nan) if made.is_floating_point() and not made.is_meta else made
+
+    make.poisoned = True
+    return make
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("policy"), kv_heads=4)
+
+
+def close(ours: Updates, theirs: Updates) -> None:
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5)
+    for name, tensor in theirs[0].items():
+        torch.testing.assert_close(ours[0][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_updates_start_from_zeros_and_are_those_of_torchs_adam(
+    with_te: RankPool, ranks: RankPool, wheel: Path, policy: Path, tmp_path: Path, distributed: bool
+) -> None:
+    config = configure(policy, tmp_path / "run", LAYOUT, distributed=distributed)
+    ours, theirs = with_te.run(2, train_with_te, wheel, config, 3, ()), ranks.run(2, train, config, 3, ())
+    for a, b in zip(ours, theirs, strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("distributed", [True, False])
+def test_resumed_updates_are_those_of_an_undisturbed_run(
+    with_te: RankPool, wheel: Path, policy: Path, tmp_path: Path, distributed: bool, dtype: str
+) -> None:
+    config = configure(policy, tmp_path / "run", LAYOUT, distributed=distributed, dtype=dtype)
+    undisturbed = with_te.run(2, train_with_te, wheel, config, 4, (2,))
+    resumed = with_te.run(2, train_with_te, wheel, config, 4, ())
+    for (weights, losses), (ours, later) in zip(undisturbed, resumed, strict=True):
+        assert later == losses[2:]
+        assert all(torch.equal(ours[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("te_first", [True, False])
+def test_the_one_adam_goes_on_from_the_others_checkpoint(
+    with_te: RankPool, ranks: RankPool, wheel: Path, policy: Path, tmp_path: Path, te_first: bool, distributed: bool
+) -> None:
+    config = configure(policy, tmp_path / "run", LAYOUT, distributed=distributed)
+    if te_first:
+        undisturbed = with_te.run(2, train_with_te, wheel, config, 4, (2,))
+        resumed = ranks.run(2, train, config, 4, ())
+    else:
+        undisturbed = ranks.run(2, train, config, 4, (2,))
+        resumed = with_te.run(2, train_with_te, wheel, config, 4, ())
+    for (weights, losses), ours in zip(undisturbed, resumed, strict=True):
+        close(ours, (weights, losses[2:]))
+
+
+def moments(actor: Actor) -> list[int]:
+    """Where each of Adam's tensors lies."""
+    states = [state for part in optimizer_parts(actor.optimizer) for state in part.optimizer.state.values()]
+    return [tensor.data_ptr() for state in states for tensor in state.values()]
+
+
+def load_and_look(rank: int, size: int, wheel: Path, config: Config) -> tuple[list[int], list[int]]:
+    use_te(wheel)
+    world, _, policy = build(config)
+    before = moments(policy.actor)
+    assert Checkpoints(config, world).load(policy.actor) == (2, STATE)
+    return before, moments(policy.actor)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_resume_reads_into_the_state_that_is_there(
+    with_te: RankPool, wheel: Path, policy: Path, tmp_path: Path, distributed: bool
+) -> None:
+    config = configure(policy, tmp_path / "run", LAYOUT, distributed=distributed)
+    with_te.run(2, train_with_te, wheel, config, 2, (2,))
+    for before, after in with_te.run(2, load_and_look, wheel, config):
+        assert len(before) > 10
+        assert after == before
