@@ -18,7 +18,7 @@ from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
+from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers, ScoreItem
 from megatron_dppo.rl.advantages import soft_overlong_penalty
 from megatron_dppo.rl.hosts import host_for
 from megatron_dppo.rl.plan import gather_metadata
@@ -204,11 +204,7 @@ class Collector:
             for group in completions
         ]
         scored = self._workers.score(
-            [
-                ScoreItem(prompt.data_source, text, prompt.label, prompt.extra)
-                for prompt, group in zip(prompts, texts, strict=True)
-                for text in group
-            ],
+            [ScoreItem.of(prompt, text) for prompt, group in zip(prompts, texts, strict=True) for text in group],
             most_failures=math.floor(self._config.reward.max_failures * of_all),
         )
         scores = [list(scored.scores[i * samples : (i + 1) * samples]) for i in range(len(completions))]
@@ -259,11 +255,12 @@ class Collector:
         timeouts, errors = sum(p.timeouts for p in parts), sum(p.errors for p in parts)
         if timeouts + errors > reward.max_failures * total:
             first = next((text for p in parts for text in p.tracebacks), "")
+            limits = f"{reward.timeout_s:g} s of processor time or {ON_THE_CLOCK * reward.timeout_s:g} s on the clock"
             raise UserError(
                 "reward.function",
                 reward.function,
-                f"{timeouts + errors} of {total} completions could not be scored ({timeouts} timed out after "
-                f"{reward.timeout_s:g} s, {errors} failed), more than reward.max_failures = {reward.max_failures:g} "
+                f"{timeouts + errors} of {total} completions could not be scored ({timeouts} took more than "
+                f"{limits}, {errors} failed), more than reward.max_failures = {reward.max_failures:g} "
                 "allows" + (f"; the first failure:\n{first}" if first else ""),
                 "Mend the function, or raise reward.timeout_s or reward.max_failures",
             )

@@ -7,6 +7,7 @@ groups in a file of its own. A run goes on from it with any number of ranks.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from megatron_dppo.bridge.checkpoint_folder import damaged
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
@@ -93,10 +95,9 @@ def _arrays(file: Path) -> dict[str, Any]:
     try:
         with np.load(file) as stored:  # which unpickles nothing
             return {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, BadZipFile) as error:
-        problem = f"cannot be read ({type(error).__name__}: {error})"
-        remedy = "Fetch its files again, or write the number of another checkpoint into the tracker beside it"
-        raise UserError("run.dir", file.parent.parent, problem, remedy) from error
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
+        problem = f"{FOLDER}/{file.name} cannot be read ({type(error).__name__}: {error})"
+        raise damaged(file.parent.parent, "run.dir", problem) from error
 
 
 def _save(file: Path, arrays: Mapping[str, Any]) -> None:

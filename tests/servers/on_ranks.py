@@ -208,14 +208,14 @@ def faults(rank: int, size: int, settings: Sequence[str]) -> dict[str, Round]:
 
         rig.on_bucket = lambda number: kill_main(rig.processes()[0]) if leads and number == 3 else None
         rig.change(1.01)
-        _once(rig, 3)
+        once(rig, 3)
         rounds["killed in a sync"] = rig.roll_out()
         rounds["killed in a sync"].difference = rig.difference(3)
         rig.until(2, 3)
 
         rig.on_bucket = lambda number: stop_all(rig.processes()[1]) if leads and number == 3 else None
         rig.change(1.01)
-        _once(rig, 4)
+        once(rig, 4)
         rounds["hung in a sync"] = rig.roll_out()
         rounds["hung in a sync"].difference = rig.difference(4)
         rig.until(2, 4)
@@ -234,7 +234,7 @@ def faults(rank: int, size: int, settings: Sequence[str]) -> dict[str, Round]:
     return rounds if leads else {}
 
 
-def _once(rig: Rig, version: int) -> None:
+def once(rig: Rig, version: int) -> None:
     """Sync with a fault in the first attempt, and none in the next."""
     fault = rig.on_bucket
     seen: list[int] = []

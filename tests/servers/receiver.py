@@ -1,7 +1,8 @@
-"""One rank of a group for weights, in a process of its own. Light to import: it is spawned for every test."""
+"""One rank of a server, as far as weights go, in a process of its own. Light to import: tests spawn it."""
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,21 +16,34 @@ def serve(pipe: Connection) -> None:
     """A server's rank: joins, receives, and says what became of it."""
     torch.set_num_threads(1)
     group: Any = None
+    device = torch.device("cpu")
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         try:
             if not isinstance(order, int):
-                name, host, port, rank, size = order
+                name, host, port, rank, size, backend = order
+                device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
                 prefix = dist.PrefixStore(name, dist.TCPStore(host, port, size, timeout=timedelta(seconds=60)))
                 group, _ = _new_process_group_helper(
-                    size, rank, [], dist.Backend("gloo"), prefix, group_name=name, timeout=timedelta(seconds=60)
+                    size, rank, [], dist.Backend(backend), prefix, group_name=name, timeout=timedelta(seconds=60)
                 )
                 pipe.send(None)
             else:
-                flat = torch.empty(order, dtype=torch.uint8)
+                flat = torch.empty(order, dtype=torch.uint8, device=device)
                 options = dist.BroadcastOptions()
                 options.rootRank = 0
                 group.broadcast([flat], options).wait()
-                pipe.send(flat.numpy().tobytes())
+                pipe.send(flat.cpu().numpy().tobytes())
         except RuntimeError as error:
             pipe.send(error)
+
+
+def open_handles(pipe: Connection, plugin: str) -> None:
+    """A server's rank: opens what it is handed as our extension of vLLM does, and says what lies there."""
+    sys.path.insert(0, plugin)
+    from megatron_dppo_vllm.memory import opened
+
+    torch.set_num_threads(1)
+    while (order := pipe.recv()) is not None:
+        handle, size = order
+        pipe.send(opened(handle["words"], size, torch.device("cpu")).numpy().tobytes())

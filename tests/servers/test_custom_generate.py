@@ -9,7 +9,8 @@ import pytest
 
 from megatron_dppo.config import Config, ModelConfig, RolloutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.servers.custom import CustomGenerate
+from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.servers.custom import CustomGenerate, _sampling_params
 from tests.servers.real import RealServer
 from tests.servers.test_training import AGREES, Start, finish, given, start  # noqa: F401
 
@@ -80,3 +81,11 @@ def test_a_function_of_another_form_is_refused(spec: str, words: str, tmp_path: 
     with pytest.raises(UserError) as raised:
         CustomGenerate(config)
     assert raised.value.setting == "rollout.custom_generate" and words in str(raised.value)
+
+
+def test_samples_of_a_prompt_have_seeds_of_their_own() -> None:
+    """Where SGLang's inference is deterministic, conversations without one would all be the same."""
+    sampling = Sampling(4, 8, 1.0, (), seed=3)
+    seeds = {_sampling_params(sampling, prompt, i)["sampling_seed"] for prompt in (0, 1) for i in range(4)}
+    assert len(seeds) == 8 and all(0 <= seed < 2**31 for seed in seeds)
+    assert _sampling_params(sampling, 0, 0) == _sampling_params(sampling, 0, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dppo.models.init import write_model
 from tests.ranks import RankPool
-from tests.servers import on_ranks
+from tests.servers import handles_on_ranks, on_ranks
 from tests.servers.on_ranks import PROMPTS, SAMPLES, Round
 from tests.servers.real import launch_settings
 
@@ -19,12 +19,10 @@ AGREES = 1e-4
 """Greatest |log p| difference of actor and server that is rounding."""
 
 
-@pytest.fixture(scope="module")
-def rounds(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, canary: Path) -> Iterator[dict[str, Round]]:
-    folder = tmp_path_factory.mktemp("faults")
+def _settings(folder: Path) -> list[str]:
     policy = folder / "policy"  # of several buckets, so that an update has a middle
     write_model(policy, hidden=256, heads=4, kv_heads=2, head_dim=32, ffn=1024, std=0.1)
-    settings = [
+    return [
         f"run.dir={folder / 'run'}",
         f"model.path={policy}",
         "data.max_prompt_tokens=16",
@@ -37,6 +35,11 @@ def rounds(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, canary: Pa
         "rollout.health_timeout_s=5",
         "rollout.timeout_s=300",
     ]
+
+
+@pytest.fixture(scope="module")
+def rounds(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, canary: Path) -> Iterator[dict[str, Round]]:
+    settings = _settings(tmp_path_factory.mktemp("faults"))
     yield ranks.run(2, on_ranks.faults, settings, timeout=900.0)[0]
 
 
@@ -100,3 +103,31 @@ def test_a_loss_is_told(rounds: dict[str, Round], fault: str) -> None:
 def test_a_sync_that_failed_is_tried_again_without_the_server_that_failed(rounds: dict[str, Round], fault: str) -> None:
     assert rounds[fault].metrics["rollout/sync_retries"] == 1
     assert any("is tried again" in said for said in rounds[fault].words)
+
+
+def test_memory_that_a_server_died_or_hangs_over_is_handed_to_the_others_again(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, canary: Path
+) -> None:
+    settings = [*_settings(tmp_path_factory.mktemp("handles")), "rollout.sync.transport=tensor"]
+    rounds = ranks.run(2, handles_on_ranks.hurt_in_a_sync, settings, timeout=600.0)[0]
+    for version, fault in ((1, "killed in a sync"), (2, "hung in a sync"), (2, "at the end")):
+        seen = rounds[fault]
+        assert seen.answered == list(range(PROMPTS)) and seen.versions == {version}
+        assert seen.difference <= AGREES
+        assert seen.metrics["rollout/sync_retries"] == (fault != "at the end")
+    assert rounds["at the end"].servers == 2
+
+
+def test_servers_that_share_the_trainers_memory_sleep_through_each_step_also_those_that_are_started_again(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, canary: Path
+) -> None:
+    """One that is starting while a step trains would take the memory that the step needs."""
+    settings = [*_settings(tmp_path_factory.mktemp("colocated")), "rollout.colocated=true"]
+    settings += ["rollout.sync.transport=tensor", "rollout.health_timeout_s=20"]
+    rounds, asked = ranks.run(2, handles_on_ranks.colocated, settings, timeout=600.0)[0]
+    for version, seen in enumerate(rounds):
+        assert seen.answered == list(range(PROMPTS)) and seen.versions == {version}
+        assert seen.difference <= AGREES
+    wakes = ["release_memory", "regain_weights", "begin_update", "end_update", "regain_cache", "resume"]
+    assert asked == [[wakes, wakes]] * 3, "the one that was started again, too: the step waited for it"
+    assert [seen.servers for seen in rounds] == [2, 1, 2]

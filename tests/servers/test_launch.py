@@ -288,9 +288,13 @@ def test_a_rank_s_own_variables_do_not_reach_the_server(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # which servers that sleep refuse
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("KEPT", "1")
-    server = started("rollout.launch.env=[A=1=2]")
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    server = started("rollout.launch.env=[A=1=2,PYTORCH_ALLOC_CONF=max_split_size_mb:64]")
     _family(server)
     environment = psutil.Process(server.pid).environ()
-    assert (environment["KEPT"], environment["A"]) == ("1", "1=2")
-    assert not {"RANK", "TORCHELASTIC_RUN_ID"} & environment.keys()
+    assert (environment["KEPT"], environment["A"], environment["NCCL_CUMEM_ENABLE"]) == ("1", "1=2", "0")
+    assert environment["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert not {"RANK", "TORCHELASTIC_RUN_ID", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys()

@@ -51,6 +51,7 @@ def test_a_server_serves_the_policy_that_it_was_started_with(
     assert Path(facts.model) == served_policy
     assert facts.dtype == "float32"
     assert facts.ranks == server.config.rollout.launch.tp[0]
+    assert facts.nccl is None  # SGLang does not say; vLLM does, and has none on a CPU
     ask = Ask([3, 4, 5], samples=2, max_tokens=4, temperature=1.0, stop_token_ids=[], seed=None)
     pieces = http.run(server.api.generate(ask, timeout_s=60.0))
     # The end-of-sequence token, drawn by chance once in fifteen times, stops a completion whatever the stop tokens are.

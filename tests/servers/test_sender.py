@@ -6,16 +6,21 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.servers import sender as sender_module
 from megatron_dppo.rollout.servers.api import Manifest, Meeting
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError
+from megatron_dppo.rollout.servers.sender import FIRST, GRACE_S, Sender, SyncFailedError
 from megatron_dppo.rollout.servers.sglang import SglangApi
 from tests.servers.receiver import serve
 
@@ -36,7 +41,7 @@ class Process(SglangApi):
         self.received: list[bytes] = []
 
     async def join(self, meeting: Meeting) -> None:
-        await self._do((meeting.name, meeting.host, meeting.port, meeting.offset, meeting.size))
+        await self._do((meeting.name, meeting.host, meeting.port, meeting.offset, meeting.size, meeting.backend))
 
     async def leave(self, group: str) -> None:
         pass
@@ -44,7 +49,9 @@ class Process(SglangApi):
     async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
         sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for shape, dtype in zip(
             manifest.shapes, manifest.dtypes, strict=True)]  # fmt: skip
-        self.received.append(await self._do(sum(sizes)))
+        came = await self._do(sum(sizes))
+        if manifest is not FIRST:  # which loaders pass over
+            self.received.append(came)
 
     async def _do(self, order: Any) -> Any:
         try:
@@ -55,6 +62,24 @@ class Process(SglangApi):
         if isinstance(answer, Exception):
             raise ServerError(self.url, f"refused: {answer}", alive=True)
         return answer
+
+
+class Late(Process):
+    """A server that joins, and then never comes to receive."""
+
+    async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
+        await asyncio.sleep(60)
+
+
+class Refuses(Process):
+    """A server that joins, and cannot make a communicator."""
+
+    def __init__(self, url: str, http: Http, why: str) -> None:
+        super().__init__(url, http)
+        self._why = why
+
+    async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
+        raise ServerError(self.url, f"refused /update_weights_from_distributed: {self._why}", alive=True)
 
 
 class Absent(SglangApi):
@@ -82,9 +107,17 @@ def servers(http: Http) -> Iterator[list[Process]]:
         server.process.kill()
 
 
-def _sender(http: Http, servers: list[Any], name: str) -> Sender:
+def _sender(http: Http, servers: list[Any], name: str, **more: Any) -> Sender:
     device = torch.device("cpu")
-    return Sender(http, servers, name=name, host="127.0.0.1", device=device, timeout_s=LIMIT_S)
+    return Sender(http, servers, name=name, host="127.0.0.1", device=device, timeout_s=LIMIT_S, **more)
+
+
+def _can_still_receive(http: Http, servers: list[Process], name: str) -> bool:
+    sender = _sender(http, servers, name)
+    sender.send(sender.stage({"a": torch.ones(4)}), None)
+    sender.arrive()
+    sender.close()
+    return [len(server.received) for server in servers] == [1] * len(servers)
 
 
 def test_every_bucket_arrives_byte_by_byte_though_its_memory_is_used_again(http: Http, servers: list[Process]) -> None:
@@ -129,3 +162,117 @@ def test_a_server_that_dies_within_a_bucket_is_named_and_the_others_are_free(
     again.send(again.stage({"a": torch.ones(4)}), None)
     again.arrive()
     again.close()
+
+
+@pytest.fixture
+def another(http: Http) -> Iterator[Callable[..., Any]]:
+    made: list[Process] = []
+
+    def make(kind: type[Process], *arguments: Any) -> Process:
+        made.append(kind("http://c:1", http, *arguments))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.process.kill()
+
+
+def test_a_server_that_joins_and_never_comes_ends_the_joining_in_time(
+    http: Http, servers: list[Process], another: Callable[..., Any]
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(SyncFailedError, match="the first byte") as failed:
+        _sender(http, [servers[0], another(Late)], "late")
+    assert time.monotonic() - began < LIMIT_S + 3 * GRACE_S
+    assert list(failed.value.problems) == ["http://c:1"]
+    assert _can_still_receive(http, servers[:1], "without it")
+
+
+def test_a_broadcast_that_never_returns_ends_the_joining_in_time(
+    http: Http, servers: list[Process], another: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, aborted = threading.Event(), threading.Event()
+    broadcast, abort = dist.ProcessGroup.broadcast, dist.ProcessGroup.abort
+
+    def as_nccl_does(group: Any, *arguments: Any) -> Any:
+        """Return when all have come, which gloo does not wait for."""
+        over.wait(60)
+        return broadcast(group, *arguments)
+
+    def noting(group: Any) -> None:
+        abort(group)
+        if over.is_set():
+            aborted.set()
+
+    monkeypatch.setattr(dist.ProcessGroup, "broadcast", as_nccl_does)
+    monkeypatch.setattr(dist.ProcessGroup, "abort", noting)
+    began = time.monotonic()
+    with pytest.raises(SyncFailedError, match="the first byte took more than 4 s"):
+        _sender(http, [*servers, another(Late)], "stuck")
+    assert time.monotonic() - began < LIMIT_S + 3 * GRACE_S
+    over.set()
+    assert aborted.wait(10), "the thread that was left behind keeps a group that it was late for"
+
+
+def test_a_refusal_at_the_first_byte_names_the_server_and_the_likely_cause(
+    http: Http, servers: list[Process], another: Callable[..., Any]
+) -> None:
+    refuses = another(Refuses, "NCCL error: unhandled system error")
+    with pytest.raises(SyncFailedError) as failed:
+        _sender(http, [*servers, refuses], "refused", our_nccl="2.29.7")
+    # Whoever gloo has pass the byte on to it waits for it, and is named, too.
+    assert "unhandled system error" in failed.value.problems["http://c:1"]
+    assert "the trainer has NCCL 2.29.7" in failed.value.problems["http://c:1"]
+
+
+def test_two_versions_of_nccl_stop_the_run_with_the_way_out(
+    http: Http, servers: list[Process], another: Callable[..., Any]
+) -> None:
+    said = "Last error:\nMismatched NCCL version detected : rank 1 version 23007 rank 0 version 22907"
+    with pytest.raises(UserError) as refused:
+        _sender(http, [servers[0], another(Refuses, said)], "two versions", our_nccl="2.29.7")
+    assert "2.29.7 and 2.30.7" in refused.value.problem
+    assert "nvidia-nccl-cu13==2.30.7" in refused.value.remedy
+    assert _can_still_receive(http, servers[:1], "of one version")
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["first byte", "bucket"])
+def test_a_broadcast_that_raises_is_a_failure_of_the_update(
+    at: int, http: Http, servers: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broadcast, calls = dist.ProcessGroup.broadcast, count()
+
+    def fails(group: Any, *arguments: Any) -> Any:
+        if next(calls) == at:
+            raise dist.DistBackendError("NCCL error in: NCCLUtils.cpp:94, internal error\nLast error:\nno such device")
+        return broadcast(group, *arguments)
+
+    monkeypatch.setattr(dist.ProcessGroup, "broadcast", fails)
+    with pytest.raises(SyncFailedError) as failed:
+        sender = _sender(http, servers, "raises")
+        sender.send(sender.stage({"a": torch.ones(4)}), None)
+        sender.arrive()
+    assert (
+        "could not be sent (NCCL error in: NCCLUtils.cpp:94, internal error Last error: no such" in failed.value.problem
+    )
+    for server in servers:
+        server.received.clear()
+    assert _can_still_receive(http, servers, f"after {at}")
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_the_group_is_made_without_a_watchdog_and_others_with_theirs(
+    before: str | None, http: Http, servers: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, seen = "TORCH_NCCL_BLOCKING_WAIT", []
+    monkeypatch.setenv(name, before) if before else monkeypatch.delenv(name, raising=False)
+    make = sender_module._new_process_group_helper
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        seen.append(os.environ.get(name))
+        return make(*arguments, **named)
+
+    monkeypatch.setattr(sender_module, "_new_process_group_helper", watched)
+    _sender(http, servers, f"watched {before}").close()
+    assert seen == ["1"]
+    assert os.environ.get(name) == before

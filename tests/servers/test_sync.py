@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_dppo.rollout.engine import WeightSource
+from megatron_dppo.bridge.stream import Consumers
+from megatron_dppo.rollout.engine import Bucket, WeightSource
 from megatron_dppo.rollout.servers.api import InFlight, ServerApi
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.sglang import SglangApi
-from megatron_dppo.rollout.servers.sync import Sync
+from megatron_dppo.rollout.servers.sync import Sync, _Digests
 from megatron_dppo.rollout.servers.transports import Moved, Sent
 from tests.rollout.scripted import world_of
 
-NORM, OTHER = (hashlib.sha256(text).hexdigest() for text in (b"norm", b"other"))
+WEIGHT = torch.tensor([0.5, 1.5])
+NORM, OTHER = (hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for tensor in (WEIGHT, 2 * WEIGHT))
 SAME = {"model.norm.weight@0": NORM[:16], "model.qkv.weight@0": "1"}
 
 
@@ -31,6 +35,7 @@ class Holds(SglangApi):
     async def begin_update(self) -> None: ...
     async def end_update(self, version: str) -> None: ...
     async def flush(self) -> None: ...
+    async def abandon_update(self) -> None: ...
 
     async def version(self) -> str:
         return self._told
@@ -39,11 +44,24 @@ class Holds(SglangApi):
         return self._checksums
 
 
+def _weights(*, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]:
+    """The actor's."""
+    yield {"model.qkv.weight": torch.ones(2, 2)}
+    yield {"model.norm.weight": WEIGHT}
+
+
 class SentAll:
-    """A transport that has moved one norm."""
+    """A transport that takes all there is."""
+
+    def __init__(self, problem: str | None = None) -> None:
+        self.source: WeightSource | None = None
+        self._problem = problem
 
     def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
-        return Sent({}, None, Moved(4, {"model.norm.weight": NORM}))
+        self.source, moved = source, Moved()
+        for bucket in source(to=Consumers.STAGE_LEADERS):
+            moved.count(bucket)
+        return Sent({}, self._problem, moved)
 
     def close(self) -> None: ...
 
@@ -55,8 +73,9 @@ def http() -> Iterator[Http]:
     http.close()
 
 
-def _update(http: Http, *servers: Any) -> Any:
-    return Sync(world_of(1, 0), http, SentAll(), "retract").update(servers, Any, "run-1", verify=True)
+def _update(http: Http, *servers: Any, device: str = "cpu") -> Any:
+    world = replace(world_of(1, 0), device=torch.device(device))
+    return Sync(world, http, SentAll(), "retract").update(servers, _weights, "run-1", verify=True)
 
 
 def test_servers_that_hold_the_same_as_the_actor_pass(http: Http) -> None:
@@ -77,3 +96,26 @@ def test_a_parameter_that_other_servers_have_otherwise_is_named(http: Http) -> N
 def test_a_server_that_says_another_version_does_not_pass(http: Http) -> None:
     problems = _update(http, Holds("http://a:1", http, SAME, told="run-0"))
     assert list(problems) == ["http://a:1"] and "'run-0'" in problems["http://a:1"]
+
+
+def test_on_a_gpu_whole_hashes_are_compared_with_the_actors_and_sglangs_own_are_not(http: Http) -> None:
+    # vLLM's are SHA-256 everywhere; SGLang's are sixteen digits of a kernel of its own where the weights are on a GPU.
+    whole, own = {"model.norm.weight@tp0": OTHER}, {"model.norm.weight@0": OTHER[:16]}
+    assert list(_update(http, Holds("http://a:1", http, whole), device="cuda")) == ["http://a:1"]
+    assert _update(http, Holds("http://a:1", http, own), device="cuda") is None
+
+
+def test_weights_are_hashed_only_by_an_update_that_compares(http: Http) -> None:
+    for verify, source in ((True, _Digests), (False, type(_weights))):
+        transport = SentAll()
+        server = Holds("http://a:1", http, SAME)
+        assert (
+            Sync(world_of(1, 0), http, transport, "retract").update([server], _weights, "run-1", verify=verify) is None
+        )
+        assert type(transport.source) is source
+
+
+def test_a_failure_that_is_nobodys_fault_is_told_all_the_same(http: Http) -> None:
+    sync = Sync(world_of(1, 0), http, SentAll("a bucket took more than 4 s"), "retract")
+    problems = sync.update([Holds("http://a:1", http, SAME)], _weights, "run-1", verify=True)
+    assert problems is not None and list(problems.values()) == ["a bucket took more than 4 s"]

@@ -110,6 +110,27 @@ def test_facts_are_what_the_server_says(http: Http, api: VllmApi) -> None:
 
 
 @pytest.mark.parametrize(
+    ("extension", "answer", "version"),
+    [
+        (EXTENSION, {"nccl": "2.29.7"}, "2.29.7"),
+        (EXTENSION, {}, None),
+        (
+            EXTENSION,
+            {"problem": "ValueError: no such order"},
+            None,
+        ),  # an extension of an earlier version of this package
+        (None, {"nccl": "not asked"}, None),
+    ],
+)
+def test_the_version_of_nccl_is_what_the_extension_says(
+    http: Http, api: VllmApi, said: dict[str, Any], extension: str | None, answer: dict[str, str], version: str | None
+) -> None:
+    said["/collective_rpc"] = {"results": [answer, answer]}
+    said["/server_info"]["vllm_config"]["parallel_config"]["worker_extension_cls"] = extension
+    assert http.run(api.facts()).nccl == version
+
+
+@pytest.mark.parametrize(
     ("route", "remedy"), [("/inference/v1/generate", "--enable-scale-out"), ("/pause", "VLLM_SERVER_DEV_MODE=1")]
 )
 def test_a_server_without_a_route_is_told_what_to_be_started_with(
@@ -147,7 +168,7 @@ def test_a_server_without_our_extension_loads_from_disk_only(http: Http, api: Vl
     said["/server_info"]["vllm_config"]["parallel_config"]["worker_extension_cls"] = ""
     http.run(api.load(Path("/weights"), "5"))
     with pytest.raises(ServerError, match=EXTENSION):
-        http.run(api.take({}, None))
+        http.run(api.take([], None))
 
 
 def test_a_gpu_server_that_cannot_sleep_is_told_how(http: Http, api: VllmApi) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.rollout.servers.api import INCOMPLETE, Ask, Manifest, Meeting, Piece
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.vllm import VllmApi
-from tests.servers.real import RealServer, RealServers
+from tests.servers.real import RealServer, RealServers, hand_over
 
 pytestmark = pytest.mark.servers
 
@@ -76,7 +76,7 @@ def _generate(http: Http, api: VllmApi, **changed: object) -> list[Piece]:
 def _update(http: Http, api: VllmApi, weights: Weights, version: str) -> None:
     http.run(api.pause("abort"))
     http.run(api.begin_update())
-    http.run(api.take(weights, version))
+    hand_over(http, api, weights, version)
     http.run(api.end_update(version))
     http.run(api.flush())
     http.run(api.resume())
@@ -200,7 +200,7 @@ def test_a_request_goes_on_through_an_update_and_says_which_weights_made_what(
     asked = _in_flight(http, api, 800)
     http.run(api.pause(in_flight))  # type: ignore[arg-type]
     http.run(api.begin_update())
-    http.run(api.take(new, "2"))
+    hand_over(http, api, new, "2")
     http.run(api.end_update("2"))
     http.run(api.resume())
     (piece,) = asked.result(120.0)
@@ -214,7 +214,7 @@ def test_a_request_goes_on_through_an_update_and_says_which_weights_made_what(
     assert (made_after.max() < TOLERANCE) == (in_flight == "retract")
 
 
-@pytest.mark.parametrize("transport", ["group", "value", "disk"])
+@pytest.mark.parametrize("transport", ["group", "memory", "disk"])
 def test_weights_arrive(
     http: Http,
     api: VllmApi,
@@ -249,9 +249,9 @@ def _send(http: Http, api: VllmApi, weights: Weights, transport: str, folder: Pa
         for bucket in buckets:
             trainer.send(bucket)
         trainer.leave()
-    elif transport == "value":
+    elif transport == "memory":
         for bucket, version in zip(buckets, (None, "2"), strict=True):
-            http.run(api.take(bucket, version))
+            hand_over(http, api, bucket, version)
     else:
         for number, bucket in enumerate(buckets):
             save_file(bucket, folder / f"model-{number}.safetensors")
@@ -281,7 +281,7 @@ def test_a_server_is_in_several_groups_at_once_and_leaves_each_by_its_name(
         trainer.leave()  # also where it is in it no more
 
 
-@pytest.mark.parametrize("transport", ["group", "value"])
+@pytest.mark.parametrize("transport", ["group", "memory"])
 def test_weights_of_another_shape_are_refused_by_name_and_a_good_update_follows(
     http: Http, api: VllmApi, new: Weights, reference: torch.nn.Module, tmp_path: Path, transport: str
 ) -> None:
@@ -299,7 +299,7 @@ def test_weights_of_another_shape_are_refused_by_name_and_a_good_update_follows(
 def test_an_update_that_leaves_out_a_layer_is_refused(http: Http, api: VllmApi, new: Weights) -> None:
     http.run(api.pause("abort"))
     http.run(api.begin_update())
-    http.run(api.take({name: tensor for name, tensor in new.items() if "layers.0.mlp" not in name}, "2"))
+    hand_over(http, api, {name: tensor for name, tensor in new.items() if "layers.0.mlp" not in name}, "2")
     with pytest.raises(ServerError, match=r"not whole.*layers\.0\.mlp"):
         http.run(api.end_update("2"))
     assert http.run(api.version()) == INCOMPLETE
@@ -399,10 +399,10 @@ def test_of_two_ranks_each_takes_its_share_and_a_refusal_is_told_once(
         assert isinstance(api, VllmApi)
         assert http.run(api.facts()).ranks == 2
         folder = tmp_path_factory.mktemp("weights")
-        for transport in ("value", "group"):
+        for transport in ("memory", "group"):
             http.run(api.begin_update())
             with pytest.raises(ServerError, match=r"norm\.weight"):
-                http.run(api.take({"model.norm.weight": torch.zeros(3)}, None))
+                hand_over(http, api, {"model.norm.weight": torch.zeros(3)}, None)
             http.run(api.abandon_update())
             http.run(api.health(20.0))
             _send(http, api, new, transport, folder)

@@ -18,6 +18,9 @@ from megatron_dppo.rollout.servers.http import Http
 InFlight = Literal["retract", "keep", "abort"]
 """What becomes of unfinished requests when a server pauses; see ``rollout.sync.in_flight``."""
 
+Handle = Any
+"""A bucket in memory of this machine, as JSON can carry it to one rank of a server, in the server's words."""
+
 INCOMPLETE = "incomplete"
 """Version of a server between the beginning and the end of an update: it may hold weights of two."""
 CONTROL_S = 30.0
@@ -40,6 +43,8 @@ class Facts:
     """Of its weights, ``float32``; None where the server does not say."""
     max_tokens: int | None
     """Longest sequence, prompt and response; None where the server does not say."""
+    nccl: str | None = None
+    """Version of its NCCL, ``2.29.7``; None where the server does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,7 @@ class ServerApi(ABC):
         timeout_s: how long any one step of an update may take.
         ranks: of the server, where they are known already; ``facts`` finds them out.
         seeded: whether its requests may carry a seed; ``facts`` finds that out, too.
+        gpus: that the run gave its ranks, as CUDA_VISIBLE_DEVICES names them; none where it gave none.
     """
 
     def __init__(
@@ -124,9 +130,10 @@ class ServerApi(ABC):
         timeout_s: float = 300.0,
         ranks: int = 1,
         seeded: bool = True,
+        gpus: Sequence[str] = (),
     ) -> None:
         self.url, self.http, self.secret, self.timeout_s = url, http, secret, timeout_s
-        self.ranks, self.seeded = ranks, seeded
+        self.ranks, self.seeded, self.gpus = ranks, seeded, gpus
 
     async def get(self, path: str, *, timeout_s: float = CONTROL_S, **query: str) -> Any:
         return await self.http.call("GET", self.url, path, query=query or None, secret=self.secret, timeout_s=timeout_s)
@@ -191,8 +198,12 @@ class ServerApi(ABC):
         """Receive one bucket that the group's rank 0 broadcasts, and load it. ``version`` goes with the last one."""
 
     @abstractmethod
-    async def take(self, tensors: Mapping[str, torch.Tensor], version: str | None) -> None:
-        """Load tensors that are sent by value with this very request."""
+    def handle(self, manifest: Manifest, words: Sequence[Any]) -> Handle:
+        """What tells a rank of the server of a bucket in memory that ``words`` open, as ``handles.shared`` has them."""
+
+    @abstractmethod
+    async def take(self, handles: Sequence[Handle], version: str | None) -> None:
+        """Load a bucket, each rank from the memory that its own handle opens. ``version`` goes with the last one."""
 
     @abstractmethod
     async def load(self, folder: Path, version: str) -> None:

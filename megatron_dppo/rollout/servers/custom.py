@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -99,14 +100,14 @@ class CustomGenerate:
         )
         sample = Sample(
             prompt=prompt.text,
-            label=prompt.label,
+            label=copy.deepcopy(prompt.label),
             metadata=copy.deepcopy(dict(prompt.extra)),
             index=prompt.id * sampling.samples + number,
             group_index=prompt.id,
             session_id=f"{prompt.id}-{number}",
         )
         try:
-            returned = await self._function(arguments, sample, _sampling_params(sampling))
+            returned = await self._function(arguments, sample, _sampling_params(sampling, prompt.id, number))
         except ServerError:
             raise
         except Exception as error:
@@ -160,9 +161,11 @@ def _check_form(function: Callable[..., Any], spec: str) -> None:
         raise UserError(SETTING, spec, "is no coroutine", "Define it with async def")
 
 
-def _sampling_params(sampling: Sampling) -> dict[str, Any]:
-    """As slime hands them over, in SGLang's words."""
+def _sampling_params(sampling: Sampling, prompt: int, number: int) -> dict[str, Any]:
+    """As slime hands them over, in SGLang's words. The seed counts where inference is deterministic, and only there."""
+    digest = hashlib.blake2b(f"{sampling.seed}/{prompt}/{number}".encode(), digest_size=4).digest()
     return {
+        "sampling_seed": int.from_bytes(digest, "little") >> 1,
         "temperature": sampling.temperature,
         "top_p": 1.0,
         "top_k": -1,

@@ -134,8 +134,12 @@ class ServerEngine:
                 )
 
     def pause(self) -> None:
-        if self._config.rollout.colocated:
-            self._lose(self._sync.release(self._serving()))
+        """Where servers share the trainer's GPUs, have them give their memory back, until the next update."""
+        failed: Mapping[str, str] | None = None
+        while self._config.rollout.colocated and failed != {}:
+            self._wait_for_starting()
+            failed = self._sync.release(self._serving())
+            self._lose(failed)  # and start it again, for which the step waits, too
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Bring every server to a version; those that fail are left behind, those that are back come along.
@@ -265,6 +269,19 @@ class ServerEngine:
         self.update_weights(self._source, self._version)
         self.resume()
 
+    def _wait_for_starting(self) -> None:
+        """Wait for servers that are being started again: they would take the memory that a step trains in."""
+
+        def look() -> tuple[bool, tuple[Member, ...]]:
+            members, starting = self._leaders_fleet.welcome(), self._leaders_fleet.starting
+            if starting:
+                time.sleep(BEAT_S)
+            return starting, members
+
+        starting = True
+        while starting:
+            starting, self.members = self._world.from_leader(look)
+
     def _wait_for_servers(self) -> None:
         """
         Raises:
@@ -313,6 +330,7 @@ class ServerEngine:
                 timeout_s=rollout.sync.timeout_s,
                 ranks=member.ranks,
                 seeded=member.seeded,
+                gpus=member.gpus,
             )
         return self._apis[member]
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.allocation import server_urls
 from megatron_dppo.rollout.servers.api import ServerApi
 from megatron_dppo.rollout.servers.connect import api_for
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.kinds import DTYPES
+from megatron_dppo.rollout.servers.kinds import DTYPES, base_command
 from megatron_dppo.rollout.servers.launch import ServerProcess, stop_all, wait_ready
 
 ASK_AGAIN_S = 3.0
@@ -36,6 +39,8 @@ class Member:
     ranks: int
     seeded: bool
     """Whether its requests may carry a seed."""
+    gpus: tuple[str, ...]
+    """That the run gave it, one for each rank, as CUDA_VISIBLE_DEVICES names them; none where it gave none."""
     life: int
     """How often it has come back: nothing of an earlier life, connections and groups, is there any more."""
 
@@ -62,6 +67,7 @@ class Fleet:
         architecture: of the policy; a server that says it has another is refused.
         secret: to be shown to them.
         processes: the servers that the run starts itself, not yet started.
+        our_nccl: version of the trainer's NCCL; None where it is not what brings weights to the servers.
         say: takes words for the log.
     """
 
@@ -74,8 +80,9 @@ class Fleet:
         secret: str | None,
         processes: Sequence[ServerProcess],
         say: Callable[[str], None],
+        our_nccl: str | None = None,
     ) -> None:
-        self._config, self._http, self._architecture = config, http, architecture
+        self._config, self._http, self._architecture, self._our_nccl = config, http, architecture, our_nccl
         self._secret, self._processes, self._say = secret, processes, say
         self._places: list[_Place] = []
         self._restarts = 0
@@ -85,9 +92,14 @@ class Fleet:
         """Start the servers that are ours, and wait until they and the given ones can generate.
 
         Raises:
-            UserError: one of them ends, takes too long, is of another model or too small for the run.
+            UserError: one of them ends, takes too long, is of another model, has another NCCL or is too small for the
+                run.
         """
         wait_s = self._config.rollout.launch.wait_s
+        if self._our_nccl is not None and self._processes:
+            command, environ = base_command(self._config.rollout), self._processes[0].environment(os.environ)
+            theirs = await asyncio.to_thread(nccl.of_command, command, environ)
+            nccl.refuse_two("rollout.launch.command", shlex.join(command), self._our_nccl, theirs)
         for process in self._processes:
             process.start()
         ours = [wait_ready(process, self._api, wait_s) for process in self._processes]
@@ -102,7 +114,7 @@ class Fleet:
     def members(self) -> tuple[Member, ...]:
         """Who serves now."""
         return tuple(
-            Member(place.api.url, place.api.ranks, place.api.seeded, place.life)
+            Member(place.api.url, place.api.ranks, place.api.seeded, _gpus(place), place.life)
             for place in self._places
             if place.serves
         )
@@ -135,6 +147,11 @@ class Fleet:
     def hopeless(self) -> bool:
         """Whether none serves and none can come back."""
         return not any(place.serves or place.returning for place in self._places)
+
+    @property
+    def starting(self) -> bool:
+        """Whether one of ours is being started again."""
+        return any(place.process is not None and place.returning is not None for place in self._places)
 
     async def check(self, timeout_s: float) -> dict[str, str]:
         """Ask those that serve whether they can still generate; what is wrong with those that cannot."""
@@ -260,6 +277,7 @@ class Fleet:
             facts = await api.facts()
         except ServerError as error:
             raise UserError(setting, api.url, error.problem, "Start it as that says, or name another server") from None
+        nccl.refuse_two(setting, api.url, self._our_nccl, facts.nccl)
         rollout, dtype = self._config.rollout, DTYPES[self._config.model.dtype]
         longest = self._config.data.max_prompt_tokens + rollout.max_response_tokens
         if facts.architecture not in (None, self._architecture):
@@ -276,3 +294,8 @@ class Fleet:
         else:
             return
         raise UserError(setting, api.url, problem, remedy)
+
+
+def _gpus(place: _Place) -> tuple[str, ...]:
+    given = None if place.process is None else place.process.gpus
+    return tuple(given.split(",")) if given else ()

@@ -28,7 +28,7 @@ UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)
 CLOSE_S = 10.0
 """How long closing may take, where what runs in the loop never lets go of it."""
 MOST_SAID = 600
-"""Characters of a server's complaint that are worth repeating."""
+"""Characters of a complaint that are worth repeating."""
 
 
 class ServerError(Exception):

@@ -11,10 +11,20 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 DEFAULT_COMMANDS = {"sglang": (sys.executable, "-m", "sglang.launch_server"), "vllm": ("vllm", "serve")}
 OUR_FLAGS = {
     "sglang": ("--model-path", "--model", "--host", "--port", "--tp", "--tp-size", "--tensor-parallel-size", "--dtype",
-               "--api-key", "--admin-api-key", "--config"),
+               "--pp-size", "--pipeline-parallel-size", "--api-key", "--admin-api-key", "--config"),
     "vllm": ("--model", "--host", "--port", "--tensor-parallel-size", "-tp", "--dtype", "--api-key"),
 }  # fmt: skip
 """What ``rollout.launch.flags`` may not say: it would contradict what is known of a server, or show its secret."""
+
+MEMORY_FLAGS = {
+    "sglang": ("--mem-fraction-static", "a share of what is free when it starts"),
+    "vllm": ("--gpu-memory-utilization", "a share of the whole GPU"),
+}
+"""What bounds a server's memory, and what that is a share of."""
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of torch's allocator. Segments that expand are good for training; servers that give memory back refuse
+them, and memory in them cannot be handed to another process."""
 
 
 def tensor_parallel(rollout: RolloutConfig) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import supervisor
 from megatron_dppo.rollout.servers.http import ServerError
-from megatron_dppo.rollout.servers.kinds import server_command, server_environment
+from megatron_dppo.rollout.servers.kinds import ALLOCATOR, server_command, server_environment
 
 LOOK_S = 0.5
 """Seconds between looks at a server that is starting."""
@@ -37,7 +37,7 @@ LONGEST_TALE = 2**16
 """Bytes of a log that are looked at for them."""
 
 OURS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-OURS_TOO = ("GROUP_", "ROLE_", "TORCHELASTIC_", "CUDA_DEVICE_MAX_CONNECTIONS")
+OURS_TOO = ("GROUP_", "ROLE_", "TORCHELASTIC_", "CUDA_DEVICE_MAX_CONNECTIONS", *ALLOCATOR)
 """Variables, and beginnings of them, that describe a rank of the trainer and would mislead a server."""
 
 
@@ -133,7 +133,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment(os.environ),
+                env=self.environment(os.environ),
                 start_new_session=True,  # signals from a terminal are the trainer's business
             )
         finally:
@@ -195,7 +195,8 @@ class ServerProcess:
         self.stop()
         self.start()
 
-    def _environment(self, ours: Mapping[str, str]) -> dict[str, str]:
+    def environment(self, ours: Mapping[str, str]) -> dict[str, str]:
+        """What it is started with, where the trainer's environment is ``ours``."""
         kept = {name: value for name, value in ours.items() if name not in OURS and not name.startswith(OURS_TOO)}
         if self.gpus is not None:
             kept["CUDA_VISIBLE_DEVICES"] = self.gpus

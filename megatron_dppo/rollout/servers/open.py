@@ -13,10 +13,12 @@ from megatron_dppo.rollout.servers.allocation import SECRET
 from megatron_dppo.rollout.servers.custom import CustomGenerate
 from megatron_dppo.rollout.servers.engine import ServerEngine
 from megatron_dppo.rollout.servers.fleet import Fleet
+from megatron_dppo.rollout.servers.handles import Handles
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.launch import new_secret
+from megatron_dppo.rollout.servers.nccl import loaded
 from megatron_dppo.rollout.servers.place import servers_to_start
-from megatron_dppo.rollout.servers.transports import ByValue, Collective, Disk, Transport
+from megatron_dppo.rollout.servers.transports import Collective, Disk, Transport
 
 BUCKET_MIB = {"cuda": 512, "cpu": 30}
 
@@ -41,13 +43,23 @@ def open_servers(config: Config, world: World, shape: PolicyShape, say: Callable
     processes = world.together(lambda: servers_to_start(config, ours) if starts and world.leads else [])
     http = Http()
     fleet = None
+    by_nccl = config.rollout.sync.transport == "collective" and world.device.type == "cuda"
+    our_nccl = loaded() if by_nccl else None
     if world.leads:
-        fleet = Fleet(config, http, architecture=shape.architecture, secret=secret, processes=processes, say=say)
+        fleet = Fleet(
+            config,
+            http,
+            architecture=shape.architecture,
+            secret=secret,
+            processes=processes,
+            say=say,
+            our_nccl=our_nccl,
+        )
     custom = None
     try:
         if config.rollout.custom_generate:
             custom = world.together(lambda: CustomGenerate(config), what="import of rollout.custom_generate")
-        transport = _transport(config, world, http, shape, run)
+        transport = _transport(config, world, http, shape, run, our_nccl)
         return ServerEngine(config, world, http, fleet, transport, custom, run=run, secret=secret, say=say)
     except BaseException:
         http.close()
@@ -58,12 +70,14 @@ def open_servers(config: Config, world: World, shape: PolicyShape, say: Callable
         raise
 
 
-def _transport(config: Config, world: World, http: Http, shape: PolicyShape, run: str) -> Transport:
+def _transport(
+    config: Config, world: World, http: Http, shape: PolicyShape, run: str, our_nccl: str | None
+) -> Transport:
     sync = config.rollout.sync
     bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
     if sync.transport == "collective":
-        return Collective(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s)
+        return Collective(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl)
     if sync.transport == "tensor":
-        return ByValue(http, world, bucket_mib=bucket_mib, timeout_s=sync.timeout_s)
+        return Handles(http, world, bucket_mib=bucket_mib)
     folder = Path(sync.folder or Path(config.run.dir) / "sync")
     return Disk(http, world, shape=shape, model=config.model, folder=folder)

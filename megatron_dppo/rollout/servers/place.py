@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine
 from megatron_dppo.rollout.servers.kinds import tensor_parallel
 from megatron_dppo.rollout.servers.launch import ServerProcess
-
-LOOPBACK = "127.0.0.1"
 
 
 def servers_to_start(config: Config, secret: str, environ: Mapping[str, str] = os.environ) -> list[ServerProcess]:
@@ -27,8 +26,7 @@ def servers_to_start(config: Config, secret: str, environ: Mapping[str, str] = o
 
 def listening_address(environ: Mapping[str, str]) -> str:
     """Loopback where all ranks are on this machine, else the address at which they find rank 0."""
-    world = environ.get("WORLD_SIZE", "1")
-    if world in ("1", environ.get("LOCAL_WORLD_SIZE")) or environ.get("SLURM_STEP_NUM_NODES") == "1":
+    if on_one_machine(environ):
         return LOOPBACK
     for name in (environ.get("MASTER_ADDR", ""), socket.gethostname()):
         for address in _addresses(name):

@@ -12,8 +12,9 @@ from pathlib import Path
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.allocation import server_urls
-from megatron_dppo.rollout.servers.kinds import OUR_FLAGS, tensor_parallel
+from megatron_dppo.rollout.servers.kinds import ALLOCATOR, MEMORY_FLAGS, OUR_FLAGS, tensor_parallel
 
 LAST_PORT = 65535
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -47,15 +48,12 @@ def check_servers(config: Config, shape: PolicyShape, environ: Mapping[str, str]
         return
     server_urls(config, environ)
     if rollout.launch.count or rollout.servers == "slurm":
+        _check_both_ends(config, environ)
         _check_split(config, shape)
     if rollout.launch.count:
         _check_command(config)
-    if rollout.colocated:
-        import torch
-
-        if not torch.cuda.is_available():
-            remedy = "Set it to false: without GPUs nothing is shared"
-            raise UserError("rollout.colocated", "true", "this machine has no CUDA", remedy)
+    if rollout.colocated or rollout.sync.transport == "tensor":
+        _check_memory(config, environ)
     if rollout.sync.transport == "disk":
         folder = Path(rollout.sync.folder or Path(config.run.dir) / "sync").absolute()
         place = next(place for place in (folder, *folder.parents) if place.exists())
@@ -132,6 +130,14 @@ def _check_sharing(config: Config) -> None:
             "NCCL takes no two ranks on one GPU, where rollout.colocated puts the trainer and a server",
             "Set rollout.sync.transport=tensor",
         )
+    if rollout.colocated and rollout.sync.transport == "tensor" and not rollout.launch.count:
+        raise UserError(
+            "rollout.sync.transport",
+            rollout.sync.transport,
+            "a server opens memory of its own GPU, and which one that is the run knows only of servers that it starts "
+            "itself",
+            "Set rollout.launch.count in the place of rollout.servers, or rollout.sync.transport=disk",
+        )
 
 
 def _check_patience(config: Config) -> None:
@@ -174,6 +180,16 @@ def _check_launch(config: Config) -> None:
             raise UserError("rollout.launch.flags", flag, problem, "Leave it out; see the settings of rollout.launch")
 
 
+def _check_both_ends(config: Config, environ: Mapping[str, str]) -> None:
+    given = dict(entry.split("=", 1) for entry in config.rollout.launch.env)
+    for name, value in nccl.rank_environment(config.rollout).items():
+        ours = environ.get(name, value)
+        if given.get(name, ours) != ours:
+            problem = f"the trainer has {name}={ours}, and NCCL wants the same at both ends of the group for weights"
+            remedy = f"Leave it out, or run the trainer with {name}={given[name]}, too"
+            raise UserError("rollout.launch.env", f"{name}={given[name]}", problem, remedy)
+
+
 def _check_split(config: Config, shape: PolicyShape) -> None:
     for tp in tensor_parallel(config.rollout) or (config.rollout.launch.tp,):
         assert isinstance(tp, int)
@@ -184,6 +200,35 @@ def _check_split(config: Config, shape: PolicyShape) -> None:
             fit = [n for n in fit if shape.kv_heads % n == 0 or n % shape.kv_heads == 0]
             remedy = f"Set it to one of {', '.join(map(str, fit))}"
             raise UserError("rollout.launch.tp", tp, f"does not divide {heads}", remedy)
+
+
+def _check_memory(config: Config, environ: Mapping[str, str]) -> None:
+    """What servers and the trainer have of the same GPUs."""
+    rollout = config.rollout
+    flag, share = MEMORY_FLAGS[rollout.engine]
+    given = {word.partition("=")[0].replace("_", "-") for word in rollout.launch.flags}
+    if rollout.colocated and rollout.launch.count and flag not in given:
+        raise UserError(
+            "rollout.launch.flags",
+            list(rollout.launch.flags),
+            f"has no {flag}: a server would take nearly all of the GPU that it shares with the trainer",
+            f"Add {flag} with {share}; megatron-dppo plan says what the trainer keeps meanwhile",
+        )
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if rollout.colocated and not cuda:
+        remedy = "Set it to false: without GPUs nothing is shared"
+        raise UserError("rollout.colocated", "true", "this machine has no CUDA", remedy)
+    if cuda and not rollout.colocated:
+        problem = "hands over memory of the trainer's GPUs, which only servers on these very GPUs can open"
+        remedy = "Set rollout.sync.transport=collective, or rollout.colocated=true"
+        raise UserError("rollout.sync.transport", "tensor", problem, remedy)
+    for name in ALLOCATOR:
+        if rollout.sync.transport == "tensor" and "expandable_segments:True" in environ.get(name, ""):
+            problem = f"hands over memory, and others cannot open that of segments which expand ({name})"
+            remedy = f"Take expandable_segments:True out of {name}, or set rollout.sync.transport=disk"
+            raise UserError("rollout.sync.transport", "tensor", problem, remedy)
 
 
 def _check_command(config: Config) -> None:

@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import threading
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
+from megatron_dppo.parallel.meeting import open_store
 from megatron_dppo.rollout.engine import Bucket
+from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.api import Manifest, Meeting, ServerApi
-from megatron_dppo.rollout.servers.http import UNREADABLE, Http, ServerError
+from megatron_dppo.rollout.servers.http import MOST_SAID, UNREADABLE, Http, ServerError
+
+T = TypeVar("T")
 
 LOOK_S = 0.0005
 """Seconds between looks at a bucket on its way."""
@@ -31,6 +37,8 @@ GRACE_S = 5.0
 """How long servers may take to say what went wrong, once it has."""
 JOIN_S = 30.0
 """How long servers may take to join a gloo group."""
+FIRST = Manifest(["model.rotary_emb.inv_freq"], ["uint8"], [[1]])
+"""One byte under a name that loaders pass over: old checkpoints hold such a buffer, which models compute themselves."""
 
 
 class SyncFailedError(Exception):
@@ -59,8 +67,19 @@ class Staged:
 class _Sent:
     """A bucket on its way, and what servers will say of it, by URL."""
 
-    work: dist.Work
+    what: str
+    work: Future[dist.Work]
+    """Done when the broadcast has begun, or could not."""
     replies: Mapping[str, Future[None]]
+
+    @property
+    def refused(self) -> bool:
+        return any(reply.done() and reply.exception() for reply in self.replies.values())
+
+    @property
+    def over(self) -> bool:
+        """Whether it has left, or it is known that it will not."""
+        return self.work.done() and (self.work.exception() is not None or self.work.result().is_completed())
 
 
 class Sender:
@@ -73,9 +92,11 @@ class Sender:
         host: address of this machine for the servers.
         device: where buckets are sent from; its kind decides between NCCL and gloo.
         timeout_s: how long joining, and one bucket, may take.
+        our_nccl: version of it, for messages; None where gloo connects the group.
 
     Raises:
-        SyncFailedError: not all of them joined.
+        SyncFailedError: not all of them joined, or the first byte did not reach all of them.
+        UserError: they have another NCCL.
     """
 
     def __init__(
@@ -87,6 +108,7 @@ class Sender:
         host: str,
         device: torch.device,
         timeout_s: float,
+        our_nccl: str | None = None,
     ) -> None:
         self._http, self._apis, self.name = http, list(apis), name
         self._device, self._timeout_s = device, timeout_s
@@ -95,12 +117,12 @@ class Sender:
         self._sent: _Sent | None = None
         """The bucket on its way."""
         backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
-        # Gloo's group is made now, and told how long each bucket may take. NCCL's watchdog would end this process at
-        # the group's timeout, which must therefore never come before ours.
+        # Gloo's group is made now, and told how long each bucket may take. For NCCL it bounds how long breaking off may
+        # take; ours must come first.
         limit = timedelta(seconds=2 * timeout_s + 60 if backend == "nccl" else min(timeout_s, JOIN_S))
         size = 1 + sum(api.ranks for api in apis)
         # Not by rendezvous: under torchrun it would look for torchrun's own store, at any address.
-        store = dist.TCPStore(host, 0, size, is_master=True, timeout=limit, wait_for_workers=False)
+        store = open_store(host, limit, size)
         joins, offset = {}, 1
         for api in apis:
             joins[api.url] = http.start(api.join(Meeting(name, host, store.port, backend, offset, size)))
@@ -108,18 +130,19 @@ class Sender:
         group: dist.ProcessGroup | None = None
         problem = "not all servers joined the group for weights"
         try:
-            group, _ = _new_process_group_helper(
-                size,
-                0,
-                [],
-                dist.Backend(backend),
-                dist.PrefixStore(name, store),
-                group_name=cast(Any, name),
-                timeout=limit,
-            )
+            with without_watchdog():
+                group, _ = _new_process_group_helper(
+                    size,
+                    0,
+                    [],
+                    dist.Backend(backend),
+                    dist.PrefixStore(name, store),
+                    group_name=cast(Any, name),
+                    timeout=limit,
+                )
             _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         except Exception as error:
-            problem = f"{problem} ({_first_line(error)})"
+            problem = f"{problem} ({_said(error)})"
             error.__traceback__ = None  # it holds the store, and with it the servers that wait there
         self._group: dist.ProcessGroup | None = group
         self._store: dist.TCPStore | None = store
@@ -130,20 +153,38 @@ class Sender:
         if problems := outcomes(joins, timeout_s):
             self.close()
             raise SyncFailedError(problems, problem)
+        self._greet(our_nccl)
+
+    def _greet(self, our_nccl: str | None) -> None:
+        """Have one byte arrive at all ranks, so that the group is known to stand before anything hangs on it.
+
+        NCCL makes its communicator within the first broadcast, however long the last rank takes to come, and nothing
+        breaks that call off. It has a thread to itself therefore, which is left behind where a server never comes. The
+        servers that did come wait in vain then, and are named, too.
+        """
+        try:
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            self._start("the first byte", Staged(FIRST, byte), None, begin=_aside)
+            self.arrive()
+        except SyncFailedError as failed:
+            self.close()
+            nccl.refuse_told(" ".join([failed.problem, *failed.problems.values()]))
+            if our_nccl is None:
+                raise
+            hint = f"(the trainer has NCCL {our_nccl}, and a server with another could not join it)"
+            problems = {url: f"{problem} {hint}" for url, problem in failed.problems.items()}
+            raise SyncFailedError(problems, f"{failed.problem} {hint}") from None
 
     def stage(self, bucket: Bucket) -> Staged:
         """Copy a bucket into the one of two buffers that is not on its way: the caller may then reuse its memory."""
-        size = sum(tensor.numel() * tensor.element_size() for tensor in bucket.values())
+        size = sum(tensor.nbytes for tensor in bucket.values())
         self._turn ^= 1
         while len(self._flats) <= self._turn:
             self._flats.append(torch.empty(0, dtype=torch.uint8, device=self._device))
         if self._flats[self._turn].numel() < size:
             self._flats[self._turn] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        flat, start = self._flats[self._turn][:size], 0
-        for tensor in bucket.values():
-            end = start + tensor.numel() * tensor.element_size()
-            flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            start = end
+        flat = self._flats[self._turn][:size]
+        fill(flat, bucket)
         return Staged(Manifest.of(bucket), flat)
 
     def send(self, staged: Staged, version: str | None) -> None:
@@ -160,12 +201,30 @@ class Sender:
             SyncFailedError: the one before did not arrive. Nothing can be sent through this group any more.
         """
         self.arrive()
-        assert self._group is not None
+        self._start("a bucket", staged, version, begin=_now)
+
+    def _start(
+        self,
+        what: str,
+        staged: Staged,
+        version: str | None,
+        *,
+        begin: Callable[[Callable[[], dist.Work]], Future[dist.Work]],
+    ) -> None:
+        group = self._group
+        assert group is not None
         replies = {api.url: self._http.start(api.receive(staged.manifest, self.name, version)) for api in self._apis}
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=self._timeout_s)
-        self._sent = _Sent(self._group.broadcast([staged.flat], options), replies)
+
+        def broadcast() -> dist.Work:
+            work = group.broadcast([staged.flat], options)
+            if self._group is not group:  # it was given up while this waited for a server
+                group.abort()
+            return work
+
+        self._sent = _Sent(what, begin(broadcast), replies)
 
     def arrive(self) -> None:
         """Wait until every server has loaded what was sent last.
@@ -175,27 +234,27 @@ class Sender:
         """
         if self._sent is None:
             return
-        replies, problem = self._sent.replies, self._wait_for(self._sent)
+        what, replies, problem = self._sent.what, self._sent.replies, self._wait_for(self._sent)
         self._sent = None  # the work that it holds keeps the group's connections open, and servers waiting at them
         if problem:
             raise self._broken(replies, problem)
         if problems := outcomes(replies, self._timeout_s):
-            raise SyncFailedError(problems, "a bucket was not loaded")
+            raise SyncFailedError(problems, f"{what} was not loaded")
 
     def _wait_for(self, sent: _Sent) -> str | None:
-        """Wait until a bucket has left; or until it is known that it will not, and why."""
+        """Wait until what was sent has left; or until it is known that it will not, and why."""
         deadline = time.monotonic() + self._timeout_s
-        while not sent.work.is_completed():
+        while not sent.over:
             # A server that refused, or is gone, will not take part; the group would wait for it until it times out.
-            if any(reply.done() and reply.exception() for reply in sent.replies.values()):
-                return "a server left while a bucket was on its way"
+            if sent.refused:
+                return f"a server left while {sent.what} was on its way"
             if time.monotonic() > deadline:
-                return f"a bucket took more than {self._timeout_s:g} s"
+                return f"{sent.what} took more than {self._timeout_s:g} s"
             time.sleep(LOOK_S)
         try:
-            sent.work.wait()
-        except RuntimeError as error:
-            return f"a bucket could not be sent ({_first_line(error)})"
+            sent.work.result().wait()
+        except RuntimeError as error:  # dist.DistBackendError is one, too
+            return f"{sent.what} could not be sent ({_said(error)})"
         return None
 
     def close(self) -> None:
@@ -209,19 +268,30 @@ class Sender:
         if group is not None:
             with contextlib.suppress(RuntimeError):  # what is broken already need not be broken off
                 group.abort()
-            dist.destroy_process_group(group)
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group(group)
 
     def _broken(self, replies: Mapping[str, Future[None]], problem: str) -> SyncFailedError:
         """End the group, so that servers that wait in it say so, and find out who is at fault.
 
-        That is who is gone and who still says nothing afterwards; where there is nobody of these, who refused while the
-        group was whole. A server that is gone breaks the group for the others, which may say so before it is missed.
-        Gloo does not tell one that has half a message: it waits for the rest of it, and so is named, too.
+        That is who is gone: others may say that the group broke before that one is missed. Where nobody is gone, it is
+        who refused while the group was whole, and who says nothing afterwards. Gloo does not tell one that has half a
+        message: it waits for the rest of it, and so is named, too.
         """
         before = {url: reply for url, reply in replies.items() if reply.done()}
         self._end()
-        gone = outcomes(replies, GRACE_S, refusals=False)
-        return SyncFailedError(gone or outcomes(before, GRACE_S), problem)
+        silent_or_gone = outcomes(replies, GRACE_S, refusals=False)
+        refused = {} if any(map(_is_gone, replies.values())) else outcomes(before, GRACE_S)
+        return SyncFailedError({**refused, **silent_or_gone}, problem)
+
+
+def fill(flat: torch.Tensor, bucket: Bucket) -> None:
+    """Copy a bucket's tensors into ``flat``, uint8 of their size, one after the other without gaps."""
+    start = 0
+    for tensor in bucket.values():
+        end = start + tensor.nbytes
+        flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        start = end
 
 
 async def gathered(asked: Mapping[str, Awaitable[None]]) -> dict[str, str]:
@@ -274,5 +344,56 @@ def outcomes(replies: Mapping[str, Future[None]], timeout_s: float, *, refusals:
     return problems
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+@contextlib.contextmanager
+def without_watchdog() -> Iterator[None]:
+    """NCCL groups made meanwhile have no watchdog.
+
+    It would end this process once a server has died, whatever TORCH_NCCL_ASYNC_ERROR_HANDLING says: it also sets a flag
+    upon which the monitor of the default group does so. Without one the group is ours to watch over. It is read when a
+    group is made.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def _now(call: Callable[[], T]) -> Future[T]:
+    """What a call returns or raises. Nothing that its frames refer to is kept."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(call())
+    except Exception as error:
+        error.__traceback__ = None  # it holds the group, and with it the servers that wait in it
+        future.set_exception(error)
+    return future
+
+
+def _aside(call: Callable[[], T]) -> Future[T]:
+    """What a call will return or raise, from a thread that may be left behind."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        outcome = _now(call)
+        if (error := outcome.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(outcome.result())
+
+    threading.Thread(target=run, name="first byte", daemon=True).start()
+    return future
+
+
+def _is_gone(reply: Future[None]) -> bool:
+    error = reply.exception() if reply.done() and not reply.cancelled() else None
+    return isinstance(error, ServerError) and not error.alive
+
+
+def _said(error: Exception) -> str:
+    """An error of torch's in one line, without the stack; NCCL's own words are the last of several lines."""
+    return " ".join(str(error).partition("\nException raised from")[0].split())[:MOST_SAID]

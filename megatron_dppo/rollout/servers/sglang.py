@@ -2,24 +2,39 @@
 
 Traps that are dealt with here: a server sends its refusals with status 200 on some routes and 400 on others, so that
 ``success`` is always looked at; updates must stand between begin and end where the server has those routes, and older
-ones have not; tensors by value are pickled whole, since torch's own sharing of file descriptors kills a server that is
-another process; ``ignore_eos`` would switch every stop token off, so that the model's own end-of-sequence tokens stop a
-completion whether they are asked for or not; a token id beyond the vocabulary kills the server.
+ones have not; memory is handed over by name, since torch's own sharing of file descriptors kills a server that is
+another process, and so do a handle that it cannot open and a tensor of another shape; where inference is deterministic,
+all samples of a request have one seed and are the same, so that each is a request of its own; ``ignore_eos`` would
+switch every stop token off, so that the model's own end-of-sequence tokens stop a completion whether they are asked for
+or not; a token id beyond the vocabulary kills the server.
 """
 
 from __future__ import annotations
 
 import base64
-import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing import reductions
 
-from megatron_dppo.rollout.servers.api import INCOMPLETE, Ask, Facts, InFlight, Manifest, Meeting, Piece, ServerApi
+from megatron_dppo.rollout.servers.api import (
+    INCOMPLETE,
+    Ask,
+    Facts,
+    Handle,
+    InFlight,
+    Manifest,
+    Meeting,
+    Piece,
+    ServerApi,
+)
 from megatron_dppo.rollout.servers.http import ServerError
 
 PAUSES: Mapping[InFlight, str] = {"retract": "retract", "keep": "in_place", "abort": "abort"}
@@ -29,10 +44,12 @@ class SglangApi(ServerApi):
     """See :class:`ServerApi`."""
 
     _known_routes: frozenset[str] | None = None
+    _known_deterministic: bool | None = None
 
     async def facts(self) -> Facts:
         model, server = await self.get("/model_info"), await self.get("/server_info")
         self._known_routes = await self.routes()
+        self._known_deterministic = bool(server.get("enable_deterministic_inference"))
         self.ranks = int(server["tp_size"]) * int(server.get("pp_size", 1))
         return Facts(
             model=model["model_path"],
@@ -48,7 +65,6 @@ class SglangApi(ServerApi):
 
     async def generate(self, ask: Ask, *, timeout_s: float) -> list[Piece]:
         sampling: dict[str, Any] = {
-            "n": ask.samples,
             "temperature": ask.temperature,
             "max_new_tokens": ask.max_tokens,
             "stop_token_ids": list(ask.stop_token_ids),
@@ -56,9 +72,12 @@ class SglangApi(ServerApi):
             "top_k": -1,
             "min_p": 0.0,
         }
-        if ask.seed is not None:
-            sampling["sampling_seed"] = ask.seed
-        body = {"input_ids": list(ask.token_ids), "sampling_params": sampling, "return_logprob": True}
+        body: dict[str, Any] = {"return_logprob": True}
+        if await self._deterministic():
+            body["input_ids"] = [list(ask.token_ids)] * ask.samples
+            body["sampling_params"] = [sampling | {"sampling_seed": (ask.seed or 0) + i} for i in range(ask.samples)]
+        else:
+            body |= {"input_ids": list(ask.token_ids), "sampling_params": sampling | {"n": ask.samples}}
         answers = await self.post("/generate", body, timeout_s=timeout_s)
         answers = answers if isinstance(answers, list) else [answers]
         return [self._piece(answer) for answer in answers]
@@ -120,11 +139,13 @@ class SglangApi(ServerApi):
         }
         await self._order("/update_weights_from_distributed", body | _version(version))
 
-    async def take(self, tensors: Mapping[str, torch.Tensor], version: str | None) -> None:
-        data = io.BytesIO()
-        pickle.dump([(name, tensor.detach().cpu().clone()) for name, tensor in tensors.items()], data)
-        values = [base64.b64encode(data.getbuffer()).decode()] * self.ranks
-        await self._order("/update_weights_from_tensor", {"serialized_named_tensors": values} | _version(version))
+    def handle(self, manifest: Manifest, words: Sequence[Any]) -> Handle:
+        bucket = {"flattened_tensor": _opened(words, sum(_sizes(manifest))), "metadata": _metadata(manifest)}
+        return base64.b64encode(pickle.dumps(bucket)).decode()
+
+    async def take(self, handles: Sequence[Handle], version: str | None) -> None:
+        body = {"serialized_named_tensors": list(handles), "load_format": "flattened_bucket"}
+        await self._order("/update_weights_from_tensor", body | _version(version))
 
     async def load(self, folder: Path, version: str) -> None:
         body = {"model_path": str(folder), "load_format": "auto"}
@@ -154,6 +175,11 @@ class SglangApi(ServerApi):
 
     async def _call_it(self, version: str) -> None:
         await self._order("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    async def _deterministic(self) -> bool:
+        if self._known_deterministic is None:
+            self._known_deterministic = bool((await self.get("/server_info")).get("enable_deterministic_inference"))
+        return self._known_deterministic
 
     async def _has(self, route: str) -> bool:
         if self._known_routes is None:
@@ -190,3 +216,55 @@ def _version(version: str | None) -> dict[str, Any]:
 
 def _dtype(name: str | None) -> str | None:
     return None if name in (None, "auto") else name
+
+
+class _Call:
+    """What unpickles as the result of a call."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
+
+
+def _opened(words: Sequence[Any], size: int) -> _Call:
+    """What unpickles as the flat tensor behind a handle, [size], uint8.
+
+    By functions of torch's that the server's unpickler lets pass. On a GPU the server has put one of its own in the
+    place of ``rebuild_cuda_tensor``, which takes a device by its UUID.
+    """
+    if len(words) == 3:
+        storage = _Call(reductions.rebuild_storage_filename, torch.UntypedStorage, *words)
+        typed = _Call(reductions.rebuild_typed_storage, storage, torch.uint8)
+        return _Call(reductions.rebuild_tensor, torch.Tensor, typed, (0, (size,), (1,), False))
+    device, *rest = words
+    form = torch.Tensor, (size,), (1,), 0, torch.storage.TypedStorage, torch.uint8
+    return _Call(reductions.rebuild_cuda_tensor, *form, device, *rest)
+
+
+def _metadata(manifest: Manifest) -> list[SimpleNamespace]:
+    """Where each tensor is; the server reads these attributes, of whatever class."""
+    sizes = _sizes(manifest)
+    ends = list(accumulate(sizes))
+    return [
+        SimpleNamespace(
+            name=name,
+            shape=torch.Size(shape),
+            dtype=getattr(torch, dtype),
+            start_idx=end - size,
+            end_idx=end,
+            numel=size,
+        )
+        for name, dtype, shape, size, end in zip(
+            manifest.names, manifest.dtypes, manifest.shapes, sizes, ends, strict=True
+        )
+    ]
+
+
+def _sizes(manifest: Manifest) -> list[int]:
+    """Bytes of each tensor."""
+    return [
+        prod(shape) * getattr(torch, dtype).itemsize
+        for dtype, shape in zip(manifest.dtypes, manifest.shapes, strict=True)
+    ]

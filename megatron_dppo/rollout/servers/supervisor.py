@@ -8,7 +8,6 @@ is killed itself, the kernel kills the server.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -16,12 +15,16 @@ import sys
 import time
 from pathlib import Path
 
+if not __package__:  # run as a file by an isolated interpreter, which knows of no package
+    sys.path.append(str(Path(__file__).parents[3]))
+
+from megatron_dppo.parent_death import adopt_orphans, die_with
+
 LOOK_S = 0.2
 """Seconds between looks whether the trainer is still there."""
 GRACE_S = 3.0
 """How long a server may take to end by itself."""
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -31,14 +34,15 @@ def supervise(trainer: int, command: list[str]) -> int:
     Returns:
         The command's exit code, negative for the signal that ended it.
     """
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     awaited = {signal.SIGCHLD, *ENDING}
     # Slurm's word that time is short comes to every process of a step, and is the trainer's to answer.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*awaited, signal.SIGUSR1})
 
+    ours = os.getpid()
+
     def before_the_command() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with(ours)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
 
     server = subprocess.Popen(command, preexec_fn=before_the_command)

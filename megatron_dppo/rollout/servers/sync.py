@@ -7,19 +7,25 @@ update has brought it up to date.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import torch
+
+from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rollout.engine import WeightSource
+from megatron_dppo.rollout.engine import Bucket, WeightSource
 from megatron_dppo.rollout.servers.api import InFlight, ServerApi
 from megatron_dppo.rollout.servers.beats import while_leader_waits
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sender import gathered
 from megatron_dppo.rollout.servers.transports import Transport
 
+SHA256_DIGITS = 64
+"""In hex."""
 ABANDON_S = 15.0
 """How long a server may take to close an update that failed elsewhere."""
 
@@ -64,7 +70,9 @@ class Sync:
 
         async def release(api: ServerApi) -> None:
             if api not in self._without_cache:
-                await api.pause(self.in_flight)
+                # Not as rollout.sync.in_flight says: nothing is in flight, and SGLang, paused in place, may still hold
+                # the batch that ended last. It would end over that.
+                await api.pause("retract")
                 await api.release_memory()
                 self._without_weights.add(api)
                 self._without_cache.add(api)
@@ -91,15 +99,16 @@ class Sync:
         timings.pause = clock.lap()
         if problems:
             return problems
-        sent = self.transport.send(apis, source, version)
+        digests = _Digests(source)
+        sent = self.transport.send(apis, digests if verify else source, version)
         timings.transfer, timings.bytes = clock.lap(), sent.moved.bytes
         if sent.problem is not None:
             stuck = self._all([api for api in apis if api.url not in sent.problems], _abandon)
-            return {**stuck, **sent.problems}
+            return {**stuck, **sent.problems} or {"nobody knows which server failed:": sent.problem}
         if problems := self._all(apis, lambda api: self._end(api, version)):
             return problems
         timings.end = clock.lap()
-        if verify and (problems := self._verify(apis, sent.moved.digests)):
+        if verify and (problems := self._verify(apis, digests.of_all(self.world))):
             return problems
         self.timings = timings
         return None
@@ -138,20 +147,22 @@ class Sync:
         if (told := await api.version()) != version:
             raise ServerError(api.url, f"says that its weights are of version {told!r} after an update", alive=True)
 
-    def _verify(self, apis: Sequence[ServerApi], digests: Mapping[str, str]) -> Mapping[str, str]:
+    def _verify(self, apis: Sequence[ServerApi], expected: Mapping[str, str]) -> Mapping[str, str]:
         """Servers whose checksums are not the actor's, or not those of others with as many ranks, with the reason.
 
-        On a GPU servers use checksums of their own making, which tell only whether servers hold the same.
+        A checksum that is no whole SHA-256 is SGLang's: the beginning of one on a CPU, and of its own making on a GPU,
+        where it tells only whether servers hold the same.
         """
-        expected = digests if self.world.device.type == "cpu" else {}
+        on_cpu = self.world.device.type == "cpu"
         first: dict[int, Mapping[str, str]] = {}
 
         async def verify(api: ServerApi) -> None:
             seen = await api.checksums()
             others = first.setdefault(api.ranks, seen)
             for name, checksum in seen.items():
+                known = on_cpu or len(checksum) == SHA256_DIGITS
                 of_actor = expected.get(name.partition("@")[0], checksum)
-                if not of_actor.startswith(checksum):
+                if known and not of_actor.startswith(checksum):
                     raise ServerError(api.url, f"holds another {name} than the actor after an update", alive=True)
                 if others.get(name) != checksum:
                     raise ServerError(api.url, f"holds another {name} than other servers after an update", alive=True)
@@ -172,6 +183,27 @@ async def _abandon(api: ServerApi) -> None:
         await asyncio.wait_for(api.abandon_update(), ABANDON_S)
     except TimeoutError:
         raise ServerError(api.url, f"hangs in an update that failed, for {ABANDON_S:g} s", alive=False) from None
+
+
+class _Digests:
+    """The actor's weights, with the SHA-256 in hex of every vector (norm) that has passed: enough to tell one version
+    from another. Each costs a GPU a stop."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self._seen: dict[str, str] = {}
+
+    def __call__(self, *, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]:
+        for bucket in self._source(to=to, bucket_mib=bucket_mib):
+            for name, tensor in bucket.items():
+                if tensor.dim() == 1:
+                    data = tensor.detach().cpu().contiguous().view(torch.uint8)
+                    self._seen[name] = hashlib.sha256(data.numpy()).hexdigest()
+            yield bucket
+
+    def of_all(self, world: World) -> Mapping[str, str]:
+        """By Hugging Face's names, of all ranks. Collective."""
+        return {name: digest for seen in world.gather(self._seen) for name, digest in seen.items()}
 
 
 class _Clock:

@@ -1,4 +1,4 @@
-"""Three ways for a version of the weights to reach servers that wait for it.
+"""Two ways for a version of the weights to reach servers that wait for it; a third one is in ``handles.py``.
 
 A transport moves tensors and nothing else: pausing, opening and closing an update, and trying again are the business of
 ``sync.py``. All are collective, and say on every rank alike what went wrong, by server.
@@ -6,15 +6,12 @@ A transport moves tensors and nothing else: pausing, opening and closing an upda
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Protocol
-
-import torch
 
 from megatron_dppo.bridge.export import write_directory
 from megatron_dppo.bridge.file_plan import plan_files
@@ -28,7 +25,7 @@ from megatron_dppo.rollout.engine import Bucket, WeightSource
 from megatron_dppo.rollout.servers.api import ServerApi
 from megatron_dppo.rollout.servers.beats import while_leader_waits
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards, gathered, outcomes
+from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards, gathered
 
 MAX_SHARD_BYTES = 5 * 2**30
 
@@ -38,19 +35,13 @@ class Moved:
     """What went to each server."""
 
     bytes: int = 0
-    digests: dict[str, str] = field(default_factory=dict)
-    """SHA-256 in hex of the vectors (norms), by their Hugging Face names: enough to tell one version from another."""
 
     def count(self, bucket: Bucket) -> None:
         """Take in a bucket that is about to go."""
-        for name, tensor in bucket.items():
-            self.bytes += tensor.numel() * tensor.element_size()
-            if tensor.dim() == 1:
-                data = tensor.detach().cpu().contiguous().view(torch.uint8)
-                self.digests[name] = hashlib.sha256(data.numpy()).hexdigest()
+        self.bytes += sum(tensor.nbytes for tensor in bucket.values())
 
     def __or__(self, other: Moved) -> Moved:
-        return Moved(self.bytes + other.bytes, self.digests | other.digests)
+        return Moved(self.bytes + other.bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +72,15 @@ class Collective:
 
     Stages send one after the other, since a server takes one update at a time. Within a stage the next bucket is
     gathered and copied while one travels.
+
+    Args:
+        our_nccl: version of our NCCL; None where gloo connects the group.
     """
 
-    def __init__(self, http: Http, world: World, *, run: str, bucket_mib: int, timeout_s: float) -> None:
-        self._http, self._world, self._run = http, world, run
+    def __init__(
+        self, http: Http, world: World, *, run: str, bucket_mib: int, timeout_s: float, our_nccl: str | None = None
+    ) -> None:
+        self._http, self._world, self._run, self._our_nccl = http, world, run, our_nccl
         self._bucket_mib, self._timeout_s = bucket_mib, timeout_s
         self._sender: Sender | None = None
         self._joined: list[ServerApi] = []
@@ -118,6 +114,7 @@ class Collective:
                 host=address_towards(api.url for api in apis),
                 device=self._world.device,
                 timeout_s=self._timeout_s,
+                our_nccl=self._our_nccl,
             )
         return Moved()
 
@@ -140,40 +137,6 @@ class Collective:
             self._sender.arrive()
         finally:
             for _ in buckets:  # the others of the stage wait for whoever does not take it to the end
-                pass
-        return moved
-
-
-class ByValue:
-    """The first rank of each stage sends its tensors with the requests themselves."""
-
-    def __init__(self, http: Http, world: World, *, bucket_mib: int, timeout_s: float) -> None:
-        self._http, self._world, self._bucket_mib, self._timeout_s = http, world, bucket_mib, timeout_s
-
-    def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
-        told = version if self._world.last_stage else None
-        return _by_stage(self._world, lambda: self._stage(apis, source, told))
-
-    def close(self) -> None:
-        pass
-
-    def _stage(self, apis: Sequence[ServerApi], source: WeightSource, version: str | None) -> Moved:
-        buckets, moved = source(to=Consumers.STAGE_LEADERS, bucket_mib=self._bucket_mib), Moved()
-        bucket = next(buckets, None)
-        try:
-            while bucket is not None:
-                if not bucket:  # a rank that only sends to its stage's first one
-                    bucket = next(buckets, None)
-                    continue
-                moved.count(bucket)
-                tensors = {name: tensor.to("cpu", copy=True) for name, tensor in bucket.items()}
-                bucket = next(buckets, None)
-                last = version if bucket is None else None
-                replies = {api.url: self._http.start(api.take(tensors, last)) for api in apis}
-                if problems := outcomes(replies, self._timeout_s):
-                    raise SyncFailedError(problems, "tensors were not loaded")
-        finally:
-            for _ in buckets:
                 pass
         return moved
 

@@ -13,19 +13,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
-import torch
 
 from megatron_dppo.rollout.servers.api import (
     CONTROL_S,
     INCOMPLETE,
     Ask,
     Facts,
+    Handle,
     InFlight,
     Manifest,
     Meeting,
@@ -64,6 +63,9 @@ def server_environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # It would bind the default group to a device, and torch then splits every new group off that one's NCCL
+        # communicator, of which the trainer is no member.
+        "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "0",
         # On CPU it would bind every server to the same cores, and refuse more ranks than there are NUMA nodes.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
     }
@@ -113,6 +115,7 @@ class VllmApi(ServerApi):
             version=await self.version(),
             dtype=str(model["dtype"]).removeprefix("torch."),
             max_tokens=model["max_model_len"],
+            nccl=await self._nccl(),
         )
 
     async def health(self, timeout_s: float) -> None:
@@ -191,10 +194,14 @@ class VllmApi(ServerApi):
         """The version comes with the end of the update."""
         await self._order("receive", group=group, names=manifest.names, dtypes=manifest.dtypes, shapes=manifest.shapes)
 
-    async def take(self, tensors: Mapping[str, torch.Tensor], version: str | None) -> None:
+    def handle(self, manifest: Manifest, words: Sequence[Any]) -> Handle:
+        """Bytes among the words travel in base64, each in a list of its own."""
+        plain = [[base64.b64encode(word).decode()] if isinstance(word, bytes) else word for word in words]
+        return {"names": manifest.names, "dtypes": manifest.dtypes, "shapes": manifest.shapes, "words": plain}
+
+    async def take(self, handles: Sequence[Handle], version: str | None) -> None:
         """The version comes with the end of the update."""
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        await self._order("take", tensors=base64.b64encode(safetensors.torch.save(whole)).decode())
+        await self._order("take", handles=list(handles))
 
     async def load(self, folder: Path, version: str) -> None:
         """Possible without our extension, too, but not on CPU: there a tied head would keep what it packed before.
@@ -246,6 +253,13 @@ class VllmApi(ServerApi):
 
     async def _extended(self) -> bool:
         return (await self._config())["parallel_config"]["worker_extension_cls"] == EXTENSION
+
+    async def _nccl(self) -> str | None:
+        """The version that our extension tells; an older one knows no such order, and tells that."""
+        if not await self._extended():
+            return None
+        answer = (await self._of_all_ranks("megatron_dppo", {"order": "nccl"}))[0]
+        return answer.get("nccl") if answer else None
 
     async def _order(self, order: str, **arguments: Any) -> None:
         """Have every rank's receiver do something; they all answer, whatever becomes of it."""

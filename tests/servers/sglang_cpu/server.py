@@ -17,6 +17,9 @@ CPU_FLAGS = """
     --max-total-tokens 16384 --max-running-requests 64 --context-length 1024
 """
 """What has no kernel here is switched off, and memory is bounded. Later flags win."""
+MEMORY_SAVER = "--enable-memory-saver"
+"""What a server that shares the trainer's GPUs is started with. Without CUDA nobody has it: the routes that release and
+regain memory are there all the same, and leave it alone."""
 
 
 def cores(port: int) -> str:
@@ -33,7 +36,8 @@ if __name__ == "__main__":
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    arguments = prepare_server_args(CPU_FLAGS.split() + sys.argv[1:])
+    given = [flag for flag in sys.argv[1:] if flag != MEMORY_SAVER]
+    arguments = prepare_server_args(CPU_FLAGS.split() + given)
     os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores(arguments.port))
     try:
         run_server(arguments)

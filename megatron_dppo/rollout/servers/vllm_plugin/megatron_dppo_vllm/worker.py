@@ -1,4 +1,4 @@
-"""Weights for a running vLLM worker: flat buckets from process groups, tensors by value, or a directory.
+"""Weights for a running vLLM worker: flat buckets from process groups or shared memory, or a directory.
 
 An extension of vLLM's workers, by its own flag ``--worker-extension-cls``, and not one of its weight transfer engines.
 Those report a failure by raising, and after that vLLM's executor reads the answers of all ranks but the first one call
@@ -10,25 +10,25 @@ are prepacked), and copies the result to where the old weights were. A bare ``lo
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
+import torch.distributed as dist
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_dppo_vllm.group import Group
+from megatron_dppo_vllm.memory import opened
 
 logger = init_logger("vllm.megatron_dppo")
 
-ORDERS = frozenset({"join", "leave", "begin", "receive", "take", "load", "end", "abandon"})
+ORDERS = frozenset({"nccl", "join", "leave", "begin", "receive", "take", "load", "end", "abandon"})
 
 
 class WorkerExtension:
@@ -38,7 +38,7 @@ class WorkerExtension:
         """Have the worker's :class:`Receiver` do something: one of ``ORDERS``.
 
         Returns:
-            None if it did, else ``{"problem": …}``.
+            None if it did, else ``{"problem": …}``; of ``nccl``, what it says.
         """
         if not hasattr(self, "_megatron_dppo_receiver"):
             self._megatron_dppo_receiver = Receiver(self)
@@ -46,11 +46,10 @@ class WorkerExtension:
             if order not in ORDERS:
                 raise ValueError(f"no such order; there are {sorted(ORDERS)}")
             with set_current_vllm_config(self.vllm_config), torch.no_grad():
-                getattr(self._megatron_dppo_receiver, order)(**arguments)
+                return getattr(self._megatron_dppo_receiver, order)(**arguments)
         except Exception as error:
             logger.exception("%s failed", order)
             return {"problem": f"{type(error).__name__}: {error}"}
-        return None
 
 
 class Receiver:
@@ -63,6 +62,12 @@ class Receiver:
     def __init__(self, worker: Any) -> None:
         self._worker, self._groups = worker, dict[str, Group]()
 
+    def nccl(self) -> dict[str, str]:
+        """The version that is loaded, ``{"nccl": "2.29.7"}``; {} without. No group has two."""
+        if not dist.is_nccl_available():
+            return {}
+        return {"nccl": ".".join(map(str, dist.ProcessGroupNCCL.get_runtime_nccl_version()[:3]))}
+
     def join(self, *, name: str, host: str, port: int, backend: str, offset: int, size: int, timeout_s: float) -> None:
         """Join a group; several may stand at once, one for each pipeline stage of the trainer.
 
@@ -71,8 +76,7 @@ class Receiver:
             others: see :class:`Group`.
         """
         self.leave(name=name)
-        parallel = self._worker.parallel_config
-        rank = offset + parallel.data_parallel_index * parallel.world_size + self._worker.rank
+        rank = offset + self._rank
         device = self._worker.device if backend == "nccl" else torch.device("cpu")
         self._groups[name] = Group(
             name=name, host=host, port=port, backend=backend, rank=rank, size=size, timeout_s=timeout_s, device=device
@@ -94,14 +98,20 @@ class Receiver:
         if group not in self._groups:
             raise ValueError(f"no group named {group} was joined; there are {sorted(self._groups)}")
         types = [getattr(torch, name) for name in dtypes]
-        size = sum(prod(shape) * dtype.itemsize for dtype, shape in zip(types, shapes, strict=True))
-        flat = self._groups[group].receive(size).to(self._worker.device)
+        flat = self._groups[group].receive(_size(types, shapes)).to(self._worker.device)
         self._load(_views(flat, names, types, shapes))
 
-    def take(self, *, tensors: str) -> None:
-        """Load what comes with the order: a safetensors file in base64. Nothing is ever unpickled."""
-        content = safetensors.torch.load(base64.b64decode(tensors))
-        self._load((name, tensor.to(self._worker.device)) for name, tensor in content.items())
+    def take(self, *, handles: Sequence[Mapping[str, Any]]) -> None:
+        """Load one bucket from the trainer's memory, which the handle with this worker's number opens.
+
+        It is copied first: of a layer that is not whole yet, vLLM keeps what it was given, and the memory is the
+        trainer's own again once this has returned.
+        """
+        handle = handles[self._rank]
+        types = [getattr(torch, name) for name in handle["dtypes"]]
+        size = _size(types, handle["shapes"])
+        flat = opened(handle["words"], size, self._worker.device).clone()
+        self._load(_views(flat, handle["names"], types, handle["shapes"]))
 
     def load(self, *, folder: str) -> None:
         """Load a Hugging Face directory."""
@@ -129,6 +139,12 @@ class Receiver:
             if info.can_load():
                 info.loaded_weights, info.load_numel = [], 0
         self._finalize()
+
+    @property
+    def _rank(self) -> int:
+        """Among all of the server's workers."""
+        parallel = self._worker.parallel_config
+        return parallel.data_parallel_index * parallel.world_size + self._worker.rank
 
     @property
     def _model(self) -> torch.nn.Module:
@@ -174,6 +190,11 @@ def _tensors_of(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
         with safetensors.safe_open(file, framework="pt") as content:
             for name in content.offset_keys():
                 yield name, content.get_tensor(name)
+
+
+def _size(dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> int:
+    """Bytes of a bucket."""
+    return sum(prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True))
 
 
 def _views(

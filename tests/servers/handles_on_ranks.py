@@ -1,0 +1,75 @@
+"""Servers that die over handles, and servers that share the trainer's memory; functions for the rank pool."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+from megatron_dppo.rollout.servers.sglang import SglangApi
+from tests.servers.on_ranks import Rig, Round, kill_main, once, stop_all
+
+
+def hurt_in_a_sync(rank: int, size: int, settings: Sequence[str]) -> dict[str, Round]:
+    """One run of two servers, of which one is killed in a sync, and one hangs in another; by what happened."""
+    rig = Rig(settings)
+    rounds: dict[str, Round] = {}
+    try:
+        rig.sync(0)
+        for version, (name, which, hurt) in enumerate(
+            [("killed in a sync", 0, kill_main), ("hung in a sync", 1, stop_all)], start=1
+        ):
+
+            def fault(number: int, which: int = which, hurt: Callable[[Any], None] = hurt) -> None:
+                if rig.world.leads and number == 3:
+                    hurt(rig.processes()[which])
+
+            rig.on_bucket = fault
+            rig.change(1.01)
+            once(rig, version)
+            rounds[name] = rig.roll_out()
+            rounds[name].difference = rig.difference(version)
+            rig.until(2, version)
+        rounds["at the end"] = rig.roll_out()
+        rounds["at the end"].difference = rig.difference(version)
+    finally:
+        rig.engine.close()
+    return rounds if rig.world.leads else {}
+
+
+def colocated(rank: int, size: int, settings: Sequence[str]) -> tuple[list[Round], list[list[list[str]]]]:
+    """Three steps of servers that give their memory back between them; in the second one is killed while it generates.
+
+    Returns:
+        On the leader: the rounds, and what each server was asked over its memory and weights before each.
+    """
+    rig, heard = Rig(settings), defaultdict[str, list[str]](list)
+    rounds, asked = [], []
+
+    def hearing(name: str) -> Any:
+        method = getattr(SglangApi, name)
+
+        async def call(api: SglangApi, *arguments: Any) -> Any:
+            heard[api.url].append(name)
+            return await method(api, *arguments)
+
+        return mock.patch.object(SglangApi, name, call)
+
+    try:
+        with ExitStack() as stack:
+            for name in ("release_memory", "regain_weights", "begin_update", "end_update", "regain_cache", "resume"):
+                stack.enter_context(hearing(name))
+            for version in range(3):
+                rig.engine.pause()
+                rig.change(1.01)  # a step trains
+                rig.sync(version)
+                asked.append(list(heard.values()))
+                hurt = (lambda: kill_main(rig.processes()[0])) if version == 1 else None
+                rounds.append(rig.roll_out(hurt))
+                rounds[-1].difference = rig.difference(version)
+                heard.clear()
+    finally:
+        rig.engine.close()
+    return (rounds, asked) if rig.world.leads else ([], [])
