@@ -3,6 +3,8 @@
 ``RUN/checkpoints/iter_0000100/`` holds Megatron's distributed format and the trainer's own state;
 ``latest_checkpointed_iteration.txt`` names the one to resume from. A checkpoint is written beside its place, renamed
 into it, and only then named: whatever the file does not name, or is hidden, was never finished or is being removed.
+Each has the checksums of its files, which are looked at before anything of it is read. What else lies in the folder is
+somebody else's, and stays.
 ``RUN/checkpoints/hf/`` has the policy's configuration and tokenizer, so that the weights can be converted on their own.
 """
 
@@ -10,9 +12,11 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +28,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_dppo.bridge.checkpoint_folder import (
     COMPANIONS_FOLDER,
     TRACKER,
-    checkpoint_place,
     iteration_name,
-    latest_step,
+    latest_checkpoint,
+    refusing_damage,
+    say_unchecked,
+    step_in,
+    steps_in,
 )
+from megatron_dppo.bridge.checksums import Block, Checksums
 from megatron_dppo.bridge.hf_directory import copy_companions
 from megatron_dppo.bridge.load_checkpoint import check_policy, read, sharding
 from megatron_dppo.bridge.replacing import replacing
@@ -40,6 +48,8 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.resume import Writer, read_state, write_state
 from megatron_dppo.shard_writer import ShardWriter
 
+_UNFINISHED = re.compile(r"\.iter_\d{7,}\.(partial|old)")
+
 
 @dataclass(frozen=True, slots=True)
 class _Unfinished:
@@ -50,6 +60,7 @@ class _Unfinished:
     trainer_state: dict[str, Any]
     needed: int
     """Bytes."""
+    also_keep: int | None
 
 
 class Checkpoints:
@@ -58,9 +69,9 @@ class Checkpoints:
     def __init__(self, config: Config, world: World) -> None:
         self._folder = Path(config.run.dir) / "checkpoints"
         self._source, self._keep, self._world = Path(config.model.path), config.run.keep_checkpoints, world
-        self._background = config.run.checkpoint_in_background
+        self._background, self._durable = config.run.checkpoint_in_background, config.run.checkpoint_durable
         self._dtype = DTYPES[config.model.dtype]
-        self._writer = Writer.of(config, choose_spec(config.model.spec))
+        self._writer = Writer.of(config, choose_spec(config.model))
         self._unfinished: _Unfinished | None = None
 
     def save(
@@ -69,6 +80,8 @@ class Checkpoints:
         step: int,
         trainer_state: dict[str, Any],
         write_more: Callable[[Path], None] | None = None,
+        *,
+        also_keep: int | None = None,
     ) -> None:
         """Write everything that the steps after ``step`` depend on. Collective.
 
@@ -79,6 +92,7 @@ class Checkpoints:
             step: finished steps.
             trainer_state: the leader's, JSON-able: data order, pruning history.
             write_more: writes this rank's own files into the folder that it is given. Not collective.
+            also_keep: a step whose checkpoint stays, besides the latest ``run.keep_checkpoints``.
 
         Raises:
             UserError: on every rank, if it does not fit on the disk; the last good checkpoint stays.
@@ -89,10 +103,10 @@ class Checkpoints:
         with self._disk_errors(needed):
             state = _sharded_state(actor, self._writer, loading=False)
             limit_s = 0.9 * self._world.training_timeout_s
-            shards = ShardWriter(state, partial, background=self._background, limit_s=limit_s)
+            shards = ShardWriter(state, partial, background=self._background, durable=self._durable, limit_s=limit_s)
             if write_more is not None:
                 self._world.together(lambda: write_more(partial), what="part of the checkpoint")
-        self._unfinished = _Unfinished(shards, step, trainer_state, needed)
+        self._unfinished = _Unfinished(shards, step, trainer_state, needed, also_keep)
         if not self._background:
             self.finish()
 
@@ -110,8 +124,9 @@ class Checkpoints:
             return
         of, self._unfinished = self._unfinished, None
         with self._disk_errors(of.needed):
-            of.shards.finish()
-        self._world.from_leader(lambda: self._put_in_place(of.step, of.trainer_state))
+            blocks = of.shards.finish()
+        files = {name: blocks for rank in self._world.gather(blocks) for name, blocks in rank.items()}
+        self._world.from_leader(lambda: self._put_in_place(of, files))
 
     def load(self, actor: Actor) -> tuple[int, dict[str, Any]] | None:
         """Restore the last good checkpoint into ``actor``, written in whatever layout. Collective.
@@ -122,15 +137,14 @@ class Checkpoints:
             Its step and the trainer's state; None if there is no checkpoint.
 
         Raises:
-            UserError: on every rank, if this run cannot go on from it; nothing has been read then, unless a file turns
-                out to be damaged.
+            UserError: on every rank, if this run cannot go on from it, or a file is damaged; nothing is restored then.
         """
-        step = self._world.from_leader(lambda: latest_step(self._folder))
-        if step is None:
+        place = self._world.from_leader(self._latest)
+        if place is None:
             return None
-        place = self._world.from_leader(lambda: checkpoint_place(self._folder, "run.dir"))
         trainer_state, written = self._world.from_leader(lambda: read_state(place, self._writer))
         self._world.from_leader(lambda: check_policy(place, actor.bare.shape, "run.dir"))
+        self._world.together(lambda: self._check(place), what="check of a checkpoint")
         state = _sharded_state(actor, written, loading=True)
         state = read(state, place, "run.dir", self._world)
         if written.optimizer == "plain":
@@ -138,11 +152,31 @@ class Checkpoints:
         actor.bare.load_state_dict(state["model"])
         settings = [{**group} for group in actor.optimizer.param_groups]
         actor.optimizer.load_state_dict(state["optimizer"])
+        actor.offload()  # moments that were loaded into tensors of their own
         for group, ours in zip(actor.optimizer.param_groups, settings, strict=True):
             group |= {name: value for name, value in ours.items() if name not in ("params", "step")}
             if "step" in group:
                 group["step"] = int(group["step"])  # torch's Adam wrote a float, Transformer Engine's takes no such
+        step = step_in(place)
+        assert step is not None
         return step, trainer_state
+
+    def _latest(self) -> Path | None:
+        """The checkpoint to go on from, on the leader."""
+        place = latest_checkpoint(self._folder)
+        if place is not None and not (self._folder / TRACKER).exists():
+            text = f"note: {self._folder} has no {TRACKER}: the run goes on from {place.name}, the newest that is whole"
+            print(text, file=sys.stderr, flush=True)
+        return place
+
+    def _check(self, place: Path) -> None:
+        """Hold this rank's share of all blocks against the checksums."""
+        with refusing_damage(place, "run.dir"):
+            checksums = Checksums.read(place)
+            if checksums is not None:
+                checksums.check(share=self._world.rank, of=self._world.size)
+            elif self._world.leads:
+                say_unchecked(place)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -164,35 +198,51 @@ class Checkpoints:
 
     def _make_room(self, partial: Path, place: Path, needed: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for stale in (*self._folder.glob(".iter_*"), place):
-            shutil.rmtree(stale, ignore_errors=True)
+        for stale in [path for path in self._folder.iterdir() if _UNFINISHED.fullmatch(path.name)] + [place]:
+            _remove(stale)
         free = shutil.disk_usage(self._folder).free
         if free < needed:
             raise _disk_error(self._folder, f"{free / 2**20:.1f} MiB free, {needed / 2**20:.1f} MiB needed")
         partial.mkdir()
 
-    def _put_in_place(self, step: int, trainer_state: dict[str, Any]) -> None:
+    def _put_in_place(self, written: _Unfinished, shards: Mapping[str, Sequence[Block]]) -> None:
+        step = written.step
         partial = self._partial(step)
         try:
             if not (companions := self._folder / COMPANIONS_FOLDER).exists():  # and never a checkpoint without them
                 with replacing(companions) as draft:
                     copy_companions(self._source, draft, self._dtype)
-                    _sync_tree(draft)
+                    self._flush_tree(draft)
             _keep_common_state(partial)
-            write_state(partial, trainer_state, self._writer)
-            _sync_tree(partial)
+            write_state(partial, written.trainer_state, self._writer)
+            Checksums(partial, shards).write()
+            self._flush_tree(partial)
             partial.rename(self.path(step))
             tracker = self._folder / (TRACKER + ".partial")
             tracker.write_text(f"{step}\n")
-            _sync(tracker)
+            self._flush(self._folder)  # the checkpoint's name
+            self._flush(tracker)
             tracker.replace(self._folder / TRACKER)
-            _sync(self._folder)
+            self._flush(self._folder)
         except OSError as error:
             raise _disk_error(self._folder, error) from error
-        finished = sorted(path for path in self._folder.glob("iter_*") if int(path.name[5:]) <= step)
-        for old in finished[: -self._keep]:
+        for old in [self.path(number) for number in steps_in(self._folder) if number <= step][: -self._keep]:
+            if written.also_keep is not None and old == self.path(written.also_keep):
+                continue
             leaving = old.rename(self._folder / f".{old.name}.old")  # never half a checkpoint under a good name
-            shutil.rmtree(leaving, ignore_errors=True)
+            _remove(leaving)
+
+    def _flush(self, path: Path) -> None:
+        if self._durable:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _flush_tree(self, folder: Path) -> None:
+        for path in (*folder.rglob("*"), folder):
+            self._flush(path)
 
 
 def _keep_common_state(folder: Path) -> None:
@@ -221,9 +271,13 @@ def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, 
 
 
 def _restore_step(optimizer: dict[str, Any]) -> None:
-    """Put back the count of a plain optimizer that has not stepped: Megatron leaves a count of 0 out."""
+    """Put a plain optimizer's count where it is looked for.
+
+    Megatron leaves a count of 0 out, and Transformer Engine's Adam keeps it with its groups of parameters.
+    """
     inner = optimizer.get("optimizer", optimizer)  # bf16 keeps it beside the master weights
-    inner["state"].setdefault("common_step", torch.zeros(()))
+    steps = [group["step"] for group in inner["param_groups"] if "step" in group]
+    inner["state"].setdefault("common_step", torch.tensor(float(max(steps, default=0))))
 
 
 def _bytes(actor: Actor, world: World) -> int:
@@ -241,15 +295,10 @@ def _disk_error(folder: Path, error: object) -> UserError:
     )
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
+def _remove(path: Path) -> None:
+    """A folder, or what somebody has put in its place. What cannot go is found in the way by whoever writes there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)

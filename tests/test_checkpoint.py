@@ -33,10 +33,12 @@ def configure(
     distributed: bool = True,
     dtype: str = "fp32",
     fmt: str = "fully_reshardable",
+    offload: bool = False,
 ) -> Config:
     """With an ``eps`` of about the size of the gradients, so that every part of Adam's state moves the weights."""
     config = config_for(policy, layout, LossConfig(), 64, distributed)
-    adam = replace(config.optimizer, lr=1e-2, eps=1e-2, clip_grad=1.0, weight_decay=0.1, checkpoint_format=fmt)
+    adam = replace(config.optimizer, lr=1e-2, eps=1e-2, clip_grad=1.0, weight_decay=0.1)
+    adam = replace(adam, checkpoint_format=fmt, offload=offload)
     return replace(
         config, run=replace(config.run, dir=str(run)), model=replace(config.model, dtype=dtype), optimizer=adam
     )
@@ -76,6 +78,11 @@ SAME = {
     "tp2 distributed optimizer": (LayoutConfig(tp=2, dp=1), {}),
     "tp2 distributed optimizer as it lies in its buffers": (LayoutConfig(tp=2, dp=1), {"fmt": "dp_reshardable"}),
     "dp2 distributed optimizer bf16": (LayoutConfig(dp=2), {"dtype": "bf16"}),
+    "dp2 distributed optimizer bf16, on the host": (LayoutConfig(dp=2), {"dtype": "bf16", "offload": True}),
+    "dp2 distributed optimizer on the host, as it lies in its buffers": (
+        LayoutConfig(dp=2),
+        {"fmt": "dp_reshardable", "offload": True},
+    ),
     "tp2 plain optimizer": (LayoutConfig(tp=2, dp=1), {"distributed": False}),
     "tp2 pp2 tied": (LayoutConfig(tp=2, pp=2, dp=1), {}),
     "cp2": (LayoutConfig(cp=2, dp=1), {}),
@@ -88,7 +95,8 @@ def test_resumed_updates_are_those_of_an_undisturbed_run(
 ) -> None:
     layout, settings = SAME[name]
     config = configure(policies["tied" in name], tmp_path / "run", layout, **settings)
-    expected, _ = ranks.run(ranks_in(layout), train, replace_run(config, tmp_path / "whole"), 5, ())[0]
+    whole = configure(policies["tied" in name], tmp_path / "whole", layout, **{**settings, "offload": False})
+    expected, _ = ranks.run(ranks_in(layout), train, whole, 5, ())[0]
     ranks.run(ranks_in(layout), train, config, 2, (1, 2))
     ours, _ = ranks.run(ranks_in(layout), train, config, 5, (3, 4, 5))[0]
     assert [tensor for tensor in expected if not torch.equal(ours[tensor], expected[tensor])] == []

@@ -50,14 +50,16 @@ def write_megatron(
     release.mkdir()
     beside.mkdir()
 
+    checksums: dict[Entry, int] = {}
+
     def convert(entry: Entry) -> None:
         parts = parameter_parts(entry, tensors)
-        write_parameter(release, plan, entry, strips(entry.shard_shape(1), parts, plan.dtype))
+        checksums[entry] = write_parameter(release, plan, entry, strips(entry.shard_shape(1), parts, plan.dtype))
         advance(entry.elements * plan.dtype.itemsize)
 
     side_by_side(convert, plan.places, workers)
     copy_companions(companions, beside, plan.dtype)
-    write_metadata(release, plan)
+    write_metadata(release, plan, checksums)
     (out / TRACKER).write_text(RELEASE + "\n")
 
 

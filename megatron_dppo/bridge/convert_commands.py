@@ -17,8 +17,17 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from megatron_dppo.bridge.checkpoint_folder import COMPANIONS_FOLDER, FORMAT, RELEASE, TRACKER, checkpoint_place
-from megatron_dppo.bridge.convert import Advance, write_hf, write_megatron
+from megatron_dppo.bridge.checkpoint_folder import (
+    COMPANIONS_FOLDER,
+    FORMAT,
+    RELEASE,
+    TRACKER,
+    checkpoint_place,
+    refusing_damage,
+    say_unchecked,
+)
+from megatron_dppo.bridge.checksums import Checksums
+from megatron_dppo.bridge.convert import Advance, side_by_side, write_hf, write_megatron
 from megatron_dppo.bridge.file_plan import plan_files
 from megatron_dppo.bridge.hf_directory import MODEL_FILES
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
@@ -128,6 +137,8 @@ def megatron_to_hf(chosen: argparse.Namespace) -> None:
     with _named("--hf"):
         shape = read_shape(companions)
     policy = StoredPolicy(place, shape, "CKPT")
+    if not policy.checked:
+        say_unchecked(place)
     plan = plan_files(shape, int(chosen.shard_gb * GB), DTYPES.get(chosen.dtype, policy.dtype))
     sizes = {file: sum(map(plan.bytes_of, names)) for file, names in plan.files.items()}
     _check_out(chosen, sizes, [place, companions], "config.json", "model directory", MODEL_FILES)
@@ -228,6 +239,10 @@ def _verify(chosen: argparse.Namespace, checkpoint: Path, hf: Path, shape: Polic
     if chosen.verify is None:
         return
     policy = StoredPolicy(checkpoint, shape, "--verify")
+    with refusing_damage(checkpoint, "--verify"):
+        if (checksums := Checksums.read(checkpoint)) is not None:
+            workers = chosen.workers
+            side_by_side(lambda share: checksums.check(share=share, of=workers), range(workers), workers)
     with _named("--verify"), _progress("verifying", parameters(shape) * dtype.itemsize) as advance:
         digest = compare_tensors(policy, hf, shape, written=dtype, workers=chosen.workers, advance=advance)
     print(f"every tensor is the same in both forms, read again from the disk (sha256 of all: {digest})")

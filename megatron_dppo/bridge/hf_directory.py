@@ -29,8 +29,8 @@ COMPANIONS = (
     "LICENSE",
 )
 """Files that belong to the weights and are copied as they are, where the source has them."""
-MODEL_FILES = ("config.json", "*.safetensors", INDEX, *COMPANIONS)
-"""Patterns of all that is written to such a directory."""
+MODEL_FILES = ("config.json", "*.safetensors", INDEX, *COMPANIONS, "sft.json")
+"""Patterns of all that is written to such a directory, by ``sft`` too."""
 
 
 def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+from megatron_dppo.bridge.checkpoint_folder import METADATA, damaged, refusing_damage
+from megatron_dppo.bridge.checksums import DamagedError
 from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Entry, Split, entries
 from megatron_dppo.bridge.safetensors_files import nearest_name
 from megatron_dppo.bridge.strips import Part, tensor_parts
-from megatron_dppo.bridge.torch_dist import METADATA, StoredCheckpoint
+from megatron_dppo.bridge.torch_dist import StoredCheckpoint
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
@@ -35,13 +37,31 @@ class StoredPolicy:
     def __init__(self, folder: Path, shape: PolicyShape, setting: str) -> None:
         self._folder, self._setting = folder, setting
         if not (folder / METADATA).is_file():
-            raise self._unreadable(f"has no {METADATA}", "Give a checkpoint in Megatron's torch_dist format")
-        try:
+            problem = f"has no {METADATA}, as checkpoints in Megatron's torch_dist format do"
+            raise damaged(folder, setting, problem)
+        with refusing_damage(folder, setting):
             self._checkpoint = StoredCheckpoint(folder)
-        except Exception as error:  # whatever unpickling a damaged file raises
-            raise self._unreadable(f"{METADATA} cannot be read ({error})", "Fetch it again") from error
         self._check_files()
         self.parameters: Mapping[Entry, Chunks] = self._find(shape)
+
+    @property
+    def checked(self) -> bool:
+        """Whether what is read of it is held against checksums, which an earlier version did not write."""
+        return self._checkpoint.checksums is not None
+
+    def check(self, *, share: int = 0, of: int = 1) -> None:
+        """Read weights and hold them against their checksums.
+
+        Args:
+            share: take every ``of``-th block, from this one on.
+
+        Raises:
+            UserError: naming the first file that is damaged.
+        """
+        blocks = [(entry.row.key, chunk) for entry, chunks in self.parameters.items() for chunk in chunks]
+        with refusing_damage(self._folder, self._setting):
+            for key, chunk in blocks[share::of]:
+                self._checkpoint.check(key, chunk)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,6 +78,8 @@ class StoredPolicy:
         key, leading = entry.row.key, len(entry.leading)
         try:
             chunks = [self._checkpoint.part(key, chunk, leading) for chunk in self.parameters[entry]]
+        except DamagedError as error:
+            raise damaged(self._folder, self._setting, str(error)) from error
         except Exception as error:  # whatever reading a damaged archive raises
             raise self._unreadable(f"{key} cannot be read ({error})", "Fetch the checkpoint again") from error
         return tensor_parts(entry, chunks)
@@ -66,10 +88,10 @@ class StoredPolicy:
         for name, end in self._checkpoint.files.items():
             file = self._folder / name
             if not file.is_file():
-                raise self._unreadable(f"{name} is missing", "Fetch it again")
+                raise damaged(self._folder, self._setting, f"{name} is missing")
             if file.stat().st_size < end:
                 problem = f"{name} is truncated: {file.stat().st_size:,} bytes of at least {end:,}"
-                raise self._unreadable(problem, "Fetch the file again")
+                raise damaged(self._folder, self._setting, problem)
 
     def _find(self, shape: PolicyShape) -> dict[Entry, Chunks]:
         tensors = self._checkpoint.tensors

@@ -13,17 +13,19 @@ import os
 import pickle
 import struct
 import tempfile
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from mmap import ACCESS_READ, ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
+from pickletools import genops
 from typing import IO, cast
-from zipfile import ZIP_STORED, ZipFile
+from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -33,15 +35,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_dppo.bridge.checkpoint_folder import FORMAT
+from megatron_dppo.bridge.checkpoint_folder import FORMAT, METADATA
+from megatron_dppo.bridge.checksums import Block, Checksums, DamagedError
 from megatron_dppo.bridge.mapping import Entry, entries
 from megatron_dppo.bridge.strips import Part, write_at
+from megatron_dppo.bridge.unpickling import read_metadata
 from megatron_dppo.models.shape import PolicyShape
 
-METADATA = ".metadata"
-"""Torch's index of a checkpoint."""
+COMMON = "common.pt"
+"""Megatron's file of what is no tensor of a rank's."""
 FILE_BYTES = 1 << 30
 """Most bytes in a file, unless a single parameter is larger."""
+_PLAIN = ("torch ", "torch._utils ", "collections ", "_codecs encode", "_io BytesIO")
+"""Of what begins so, pickles of tensors and plain values ask for."""
 WRITTEN_BY = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -89,32 +95,52 @@ def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> CheckpointPlan:
     return CheckpointPlan(dtype, places)
 
 
-def write_parameter(folder: Path, plan: CheckpointPlan, entry: Entry, data: Iterable[memoryview]) -> None:
+def write_parameter(folder: Path, plan: CheckpointPlan, entry: Entry, data: Iterable[memoryview]) -> int:
     """Write a parameter's bytes, in the plan's type, where the plan says. Threads may write side by side.
+
+    Returns:
+        The CRC-32 of all that stands there.
 
     Raises:
         ValueError: if they are too many or too few.
         OSError: for a full disk.
     """
     place, archive = plan.places[entry], _archive(_block_shape(entry), plan.dtype)
+    crc = 0
+
+    def counted(data: Iterable[memoryview | bytes]) -> Iterator[memoryview | bytes]:
+        nonlocal crc
+        for strip in data:
+            crc = zlib.crc32(strip, crc)
+            yield strip
+
     file = os.open(folder / place.relative_path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        start = write_at(file, place.offset, [archive.head])
-        end = write_at(file, start, data)
+        start = write_at(file, place.offset, counted([archive.head]))
+        end = write_at(file, start, counted(data))
         if end != start + archive.size:
             raise ValueError(f"{entry.megatron[0]} has {end - start} bytes instead of {archive.size}")
-        write_at(file, end, [archive.tail])
+        write_at(file, end, counted([archive.tail]))
     finally:
         os.close(file)
+    return crc
 
 
-def write_metadata(folder: Path, plan: CheckpointPlan) -> None:
-    """Write what makes a checkpoint of a folder in which every parameter is."""
+def write_metadata(folder: Path, plan: CheckpointPlan, checksums: Mapping[Entry, int]) -> None:
+    """Write what makes a checkpoint of a folder in which every parameter is.
+
+    Args:
+        checksums: what :func:`write_parameter` returned.
+    """
     common = io.BytesIO()
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, common)
-    (folder / "common.pt").write_bytes(common.getbuffer())
+    (folder / COMMON).write_bytes(common.getbuffer())
     (folder / METADATA).write_bytes(pickle.dumps(plan.metadata()))
     (folder / FORMAT).write_text(json.dumps(WRITTEN_BY))
+    blocks: dict[str, list[Block]] = {}
+    for entry, place in plan.places.items():  # in the order in which they lie
+        blocks.setdefault(place.relative_path, []).append(Block(place.offset + place.length, checksums[entry]))
+    Checksums(folder, blocks).write()
 
 
 class StoredCheckpoint:
@@ -122,11 +148,21 @@ class StoredCheckpoint:
 
     Args:
         folder: the directory of one iteration.
+
+    Raises:
+        DamagedError: if its index or its checksums cannot be read, or are not what was written.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        metadata = FileSystemReader(folder).read_metadata()
+        self.checksums = Checksums.read(folder)
+        """None for a checkpoint of an earlier version."""
+        if self.checksums is not None:
+            self.checksums.check_file(METADATA)
+        try:
+            metadata = read_metadata(folder)
+        except Exception as error:  # whatever unpickling a damaged file raises
+            raise DamagedError(f"{METADATA} cannot be read ({error})") from error
         self._places: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
         self.tensors: Mapping[str, TensorStorageMetadata] = {
             key: stored
@@ -136,12 +172,24 @@ class StoredCheckpoint:
         self.files = _ends(self._places.values())
         """The bytes that each file must have, by its name."""
 
+    def check(self, key: str, chunk: ChunkStorageMetadata) -> None:
+        """Read a stored block of the tensor and hold it against its checksum, if there is one.
+
+        Raises:
+            DamagedError: if it differs.
+        """
+        if self.checksums is not None:
+            place = self._places[MetadataIndex(key, chunk.offsets)]
+            self.checksums.check_block(place.relative_path, place.offset)
+
     def part(self, key: str, chunk: ChunkStorageMetadata, leading: int) -> Part:
         """A stored block of the tensor, whose ``leading`` dimensions are one, as a part of what comes after them.
 
         Raises:
+            DamagedError: if it differs from its checksum.
             ValueError: if it is not stored as Megatron does, or not at all.
         """
+        self.check(key, chunk)
         place = self._places[MetadataIndex(key, chunk.offsets)]
         file, dtype = self._folder / place.relative_path, self.tensors[key].properties.dtype
         start, size = _only_record(file, place.offset, place.length)
@@ -186,17 +234,45 @@ def _only_record(file: Path, offset: int, length: int) -> tuple[int, int]:
 
     A tensor is saved as a zip archive with one record of data, uncompressed; here from byte ``offset`` of a file on.
     """
+    with _opened(file, offset, length) as (first, mapped, archive):
+        (record,) = (info for info in archive.infolist() if "/data/" in info.filename)
+        if record.compress_type != ZIP_STORED:
+            raise ValueError(f"a tensor in {file.name} is compressed")
+        return first + _data_of(record, mapped), record.file_size
+
+
+@contextmanager
+def _opened(file: Path, offset: int, length: int) -> Iterator[tuple[int, mmap, ZipFile]]:
+    """What ``torch.save`` wrote there, with the bytes that it is mapped to, which begin at a byte of the file."""
     first = offset - offset % ALLOCATIONGRANULARITY
     with (
         file.open("rb") as opened,
         mmap(opened.fileno(), offset + length - first, offset=first, access=ACCESS_READ) as mapped,
         ZipFile(cast(IO[bytes], mapped)) as archive,
     ):
-        (record,) = (info for info in archive.infolist() if "/data/" in info.filename)
-        if record.compress_type != ZIP_STORED:
-            raise ValueError(f"a tensor in {file.name} is compressed")
-        name, extra = struct.unpack_from("<HH", mapped, record.header_offset + 26)
-        return first + record.header_offset + 30 + name + extra, record.file_size
+        yield first, mapped, archive
+
+
+def _data_of(record: ZipInfo, mapped: mmap) -> int:
+    """Where in what is mapped the data of a record begins."""
+    name, extra = struct.unpack_from("<HH", mapped, record.header_offset + 26)
+    return record.header_offset + 30 + int(name) + int(extra)
+
+
+def foreign_pickle(folder: Path) -> str | None:
+    """The first part of a checkpoint that asks for what no tensor or plain value needs, or that is no archive."""
+    for index, place in read_metadata(folder).storage_data.items():
+        name = f"{index.fqn} in {place.relative_path}"
+        try:
+            with _opened(folder / place.relative_path, place.offset, place.length) as (_, mapped, archive):
+                pickles = [record for record in archive.infolist() if record.filename.endswith(".pkl")]
+                data = [mapped[(at := _data_of(record, mapped)) : at + record.file_size] for record in pickles]
+            asked = [argument for one in data for code, argument, _ in genops(one) if "GLOBAL" in code.name]
+        except Exception:  # whatever a damaged archive makes of it
+            return name
+        if not all(str(thing).startswith(_PLAIN) for thing in asked):
+            return name
+    return None
 
 
 def _block_shape(entry: Entry) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_dppo.bridge import checksums
 from megatron_dppo.bridge.checkpoint_folder import TRACKER
 from megatron_dppo.bridge.safetensors_files import INDEX
 from tests.bridge.conversions import contents, to_hf, to_megatron, weights
@@ -142,8 +143,11 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_bad_checkpoint_is_refused(
     checkpoint: Path, tmp_path: Path, bad: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Of an earlier version, which wrote no checksums."""
+    (checkpoint / "release" / checksums.FILE).unlink()
     out = tmp_path / "out"
     assert to_hf(checkpoint, out) == 0
+    assert "has no checksums, as an earlier version wrote it" in capsys.readouterr().err
     before = contents(out)
     damage, problem = BAD_CHECKPOINTS[bad]
     damage(checkpoint)

@@ -81,6 +81,6 @@ def test_a_checkpoint_that_lacks_a_layers_parameter_is_refused(tmp_path: Path) -
     entry = next(entry for entry in plan.places if entry.layer == 1)
     del plan.places[entry]
     (tmp_path / "megatron/release" / METADATA).unlink()
-    write_metadata(tmp_path / "megatron/release", plan)
+    write_metadata(tmp_path / "megatron/release", plan, dict.fromkeys(plan.places, 0))
     with pytest.raises(Exception, match=r"linear_qkv.layer_norm_weight of layer 1 is there in part only"):
         StoredPolicy(tmp_path / "megatron/release", shape, "CKPT")

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_dppo.bridge import convert_commands, verify
+from megatron_dppo.bridge import checksums, convert_commands, verify
 from megatron_dppo.bridge.mapping import entries, expected_tensors
 from megatron_dppo.bridge.safetensors_files import INDEX, check_weights
 from megatron_dppo.bridge.slices import stored_parts
@@ -51,19 +51,24 @@ def compare(source: Path, checkpoint: Path) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("which", ["checkpoint", "directory"])
+@pytest.mark.parametrize("which", ["checkpoint", "checkpoint without checksums", "directory"])
 def test_a_flipped_bit_in_either_form_is_found(tmp_path: Path, name: str, which: str) -> None:
     shape = write_qwen3(tmp_path / "source", Sizes(), shard_size="40KB")
     assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
     checkpoint = tmp_path / "megatron" / "release"
     digest = compare(tmp_path / "source", checkpoint)
+    found = f"--verify = {re.escape(name)}: differs between the two forms"
+    if which == "checkpoint without checksums":
+        (checkpoint / checksums.FILE).unlink()
     if which == "checkpoint":
+        found = r"CKPT = .*/release: __0_\d.distcp is damaged: bytes .* are not what was written"
+    if which != "directory":
         part = parts_in_checkpoint(checkpoint, shape)[name][-1]
     else:
         part = stored_parts(check_weights(tmp_path / "source", shape))[name]
     for byte in (0, part.rows * part.columns * part.dtype.itemsize - 1):
         flip(part, byte)
-        with pytest.raises(UserError, match=f"--verify = {re.escape(name)}: differs between the two forms"):
+        with pytest.raises(UserError, match=found):
             compare(tmp_path / "source", checkpoint)
         flip(part, byte)
     assert compare(tmp_path / "source", checkpoint) == digest
@@ -106,7 +111,8 @@ def test_what_was_written_wrongly_is_never_put_in_place(
         broken = flipping(getattr(convert_commands, direction), NAMES[1])
         with patch.object(convert_commands, direction, broken):
             assert convert(origin, out, "--verify", "tensors", *options) == 2
-        assert f"error: --verify = {NAMES[1]} problem differs between the two forms" in complaint(capsys)
+        found = {"write_megatron": "__0_0.distcp is damaged", "write_hf": f"{NAMES[1]} problem differs between the two"}
+        assert found[direction] in complaint(capsys)
         assert contents(tmp_path) == before
         assert convert(origin, out, "--verify", "tensors", *options) == 0
 
