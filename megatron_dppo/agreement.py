@@ -112,7 +112,7 @@ def _scored(policy: PolicyParts, answers: Sequence[Compared]) -> list[Compared]:
         ranks=1,  # every replica has the whole policy, and does the same
         max_tokens=config.pack.max_tokens,
         align=layout.row_multiple,
-        capacity_multiple=layout.pack_multiple,
+        capacity_multiple=world.capacity_multiple(layout, config.pack.max_tokens),
         window=config.pack.window,
     )
     packs = [

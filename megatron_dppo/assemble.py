@@ -26,6 +26,7 @@ from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.layout import resolve_layout
 from megatron_dppo.parallel.world import World
+from megatron_dppo.rewards.functions import check_labels
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.engine import RolloutEngine
@@ -51,7 +52,9 @@ class PolicyParts(Generic[P_co]):
     def sync(self, engine: RolloutEngine[Any], version: int) -> None:
         """Stream the actor's weights to an engine, which then generates with ``version``. Collective."""
         engine.pause()
+        self._make_room()  # for the servers' weights
         engine.update_weights(partial(weight_stream, self.actor.bare, self.shape, self.world), version)
+        self._make_room()  # for their cache, in the place of the buckets
         engine.resume()
 
     def engine(self) -> RolloutEngine[Any]:
@@ -61,7 +64,10 @@ class PolicyParts(Generic[P_co]):
             from megatron_dppo.rollout.servers.open import open_servers
 
             say = partial(Console(self.config.run.steps).note, again=True)
-            return open_servers(self.config, self.world, self.shape, say)
+            self._make_room()  # a server looks at its start for what is free
+            engine = open_servers(self.config, self.world, self.shape, say)
+            engine.pause()  # a checkpoint may have to be loaded yet
+            return engine
         return LocalEngine(
             model.path,
             device=self.world.device,
@@ -69,6 +75,10 @@ class PolicyParts(Generic[P_co]):
             max_batch=rollout.max_batch,
             world=self.world,
         )
+
+    def _make_room(self) -> None:
+        if self.config.rollout.colocated:
+            self.actor.release_memory()
 
     def collector(self, engine: RolloutEngine[Any], workers: RewardWorkers) -> Collector:
         return Collector(self.config, self.world, engine, workers, self.tokenizer, self.stop_ids)
@@ -139,7 +149,13 @@ def assemble_learner(parts: PolicyParts[Actor], timers: PhaseTimers) -> Learner:
 def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem]]:
     """The training pool, and the held-out problems that evaluations answer."""
     config, world = parts.config, parts.world
-    train = world.together(lambda: load_prompts(config.data, parts.tokenizer, split="train"))
+
+    def load() -> PromptPool:
+        pool = load_prompts(config.data, parts.tokenizer, split="train")
+        check_labels(config.reward.function, [(prompt.place, prompt.label) for prompt in pool])
+        return pool
+
+    train = world.together(load)
     positions = parts.shape.max_positions
     return train, world.together(lambda: held_out(config, parts.tokenizer, max_positions=positions))
 

@@ -59,6 +59,7 @@ def examine() -> dict[str, Any]:
             "cores": usable_cores(),
             "memory_gib": round(_memory_gib(), 1),
             "cuda": _cuda() if installed["torch"] else None,
+            "nccl": _nccl() if installed["torch"] else None,
             "gpus": [f"{gpu.name}, {gpu.memory_gib:.0f} GiB" for gpu in gpus],
         },
         "will_use": _choices(installed, on_gpu=bool(gpus)),
@@ -70,7 +71,7 @@ def _choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict[str, str
     fused = "Transformer Engine" if engine else "Apex" if on_gpu and installed["Apex"] else None
     return {
         "device": "CUDA over NCCL" if on_gpu else "CPU over gloo",
-        "layers (model.spec auto)": "te" if engine else "torch",
+        "layers (model.spec auto)": "te for bf16, torch for fp32" if engine else "torch",
         "optimizer": f"fused Adam of {fused}" if fused else "Adam of torch",
         "rollouts (rollout.engine)": "local",
         "servers (rollout.launch)": _servers(),
@@ -99,6 +100,18 @@ def _cuda() -> str | None:
     return torch.version.cuda
 
 
+def _nccl() -> dict[str, Any] | None:
+    """The version that runs, the one that torch was built with, and what pip has."""
+    import torch
+
+    from megatron_dppo.rollout.servers.nccl import loaded, packages
+
+    if (version := loaded()) is None:
+        return None
+    built = ".".join(map(str, torch.cuda.nccl.version()[:3]))
+    return {"loaded": version, "built_with": built, "packages": packages()}
+
+
 def _gpus() -> list[Gpu]:
     import torch
 
@@ -113,6 +126,14 @@ def _memory_gib() -> float:
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
         total = min(total, int(text))
     return total / 2**30
+
+
+def _words(nccl: dict[str, Any] | None) -> str:
+    """What there is to say of NCCL; servers must have the same version."""
+    if nccl is None:
+        return ""
+    from_where = ", ".join([*nccl["packages"], f"torch was built with {nccl['built_with']}"])
+    return f"{nccl['loaded']} ({from_where})"
 
 
 def _show(findings: dict[str, Any]) -> None:
@@ -130,6 +151,7 @@ def _show(findings: dict[str, Any]) -> None:
     table.add_row("cores", str(machine["cores"]))
     table.add_row("memory", f"{machine['memory_gib']} GiB")
     table.add_row("CUDA", machine["cuda"] or "[dim]torch was built without it[/]")
+    table.add_row("NCCL", _words(machine["nccl"]) or "[dim]torch was built without it[/]")
     table.add_row("GPUs", "\n".join(machine["gpus"]) or "[dim]none[/]")
     table.add_row()
     for what, choice in findings["will_use"].items():

@@ -13,7 +13,8 @@ class UserError(Exception):
 
     def __init__(self, setting: str, value: object, problem: str, remedy: str) -> None:
         self.setting, self.value, self.problem, self.remedy = setting, value, problem, remedy
-        super().__init__(f"{setting} = {value}: {problem}. {remedy}.")
+        message = f"{setting} = {value}: {problem}. {remedy}."
+        super().__init__(message.encode(errors="backslashreplace").decode())  # it may quote what no terminal can print
 
     def __reduce__(self) -> tuple[type["UserError"], tuple[str, object, str, str]]:
         return type(self), (self.setting, self.value, self.problem, self.remedy)

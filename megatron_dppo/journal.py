@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.collapse import Best
 from megatron_dppo.config import Config
 from megatron_dppo.evaluation.evaluate import Evaluation, read_answers, record_answers
+from megatron_dppo.history import changed_since, record
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.length_gate import LengthGate
 from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics, read_rows
 from megatron_dppo.observe.picture import draw_progress
 from megatron_dppo.observe.pruning_picture import draw_pruning
-from megatron_dppo.observe.summary import print_summary, write_summary
+from megatron_dppo.observe.summary import print_summary, read_summary, write_summary
 from megatron_dppo.observe.timers import saved_seconds
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.pruning.census import Census
 from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.collect import Collected
-from megatron_dppo.settings import as_yaml
 
 WIDEST = 100
 """Characters of an answer that the console shows: its end, where the result stands."""
@@ -37,16 +38,23 @@ class Journal:
         self._row: dict[str, float] = {}
         self._census: Census | None = None
         self._log: MetricsLog | None = None
-        if not world.leads:
+        self._leads = world.leads
+        if not self._leads:
+            return
+        self._console = Console(config.run.steps)
+        for change in changed_since(self._folder, step, config):
+            self._console.note(f"changed since step {step}: {change}")
+        if step >= config.run.steps:
+            self._console.note(f"{step} steps are done, and run.steps = {config.run.steps}: nothing is left to train")
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "config.yaml").write_text(as_yaml(config))
+        record(self._folder, step, config)
         self._log = MetricsLog(self._folder, resume_step=step)
         self._pruning = StepLog(self._folder / CENSUS, resume_step=step)
-        self._console = Console(config.run.steps)
         self._gate = LengthGate(config.run.length_gate)
         for row in read_metrics(self._folder):
             self._gate.look(row["step"], row)
+        read_answers(self._folder)  # what cannot be read is said now, and not at the next evaluation
         if step:
             self._console.note(f"resuming after step {step}")
         if dropped_prompts:
@@ -83,18 +91,25 @@ class Journal:
                 self._console.note(warning, again=True)
         self._row, self._census = {}, None
 
-    def finish(self) -> None:
-        """Draw, sum up and point to what the run has made."""
-        if not self._log:
+    def finish(self, best: Best | None = None) -> None:
+        """Draw, sum up and point to what the run has made, and to the best checkpoint where a later one is worse. Where
+        no step was taken, what is there already is shown."""
+        if not self._leads:
             return
-        self._log.close()
-        self._pruning.close()
+        if self._log:
+            self._log.close()
+            self._pruning.close()
+        elif (summary := read_summary(self._folder)) is not None:
+            print_summary(self._folder, summary, self._console)
+            return
         metrics = read_metrics(self._folder)
         draw_progress(metrics, self._folder / "progress.png")
         draw_pruning(metrics, read_rows(self._folder / CENSUS), self._folder / "pruning.png")
         if answers := _answers(read_answers(self._folder)):
             self._console.banner(answers)
         print_summary(self._folder, write_summary(self._folder), self._console)
+        if best and metrics[-1].get("eval/accuracy", best.accuracy) < best.accuracy:
+            self._console.note(f"{best}: its checkpoint stays in {self._folder / 'checkpoints'}")
 
 
 def _answers(rows: list[dict[str, Any]]) -> list[str]:

@@ -12,7 +12,8 @@ import torch
 from megatron_dppo.config import Config
 from megatron_dppo.disagreement import Compared, check_disagreement, compared_rows, logprob_limit
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.actor import Actor, Microbatch, Policy, Responses, Sums, learning_rate
+from megatron_dppo.models.actor import Actor, Policy, Sums, learning_rate
+from megatron_dppo.models.microbatch import Microbatch, Responses
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.parallel.world import World
@@ -65,15 +66,16 @@ class PolicyLoss:
             advantage=responses.advantage,
             kl_coef=self._kl_coef,
             tis_cap=self._tis_cap,
-            row=torch.from_numpy(pack.row).to(logprobs.device),
-            fresh=torch.from_numpy(pack.versions == self._version).to(logprobs.device),
+            row=responses.row,
+            rows=int(pack.row.max(initial=-1)) + 1,
+            fresh=responses.versions == self._version,
         )
         loss = (losses.loss * responses.scale).sum()
         sums = {
             **losses.sums,
             "train/loss": loss.detach(),
             "train/entropy_loss": responses.entropy.sum(),
-            "tokens": torch.tensor(float(logprobs.numel())),
+            "tokens": torch.full_like(loss, float(logprobs.numel())),
         }
         return loss, sums
 

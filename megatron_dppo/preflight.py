@@ -1,4 +1,5 @@
-"""What can be known to be wrong before any rank starts. Needs no torch, and takes a fraction of a second.
+"""What can be known to be wrong before any rank starts. Needs no torch; files of prompts, which are read whole, take a
+second for each 20,000 rows or so, and all else a fraction of one.
 
 ``check_config`` holds settings against each other, ``preflight`` also against the machine: files, the policy, the disk.
 """
@@ -6,34 +7,25 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from megatron_dppo.bridge.checkpoint_folder import checkpoint_place, latest_step
-from megatron_dppo.bridge.mapping import parameters
+from megatron_dppo.bridge.checkpoint_folder import checkpoint_place
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.config import Config
+from megatron_dppo.config.types import Command
 from megatron_dppo.data import reasoning_gym
+from megatron_dppo.data.examples import Example, Source, example_of, read_examples
 from megatron_dppo.data.generators import GENERATORS
-from megatron_dppo.data.rows import read_rows
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.benchmarks import KNOWN, sources
+from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
+from megatron_dppo.history import check_resume, check_warm_up
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
-from megatron_dppo.resume import Writer, read_state
-from megatron_dppo.rewards.functions import BUILTIN, resolve
+from megatron_dppo.rewards.functions import BUILTIN, check_labels, resolve
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
-
-Command = Literal["train", "sft", "eval"]
-
-MASTER_AND_MOMENTS = 12
-"""Bytes per weight of the optimizer's state: an fp32 master copy and Adam's two moments."""
-WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
-OVERHEAD = 4 * 2**20
-"""Bytes of what lies around the weights: logs, the tokenizer, the picture."""
+from megatron_dppo.room import check_room, check_run_dir
 
 
 def preflight(config: Config, command: Command) -> None:
@@ -60,10 +52,12 @@ def preflight(config: Config, command: Command) -> None:
         check_servers(config, shape)
     if command == "eval":
         return
-    _check_run_dir(Path(config.run.dir))
+    check_run_dir(Path(config.run.dir))
     if command == "train":
-        _check_resume(config)
-    _check_room(config, shape, command)
+        check_resume(config)
+    else:
+        check_warm_up(config)
+    check_room(config, shape, command)
 
 
 def check_config(config: Config, command: Command = "train") -> None:
@@ -75,6 +69,7 @@ def check_config(config: Config, command: Command = "train") -> None:
     for key, value in _numbers(config, ""):
         if not math.isfinite(value):
             raise UserError(key, value, "is not a finite number", f"Give {key} a finite value")
+    _check_model(config)
     if command != "eval":
         _check_optimizer(config)
     if command == "train":
@@ -94,6 +89,12 @@ def _numbers(section: Any, prefix: str) -> Iterator[tuple[str, float]]:
             yield from _numbers(value, f"{prefix}{field.name}.")
         elif isinstance(value, float):
             yield prefix + field.name, value
+
+
+def _check_model(config: Config) -> None:
+    if config.model.spec == "te" and config.model.dtype == "fp32":
+        problem = "has no fused attention for model.dtype = fp32, and would pad every sequence of a pack to the longest"
+        raise UserError("model.spec", "te", problem, "Set model.dtype=bf16, or model.spec=torch")
 
 
 def _check_optimizer(config: Config) -> None:
@@ -276,7 +277,7 @@ def _check_positions(config: Config, shape: PolicyShape, command: Command) -> No
 
 def _check_data(config: Config, command: Command) -> None:
     if command != "eval":
-        _check_file("data.train", config.data.train, config)
+        _check_file(Source(config.data.train, "data.train"), config, command)
     if command == "sft" or config.eval.problems == 0:
         return
     held_out = sources(config)
@@ -292,14 +293,27 @@ def _check_data(config: Config, command: Command) -> None:
                 f"Put its problems there, one JSON object a line with the columns {config.data.prompt_key} and "
                 f"{config.data.label_key}, or leave {source.name} out",
             )
-        _check_file(source.setting, source.file, config)
+        if source.setting == SETTING and source.file not in GENERATORS:
+            rows, data = rows_of(source, config.data)
+            verifier = source.benchmark.verifier if source.benchmark else config.reward.function
+            _check_labels(verifier, [example_of(row, data) for row in rows[: config.eval.problems]])
+        else:
+            _check_file(Source(source.file, source.setting), config, command)
 
 
-def _check_file(setting: str, file: str, config: Config) -> None:
-    if file in GENERATORS:
-        GENERATORS[file].check(config.data)
-    elif not Path(file).is_file() or Path(file).stat().st_size == 0:
-        read_rows(file, setting)  # says what is wrong; whole files are left to the ranks, which read them anyway
+def _check_file(source: Source, config: Config, command: Command) -> None:
+    """Every row of a file, as far as one can see without a tokenizer: templates and lengths are the ranks' to find."""
+    if source.name in GENERATORS:
+        GENERATORS[source.name].check(config.data)
+        return
+    examples = read_examples(source, config.data, "train", responses=command == "sft")
+    if command != "sft":
+        wanted = len(examples) if source.setting == "data.train" else config.eval.problems
+        _check_labels(config.reward.function, examples[:wanted])
+
+
+def _check_labels(verifier: str, examples: Sequence[Example]) -> None:
+    check_labels(verifier, [(example.row.place, example.label) for example in examples])
 
 
 def _check_reward(function: str) -> None:
@@ -319,14 +333,6 @@ def _check_task_is_rewarded(config: Config) -> None:
         raise UserError("reward.function", function, problem, f"Set reward.function={reasoning_gym.NAME}")
 
 
-def _check_run_dir(folder: Path) -> None:
-    place = _existing(folder)
-    if not place.is_dir():
-        raise UserError("run.dir", folder, f"{place} is a file", "Name a directory")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError("run.dir", folder, f"{place} cannot be written to", "Name a directory that you may write to")
-
-
 def _check_own(place: Path, folder: Path, run_dir: Path) -> None:
     place, own = place.resolve(), (run_dir / "checkpoints").resolve()
     if own in (place, *place.parents):
@@ -336,55 +342,3 @@ def _check_own(place: Path, folder: Path, run_dir: Path) -> None:
             "is a checkpoint of this very run, which would take what it has learned for the policy that it began with",
             "Leave it as it was when the run began (the run resumes by itself), or name another run.dir",
         )
-
-
-def _check_resume(config: Config) -> None:
-    folder = Path(config.run.dir) / "checkpoints"
-    if latest_step(folder) is not None:
-        read_state(checkpoint_place(folder, "run.dir"), Writer.of(config))
-
-
-def _check_room(config: Config, shape: PolicyShape, command: Command) -> None:
-    folder = Path(config.run.dir)
-    needed = bytes_to_write(config, shape, command) - _size(folder / "checkpoints")
-    free = shutil.disk_usage(_existing(folder)).free
-    if free < needed:
-        fewer = "lower run.keep_checkpoints, " if command == "train" and config.run.keep_checkpoints > 1 else ""
-        raise UserError(
-            "run.dir",
-            folder,
-            f"checkpoints and export will take about {_readable(needed)}, and {_readable(free)} are free there",
-            f"Free some room, {fewer}or point run.dir at another disk",
-        )
-
-
-def bytes_to_write(config: Config, shape: PolicyShape, command: Command) -> int:
-    """The most that a run has on the disk at one time: checkpoints (one more than it keeps, while the newest is being
-    written) and the export."""
-    weights, dtype = parameters(shape), WEIGHT_BYTES[config.model.dtype]
-    if command == "sft":
-        return weights * dtype + OVERHEAD
-    run = config.run
-    written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1
-    checkpoints = min(written, run.keep_checkpoints + 1)
-    return weights * ((dtype + MASTER_AND_MOMENTS) * checkpoints + (dtype if run.export else 0)) + OVERHEAD
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest thing above it that exists."""
-    place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return place
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
-
-
-def _readable(size: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

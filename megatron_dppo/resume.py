@@ -8,10 +8,13 @@ which Megatron would not notice.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_dppo.bridge.checkpoint_folder import damaged, refusing_damage
+from megatron_dppo.bridge.checksums import Checksums, DamagedError
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 
@@ -54,16 +57,20 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
     Raises:
         UserError: if that cannot go on from this checkpoint.
     """
-    if not (place / STATE).is_file():
+    if not os.path.lexists(place / STATE):
         problem = f"{place} has no {STATE}: it is no checkpoint of a run"
         remedy = f"Name another run.dir; its weights alone are started from with model.checkpoint={place}"
         raise UserError("run.dir", place.parent.parent, problem, remedy)
-    state = json.loads((place / STATE).read_text())
+    with refusing_damage(place, "run.dir"):
+        state = _parse(place)
     weights_alone = f"or begin another run.dir with its weights alone: model.checkpoint={place}"
     if _KEY not in state:
         problem = f"{place} is of an earlier version, and does not say how its optimizer's state was written"
         raise UserError("run.dir", place.parent.parent, problem, f"Finish that run with that version, {weights_alone}")
-    written = Writer(**state.pop(_KEY))
+    try:
+        written = Writer(**state.pop(_KEY))
+    except TypeError as error:
+        raise damaged(place, "run.dir", f"{STATE} does not say who wrote it ({error})") from error
     if written.dtype != now.dtype:
         problem = f"{place} was written with model.dtype = {written.dtype}"
         raise UserError("model.dtype", now.dtype, problem, f"Resume with model.dtype={written.dtype}, {weights_alone}")
@@ -77,6 +84,18 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
     if written.optimizer == "dp_reshardable":
         _check_cut(place, written, now)
     return state, written
+
+
+def _parse(place: Path) -> dict[str, Any]:
+    if (checksums := Checksums.read(place)) is not None:
+        checksums.check_file(STATE)
+    try:
+        state = json.loads((place / STATE).read_bytes())
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{STATE} cannot be read ({error})") from error
+    return state
 
 
 def _check_cut(place: Path, written: Writer, now: Writer) -> None:

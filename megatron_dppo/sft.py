@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,13 @@ from megatron_dppo.config import Config, OptimizerConfig
 from megatron_dppo.data.order import PromptOrder
 from megatron_dppo.data.prompts import WorkedAnswer, load_worked_answers
 from megatron_dppo.errors import UserError
+from megatron_dppo.history import record_warm_up
+from megatron_dppo.lock import lock_run
 from megatron_dppo.models.actor import Microbatch, Responses, Sums, learning_rate
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import MetricsLog
 from megatron_dppo.observe.timers import PhaseTimers
-from megatron_dppo.parallel.world import initialize, shut_down
+from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.rl.pack import PackedRow, build_pack
 from megatron_dppo.rl.packing import pack_sequences, packs_wanted
 from megatron_dppo.rl.types import Pack
@@ -30,6 +33,13 @@ def sft(config: Config) -> None:
         UserError: on every rank, for what the user can mend, and where a loss or a gradient is not finite.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
+    with ExitStack() as to_close:
+        check_lock = lock_run(config, world, to_close)
+        _warm_up(config, world, check_lock)
+    shut_down()
+
+
+def _warm_up(config: Config, world: World, check_lock: Callable[[], None]) -> None:
     parts = assemble_policy(config, world, temperature=1.0)
     answers = world.together(lambda: _load(config, parts))
     out = Path(config.sft.out or Path(config.run.dir) / "sft")
@@ -47,10 +57,11 @@ def sft(config: Config) -> None:
             console.step(step + 1, metrics)
     if log:
         log.close()
+    world.from_leader(check_lock)
     parts.export(out, setting="sft.out")
+    world.from_leader(lambda: record_warm_up(out, config))
     if console:
         console.banner([f"warmed-up policy: {out}"])
-    shut_down()
 
 
 def _load(config: Config, parts: PolicyParts) -> list[WorkedAnswer]:
@@ -87,7 +98,7 @@ def _packs(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], to
         ranks=world.dp,
         max_tokens=config.pack.max_tokens,
         align=layout.row_multiple,
-        capacity_multiple=layout.pack_multiple,
+        capacity_multiple=world.capacity_multiple(layout, config.pack.max_tokens),
         window=config.pack.window,
         min_per_rank=packs_wanted(config.pack.min_per_rank, layout.pp),
     )

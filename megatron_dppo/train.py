@@ -14,13 +14,17 @@ from pathlib import Path
 
 from megatron_dppo.agreement import check_agreement
 from megatron_dppo.assemble import assemble_learner, assemble_policy, load_pools
+from megatron_dppo.bridge.checkpoint_folder import TRACKER, damaged
 from megatron_dppo.checkpoint import Checkpoints
+from megatron_dppo.collapse import CollapseGuard
 from megatron_dppo.config import Config
 from megatron_dppo.curriculum import Curriculum
 from megatron_dppo.evaluation.evaluate import evaluate
 from megatron_dppo.evaluation.examiner import Examiner, open_verifiers
+from megatron_dppo.history import same_prompts
 from megatron_dppo.journal import Journal
 from megatron_dppo.launch import stop
+from megatron_dppo.lock import lock_run
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
@@ -55,20 +59,22 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, workers: RewardWorkers, to_close: ExitStack) -> None:
         self.config, self.world, self.timers = config, world, PhaseTimers()
+        self.folder = Path(config.run.dir)
+        self.check_lock = lock_run(config, world, to_close)
         # Half of what collectives wait: the names of those that hang are to come before the end.
         watchdog = Watchdog(world, self.timers, config.run.late_s, stuck_s=config.layout.timeout_s / 2)
         to_close.enter_context(closing(watchdog))
         world.together(workers.wait_ready)
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
+        self.pool, self.held_out = load_pools(self.policy)  # a bad row is named before any server is started
         self.learner = assemble_learner(self.policy, self.timers)
         self.engine = to_close.enter_context(closing(self.policy.engine()))
         self.collector = self.policy.collector(self.engine, workers)
-        self.pool, self.held_out = load_pools(self.policy)
         verifiers = open_verifiers(config, world, self.held_out, to_close, {config.reward.function: workers})
         self.examiner = Examiner(self.policy, self.engine, verifiers)
         self.curriculum = Curriculum(config, len(self.pool))
-        self.folder = Path(config.run.dir)
         self.checkpoints = Checkpoints(config, world)
+        self.guard = CollapseGuard(config.run)
         if config.run.export:
             self.policy.check_export(self.folder / "hf", setting="run.dir")
         self.step, self.version = 0, 0
@@ -80,6 +86,9 @@ class Trainer:
     def run(self) -> None:
         """All the steps that are left."""
         last, ahead = self.config.run.steps, self.config.rollout.ahead
+        if self.step >= last:
+            self._show()
+            return
         self.sync(self.version)
         agreement = self.check_agreement()
         if self.step == 0:  # a resumed run's rows are those of one that never stopped
@@ -88,6 +97,8 @@ class Trainer:
         while self.step < last:
             with self.timers("step"):
                 rollouts = self.roll_out(self.next or self.select(self.step))
+                if self.config.rollout.colocated:
+                    self.engine.pause()
                 plan = self.plan(rollouts)
                 self.next = self.begin(self.select(self.step + 1)) if ahead and self.step + 1 < last else None
                 metrics = self.train(plan, rollouts)
@@ -96,18 +107,27 @@ class Trainer:
             self.journal.record(rollouts, plan, metrics | events | self.timers.take(), notes)
             if self.step == last or _due(self.step, self.config.eval.every):
                 self.evaluate()
+            self.world.from_leader(self.check_lock)
             self.journal.write(self.step)
             asked, written = zip(*self.world.gather((stop.asked(), self.checkpoints.written())), strict=True)
             if all(written):
                 self.checkpoints.finish()
-            stopping = self.step < last and any(asked)
+            stopping = self.step < last and (any(asked) or self.guard.hopeless)
             if stopping or self.step == last or _due(self.step, self.config.run.checkpoint_every):
                 self.save()
             if stopping:
                 self.checkpoints.finish()
-                raise stop.StoppedError(self.step)
+                raise self.guard.error() if self.guard.hopeless else stop.StoppedError(self.step)
         self.checkpoints.finish()
         if self.config.run.export:
+            self.policy.export(self.folder / "hf", setting="run.dir")
+        self.journal.finish(self.guard.best)
+
+    def _show(self) -> None:
+        """What a run has come to that was at its end already. Nothing is written but what a kill has left out."""
+        exported, tracker = self.folder / "hf" / "config.json", self.folder / "checkpoints" / TRACKER
+        due = partial(_is_older, exported, tracker)
+        if self.config.run.export and self.world.from_leader(due):
             self.policy.export(self.folder / "hf", setting="run.dir")
         self.journal.finish()
 
@@ -146,7 +166,7 @@ class Trainer:
             plan_step,
             replicas=self.world.dp,
             align=layout.row_multiple,
-            capacity_multiple=layout.pack_multiple,
+            capacity_multiple=self.world.capacity_multiple(layout, self.config.pack.max_tokens),
             step=self.step,
             pipeline=layout.pp,
             costs=CostModel.of_width(self.policy.shape.hidden),
@@ -167,9 +187,8 @@ class Trainer:
         """Update the actor as planned, and the engine with it. A plan that keeps nothing leaves their version alone."""
         colocated, every = self.config.rollout.colocated, self.config.rollout.sync.check_every
         metrics = staleness(rollouts.metadata, self.version)
-        if colocated:
-            self.engine.pause()
         learned = self.learner.learn(plan, rollouts.held, self.step, version=self.version)
+        self.guard.trained(updated=learned.updated, reward=rollouts.metrics["rollout/raw_reward"])
         if learned.updated or colocated:  # an engine that gave its memory back has no weights left
             with self.timers("update_weights"):
                 self.sync(self.step + 1 if learned.updated else self.version)
@@ -191,6 +210,7 @@ class Trainer:
         if self.held_out:
             with self.timers("eval"):
                 result = evaluate(self.examiner, self.held_out, self.config.eval)
+            self.guard.evaluated(result.metrics.get("eval/accuracy"))
             self.journal.evaluated(self.step, result, self.timers.take())
             if self.step == 0:
                 self.journal.write(0)
@@ -200,20 +220,33 @@ class Trainer:
         if isinstance(self.next, Begun):
             self.next = Batch(self.next.selection, self.collect(self.next))
         write = partial(write_batch, batch=self.next, world=self.world) if isinstance(self.next, Batch) else None
-        state = {"version": self.version, **self.curriculum.state_dict()}
+        best = self.guard.saving(self.step)
+        state = {"version": self.version, **self.guard.state_dict(), **self.curriculum.state_dict()}
         with self.timers("save"):
-            self.checkpoints.save(self.policy.actor, self.step, state, write)
+            self.checkpoints.save(self.policy.actor, self.step, state, write, also_keep=best)
 
     def _resume(self) -> None:
         found = self.checkpoints.load(self.policy.actor)
         if found is None:
             return
         self.step, state = found
-        self.version = state.get("version", self.step)
-        self.curriculum.load_state_dict(state)
-        batch = read_batch(self.checkpoints.path(self.step), self.pool, self.world)
+        place = self.checkpoints.path(self.step)
+        try:
+            self.version = state.get("version", self.step)
+            self.guard.load_state_dict(state)
+            if not self.world.from_leader(lambda: same_prompts(self.folder, self.step, self.config)):
+                return  # run.resume=anyway: of other prompts neither the order nor what was learned of each goes on
+            self.curriculum.load_state_dict(state)
+            batch = read_batch(place, self.pool, self.world)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # without checksums none knew
+            raise damaged(place, "run.dir", f"does not hold a run's state ({error!r})") from error
         # On-policy again, the prompts that were drawn are rolled out by the weights as they now are.
         self.next = batch if batch is None or self.config.rollout.ahead else batch.selection
+
+
+def _is_older(file: Path, than: Path) -> bool:
+    """Also where there is none."""
+    return not file.exists() or file.stat().st_mtime < than.stat().st_mtime
 
 
 def _due(step: int, every: int) -> bool:

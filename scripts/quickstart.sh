@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # From nothing to a trained policy on two cores. A fresh Qwen3 of a million parameters learns written-out sums from a
 # teacher who mostly forgets to carry, then by DPPO, under tensor parallelism and with both levels of pruning, to carry.
-# Arguments are settings for the training, such as loss.name=dapo. Run again, it resumes or shows what it has.
+# Arguments are settings for the training, such as loss.name=dapo, which then has a folder of its own: its name says
+# them. Run again, it resumes or shows what it has.
 # With --servers sglang (or vllm) first, real servers of that kind generate, on CPU; they are installed, too.
 set -euo pipefail
 source "$(dirname "$0")/install.sh" cpu
 run=runs/quickstart
+trained=$run
 settings=()
 if [ "${1:-}" = --servers ]; then
     kind=$2
     shift 2
     source scripts/install_servers.sh
-    settings=(run.dir=$run-$kind rollout.engine=$kind)
+    trained=$run-$kind
+    settings=(rollout.engine=$kind)
     case $kind in
     sglang)
         settings+=(rollout.launch.count=2 'rollout.launch.tp=[1,2]')
@@ -32,4 +35,10 @@ if [ ! -e $run/warm/config.json ]; then
     megatron-dppo sft configs/quickstart.yaml model.path=$run/initial sft.out=$run/warm \
         layout.tp=1 layout.dp=2 data.arithmetic.problems=8192
 fi
-megatron-dppo train configs/quickstart.yaml model.path=$run/warm "${settings[@]}" "$@"
+if [ $# -gt 0 ]; then
+    words=$(printf '%s\n' "$@" | sort)
+    name=$(tr -cs 'A-Za-z0-9.\n' - <<<"$words" | paste -sd +)
+    [ ${#name} -le 80 ] || name=${name:0:60}-$(cksum <<<"$words" | cut -d ' ' -f 1)
+    trained+=-$name
+fi
+megatron-dppo train configs/quickstart.yaml model.path=$run/warm run.dir="$trained" "${settings[@]}" "$@"

@@ -108,6 +108,7 @@ def test_doctor_tells_programs_what_is_installed(capsys: pytest.CaptureFixture[s
     findings = json.loads(capsys.readouterr().out)
     assert findings["installed"]["torch"]
     assert findings["machine"]["cores"] >= 1
+    assert (findings["machine"]["nccl"] is None) == (findings["machine"]["cuda"] is None)
     assert findings["will_use"]["layers (model.spec auto)"] in ("torch", "te")
 
 
@@ -115,3 +116,13 @@ def test_doctor_tells_people_the_same(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("Transformer Engine", "megatron-core", "GPUs", "rollouts"))
+
+
+def test_doctor_tells_which_nccl_runs_and_which_torch_was_built_with(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers must have the one that runs, which another package or a preloaded library may have brought."""
+    monkeypatch.setattr("megatron_dppo.rollout.servers.nccl.loaded", lambda: "2.30.7")
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 7))
+    assert main(["doctor"]) == 0
+    assert "2.30.7 (torch was built with 2.29.7)" in " ".join(capsys.readouterr().out.split())

@@ -155,10 +155,11 @@ def test_second_update_of_a_rollout_is_measured_against_the_policy_before_the_fi
     assert metrics["train/pg_clipfrac"] > 0
 
 
-def test_recomputing_activations_changes_nothing(ranks: RankPool, path: Path) -> None:
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputing_activations_changes_nothing(ranks: RankPool, path: Path, recompute: str) -> None:
     config = config_for(path, LayoutConfig(tp=2, dp=1, sequence_parallel=True), LossConfig(), 64, distributed=True)
     _, expected = ranks.run(2, learn, config)[0]
-    _, ours = ranks.run(2, learn, replace(config, model=replace(config.model, recompute="full")))[0]
+    _, ours = ranks.run(2, learn, replace(config, model=replace(config.model, recompute=recompute)))[0]
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
 

@@ -16,8 +16,9 @@ from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
-from megatron_dppo.preflight import OVERHEAD, bytes_to_write, check_config, preflight
+from megatron_dppo.preflight import check_config, preflight
 from megatron_dppo.resume import STATE, Writer, read_state, write_state
+from megatron_dppo.room import OVERHEAD, bytes_to_write
 from megatron_dppo.settings import load_config
 
 SMALL = ["data.max_prompt_tokens=32", "rollout.max_response_tokens=32", "pack.max_tokens=64"]
@@ -85,6 +86,7 @@ def test_defaults_do_not_contradict_each_other() -> None:
         (["pruning.prompts.schedule.shape=linear", "pruning.prompts.schedule.off_last=0.9"],
          "pruning.prompts.schedule.ramp", "shares of the run"),
         (["loss.clip_low=1"], "loss.clip_low", "below 1"),
+        (["model.spec=te"], "model.spec", "model.dtype=bf16"),
         (["optimizer.min_lr=1"], "optimizer.min_lr", "optimizer.lr"),
         (["optimizer.checkpoint_format=dp_reshardable", "optimizer.distributed=false"],
          "optimizer.checkpoint_format", "optimizer.distributed=true"),
@@ -113,6 +115,42 @@ def test_a_contradiction_names_the_setting_and_the_remedy(
     error = _refusal(_config(policy, tmp_path, *overrides))
     assert error.setting == setting
     assert remedy in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "words"),
+    [
+        ({"label": float("nan")}, [], "nan"),
+        ({"label": ""}, [], "has an empty one"),
+        ({"label": ""}, ["reward.function=exact"], "has an empty one"),
+        ({"label": {"target": ["1"]}}, [], "is a dict"),
+        ({"prompt": " "}, [], "empty prompt"),
+        (
+            {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "1"}]},
+            [],
+            "ends with an answer",
+        ),
+        ({"prompt": [{"role": "user", "content": "a"}]}, ["data.chat_template=false"], "chat_template=true"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["data.train", "data.eval"])
+def test_a_bad_row_is_named_before_a_rank_starts(
+    policy: Path, tmp_path: Path, row: dict[str, object], overrides: list[str], words: str, setting: str
+) -> None:
+    good, file = {"prompt": "a", "label": "1"}, tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in (good, good | row)))
+    error = _refusal(_config(policy, tmp_path, f"{setting}={file}", *overrides))
+    assert f"{file}, line 2" in str(error) and words in str(error)
+
+
+def test_worked_answers_are_read_before_a_rank_starts(policy: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "label": "", "worked": "1"}\n')
+    preflight(_config(policy, tmp_path, f"data.train={file}", "data.response_key=worked"), "sft")
+    file.write_text('{"prompt": "a", "label": "1", "worked": ""}\n')
+    assert "line 1: has an empty answer" in str(
+        _refusal(_config(policy, tmp_path, f"data.train={file}", "data.response_key=worked"), "sft")
+    )
 
 
 def test_updates_are_counted_against_all_prompts_where_none_are_pruned(policy: Path, tmp_path: Path) -> None:
@@ -214,9 +252,7 @@ def test_room_that_checkpoints_already_take_is_not_asked_for_again(
 ) -> None:
     config = _config(policy, tmp_path)
     needed = bytes_to_write(config, read_shape(policy), "train")
-    old = Path(config.run.dir) / "checkpoints" / "iter_0000001"
-    old.mkdir(parents=True)
-    (old / "shard").write_bytes(b"x" * 1000)
+    (_checkpoint(config, 1) / "shard").write_bytes(b"x" * 1000)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1000))
     preflight(config, "train")
@@ -231,7 +267,7 @@ def test_a_checkpoint_is_weights_and_three_fp32_copies(policy: Path) -> None:
 
     assert size("run.checkpoint_every=0") == weights * (4 + 12)  # only the last
     assert size("run.checkpoint_every=50") == weights * 2 * (4 + 12)  # no more than are ever written
-    assert size("run.checkpoint_every=10", "model.dtype=bf16") == weights * 3 * (2 + 12)  # kept ones and a new one
+    assert size("run.checkpoint_every=10", "model.dtype=bf16") == weights * 4 * (2 + 12)  # kept ones, best and new one
     assert size("run.checkpoint_every=0", "run.export=true") == weights * (4 + 12 + 4)
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megatron_dppo.checkpoint import TRACKER
@@ -55,11 +54,17 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(policy: Path, run: Path, *overrides: str) -> subprocess.Popen[bytes]:
+def start(policy: Path, run: Path, *overrides: str, read: bool = True) -> subprocess.Popen[bytes]:
+    """Without ``read`` nobody reads what the run says, from its first word on."""
     settings = [s.format(reward=f"{policy / 'reward.py'}:compute_score") for s in (*SETTINGS, *overrides)]
     command = [sys.executable, "-m", "megatron_dppo", "train", f"run.dir={run}", f"model.path={policy / 'hf'}"]
     log = (run.parent / f"{run.name}.log").open("ab")
-    return subprocess.Popen([*command, *settings], stdout=log, stderr=log, start_new_session=True)
+    if read:
+        return subprocess.Popen([*command, *settings], stdout=log, stderr=log, start_new_session=True)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as broken:
+        return subprocess.Popen([*command, *settings], stdout=broken, stderr=log, start_new_session=True)
 
 
 def finish(process: subprocess.Popen[bytes], run: Path) -> list[dict]:
@@ -88,9 +93,9 @@ def kill_when(process: subprocess.Popen[bytes], moment: Callable[[], bool]) -> N
 
 @pytest.fixture(scope="module")
 def whole(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing disturbs."""
+    """The folder of a run that nothing disturbs, though nobody reads what it says."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    result = finish(start(policy, run), run)
+    result = finish(start(policy, run, read=False), run)
     assert [row["step"] for row in result] == list(range(STEPS + 1))
     assert any(row.get("train/tokens", 0) > 0 for row in result[4:]), "steps after the checkpoint must train"
     return run
@@ -115,7 +120,12 @@ def test_stopped_on_request_killed_between_steps_and_in_the_middle_of_a_checkpoi
     assert said.endswith(f"stopped on request after step {saved}, and saved: run the same command again to go on\n")
     assert rows(run) == undisturbed[: saved + 1]
 
-    kill_when(start(policy, run), lambda: metrics.read_bytes().count(b"\n") >= 6)  # steps 0 to 5
+    first = start(policy, run)
+    wait_for(first, (run / "lock.json").exists)
+    second = start(policy, run)
+    assert second.wait(timeout=60) == 2
+    assert "\n  problem  is held by process " in (tmp_path / "run.log").read_text()
+    kill_when(first, lambda: metrics.read_bytes().count(b"\n") >= 6)  # steps 0 to 5
     assert tracker.read_text().strip() == "3"
 
     partial = run / "checkpoints" / f".iter_{STEPS:07d}.partial"
@@ -126,24 +136,25 @@ def test_stopped_on_request_killed_between_steps_and_in_the_middle_of_a_checkpoi
     assert tracker.read_text().strip() == str(STEPS)
 
 
-def test_kill_of_the_launcher_alone_leaves_no_process_behind(policy: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_shown_and_not_rewritten_and_never_under_other_settings(
+    policy: Path, tmp_path: Path, whole: Path
+) -> None:
     run = tmp_path / "run"
-    process = start(policy, run)
-    tracker = run / "checkpoints" / TRACKER
-    wait_for(process, tracker.exists)  # a checkpoint has been written: whatever that starts is there
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + 10
-    while left := [p.cmdline() for p in psutil.process_iter() if in_session(p, process.pid)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    shutil.copytree(whole, run)
 
+    def written() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
 
-def in_session(process: psutil.Process, session: int) -> bool:
-    try:
-        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        return False
+    before = written()
+    assert start(policy, run, "loss.name=gspo", "pruning.completions.keep=0.3").wait(timeout=60) == 2
+    said = (tmp_path / "run.log").read_text()
+    assert "holds 6 steps" in said and "loss.name = gspo (was grpo)" in said and "keep = 0.3 (was 0.5)" in said
+    assert "run.resume=anyway" in said and "Traceback" not in said
+    assert start(policy, run, "loss.name=gspo", "run.resume=anyway").wait(timeout=180) == 0
+    said = (tmp_path / "run.log").read_text()
+    assert "changed since step 6: loss.name = gspo (was grpo)" in said and "nothing is left to train" in said
+    assert "held-out accuracy" in said, "what it came to is shown"
+    assert written() == before
 
 
 def test_a_run_goes_on_with_fewer_ranks_in_another_layout(

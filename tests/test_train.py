@@ -13,6 +13,7 @@ import pytest
 
 from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.actor import Actor
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Groups, Sampling, WeightSource
 from megatron_dppo.rollout.local import Generated, LocalEngine
@@ -59,8 +60,15 @@ def told(rank: int, size: int, config: Config) -> tuple[list[str], str, str]:
         def close(self) -> None:
             heard.append("close")
 
+    release = Actor.release_memory
+
+    def make_room(actor: Actor) -> None:
+        heard.append("room")
+        release(actor)
+
     said, failure = io.StringIO(), ""
-    with mock.patch("megatron_dppo.assemble.LocalEngine", Hearing), contextlib.redirect_stdout(said):
+    hearing = mock.patch("megatron_dppo.assemble.LocalEngine", Hearing)
+    with hearing, mock.patch.object(Actor, "release_memory", make_room), contextlib.redirect_stdout(said):
         try:
             train(config)
         except UserError as error:
@@ -72,9 +80,9 @@ def told(rank: int, size: int, config: Config) -> tuple[list[str], str, str]:
     ("reward", "colocated", "steps"),
     [
         ("mixed", False, "begin pause update 1 resume begin pause update 2 resume"),
-        ("mixed", True, "begin pause pause update 1 resume begin pause pause update 2 resume"),
+        ("mixed", True, "begin pause pause room update 1 room resume begin pause pause room update 2 room resume"),
         ("equal", False, "begin begin"),
-        ("equal", True, "begin pause pause update 0 resume begin pause pause update 0 resume"),
+        ("equal", True, "begin pause pause room update 0 room resume begin pause pause room update 0 room resume"),
     ],
 )
 def test_an_engine_that_shares_the_gpus_sleeps_while_the_trainer_trains(
@@ -87,7 +95,8 @@ def test_an_engine_that_shares_the_gpus_sleeps_while_the_trainer_trains(
         eval=replace(config.eval, problems=0),
     )
     for rank, (heard, said, _) in enumerate(ranks.run(2, told, config)):
-        assert " ".join(heard) == f"pause update 0 resume {steps} close"
+        room = "room " if colocated else ""
+        assert " ".join(heard) == f"pause {room}update 0 {room}resume {steps} close"
         assert said.count("a server was taken out") == (rank == 0), "once, by the leader"
     assert [row["rollout/lost_servers"] for row in rows(tmp_path)] == [1.0, 2.0]
 

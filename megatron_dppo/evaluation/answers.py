@@ -1,25 +1,28 @@
 """The folder of one evaluation: every answer, written batch by batch, so that a kill costs one batch at most.
 
 ``answers.jsonl`` has a line for each completion, which is what one greps, samples and loads as a table;
-``evaluation.json`` says what they are answers of, and refuses to be gone on with by anything else; ``scores.json``
-appears in one piece at the end.
+``evaluation.json`` says what they are answers of, and refuses to be gone on with by anything else; other benchmarks of
+the same policy and settings go beside; ``scores.json`` appears in one piece at the end.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from itertools import accumulate
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.lock import FolderLock
 
 ANSWERS, SETTINGS, SCORES = "answers.jsonl", "evaluation.json", "scores.json"
+PROBLEMS = "problems"
+"""Among the settings, by benchmark."""
 Row = dict[str, Any]
+Key = tuple[str, int]
+"""A problem: its benchmark, and its number there."""
 
 
 class AnswerLog:
@@ -27,24 +30,33 @@ class AnswerLog:
 
     Args:
         folder: made where there is none.
-        settings: JSON-able; all that the answers depend on, by names that a user knows.
-        batches: rows of each batch, in the order in which they are written.
+        settings: JSON-able; all that the answers depend on, by names that a user knows. What it says under ``problems``
+            is by benchmark: others that the folder holds stay beside.
+        batches: of problems, each by its benchmark and its number, in the order in which they are answered.
+        samples: answers to each problem.
 
     Raises:
         UserError: if the folder has answers of other settings, cannot be written to, or is being written to.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], batches: Sequence[int]) -> None:
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], batches: Sequence[Sequence[Key]], samples: int
+    ) -> None:
+        self._path = folder / ANSWERS
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _check_settings(folder, settings)
-            self._file = (folder / ANSWERS).open("a+b")
+            self._lock = FolderLock(folder, "eval.out")
         except OSError as error:
-            raise UserError("eval.out", folder, f"cannot be written to ({error})", "Name another folder") from error
-        with suppress(OSError):  # of a file system without locks
-            self._lock(folder)
-        self.batches = self._keep_whole(batches)
-        """How many batches are there, whole."""
+            raise _cannot_write(folder, error) from error
+        try:
+            _check_settings(folder, settings)
+            self.whole = self._keep_whole(batches, samples)
+            """Of each batch whether it is there."""
+            self._file = self._path.open("ab")
+        except OSError as error:
+            raise _cannot_write(folder, error) from error
+        finally:
+            if not hasattr(self, "_file"):
+                self._lock.close()
 
     def append(self, rows: Sequence[Row]) -> None:
         """Add a batch; it is on the disk when this returns."""
@@ -54,28 +66,48 @@ class AnswerLog:
 
     def rows(self) -> list[Row]:
         """All that has been written, without prompts and texts."""
-        self._file.seek(0)
-        return _figures(self._file)
+        with self._path.open("rb") as lines:
+            return _figures(lines, "eval.out")
 
     def close(self) -> None:
         self._file.close()
+        self._lock.close()
 
-    def _lock(self, folder: Path) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.close()
-            problem = "is being written to by another evaluation"
-            raise UserError("eval.out", folder, problem, "Wait for its end, or name another folder") from error
+    def _keep_whole(self, batches: Sequence[Sequence[Key]], samples: int) -> list[bool]:
+        """Drop what a kill has torn: half a line, and the rest of its batch, which is answered anew. Other benchmarks'
+        answers stay, for their batches are not known."""
+        found: Counter[Key] = Counter(key for _, key in self._lines() if key is not None)
+        whole = [all(found[key] == samples for key in batch) for batch in batches]
+        torn = {key for batch, there in zip(batches, whole, strict=True) if not there for key in batch if found[key]}
+        if torn or any(key is None for _, key in self._lines()):
+            partial = self._path.with_suffix(".partial")
+            with partial.open("wb") as kept:
+                kept.writelines(line for line, key in self._lines() if key is not None and key not in torn)
+                kept.flush()
+                os.fsync(kept.fileno())
+            partial.replace(self._path)
+        return whole
 
-    def _keep_whole(self, batches: Sequence[int]) -> int:
-        """Cut the file behind its last whole batch: what a kill has torn is answered anew."""
-        self._file.seek(0)
-        ends = [0, *accumulate(len(line) for line in self._file if line.endswith(b"\n"))]
-        rows = [0, *accumulate(batches)]
-        done = max(i for i, count in enumerate(rows) if count < len(ends))
-        self._file.truncate(ends[rows[done]])
-        return done
+    def _lines(self) -> Iterator[tuple[bytes, Key | None]]:
+        """Each line with the problem that it answers; None of one that is torn."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as lines:
+            for line in lines:
+                try:
+                    row = json.loads(line)
+                    key = (row["benchmark"], row["problem"]) if line.endswith(b"\n") else None
+                except (ValueError, KeyError, TypeError):
+                    key = None
+                yield line, key
+
+
+def finished_benchmarks(folder: Path) -> set[str]:
+    """Those that the folder has scores of."""
+    try:
+        return set(json.loads((folder / SCORES).read_text(encoding="utf-8"))["benchmarks"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 def write_scores(folder: Path, scores: Mapping[str, Any]) -> None:
@@ -94,29 +126,58 @@ def read_answers(folder: Path, setting: str) -> list[Row]:
     if not (folder / SCORES).is_file():
         there = "an evaluation that is not finished" if (folder / ANSWERS).is_file() else "no evaluation"
         raise UserError(setting, folder, f"holds {there}", "Name the --out folder of one that is")
-    with (folder / ANSWERS).open("rb") as lines:
-        return _figures(lines)
+    try:
+        with (folder / ANSWERS).open("rb") as lines:
+            return _figures(lines, setting)
+    except OSError as error:
+        raise UserError(setting, folder, f"cannot be read ({error})", "Name another folder") from error
 
 
-def _figures(lines: Iterable[bytes]) -> list[Row]:
+def _figures(lines: BinaryIO, setting: str) -> list[Row]:
     """What scores are made of: the texts of a large evaluation would fill the memory."""
-    return [{key: of for key, of in json.loads(line).items() if key not in ("prompt", "answer")} for line in lines]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append({key: of for key, of in json.loads(line).items() if key not in ("prompt", "answer")})
+        except (ValueError, AttributeError, RecursionError) as error:
+            problem = f"line {number} of it is no answer ({error})"
+            remedy = "Take what begins there out of the file, and it is answered anew; or name another folder"
+            raise UserError(setting, lines.name, problem, remedy) from error
+    return rows
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    file = folder / SETTINGS
-    if not file.exists():
+    file, now = folder / SETTINGS, json.loads(json.dumps(settings))
+    begun = _read_settings(folder, file) if file.exists() else {}
+    if begun:
+        before, ours = begun.get(PROBLEMS) or {}, now.get(PROBLEMS) or {}
+        others = [name for name in before if name in ours and before[name] != ours[name]]
+        changed = [key for key in {**begun, **now} if key != PROBLEMS and begun.get(key) != now.get(key)]
+        pairs = [(key, begun.get(key), now.get(key)) for key in changed]
+        pairs += [(f"the problems of {name}", before[name], ours[name]) for name in others]
+        if pairs:
+            what = "; ".join(f"{key} = {_short(was)} (now {_short(is_now)})" for key, was, is_now in pairs)
+            remedy = "Name another folder with --out, or give the settings that it was begun with"
+            raise UserError("eval.out", folder, f"was begun with {what}", remedy)
+        now = {**now, PROBLEMS: {**before, **ours}} if before or ours else now
+    if now != begun:
         partial = folder / (SETTINGS + ".partial")
-        partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
         partial.replace(file)
-        return
-    begun = json.loads(file.read_text(encoding="utf-8"))
-    now = json.loads(json.dumps(settings))
-    changed = [key for key in {**begun, **now} if begun.get(key) != now.get(key)]
-    if changed:
-        what = "; ".join(f"{key} = {_short(begun.get(key))} (now {_short(now.get(key))})" for key in changed)
-        remedy = "Name another folder with --out, or give the settings that it was begun with"
-        raise UserError("eval.out", folder, f"was begun with {what}", remedy)
+
+
+def _read_settings(folder: Path, file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        problem = f"{SETTINGS} cannot be read ({error}): it does not say what the answers there are answers of"
+        raise UserError(
+            "eval.out", folder, problem, "Name another folder with --out, or fetch that file again"
+        ) from error
+
+
+def _cannot_write(folder: Path, error: OSError) -> UserError:
+    return UserError("eval.out", folder, f"cannot be written to ({error})", "Name another folder")
 
 
 def _short(value: Any) -> str:

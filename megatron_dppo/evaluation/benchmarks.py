@@ -6,18 +6,19 @@ Needs no torch, so that an absent file is known before a rank starts.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, DataConfig
 from megatron_dppo.data.generators import GENERATORS
-from megatron_dppo.data.rows import COLUMNS_IN_USE, Row, read_rows
+from megatron_dppo.data.rows import COLUMNS_IN_USE, Row, as_text, is_blank, read_rows
 from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.stated import stated_answer
 
 SETTING = "eval.benchmarks"
+PROBLEM, ANSWER = "problem", "answer"
 FOLDER = "MEGATRON_DPPO_BENCHMARKS"
 """Environment variable with the folder of the benchmarks' files, where ``eval.folder`` names none."""
 DEFAULT_FOLDER = "data/eval"
@@ -218,15 +219,38 @@ def usual_column(row: Row, wanted: str, setting: str) -> str:
     return wanted
 
 
+def rows_of(source: Source, data: DataConfig) -> tuple[list[Row], DataConfig]:
+    """What ``eval.benchmarks`` names, and the settings under which it is read.
+
+    Args:
+        source: whose setting is ``eval.benchmarks``.
+        data: of the run.
+
+    Raises:
+        UserError: as ``read_benchmark`` and ``read_rows``.
+    """
+    if source.benchmark is not None:
+        asked = read_benchmark(source.name, source.file, source.benchmark)
+        rows = [replace(q.row, values={"data_source": source.name, PROBLEM: q.prompt, ANSWER: q.label}) for q in asked]
+        return rows, replace(data, prompt_key=PROBLEM, label_key=ANSWER)
+    rows = read_rows(source.file, SETTING)
+    question = usual_column(rows[0], data.prompt_key, "data.prompt_key")
+    return rows, replace(data, prompt_key=question, label_key=usual_column(rows[0], data.label_key, "data.label_key"))
+
+
 def _prompt(row: Row, benchmark: Benchmark) -> str:
-    return benchmark.template.replace("{problem}", str(_value(row, benchmark.prompt)))
+    problem = _value(row, benchmark.prompt)
+    if not isinstance(problem, str) or is_blank(problem):
+        raise row.complaint("has no problem that is a text", "Fetch the file again")
+    return benchmark.template.replace("{problem}", problem)
 
 
 def _label(row: Row, benchmark: Benchmark) -> str:
     value = _value(row, (benchmark.label,))
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    try:
+        text = ", ".join(map(as_text, value)) if isinstance(value, list) else as_text(value)
+    except ValueError as error:
+        raise row.complaint(f"holds {error} in column {benchmark.label!r}", "Fetch the file again") from error
     label = stated_answer(text) if benchmark.worked else text
     if not label:
         raise row.complaint(f"states no answer in column {benchmark.label!r}", "Fetch the file again")

@@ -20,7 +20,15 @@ from megatron_dppo.assemble import assemble_frozen
 from megatron_dppo.bridge.checkpoint_folder import checkpoint_place, step_in
 from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.evaluation.answers import ANSWERS, SCORES, AnswerLog, Row, read_answers, write_scores
+from megatron_dppo.evaluation.answers import (
+    ANSWERS,
+    SCORES,
+    AnswerLog,
+    Row,
+    finished_benchmarks,
+    read_answers,
+    write_scores,
+)
 from megatron_dppo.evaluation.benchmarks import sources
 from megatron_dppo.evaluation.examiner import Answer, Examined, Examiner, open_verifiers, temperature_of
 from megatron_dppo.evaluation.problems import Problem, held_out, names
@@ -45,18 +53,21 @@ def evaluate_model(config: Config) -> None:
     shown = {source.name: source.shown for source in sources(config)}
     problems = [replace(problem, name=shown[problem.name]) for problem in found]
     size, folder = config.eval.batch, out_folder(config)
-    batches = [problems[i : i + size] for i in range(0, len(problems), size)]
+    each = [[problem for problem in problems if problem.name == name] for name in names(problems)]
+    batches = [of[i : i + size] for of in each for i in range(0, len(of), size)]
     with ExitStack() as to_close:
 
         def opened() -> AnswerLog | None:
-            rows = [config.eval.samples * len(batch) for batch in batches]
-            return to_close.enter_context(closing(AnswerLog(folder, _settings(config, problems), rows)))
+            keys = [[(problem.name, problem.number) for problem in batch] for batch in batches]
+            log = AnswerLog(folder, _settings(config, problems), keys, config.eval.samples)
+            return to_close.enter_context(closing(log))
 
         log = world.together(lambda: opened() if world.leads else None)
-        done = world.from_leader(lambda: log.batches if log else 0)
-        if done < len(batches):
-            _answer(config, world, batches, done, log, to_close)
-        world.from_leader(lambda: _report(config, folder, log.rows() if log else ()))
+        whole = world.from_leader(lambda: log.whole if log else [])
+        left = [batch for batch, there in zip(batches, whole, strict=True) if not there]
+        if left:
+            _answer(config, world, problems, left, log, to_close)
+        world.from_leader(lambda: _report(config, folder, names(problems), log.rows() if log else ()))
     shut_down()
 
 
@@ -74,12 +85,11 @@ def out_folder(config: Config) -> Path:
 def _answer(
     config: Config,
     world: World,
-    batches: Sequence[Sequence[Problem]],
-    done: int,
+    problems: Sequence[Problem],
+    left: Sequence[Sequence[Problem]],
     log: AnswerLog | None,
     to_close: ExitStack,
 ) -> None:
-    problems = [problem for batch in batches for problem in batch]
     workers = open_verifiers(config, world, problems, to_close, {})
     parts = assemble_frozen(config, world, temperature=config.rollout.temperature)
     engine = to_close.enter_context(closing(parts.engine()))
@@ -87,10 +97,13 @@ def _answer(
     short = config.pack.max_tokens - MAX_TOKENS
     if pool := [problem.prompt for problem in problems if len(problem.prompt.token_ids) <= short]:
         check_agreement(parts, engine, pool, version=0)
-    examiner, progress = Examiner(parts, engine, workers), _Progress(config, batches, done)
+    examiner, progress = (
+        Examiner(parts, engine, workers),
+        _Progress(config, len(problems), len(problems) - sum(map(len, left))),
+    )
     failures: list[Examined] = []
     of_all = config.eval.samples * len(problems)
-    for batch in batches[done:]:
+    for batch in left:
         found = examiner.examine(batch, keep=len(batch), of_all=of_all)
         failures.append(replace(found, answers=()))
         examiner.check_failures(failures, of_all)
@@ -107,7 +120,7 @@ def _rows(problem: Problem, found: Examined, place: int) -> list[Row]:
             "problem": problem.number,
             "sample": sample,
             "prompt": problem.prompt.text,
-            "label": problem.prompt.label,
+            "label": problem.prompt.label_text,
             "answer": answer.text,
             "extracted": answer.extracted,
             **_verdict(answer),
@@ -128,11 +141,11 @@ def _verdict(answer: Answer) -> Row:
 class _Progress:
     """What the leader says now and then."""
 
-    def __init__(self, config: Config, batches: Sequence[Sequence[Problem]], done: int) -> None:
+    def __init__(self, config: Config, of: int, done: int) -> None:
         self._console = Console(0)
         self._each = f", {config.eval.samples} answers each" if config.eval.samples > 1 else ""
-        self._of = sum(map(len, batches))
-        self._before = self._asked = sum(map(len, batches[:done]))
+        self._of = of
+        self._before = self._asked = done
         self._right = self._scored = 0
         self._began = self._spoke = time.monotonic()
         if done:
@@ -154,8 +167,10 @@ class _Progress:
             self._console.note(words, again=True)
 
 
-def _report(config: Config, folder: Path, rows: Sequence[Row]) -> None:
+def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[Row]) -> None:
     place, samples = config.model.checkpoint, config.eval.samples
+    finished = {*asked, *finished_benchmarks(folder)}  # of others a kill may have left a part
+    rows = [row for row in rows if row["benchmark"] in finished]
     found = {name: score(problems) for name, problems in by_benchmark(rows).items()}
     scores = {
         "model": place or config.model.path,
@@ -203,5 +218,5 @@ def _weights(config: Config) -> str:
 
 
 def _fingerprint(problems: Sequence[Problem]) -> str:
-    asked = [(problem.prompt.text, problem.prompt.label, problem.verifier) for problem in problems]
+    asked = [(problem.prompt.text, problem.prompt.label_text, problem.verifier) for problem in problems]
     return f"{len(problems)} problems, {hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dppo.config import EvalConfig
+from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.examiner import Answer, Examiner
 from megatron_dppo.evaluation.problems import Problem, names
 from megatron_dppo.evaluation.statistics import mean, pass_at, per_problem_mean, powers_up_to
@@ -73,7 +75,7 @@ def evaluate(examiner: Examiner, problems: Sequence[Problem], config: EvalConfig
         metrics["eval/accuracy"] = sum(accuracies) / len(accuracies)
         metrics["eval/reward"] = sum(rewards) / len(rewards)
     shown = [
-        Shown(problem.prompt.text, group[0].text or "", problem.prompt.label, _is_right(group[0]) == 1.0)
+        Shown(problem.prompt.text, group[0].text or "", problem.prompt.label_text, _is_right(group[0]) == 1.0)
         for problem, group in zip(problems[: config.show], found.answers, strict=False)
     ]
     counts = Counter(problem.name for problem in problems)
@@ -109,6 +111,24 @@ def record_answers(run_dir: Path, step: int, evaluation: Evaluation) -> None:
 
 
 def read_answers(run_dir: Path) -> list[dict]:
-    """The rows of ``answers.jsonl``, oldest first; none if there is no such file."""
+    """The rows of ``answers.jsonl``, oldest first; none if there is no such file.
+
+    Raises:
+        UserError: naming the file and the line, if one is no such row.
+    """
     file = run_dir / "answers.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if not os.path.lexists(file):
+        return []
+    rows = []
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            shown = [Shown(**answer) for answer in row["answers"]]
+            if not all(isinstance(text, str) for of in shown for text in (of.prompt, of.answer, of.label)):
+                raise TypeError("an answer is no text")
+            rows.append({**row, "step": int(row["step"])})
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            problem = f"line {number} holds no answers of a run ({type(error).__name__}: {error})"
+            remedy = "Fetch the file again, take that line out, or move the file away; the run goes on without them"
+            raise UserError("run.dir", file, problem, remedy) from error
+    return rows

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from megatron_dppo.config import Config
 from megatron_dppo.data.generators import GENERATORS
 from megatron_dppo.data.prompts import load_prompts, prompts_of
-from megatron_dppo.data.rows import read_rows
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.benchmarks import SETTING, Source, read_benchmark, sources, usual_column
+from megatron_dppo.evaluation.benchmarks import SETTING, Source, rows_of, sources
+from megatron_dppo.rewards.functions import check_labels
 from megatron_dppo.rl.types import Prompt
 
-PROBLEM, ANSWER = "problem", "answer"
 MOST = 1 << 20
 """Problems of one name that have ids of their own."""
 
@@ -64,6 +63,7 @@ def _load(source: Source, config: Config, tokenizer: Tokenizer, max_positions: i
     else:
         prompts = _named(source, config, tokenizer, max_positions)
     prompts = prompts[: config.eval.problems]
+    check_labels(verifier, [(prompt.place, prompt.label) for prompt in prompts])
     # Luck is a function of the id: problems of one number in two benchmarks are not to share it.
     first = zlib.crc32(source.name.encode()) * MOST if source.setting == SETTING else 0
     return [Problem(source.name, i, replace(p, id=first + i), verifier) for i, p in enumerate(prompts)]
@@ -71,15 +71,7 @@ def _load(source: Source, config: Config, tokenizer: Tokenizer, max_positions: i
 
 def _named(source: Source, config: Config, tokenizer: Tokenizer, max_positions: int) -> Sequence[Prompt]:
     """Prompts of a file that ``eval.benchmarks`` names. None is ever left out: a score is of all problems."""
-    data = config.data
-    if source.benchmark is not None:
-        asked = read_benchmark(source.name, source.file, source.benchmark)
-        rows = [replace(q.row, values={"data_source": source.name, PROBLEM: q.prompt, ANSWER: q.label}) for q in asked]
-        data = replace(data, prompt_key=PROBLEM, label_key=ANSWER)
-    else:
-        rows = read_rows(source.file, SETTING)
-        question = usual_column(rows[0], data.prompt_key, "data.prompt_key")
-        data = replace(data, prompt_key=question, label_key=usual_column(rows[0], data.label_key, "data.label_key"))
+    rows, data = rows_of(source, config.data)
     prompts = prompts_of(rows, data, tokenizer)
     room = max_positions - config.rollout.max_response_tokens
     for row, prompt in zip(rows, prompts, strict=True):

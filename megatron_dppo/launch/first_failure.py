@@ -52,6 +52,19 @@ class FirstFailure:
             time.sleep(0.01)
         return 1
 
+    def made_before(self, moment: float) -> bool:
+        """Whether a rank had failed by then, in seconds since the epoch."""
+        try:
+            return self._marker.stat().st_mtime < moment
+        except FileNotFoundError:
+            return False
+
+    def wait(self, seconds: float) -> None:
+        """Until a rank has failed, or for so long."""
+        deadline = time.monotonic() + seconds
+        while not self._marker.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
     def _remove_stale(self) -> None:
         """What is older than this rank was left by an earlier run: to be silenced by it would be worse than an echo."""
         if self._marker.exists() and self._marker.stat().st_mtime < self._start - CLOCK_S:

@@ -1,31 +1,25 @@
-"""Starting a run on one machine: as many ranks as the layout asks for, torchrun underneath, and no sign of it."""
+"""Starting a run on one machine: as many ranks as the layout asks for."""
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
-import socket
 import sys
 import tempfile
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_dppo.config import Config, LayoutConfig
+from megatron_dppo.config.types import Command
 from megatron_dppo.errors import UserError
-from megatron_dppo.launch import stop
 from megatron_dppo.launch.first_failure import MARKER, FirstFailure
-from megatron_dppo.launch.rank import LAUNCHER, rank_main
+from megatron_dppo.launch.processes import run_ranks
+from megatron_dppo.launch.rank import LAUNCHER, rank_main, set_environment
 from megatron_dppo.launch.srun import srun_started, torch_environment
-from megatron_dppo.preflight import Command, preflight
+from megatron_dppo.lock import refuse_if_held
+from megatron_dppo.observe.streams import outlive_readers
+from megatron_dppo.parallel.meeting import LOOPBACK
+from megatron_dppo.preflight import preflight
 from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
 from megatron_dppo.settings import as_yaml
-
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
 
 
 def run(command: Command, config: Config) -> int:
@@ -36,11 +30,15 @@ def run(command: Command, config: Config) -> int:
     Raises:
         UserError: for what can be seen to be wrong before a rank starts.
     """
+    outlive_readers()
     if srun_started(os.environ):
         os.environ.update(torch_environment(os.environ))
+    set_environment(config)  # before anything asks CUDA how many GPUs there are: this process may become a rank
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return rank_main(command, config, first=lambda: preflight(config, command))
     preflight(config, command)
+    if command != "eval":  # whose answers have a folder of their own
+        refuse_if_held(Path(config.run.dir), "run.dir")
     ranks = ranks_of(config.layout, reserved=gpus_to_reserve(config.rollout))
     if ranks == 1:
         os.environ.update(_alone())
@@ -86,72 +84,23 @@ def start_ranks(job: str, config: Config, ranks: int) -> int:
     Returns:
         0; or the exit code of the rank that failed first; or 128 + the signal that ended a rank or this process.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-") as folder:
         marker, settings = Path(folder, "failure"), Path(folder, "config.yaml")
         settings.write_text(as_yaml(config), encoding="utf-8")
-        launch = elastic_launch(_launch_config(ranks, folder), sys.executable)
-        try:
-            with _environment(_for_ranks(ranks, marker)), _without_elastic_messages(), stop.handed_on(_children):
-                launch("-m", "megatron_dppo.launch.rank", job, str(settings))
-        except SignalException as stopped:
-            return 128 + stopped.sigval
-        except ChildFailedError as failed:
-            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            return _exit_code(codes, FirstFailure(marker).code())
-    return 0
-
-
-def _children() -> list[int]:
-    import psutil
-
-    return [child.pid for child in psutil.Process().children()]
-
-
-def _launch_config(ranks: int, folder: str) -> LaunchConfig:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        logs_specs=DefaultLogsSpecs(log_dir=folder),
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-
-
-def _exit_code(codes: Mapping[int, int], first: int | None) -> int:
-    """The exit code of the run, from those of the failed ranks (negative: the signal that ended one)."""
-    ended = {rank: -code for rank, code in codes.items() if code < 0 and -code != signal.SIGTERM}
-    for rank, number in ended.items():
-        hint = " (was the machine out of memory?)" if number == signal.SIGKILL else ""
-        print(f"error: rank {rank} was ended by {signal.Signals(number).name}{hint}", file=sys.stderr)
-    return first or max((128 + number for number in ended.values()), default=next(iter(codes.values())))
+        command = [sys.executable, "-m", "megatron_dppo.launch.rank", job, str(settings)]
+        return run_ranks(command, {**os.environ, **_for_ranks(ranks, marker)}, ranks, FirstFailure(marker))
 
 
 def _for_ranks(ranks: int, marker: Path) -> dict[str, str]:
     ours = {MARKER: str(marker), LAUNCHER: str(os.getpid())}
-    defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return ours | {name: value for name, value in defaults.items() if name not in os.environ}
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    return ours | {"OMP_NUM_THREADS": threads}
 
 
 def _alone() -> dict[str, str]:
-    """The environment of a process group of one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    defaults = {"OMP_NUM_THREADS": str(usable_cores()), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    group = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return group | {name: value for name, value in defaults.items() if name not in os.environ}
+    """The environment of a process group of one, which meets nobody."""
+    group = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}
+    return group | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(usable_cores()))}
 
 
 def usable_cores() -> int:
@@ -169,24 +118,3 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextmanager
-def _without_elastic_messages() -> Iterator[None]:
-    """Its tables of failed ranks say less than the rank itself has said."""
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)

@@ -1,15 +1,16 @@
 """One rank of a run: ``python -m megatron_dppo.launch.rank JOB CONFIG``, started by the launcher, torchrun or srun.
 
 However a rank fails, one message is seen, every rank ends, and the exit code says which kind it was: 2 for what the
-user can mend, 1 for a crash, 75 for a run that was asked to stop and has saved.
+user can mend, 1 for a crash, 75 for a run that was asked to stop and has saved. A rank that a signal ends says nothing:
+the launcher, torchrun or srun names it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import importlib
 import os
+import re
 import signal
 import sys
 import traceback
@@ -22,6 +23,10 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.launch import stop
 from megatron_dppo.launch.first_failure import FirstFailure, marker_for
 from megatron_dppo.observe.complaint import describe
+from megatron_dppo.observe.streams import outlive_readers
+from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_one_machine
+from megatron_dppo.parent_death import die_with
+from megatron_dppo.rollout.servers.nccl import rank_environment
 from megatron_dppo.settings import load_config
 
 LAUNCHER = "MEGATRON_DPPO_LAUNCHER"
@@ -34,8 +39,15 @@ JOBS = {
 }
 """What a rank can be told to run, besides any ``module:function`` that takes a Config."""
 
-PR_SET_PDEATHSIG = 1
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+HOLD_BACK_S = 10.0
+"""How long a rank that has lost another one keeps it to itself: whoever failed first may speak, and a launcher that
+sees a rank killed names it, and ends the others, long before."""
+LOST = re.compile(
+    rf"{LOST_CONTACT}|connection (was )?(closed|reset|refused)|broken pipe|failed to (recv|send)|gloo|nccl|tcpstore",
+    re.IGNORECASE,
+)
+"""What libraries say where the other end of a connection has gone."""
 
 
 def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = None) -> int:
@@ -49,7 +61,9 @@ def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = No
         config: what the job is given.
         first: called before it; its errors are reported in the same way.
     """
+    outlive_readers()
     quieten()
+    set_environment(config)
     if job == "train":
         stop.listen()
     failure = FirstFailure(marker_for(Path(config.run.dir), os.environ))
@@ -68,13 +82,37 @@ def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = No
     except BaseException as error:  # torch's errors of distributed checkpoints are no Exceptions
         if isinstance(error, OSError) and error.errno in DISK_IS_FULL:
             code = _say(failure, 2, describe(_no_room(config, error)))
+        elif isinstance(error, OSError) and _in_run_dir(config, error):
+            code = _say(failure, 2, describe(_in_the_way(error)))
         else:
-            code = _say(failure, 1, f"{_name()} crashed:\n{traceback.format_exc().rstrip()}")
+            hint = ""
+            if lost_contact(error):
+                failure.wait(HOLD_BACK_S)
+                hint = ", perhaps because another rank had ended"
+            code = _say(failure, 1, f"{_name()} crashed{hint}:\n{traceback.format_exc().rstrip()}")
     sys.stdout.flush()
     sys.stderr.flush()
     if code and int(os.environ["WORLD_SIZE"]) > 1:
         os._exit(code)
     return code
+
+
+def set_environment(config: Config) -> None:
+    """What CUDA's libraries read when a rank first uses them, whoever has started the rank."""
+    # Kernels that send start before those that multiply only where both wait in one queue: tensor and context
+    # parallelism overlap by that.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if on_one_machine(os.environ) and not config.rollout.servers and (interface := loopback_interface()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # servers elsewhere would not reach it there
+    for name, value in rank_environment(config.rollout).items():
+        os.environ.setdefault(name, value)
+    if config.model.deterministic:
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether it may be that another rank has ended."""
+    return int(os.environ["WORLD_SIZE"]) > 1 and bool(LOST.search(f"{type(error).__name__}: {error}"))
 
 
 def _no_room(config: Config, error: OSError) -> UserError:
@@ -83,6 +121,21 @@ def _no_room(config: Config, error: OSError) -> UserError:
         config.run.dir,
         f"could not be written to ({error}); the last good checkpoint is untouched",
         "Free some room or point run.dir at another disk, and run the same command again: it resumes",
+    )
+
+
+def _in_run_dir(config: Config, error: OSError) -> bool:
+    """Whether it is about a file that the run reads or writes in its own folder."""
+    names = [name for name in (error.filename, error.filename2) if isinstance(name, str)]
+    return any(Path(config.run.dir).absolute() in Path(name).absolute().parents for name in names)
+
+
+def _in_the_way(error: OSError) -> UserError:
+    return UserError(
+        "run.dir",
+        error.filename2 or error.filename,
+        f"is in the way ({error.strerror or error}): a run has a file or folder of its own there",
+        "Move it away, or see to its permissions, and run the same command again",
     )
 
 
@@ -108,14 +161,6 @@ def _say(failure: FirstFailure, code: int, text: str) -> int:
 def _name() -> str:
     size = int(os.environ["WORLD_SIZE"])
     return f"rank {os.environ['RANK']} of {size}" if size > 1 else "the run"
-
-
-def die_with(launcher: int) -> None:
-    """Have the kernel end this process when the launcher ends, even by SIGKILL: no rank stays behind on a machine."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it ended before the line above
-        os._exit(1)
 
 
 def main(job: str, config: str) -> int:

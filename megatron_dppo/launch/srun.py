@@ -30,7 +30,6 @@ def torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
         "MASTER_PORT": str(FIRST_PORT + (job * 17 + step) % PORTS),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": str(_cores(environ)),
     }
     if "MASTER_ADDR" not in environ:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from megatron_dppo.errors import UserError
 
 FILE = "metrics.jsonl"
 Row = dict[str, float]
@@ -81,30 +84,50 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a ``StepLog``, in order; none if there is no such file. A line cut short by a kill is left out."""
-    if not file.exists():
+    """The rows of a ``StepLog``, in order; none if there is no such file. A line cut short by a kill is left out.
+
+    Raises:
+        UserError: naming the file and the line, if another one is no row: rows are never left out in silence.
+    """
+    return [row for _, row in _rows(file)]
+
+
+def _rows(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Each row with its line."""
+    if not os.path.lexists(file):
         return []
-    return [row for line in file.read_text(encoding="utf-8").splitlines() if (row := _parse(line)) is not None]
+    lines = file.read_bytes().split(b"\n")
+    rows = [(line, row) for line in lines[:-1] if (row := _parse(line)) is not None]
+    if len(rows) < len(lines) - 1:
+        number = next(number for number, line in enumerate(lines, 1) if _parse(line) is None)
+        problem = f"line {number} is no row of a run: {lines[number - 1][:60].decode(errors='replace')!r}"
+        remedy = "Fetch the file again, take that line out, or move the file away; the run goes on without those rows"
+        raise UserError("run.dir", file, problem, remedy)
+    last = _parse(lines[-1])
+    return rows + ([(lines[-1], last)] if last is not None else [])
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) else None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 def _drop_rows_past(file: Path, step: int) -> None:
     """Rewrite the file without rows past ``step``, beside its place and then into it. Kept lines keep their bytes."""
+    rows = _rows(file)
     if not file.exists():
         return
-    lines = file.read_text(encoding="utf-8").splitlines()
-    rows = [(line, _parse(line)) for line in lines]
-    kept = [line for line, row in rows if row is not None and row["step"] <= step] if step > 0 else []
+    kept = [line for line, row in rows if row["step"] <= step] if step > 0 else []
+    last = max((row["step"] for _, row in rows), default=0)
+    if step > 0 and last < step:
+        text = f"note: {file} ends at step {last}, and the run goes on from step {step}: the rows between are lost"
+        print(text, file=sys.stderr, flush=True)
     partial = file.with_suffix(".partial")
-    with partial.open("w", encoding="utf-8") as rewritten:
-        rewritten.writelines(line + "\n" for line in kept)
+    with partial.open("wb") as rewritten:
+        rewritten.writelines(line + b"\n" for line in kept)
         rewritten.flush()
         os.fsync(rewritten.fileno())
     partial.replace(file)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.observe.console import Console
+from megatron_dppo.observe.metrics import FILE as METRICS
 from megatron_dppo.observe.metrics import read_metrics
 from megatron_dppo.observe.timers import breakdown
 
@@ -45,6 +46,7 @@ def summarise(metrics: Rows) -> dict[str, Any]:
         "kept_token_fraction": _mean(metrics, "prune/kept_token_fraction"),
         "saved_tokens_prompts": _whole(pruned, "prune/saved_tokens_prompts"),
         "saved_tokens_completions": _whole(pruned, "prune/saved_tokens_completions"),
+        "zero_advantage_tokens": _whole(pruned, "prune/zero_advantage_tokens"),
         "saved_seconds_prompts": _total(pruned, "perf/saved_prompts_time"),
         "saved_seconds_completions": _total(pruned, "perf/saved_completions_time"),
         "effective_sample_size": _mean(pruned, "prune/effective_sample_size"),
@@ -78,6 +80,18 @@ def write_summary(run_dir: Path | str, extra: Mapping[str, Any] | None = None) -
     return summary
 
 
+def read_summary(run_dir: Path | str) -> dict[str, Any] | None:
+    """What was written last; None if there is none of all that the metrics hold."""
+    file, metrics = Path(run_dir, FILE), Path(run_dir, METRICS)
+    try:
+        if metrics.exists() and file.stat().st_mtime < metrics.stat().st_mtime:
+            return None
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def print_summary(run_dir: Path | str, summary: Mapping[str, Any], console: Console | None = None) -> None:
     """Say what was learned, what pruning saved, and where things lie (those that exist)."""
     console = console or Console(int(summary["steps"]))
@@ -97,16 +111,31 @@ def _learned(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _saved(summary: Mapping[str, Any]) -> list[str]:
+    """What a run with both rules ``none`` would have rolled out and trained on besides: it drops zero advantages, too.
+
+    The tokens of prompts that were not rolled out are taken to be like those of the others.
+    """
     prompts, tokens, fill = summary["kept_prompt_fraction"], summary["kept_token_fraction"], summary["pack_fill"]
+    unseen, pruned, trained, idle = (
+        summary.get(name, 0)  # a summary of an earlier version knows of no zero advantages
+        for name in ("saved_tokens_prompts", "saved_tokens_completions", "trained_tokens", "zero_advantage_tokens")
+    )
     lines = []
     if prompts is not None and tokens is not None:
         lines = [
-            f"pruning kept {100 * prompts:.0f}% of the prompts and, of the tokens rolled out, {100 * tokens:.0f}%:",
-            f"  about {100 * (1 - prompts):.0f}% of the generation and {100 * (1 - prompts * tokens):.0f}% of the "
-            "tokens to train on were saved",
-            *_levels(summary),
-            *_noise(summary),
+            f"of the prompts {100 * prompts:.0f}% were rolled out, and {100 * tokens:.0f}% of their tokens trained on"
         ]
+        rolled_out = trained + pruned + idle
+        if idle:
+            lines.append(f"  {100 * idle / rolled_out:.0f}% of their tokens had zero advantage: no run trains on those")
+        if unseen or pruned:
+            generation = unseen / (rolled_out + unseen)
+            training = 1.0 - (1.0 - generation) * trained / (trained + pruned) if trained + pruned else generation
+            lines.append(
+                f"  pruning saved about {100 * generation:.0f}% of the tokens to roll out and {100 * training:.0f}% of "
+                "those to train on"
+            )
+        lines += [*_levels(summary), *_noise(summary)]
     if fill is not None:
         lines.append(f"packs were {100 * fill:.1f}% full")
     return lines
@@ -117,6 +146,8 @@ def _levels(summary: Mapping[str, Any]) -> list[str]:
     lines = []
     for level, what in (("prompts", "tokens not rolled out"), ("completions", "tokens not trained on")):
         tokens, seconds = summary[f"saved_tokens_{level}"], summary[f"saved_seconds_{level}"]
+        if not tokens:
+            continue
         lines.append(f"  {level:<12}{tokens:>12,} {what}, about {seconds:.0f} s")
     if summary["discarded_groups"]:
         lines.append(f"  {summary['discarded_groups']:,} groups were rolled out and thrown away, which saved nothing")

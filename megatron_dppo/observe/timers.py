@@ -96,7 +96,7 @@ def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
         sum(metrics.get(f"perf/{phase}_time", 0.0) for phase in phases) for phases in (ROLLING_OUT, TRAINING)
     )
     trained = metrics.get("train/tokens", 0.0)
-    rolled_out = trained + completions
+    rolled_out = trained + completions + metrics.get("prune/zero_advantage_tokens", 0.0)
     saved = {}
     if rolled_out:
         saved["perf/saved_prompts_time"] = (rolling_out + training) * prompts / rolled_out

@@ -20,6 +20,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine, open_store
 from megatron_dppo.parallel.world import World
 
 FRAMES = 8
@@ -171,10 +172,10 @@ def _shared_store(world: World) -> dist.TCPStore:
     limit = timedelta(seconds=world.timeout_s)
     mine: list[dist.TCPStore] = []
 
-    def open_store() -> tuple[str, int]:
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        mine.append(dist.TCPStore(host, 0, is_master=True, timeout=limit, wait_for_workers=False))
+    def opened() -> tuple[str, int]:
+        host = LOOPBACK if on_one_machine(os.environ) else os.environ.get("MASTER_ADDR", LOOPBACK)
+        mine.append(open_store(host, limit))
         return host, mine[0].port
 
-    host, port = world.from_leader(open_store)
+    host, port = world.from_leader(opened)
     return mine[0] if mine else dist.TCPStore(host, port, is_master=False, timeout=limit)

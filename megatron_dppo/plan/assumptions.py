@@ -21,7 +21,8 @@ class Assumptions:
     prompt_tokens: float = 130.0
     """Mean prompt; those two runs have 132 and 110. Never above data.max_prompt_tokens."""
     mixed_share: float = 0.6
-    """Share of prompts whose answers differ in reward: what dynamic_sampling and greso roll out for. A guess."""
+    """Share of prompts whose answers differ in reward: all that is trained on without a KL term, pruned or not, and
+    what dynamic_sampling and greso roll out for. A guess; 1 - ``prune/zero_advantage_fraction`` of a run is better."""
     low_share: float = 0.5
     """Share of scores below the mean, which the rules called threshold prune. A guess."""
     pack_fill: float = 0.97
@@ -46,13 +47,15 @@ class Assumptions:
     """What a server needs beside them, for activations and captured graphs. A guess."""
     reserved_gib: float = 3.0
     """CUDA's context, NCCL's and cuBLAS's buffers of a rank of the trainer. A guess."""
+    asleep_gib: float = 2.0
+    """What a server on the trainer's GPU keeps while a step trains: CUDA's context, NCCL's buffers. A guess."""
     fragmentation: float = 0.05
     """Share of a rank's allocations that is lost between them. A guess."""
     sync_network_share: float = 0.1
     """Of the network (NVLink within a node), for weights on their way to servers through NCCL: verl tells of 14 to 18 s
     for a model of 32B."""
     sync_copy_gb_s: float = 2.0
-    """GB/s of weights that go by value or by disk. A guess: disks differ."""
+    """GB/s of weights that go by disk. A guess: disks differ."""
     reduce_share: float = 0.7
     """Of the network, for gradients summed over replicas."""
     overhead_s: float = 5.0

@@ -12,7 +12,7 @@ from megatron_dppo.plan.hardware import Gpu
 from megatron_dppo.plan.memory import cache_bytes
 from megatron_dppo.plan.parameters import parameters_of
 from megatron_dppo.plan.work import Lengths, Work, lengths_of, prompt_tokens
-from megatron_dppo.preflight import WEIGHT_BYTES
+from megatron_dppo.room import WEIGHT_BYTES
 
 BINS = 64
 """Stretches of a response in which the number of those still decoding is taken as constant."""

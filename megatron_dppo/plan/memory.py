@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import HEAD_CHUNK_MIB, Config
 from megatron_dppo.models.shape import PolicyShape, padded_vocab
 from megatron_dppo.plan.assumptions import Assumptions
 from megatron_dppo.plan.hardware import GIB, Gpu
 from megatron_dppo.plan.parameters import parameters_of, rank_elements
 from megatron_dppo.plan.placement import Placement
-from megatron_dppo.preflight import WEIGHT_BYTES
+from megatron_dppo.room import WEIGHT_BYTES
 
 SYNC_BUCKET_MIB = 512
 """What ``rollout.sync.bucket_mib`` is from a GPU, unless it is set."""
-RESIDENT = ("weights", "gradients", "optimizer", "reference", "reserved")
-"""Parts that stay while others generate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +77,21 @@ def _rank(
     for part, waits in (("optimizer", config.optimizer.offload), ("reference", config.model.reference_on_host)):
         parts[part] = max(parts[part] - passes, 0.0) if waits else parts[part]
     parts["reserved"] = assume.reserved_gib * GIB
+    parts["asleep"] = assume.asleep_gib * GIB if config.rollout.colocated else 0.0
     parts["fragmentation"] = assume.fragmentation * (parts["activations"] + parts["head"] + parts["sync"])
     return Memory(stage, parts, gpu.memory_gib * GIB)
+
+
+def resident_bytes(config: Config, memory: Memory) -> float:
+    """Of a rank's memory, what it keeps while its GPU generates.
+
+    Before servers wake that share its GPU, the gradients go; what waits on the host does so then, too.
+    """
+    keeps = {"weights": True, "reserved": True}
+    keeps["gradients"] = not config.rollout.colocated
+    keeps["optimizer"] = not config.optimizer.offload
+    keeps["reference"] = not config.model.reference_on_host
+    return sum(memory.parts[name] for name, kept in keeps.items() if kept)
 
 
 def held_bytes(config: Config, shape: PolicyShape, placement: Placement, stage: int) -> dict[str, float]:
@@ -106,7 +117,13 @@ def activation_bytes(config: Config, shape: PolicyShape, placement: Placement, s
     tokens, layers = config.pack.max_tokens / layout.cp, shape.num_layers // layout.pp
     shared = layout.tp if layout.sequence_parallel else 1
     layer = layer_elements(shape, layout.tp, shared, saved)
-    kept, once = (shape.hidden / shared * layers, layer) if config.model.recompute == "full" else (layer * layers, 0.0)
+    of_feed_forward = feed_forward_elements(shape, layout.tp, saved)
+    kept, once = {
+        "none": (layer, 0.0),
+        "selective": (layer - of_feed_forward, of_feed_forward),
+        "full": (shape.hidden / shared, layer),
+    }[config.model.recompute]
+    kept *= layers
     if stage == layout.pp - 1:
         kept += 2 * shape.hidden / shared + shape.hidden  # the last norm, and what the head reads
     return tokens * width * (kept * (layout.pp - stage) + once)
@@ -122,20 +139,28 @@ def layer_elements(shape: PolicyShape, tp: int, shared: int, saved: Saved) -> fl
         saved: the operators.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    inner = (
-        saved.queries * queries + saved.keys * keys + saved.feed_forward * shape.ffn * (shape.experts_per_token or 1)
-    )
+    attention = (saved.queries * queries + saved.keys * keys) / tp + 4 * shape.head_dim
+    return saved.norms * shape.hidden / shared + attention + feed_forward_elements(shape, tp, saved)
+
+
+def feed_forward_elements(shape: PolicyShape, tp: int, saved: Saved) -> float:
+    """Those of them that its feed-forward part keeps, but for its input."""
     # A token is copied for each of its experts, once before they work and once after.
     routed = 2 * shape.hidden * shape.experts_per_token
-    return (saved.norms * shape.hidden) / shared + inner / tp + routed + 4 * shape.head_dim
+    return saved.feed_forward * shape.ffn * (shape.experts_per_token or 1) / tp + routed
 
 
 def _head_bytes(config: Config, shape: PolicyShape, placement: Placement) -> float:
-    """The policy head in its backward pass: a chunk of logits, the weight's gradient in fp32 and in its own type."""
+    """The policy head in its backward pass: a chunk of logits, then what stands for the weight's gradient in autograd.
+
+    The gradient itself is where DDP keeps it.
+    """
     rows = padded_vocab(shape.vocab_size, placement.layout.tp) // placement.layout.tp
     width = WEIGHT_BYTES[config.model.dtype]
     gathered = 2 * width * config.pack.max_tokens / placement.layout.cp * shape.hidden
-    return config.model.head_chunk_mib * 2**20 + rows * shape.hidden * (4 + width) + gathered
+    chunk = (config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2**20
+    handed_over = 0 if shape.tied and placement.layout.pp == 1 else rows * shape.hidden * width
+    return max(chunk, handed_over) + gathered
 
 
 @dataclass(frozen=True, slots=True)

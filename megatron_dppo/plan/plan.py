@@ -9,7 +9,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.plan.assumptions import Assumptions
 from megatron_dppo.plan.hardware import GPUS
-from megatron_dppo.plan.memory import RESIDENT, Memory, ServerMemory, actor_memory, server_memory
+from megatron_dppo.plan.memory import Memory, ServerMemory, actor_memory, resident_bytes, server_memory
 from megatron_dppo.plan.parameters import Parameters, parameters_of, shape_of
 from megatron_dppo.plan.placement import Placement, place
 from megatron_dppo.plan.remedy import Change, remedies
@@ -94,7 +94,7 @@ def _memory(config: Config, shape: PolicyShape, assume: Assumptions) -> tuple[Me
         gpu,
         assume,
         tp=min(placement.servers),
-        resident=sum(actor.parts[name] for name in RESIDENT) if placement.shared else 0.0,
+        resident=resident_bytes(config, actor) if placement.shared else 0.0,
         mean_tokens=prompt_tokens(config, assume) + lengths_of(config, assume).mean,
     )
     return actor, server, placement

@@ -75,8 +75,10 @@ def _options(config: Config, shape: PolicyShape) -> Iterator[list[Change]]:
         yield [{"optimizer.distributed": True}]
     if layout.tp > 1 and not layout.sequence_parallel:
         yield [{"layout.sequence_parallel": True}]
-    if config.model.recompute == "none":
+    if config.model.recompute == "selective":
         yield [{"model.recompute": "full"}]
+    if config.model.recompute == "none":
+        yield [{"model.recompute": "selective"}, {"model.recompute": "full"}]
     if config.optimizer.distributed and not config.optimizer.offload:
         yield [{"optimizer.offload": True}]
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens

@@ -13,8 +13,8 @@ from megatron_dppo.plan.hardware import Gpu
 from megatron_dppo.plan.parameters import parameters_of, rank_elements
 from megatron_dppo.plan.placement import Placement
 from megatron_dppo.plan.work import Work, lengths_of, prompt_tokens, work_of
-from megatron_dppo.preflight import WEIGHT_BYTES
 from megatron_dppo.rl.packing import packs_wanted
+from megatron_dppo.room import WEIGHT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,9 @@ def step_time(
         return (of_layers * layers * tokens / layout.pp + of_head * head * responses) / rate
 
     # The head always multiplies once more for its gradient, a layer where it is recomputed.
-    recomputes = config.model.recompute == "full"
-    train = passes(work.trained, work.responses, 4.0 if recomputes else 3.0, 4.0)
+    feed_forward = 3 * shape.hidden * shape.ffn * (shape.experts_per_token or 1) * shape.num_layers
+    again = {"none": 0.0, "selective": 2.0 * feed_forward / layers, "full": 1.0}[config.model.recompute]
+    train = passes(work.trained, work.responses, 3.0 + again, 4.0)
     forward = passes(work.trained, work.responses) * (1 + waits)
     everything = passes(work.seen, work.generated) * (1 + waits)
     # An fp32 sum to each rank's shard, and the weights back.
@@ -101,9 +102,12 @@ def _packs(config: Config, placement: Placement, assume: Assumptions, tokens: fl
 
 
 def _sync_seconds(config: Config, shape: PolicyShape, gpu: Gpu, assume: Assumptions) -> float:
-    """From the trainer to all servers: over a node's links or the network, by value, or by disk."""
+    """From the trainer to all servers: over a node's links or the network, or by disk.
+
+    Servers that share the trainer's GPUs take the weights from there; what takes time is to gather them on each GPU.
+    """
     size, rollout = parameters_of(shape).total * WEIGHT_BYTES[config.model.dtype], config.rollout
-    if rollout.engine != "local" and rollout.sync.transport != "collective":
+    if rollout.engine != "local" and rollout.sync.transport == "disk":
         return size / (assume.sync_copy_gb_s * 1e9)
     near = rollout.engine == "local" or (config.cluster.nodes == 1 and not config.cluster.server_nodes)
     return size / ((gpu.nvlink if near else gpu.network) * assume.sync_network_share)

@@ -67,7 +67,7 @@ def prompt_tokens(config: Config, assume: Assumptions) -> float:
 
 
 def without_pruning(config: Config) -> Config:
-    """The run in which every prompt is rolled out and every completion is trained on."""
+    """The run in which every prompt is rolled out and every completion that has a gradient is trained on."""
     off = replace(
         config.pruning,
         prompts=PromptPruningConfig(rule="none"),
@@ -98,17 +98,21 @@ def work_of(config: Config, assume: Assumptions) -> Work:
 
 
 def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, float]:
-    """Prompts that are rolled out in a step, and those of them, completions counted in G-ths, that are trained on."""
+    """Prompts that are rolled out in a step, and those of them, completions counted in G-ths, that are trained on.
+
+    Without a KL term, groups of equal reward have no gradient: they are not trained on, whatever the rule.
+    """
     pruning, total, window = config.pruning, config.run.steps, float(window_size(config, step))
     keep = scheduled_keep(pruning.prompts.keep, pruning.prompts.schedule, step, total)
     threshold = 1.0 - assume.low_share
+    live = assume.mixed_share if config.loss.kl_coef == 0.0 else 1.0
     match pruning.prompts.rule:
         case "dynamic_sampling":
-            rolled, usable = window / assume.mixed_share, window
+            rolled, usable, live = window / assume.mixed_share, window, 1.0
         case "greso":
             refilled = pruning.refill == "prompts"
             rolled = window if refilled else window * assume.mixed_share
-            usable = rolled
+            usable, live = rolled, 1.0
         case "threshold":
             rolled = usable = window * (threshold + assume.low_share * keep)
         case rule:
@@ -116,7 +120,9 @@ def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, floa
     keep = scheduled_keep(pruning.completions.keep, pruning.completions.schedule, step, total)
     match pruning.completions.rule:
         case "none":
-            keep = 1.0
+            keep = live
         case "threshold" | "threshold_deterministic":
-            keep = threshold + assume.low_share * keep
+            keep = live * (threshold + assume.low_share * keep)
+        case _:  # a budget of the tokens that were rolled out
+            keep = min(keep, live)
     return rolled, usable * keep

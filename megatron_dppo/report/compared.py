@@ -31,6 +31,8 @@ class Race:
     """Seconds of training steps until the first evaluation at the target or above."""
     differs: Sequence[str] = ()
     """Why there is none: what the runs' tests do not have in common."""
+    changed: Sequence[str] = ()
+    """Of runs that are not of one kind of training each: what was changed on the way."""
 
     def cells(self, seconds: Mapping[str, float], name: str) -> str:
         """A run's seconds, and how they compare with the first run's."""
@@ -43,6 +45,8 @@ class Race:
     def said(self) -> str:
         """The outcome in words, with what it is worth."""
         words = f"Measured, a step: {self._against_first(self.pace)}."
+        if self.changed:
+            words = f"{words} What a run's results are of was changed on its way: {'; '.join(self.changed)}."
         if self.target is None:
             return f"{words} {self.unlike}".rstrip()
         return (
@@ -75,12 +79,14 @@ def race(runs: Sequence[Run]) -> Race | None:
     if len(timed) < 2:
         return None
     pace = {run.name: sum(row["perf/step_time"] for row in run.steps) / len(run.steps) for run in timed}
+    changed = [f"{run.name}, {words}" for run in timed for words in run.of_several_settings]
     target = min(max(run.series("eval/accuracy")[1], default=0.0) for run in timed)
     if target and (differs := _different_tests(timed)):
-        return Race(pace, None, {}, differs)
+        return Race(pace, None, {}, differs, changed)
     reached = {run.name: _seconds_until(run, target) for run in timed}
     # A target that a run had met before its first step is no race.
-    return Race(pace, target, reached) if min(reached.values()) > 0.0 and target else Race(pace, None, {})
+    raced = bool(target) and min(reached.values()) > 0.0
+    return Race(pace, target, reached, (), changed) if raced else Race(pace, None, {}, (), changed)
 
 
 def _different_tests(runs: Sequence[Run]) -> list[str]:
@@ -91,7 +97,13 @@ def _different_tests(runs: Sequence[Run]) -> list[str]:
     keys = [*TEST, *own]
     if not any(run.setting("data.eval") or run.setting("eval.benchmarks") for run in runs):
         keys.append("data.train")  # a generator's own
-    differs = []
+    differs = [
+        change.key
+        for run in runs
+        for _, changes in run.changes
+        for change in changes
+        if change.key in keys and change.key != "data.train"
+    ]
     if not all(run.problems for run in runs):
         keys += COUNTS
     elif any(run.problems != runs[0].problems for run in runs):

@@ -33,12 +33,14 @@ class Headline:
     """What was run."""
     state: str
     """How far it is, if not at its end."""
+    changed: tuple[str, ...]
+    """What was changed on the way of all that its results are of."""
     figures: tuple[Figure, ...]
 
 
 def headline(run: Run) -> Headline:
     """Accuracy before and after, time, and what pruning saved."""
-    return Headline(run.name, run.css, what(run), state(run), tuple(_figures(run)))
+    return Headline(run.name, run.css, what(run), state(run), tuple(run.of_several_settings), tuple(_figures(run)))
 
 
 def what(run: Run) -> str:

@@ -31,6 +31,15 @@ def options(runs: Sequence[Run]) -> Section:
         own = [(key, value) for key, value in run.config.items() if _set(key, value)]
         rows = [[key, _word(key, value), _word(key, _default(key))] for key, value in own]
         parts.append(Table(["setting", "value", "default"], rows, words=True))
+    for run in runs:
+        rows = [
+            [f"{step:,}", change.key, _word(change.key, change.before), _word(change.key, change.now)]
+            for step, changes in run.changes
+            for change in changes
+        ]
+        if rows:
+            parts.append(Note(f"Changed in {run.name} when it was started again:"))
+            parts.append(Table(["after step", "setting", "before", "then"], rows, words=True))
     for run in told:
         text = "\n".join(f"{key} = {_word(key, value)}" for key, value in run.config.items())
         parts.append(Folded(f"All settings of {run.name}", text))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -14,9 +15,10 @@ import numpy as np
 import yaml
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.history import Change, Entry, changes, read_history
 from megatron_dppo.observe.metrics import FILE
 from megatron_dppo.rl.types import Floats
-from megatron_dppo.settings import settings
+from megatron_dppo.settings import settings, short
 
 Row = Mapping[str, Any]
 NOISE = {"prune/noise_share_prompts", "prune/noise_share_completions"}
@@ -34,6 +36,8 @@ class Run:
     """Of the run on the page: its colour."""
     config: Mapping[str, Any]
     """Values of ``config.yaml`` by dotted key."""
+    changes: Sequence[tuple[int, Sequence[Change]]]
+    """After how many steps settings changed, and which; empty for a run that was started again as it was."""
     rows: Sequence[Row]
     """Of ``metrics.jsonl``: finite numbers, and nothing else."""
     census: Sequence[Row]
@@ -68,6 +72,16 @@ class Run:
     def mean(self, key: str) -> float | None:
         values = self.series(key)[1]
         return float(values.mean()) if len(values) else None
+
+    @property
+    def of_several_settings(self) -> Sequence[str]:
+        """What its results are of was changed on the way: which setting, and when."""
+        return [
+            f"{change.key} {short(change.before)} until step {step:,}, then {short(change.now)}"
+            for step, found in self.changes
+            for change in found
+            if change.of_results
+        ]
 
     @property
     def held_out(self) -> int | None:
@@ -115,12 +129,19 @@ def _read(folder: Path, name: str, number: int) -> Run:
         folder=folder,
         number=number,
         config=dict(_flat(_yaml(folder / "config.yaml"), "")),
+        changes=list(_changes(read_history(folder))),
         rows=[_numbers(row) for row in _rows(metrics)],
         census=[row for row in _rows(folder / "pruning.jsonl") if _whole(row)],
         answers=[{**row, "answers": list(_shown(row))} for row in _rows(folder / "answers.jsonl")],
         scores=scores,
         written=datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.is_file() else None,
     )
+
+
+def _changes(entries: Sequence[Entry]) -> Iterator[tuple[int, Sequence[Change]]]:
+    for before, entry in pairwise(entries):
+        if found := changes(before.settings, entry.settings):
+            yield entry.step, found
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

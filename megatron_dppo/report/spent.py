@@ -40,17 +40,17 @@ class Spent:
 def spent(run: Run) -> Spent:
     """Every row's seconds, times what the run held at that time."""
     servers = _server_gpus(run)
-    dropped = {row["step"]: _share_pruned(row) for row in run.census}
+    dropped = {row["step"]: (row["pruned"][1], row["idle"][1]) for row in run.census}
     hours, saved = 0.0, [0.0, 0.0, 0.0]
     for row in run.rows:
         held = (_ranks(run, row) + (servers or 0)) / 3600.0
         hours += held * (row.get("perf/step_time", 0.0) + row.get("perf/eval_time", 0.0))
-        for i, seconds in enumerate(_saved(row, dropped.get(row["step"], 0.0))):
+        for i, seconds in enumerate(_saved(row, *dropped.get(row["step"], (0, 0)))):
             saved[i] += held * seconds
     return Spent(hours, saved[0], saved[1], saved[2], _devices(run, servers))
 
 
-def _saved(row: Row, pruned: float) -> tuple[float, float, float]:
+def _saved(row: Row, pruned: int, idle: int) -> tuple[float, float, float]:
     """Seconds that a step would have taken longer with prompts not pruned, with completions not pruned, and with
     neither pruned, by the model of ``observe.timers.saved_seconds``.
 
@@ -58,29 +58,24 @@ def _saved(row: Row, pruned: float) -> tuple[float, float, float]:
 
     Args:
         row: of metrics.
-        pruned: share of the tokens that were rolled out and not trained on that could have taught something.
+        pruned: tokens that were rolled out, had a gradient, and were not trained on.
+        idle: tokens that were rolled out and had no gradient.
     """
     not_rolled_out = row.get("prune/saved_tokens_prompts", 0.0)
-    not_trained_on = row.get("prune/saved_tokens_completions", 0.0)
     trained = row.get("train/tokens", 0.0)
-    rolled_out = trained + not_trained_on
+    rolled_out = trained + pruned + idle
     if not trained:
         return 0.0, 0.0, 0.0
     rolling_out, training = (
         sum(row.get(f"perf/{phase}_time", 0.0) for phase in phases) for phases in (ROLLING_OUT, TRAINING)
     )
     window = 1.0 + not_rolled_out / rolled_out
-    wanted = 1.0 + pruned * not_trained_on / trained
+    wanted = 1.0 + pruned / trained
     return (
         (rolling_out + training) * (window - 1.0),
         training * (wanted - 1.0),
         rolling_out * (window - 1.0) + training * (window * wanted - 1.0),
     )
-
-
-def _share_pruned(row: Row) -> float:
-    pruned, idle = row["pruned"][1], row["idle"][1]
-    return pruned / (pruned + idle) if pruned + idle else 0.0
 
 
 def _ranks(run: Run, row: Row) -> int:

@@ -39,6 +39,7 @@ def token_losses(
     kl_coef: float,
     tis_cap: float | None,
     row: Tensor | None = None,
+    rows: int | None = None,
     fresh: Tensor | None = None,
 ) -> TokenLosses:
     """−ℓ of R response tokens: the clipped surrogate of PPO, corrected for the engine, plus the KL to a reference.
@@ -65,6 +66,7 @@ def token_losses(
             or with weights that are older.
         row: [R], which sequence of the pack a token belongs to, from 0; whole sequences. Needed for a host with one
             ratio per sequence.
+        rows: how many sequences there are; None: they are counted, for which the host waits where a GPU has them.
         fresh: [R] of bool, the tokens that the engine made with the very weights of ``old_logprobs``: on the others it
             differs rightly, and they are left out of the sums of its mismatch. None: all of them.
 
@@ -72,7 +74,7 @@ def token_losses(
         ValueError: ``kl_coef`` is positive and there is no reference, or ``row`` is needed and not given.
     """
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    ratio = torch.exp(logprobs - old) if host.ratio == "token" else _sequence_ratio(logprobs, old, row)
+    ratio = torch.exp(logprobs - old) if host.ratio == "token" else _sequence_ratio(logprobs, old, row, rows)
     unclipped = ratio * advantage
     clipped = ratio.clamp(1.0 - host.clip_low, 1.0 + host.clip_high) * advantage
     policy_loss = -torch.minimum(unclipped, clipped)
@@ -103,15 +105,16 @@ def token_losses(
     return TokenLosses(loss=loss, sums=sums)
 
 
-def _sequence_ratio(logprobs: Tensor, old: Tensor, row: Tensor | None) -> Tensor:
+def _sequence_ratio(logprobs: Tensor, old: Tensor, row: Tensor | None, rows: int | None) -> Tensor:
     """GSPO's ratio in its form for tokens (arXiv:2507.18071, equation 14): the value of the sequence, and through each
     token's log p the gradient that the token would have by itself."""
     if row is None:
         raise ValueError("a ratio per sequence needs to know which tokens make up a sequence")
     logprobs_now = logprobs.detach()
-    sequences = int(row.max()) + 1 if len(row) else 0
-    total = logprobs_now.new_zeros(sequences).index_add(0, row, logprobs_now - old)
-    mean = total / torch.bincount(row, minlength=sequences).clamp(min=1)
+    rows = int(row.max()) + 1 if rows is None and len(row) else rows or 0
+    none = logprobs_now.new_zeros(rows)
+    total = none.index_add(0, row, logprobs_now - old)
+    mean = total / none.index_add(0, row, torch.ones_like(logprobs_now)).clamp(min=1)
     return torch.exp(mean[row] + logprobs - logprobs_now)
 
 

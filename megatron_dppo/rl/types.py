@@ -5,9 +5,10 @@ Notation: N candidate prompts in the window, Q of them rolled out, G completions
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Label = str | dict[str, Any] | list[Any]
+"""A reference answer: text, or what a data set keeps in its place, such as the tests that a program is to pass."""
 NOT_SAMPLED = np.float32(np.inf)
 """In place of a log-probability, for a token of a response that the policy did not sample, such as a tool's answer: no
 probability has this logarithm."""
@@ -33,10 +36,19 @@ class Prompt:
     """[P], chat template applied."""
     text: str
     """The rendered prompt, for logs."""
-    label: str
+    label: Label
     """The reference answer."""
     data_source: str = ""
     extra: Mapping[str, object] = field(default_factory=dict)
+    asked: str | list[Mapping[str, Any]] = ""
+    """The prompt as the data set has it: text, or chat messages."""
+    place: str = ""
+    """File and row, for complaints."""
+
+    @property
+    def label_text(self) -> str:
+        """The label as people and logs read it."""
+        return self.label if isinstance(self.label, str) else json.dumps(self.label, ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,10 @@ SMALL = (
     "eval.problems=2"
 )
 HERE = "rollout.engine=local rollout.launch.count=0 rollout.ahead=0 model.dtype=fp32"
-CHECKED = f"{SMALL} {HERE} model.path=runs/quickstart/warm data.train=gsm8k_train.jsonl eval.problems=0 --check"
+CHECKED = (
+    f"{SMALL} {HERE} model.path=runs/quickstart/warm data.train=gsm8k_train.jsonl data.prompt_key=question "
+    "data.label_key=answer eval.problems=0 --check"
+)
 """For configurations of policies that take GPUs: what can be known to be wrong, by the same command."""
 
 
@@ -52,6 +55,7 @@ TEST_ONLY = {"sbatch ": "sbatch --test-only "}
 WAYS = (
     # What CI itself runs, whole.
     Way(r"bash scripts/quickstart\.sh", "elsewhere", by=(CI, "bash scripts/quickstart.sh")),
+    Way(r"bash scripts/chaos\.sh 100", "elsewhere", by=(CI, "bash scripts/chaos.sh 4\n")),
     Way(r"bash scripts/test\.sh", "elsewhere", by=(CI, "bash scripts/test.sh\n")),
     Way(r"bash scripts/test\.sh --servers", "elsewhere", by=(CI, "bash scripts/test.sh --servers")),
     Way(r"bash scripts/test\.sh --slurm", "elsewhere", by=(CI, "bash scripts/test.sh --slurm")),
@@ -69,6 +73,15 @@ WAYS = (
     Way(r"megatron-dppo train configs/qwen3_\S+\.yaml", append=CHECKED),
     Way(r"python benchmarks/plan_published\.py --json"),
     Way(r"python -m pytest tests/rl -k \w+"),
+    # For a GPU: its tests skip themselves elsewhere, its benchmark is tiny, its extra is looked for and not installed.
+    Way(r"NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 python -m pytest -s -m gpu tests/gpu"),
+    Way(r"python benchmarks/gpu_step\.py .*", replace={"--shapes 1.7b": "--tiny --sequences 4"}),
+    Way(
+        r"pip install --no-deps nvidia-nccl-cu13==\S+",
+        "elsewhere",
+        by=("tests/servers/test_nccl.py", "--no-deps nvidia"),
+    ),
+    Way(r"pip install --no-build-isolation \"\.\[gpu\]\"", append="--no-deps --dry-run"),
     # Policies, and what trains them.
     Way(r"megatron-dppo init \S+ --tokenizer (arithmetic|bpe .*)"),
     Way(r"megatron-dppo sft \S+\.yaml .*", append=f"{LAYOUT} sft.steps=1 sft.batch=2"),

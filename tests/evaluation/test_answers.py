@@ -13,45 +13,70 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.answers import ANSWERS, AnswerLog, read_answers, write_scores
 
 SETTINGS = {"eval.samples": 2, "eval.temperature": 0.5, "rollout.stop_token_ids": (1, 2)}
-BATCHES = [4, 4, 2]
+BATCHES = [[("sums", 0), ("sums", 1)], [("sums", 2), ("sums", 3)], [("products", 0)]]
 
 
-def rows(batch: int) -> list[dict[str, Any]]:
-    return [{"batch": batch, "extracted": f"line\u2028 {i}\n"} for i in range(BATCHES[batch])]
+def rows(batch: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    return [
+        {"benchmark": name, "problem": problem, "sample": sample, "extracted": f"line\u2028 {sample}\n"}
+        for name, problem in batch
+        for sample in range(2)
+    ]
 
 
-def opened(folder: Path, **changed: object) -> AnswerLog:
-    return AnswerLog(folder, SETTINGS | changed, BATCHES)
+def opened(folder: Path, batches: list[list[tuple[str, int]]] = BATCHES, **changed: object) -> AnswerLog:
+    problems = {name: "some problems" for batch in batches for name, _ in batch}
+    return AnswerLog(folder, SETTINGS | {"problems": problems} | changed, batches, samples=2)
 
 
 def test_every_cut_leaves_the_whole_batches_before_it(tmp_path: Path) -> None:
     with closing(opened(tmp_path)) as log:
-        ends = [0]
-        for batch in range(3):
+        ends = []
+        for batch in BATCHES:
             log.append(rows(batch))
             ends.append((tmp_path / ANSWERS).stat().st_size)
     whole = (tmp_path / ANSWERS).read_bytes()
-    for cut in range(len(whole) + 1):
+    for cut in range(0, len(whole) + 1, 3):
         (tmp_path / ANSWERS).write_bytes(whole[:cut])
         with closing(opened(tmp_path)) as log:
-            assert log.batches == sum(end <= cut for end in ends[1:])
-            for batch in range(log.batches, 3):
-                log.append(rows(batch))
-            assert log.rows() == [row for batch in range(3) for row in rows(batch)]
+            assert log.whole == [end <= cut for end in ends]
+            for batch, there in zip(BATCHES, log.whole, strict=True):
+                if not there:
+                    log.append(rows(batch))
+            assert log.rows() == [row for batch in BATCHES for row in rows(batch)]
         assert (tmp_path / ANSWERS).read_bytes() == whole
+
+
+def test_another_benchmark_goes_beside_and_back_again(tmp_path: Path) -> None:
+    """Of the first one a kill has left one batch and half of the next."""
+    sums, products = BATCHES[:2], BATCHES[2:]
+    with closing(opened(tmp_path, sums)) as log:
+        log.append(rows(sums[0]))
+        log.append(rows(sums[1])[:3])
+    with closing(opened(tmp_path, products)) as log:
+        assert log.whole == [False]
+        log.append(rows(products[0]))
+    with closing(opened(tmp_path, sums)) as log:
+        assert log.whole == [True, False]
+        log.append(rows(sums[1]))
+        assert log.rows() == [row for batch in (sums[0], products[0], sums[1]) for row in rows(batch)]
+    with pytest.raises(UserError, match=r"begun with the problems of sums = \"some problems\" \(now \"others\"\)"):
+        opened(tmp_path, sums, problems={"sums": "others"})
+    with closing(opened(tmp_path, products)) as log:
+        assert log.whole == [True]
 
 
 def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
     opened(tmp_path).close()
     opened(tmp_path).close()
     with pytest.raises(UserError) as caught:
-        AnswerLog(tmp_path, SETTINGS | {"eval.samples": 4, "run.seed": 2}, BATCHES)
+        opened(tmp_path, **{"eval.samples": 4, "run.seed": 2})  # type: ignore[arg-type]
     assert caught.value.setting == "eval.out"
     assert caught.value.problem == "was begun with eval.samples = 2 (now 4); run.seed = null (now 2)"
 
 
 def test_two_evaluations_do_not_write_into_one_folder(tmp_path: Path) -> None:
-    with closing(opened(tmp_path)), pytest.raises(UserError, match="by another evaluation"):
+    with closing(opened(tmp_path)), pytest.raises(UserError, match="is held by process"):
         opened(tmp_path)
     opened(tmp_path).close()
 
@@ -66,10 +91,15 @@ def test_only_a_finished_evaluation_can_be_compared_with(tmp_path: Path) -> None
     with pytest.raises(UserError, match="holds no evaluation"):
         read_answers(tmp_path, "--against")
     with closing(opened(tmp_path)) as log:
-        log.append(rows(0))
+        log.append(rows(BATCHES[0]))
     with pytest.raises(UserError, match="not finished"):
         read_answers(tmp_path, "--against")
     write_scores(tmp_path, {"model": "m"})
-    assert read_answers(tmp_path, "--against") == rows(0)
+    assert read_answers(tmp_path, "--against") == rows(BATCHES[0])
     assert json.loads((tmp_path / "scores.json").read_text()) == {"model": "m"}
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["answers.jsonl", "evaluation.json", "scores.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        ".lock",
+        "answers.jsonl",
+        "evaluation.json",
+        "scores.json",
+    ]

@@ -135,3 +135,26 @@ def test_a_training_run_s_limit_of_problems_is_not_the_command_s(capsys: pytest.
     assert problems() == "  problems: null"
     assert problems("eval.problems=7") == "  problems: 7"
     assert problems("--problems", "9") == "  problems: 9"
+
+
+def test_another_benchmark_is_answered_beside_what_is_there(folder: Path) -> None:
+    words, out = command(folder, "eval"), folder / "beside"
+    own = folder / "own.jsonl"
+    own.write_text("".join(json.dumps({"prompt": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(6)))
+    finished([*words, "--out", str(out), "--problems", "8"])
+    first = (out / "answers.jsonl").read_bytes()
+    said = finished([*words, "--out", str(out), "--benchmarks", f"mine={own}"])
+    assert "mine" in said and "arithmetic" in said
+    assert (out / "answers.jsonl").read_bytes().startswith(first)
+    assert [row["problem"] for row in answers(out) if row["benchmark"] == "mine"] == list(range(6))
+    scores = json.loads((out / "scores.json").read_text())["benchmarks"]
+    assert {name: of["problems"] for name, of in scores.items()} == {"arithmetic": 8, "mine": 6}
+
+
+def test_a_warm_policy_is_not_warmed_up_again_by_accident(folder: Path) -> None:
+    words = command(folder, "sft", "sft.steps=1", "sft.batch=2", f"sft.out={folder}/warm")
+    for _ in range(2):  # the same command again begins with the same policy
+        finished(words)
+    again = subprocess.run([*words, f"model.path={folder}/warm"], capture_output=True, text=True, timeout=LIMIT_S)
+    assert again.returncode == 2
+    assert f"is a policy that sft has warmed up already, from {folder}/hf" in " ".join(again.stderr.split())

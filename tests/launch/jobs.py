@@ -58,7 +58,13 @@ def say_process_ids(config: Config) -> None:
     time.sleep(600)
 
 
+def note_nccl(config: Config) -> None:
+    """Write what this rank and the servers that it starts tell NCCL."""
+    Path(config.run.dir).write_text(os.environ.get("NCCL_CUMEM_ENABLE", "nothing"))
+
+
 def say_environment(config: Config) -> None:
     """Print what a rank is told; and that its configuration is the launcher's."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
+    names += ("CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
     sys.stdout.write(" ".join(f"{name}={os.environ[name]}" for name in names) + f" steps={config.run.steps}\n")

@@ -9,14 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.config import LaunchConfig, LayoutConfig, RolloutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.launch import local
+from megatron_dppo.launch import local, processes
+from megatron_dppo.launch.first_failure import FirstFailure
 from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
 
 START = """
@@ -26,7 +27,8 @@ from megatron_dppo.settings import load_config
 for job, folder in zip(sys.argv[1].split(), sys.argv[2].split()):
     for descriptor, name in (1, "out"), (2, "err"):
         os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY), descriptor)
-    code = start_ranks("tests.launch.jobs:" + job, load_config(None, [f"run.dir={folder}", "run.steps=7"]), 2)
+    settings = [f"run.dir={folder}", "run.steps=7", "model.deterministic=true"]
+    code = start_ranks(f"tests.launch.{job}", load_config(None, settings), 2)
     open(f"{folder}/code", "w").write(str(code))
 sys.exit(code)
 """
@@ -40,6 +42,11 @@ ENDING = (
     "killed_on_rank_one",
     "say_environment",
 )
+CAUSES = {
+    "killed_before_a_barrier": (1, signal.SIGKILL),
+    "terminated_before_a_sum": (0, signal.SIGTERM),
+}
+"""Which rank is ended by which signal, while the other is in an exchange with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +56,16 @@ class Outcome:
     code: int
     out: str
     err: str
+    folder: Path = field(default=Path(), compare=False)
 
 
 def _launch(folders: dict[str, Path]) -> subprocess.Popen[bytes]:
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    unset = ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
     for folder in folders.values():
         folder.mkdir()
-    words = [" ".join(folders), " ".join(map(str, folders.values()))]
+    modules = dict.fromkeys([*CAUSES, "say_where_it_listens"], "jobs_in_contact")
+    words = [" ".join(f"{modules.get(job, 'jobs')}:{job}" for job in folders), " ".join(map(str, folders.values()))]
     return subprocess.Popen([sys.executable, "-c", START, *words], env=environment)
 
 
@@ -63,10 +73,10 @@ def _launch(folders: dict[str, Path]) -> subprocess.Popen[bytes]:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """Every job that comes to an end by itself."""
     root = tmp_path_factory.mktemp("jobs")
-    folders = {job: root / job for job in ENDING}
+    folders = {job: root / job for job in (*ENDING, *CAUSES, "say_where_it_listens")}
     _launch(folders).wait(timeout=240)
     return {
-        job: Outcome(int((at / "code").read_text()), (at / "out").read_text(), (at / "err").read_text())
+        job: Outcome(int((at / "code").read_text()), (at / "out").read_text(), (at / "err").read_text(), at)
         for job, at in folders.items()
     }
 
@@ -107,12 +117,67 @@ def test_a_rank_that_is_killed_is_named(outcomes: dict[str, Outcome]) -> None:
     assert outcomes["killed_on_rank_one"] == Outcome(128 + signal.SIGKILL, "", said)
 
 
+@pytest.mark.parametrize("job", CAUSES)
+def test_the_rank_that_ended_first_is_named_whatever_the_other_has_to_say(
+    outcomes: dict[str, Outcome], job: str
+) -> None:
+    rank, number = CAUSES[job]
+    hint = " (was the machine out of memory?)" if number == signal.SIGKILL else ""
+    outcome = outcomes[job]  # gloo's own words come besides
+    assert outcome.code == 128 + number and outcome.err.endswith(
+        f"error: rank {rank} was ended by {number.name}{hint}\n"
+    )
+    assert outcome.err.count("error:") == 1 and "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("failed", "claimed_s_ago", "code", "named"),
+    [
+        ({1: -signal.SIGKILL}, None, 137, "rank 1 was ended by SIGKILL"),
+        ({0: 1, 1: -signal.SIGSEGV}, 0.0, 139, "rank 1 was ended by SIGSEGV"),  # whatever rank 0 has said since then
+        ({0: -signal.SIGABRT, 1: -signal.SIGBUS}, None, 135, "rank 1 was ended by SIGBUS"),
+        ({0: -signal.SIGABRT}, None, 134, "rank 0 was ended by SIGABRT"),
+        ({0: 2, 1: -signal.SIGABRT}, 0.0, 2, ""),  # NCCL ends a rank that has lost its peers
+        ({0: 2, 1: -signal.SIGKILL}, 9.0, 2, ""),  # long after rank 0 had said why
+        ({0: 75, 1: -signal.SIGTERM}, 9.0, 75, ""),
+        ({1: 3}, None, 3, "rank 1 ended with exit code 3, and did not say why"),
+    ],
+)
+def test_what_was_seen_of_the_ranks_tells_the_first_cause(
+    failed: dict[int, int],
+    claimed_s_ago: float | None,
+    code: int,
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failure, now = FirstFailure(tmp_path / "marker"), time.time()
+    if claimed_s_ago is not None:
+        failure.claim(failed[0])
+        os.utime(tmp_path / "marker", (now - claimed_s_ago,) * 2)
+    assert processes._first_cause(failed, failure, all_lived=now - 0.05) == code
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {named}") if named else said == ""
+
+
+def test_on_one_machine_nobody_listens_where_another_machine_could_reach_it(
+    outcomes: dict[str, Outcome],
+) -> None:
+    assert outcomes["say_where_it_listens"].code == 0, outcomes["say_where_it_listens"].err
+    folder = outcomes["say_where_it_listens"].folder
+    addresses = [(folder / f"rank{rank}").read_text().split() for rank in (0, 1)]
+    assert len(addresses[0]) > len(addresses[1]) > 0, "the stores are rank 0's"
+    assert {address for each in addresses for address in each} == {"127.0.0.1"}
+
+
 def test_ranks_are_told_their_places_and_share_the_cores(outcomes: dict[str, Outcome]) -> None:
     threads = max(1, local.usable_cores() // 2)
     told = outcomes["say_environment"]
     assert (told.code, told.err) == (0, "")
     assert sorted(told.out.splitlines()) == [
-        f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} OMP_NUM_THREADS={threads} steps=7" for rank in (0, 1)
+        f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} OMP_NUM_THREADS={threads} CUDA_DEVICE_MAX_CONNECTIONS=1 "
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 steps=7"
+        for rank in (0, 1)
     ]
 
 

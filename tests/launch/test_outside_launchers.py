@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.launch.first_failure import CLOCK_S, FirstFailure, marker_for
+from megatron_dppo.launch.rank import rank_main
 from megatron_dppo.launch.srun import srun_started, torch_environment
+from megatron_dppo.settings import load_config
 
 TASK = {
     "SLURM_JOB_ID": "1234",
@@ -37,7 +39,6 @@ def test_tasks_share_the_cores_of_a_node() -> None:
         == "1"
     )
     assert "OMP_NUM_THREADS" not in torch_environment(TASK | node | {"OMP_NUM_THREADS": "3"})
-    assert torch_environment(TASK)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 def test_all_tasks_of_a_step_meet_and_two_steps_do_not() -> None:
@@ -99,3 +100,23 @@ def test_ranks_of_one_run_look_in_one_place_and_other_runs_elsewhere(tmp_path: P
     assert marker.parent == tmp_path
     assert marker != marker_for(tmp_path, here | {"MASTER_PORT": "2"})
     assert marker_for(tmp_path / "absent", here).parent.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("settings", "users", "told"),
+    [
+        (["rollout.engine=sglang"], None, "0"),  # what SGLang sets for itself
+        (["rollout.engine=sglang"], "1", "1"),  # and SGLang leaves alone
+        (["rollout.engine=sglang", "rollout.sync.transport=disk"], None, "nothing"),
+        (["rollout.engine=vllm"], None, "nothing"),  # which leaves it to NCCL
+    ],
+)
+def test_whoever_starts_a_rank_it_tells_nccl_what_its_servers_tell_it(
+    settings: list[str], users: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", users or "")
+    if users is None:
+        monkeypatch.delenv("NCCL_CUMEM_ENABLE")
+    assert rank_main("tests.launch.jobs:note_nccl", load_config(None, [f"run.dir={tmp_path}/said", *settings])) == 0
+    assert (tmp_path / "said").read_text() == told

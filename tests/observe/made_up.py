@@ -32,6 +32,7 @@ def made_up_rows(steps: int, *, evaluate_every: int = 2) -> list[Row]:
             "prune/noise_share_completions": 0.05,
             "prune/saved_tokens_prompts": 200.0,
             "prune/saved_tokens_completions": 500.0,
+            "prune/zero_advantage_tokens": 100.0,
             "pack/fill": 0.98,
             "train/grad_norm": 1.5,
             "train/lr": 1e-3,

@@ -8,7 +8,8 @@ from megatron_dppo.observe.timers import saved_seconds
 
 STEP = {
     "prune/saved_tokens_prompts": 300.0,
-    "prune/saved_tokens_completions": 600.0,
+    "prune/saved_tokens_completions": 500.0,
+    "prune/zero_advantage_tokens": 100.0,
     "train/tokens": 400.0,
     "perf/rollout_time": 1.5,
     "perf/score_norms_time": 0.5,
@@ -17,26 +18,26 @@ STEP = {
     "perf/actor_train_time": 2.5,
     "perf/update_weights_time": 7.0,
 }
-"""A step that rolled out 1,000 tokens at 2 ms each, and trained on 400 of them at 10 ms each."""
+"""A step that rolled out 1,000 tokens at 2 ms each, and trained on 400 of the 900 with a gradient at 10 ms each."""
 
 
 def test_each_level_saved_what_its_tokens_would_have_cost() -> None:
     saved = saved_seconds(STEP)
     assert saved == {
         "perf/saved_prompts_time": pytest.approx(300 * 0.002 + 300 * 0.4 * 0.010),
-        "perf/saved_completions_time": pytest.approx(600 * 0.010),
+        "perf/saved_completions_time": pytest.approx(500 * 0.010),
     }
 
 
 def test_where_seconds_go_by_tokens_a_level_switched_off_takes_as_long_as_was_said() -> None:
-    """The same step with all of its prompts rolled out, or with all that it rolled out trained on."""
+    """The same step with all of its prompts rolled out, or with all that it rolled out and can train on trained on."""
 
     def seconds(rolled_out: float, trained: float) -> float:
         return 0.002 * rolled_out + 0.010 * trained
 
     saved, now = saved_seconds(STEP), seconds(1000, 400)
     assert now + saved["perf/saved_prompts_time"] == pytest.approx(seconds(1300, 0.4 * 1300))
-    assert now + saved["perf/saved_completions_time"] == pytest.approx(seconds(1000, 1000))
+    assert now + saved["perf/saved_completions_time"] == pytest.approx(seconds(1000, 900))
 
 
 def test_a_step_that_trained_on_nothing_has_no_seconds_per_trained_token() -> None:

@@ -58,7 +58,9 @@ def test_what_pruning_saved_and_where_things_lie_is_said(tmp_path: Path) -> None
     print_summary(tmp_path, summary, Console(4, file=said))
     text = said.getvalue()
     assert "25.0% before, 75.0% after (+50.0 points)" in text
-    assert "25% of the generation and 66% of the tokens" in text  # 1 - 0.75, 1 - 0.75 x 0.45
+    # Of 1,200 tokens in the window 1,000 were rolled out; of 900 with a gradient 400 were trained on.
+    assert "10% of their tokens had zero advantage" in text
+    assert "saved about 17% of the tokens to roll out and 63% of those to train on" in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "prompts 800 tokens not rolled out, about 1 s" in lines
     assert "completions 2,000 tokens not trained on, about 3 s" in lines
@@ -67,6 +69,15 @@ def test_what_pruning_saved_and_where_things_lie_is_said(tmp_path: Path) -> None
     assert "its noise: 80% sampling, 15% pruned prompts, 5% pruned completions" in lines
     assert str(tmp_path / "progress.png") in text
     assert "checkpoints" not in text  # there are none
+
+
+def test_a_run_that_prunes_nothing_says_of_no_saving() -> None:
+    """Its zero advantages are not trained on either, and are no saving."""
+    off = {"prune/saved_tokens_prompts": 0.0, "prune/saved_tokens_completions": 0.0}
+    said = io.StringIO()
+    print_summary("nowhere", summarise([row | off for row in made_up_rows(4)]), Console(4, file=said))
+    assert "20% of their tokens had zero advantage" in said.getvalue()
+    assert "saved" not in said.getvalue()
 
 
 def test_of_a_biased_rule_no_variance_is_said_not_even_of_the_steps_that_have_one() -> None:

@@ -13,7 +13,7 @@ from megatron_dppo.config import Config, LayoutConfig, LossConfig
 from megatron_dppo.models.actor import Microbatch, Responses, Sums
 from megatron_dppo.models.init import write_model
 from megatron_dppo.models.shape import read_shape
-from megatron_dppo.plan.memory import EAGER, activation_bytes, held_bytes, layer_elements
+from megatron_dppo.plan.memory import EAGER, activation_bytes, feed_forward_elements, held_bytes, layer_elements
 from megatron_dppo.plan.placement import Placement
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -117,7 +117,7 @@ def test_weights_gradients_and_optimizer_are_what_ranks_hold(
             assert abs(found[part] - wanted[part]) <= PADDING, (part, found[part], wanted[part])
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["one rank", "tp2", "tp2 sp"])
 def test_activations_are_within_a_tenth_of_what_a_pack_leaves(
     ranks: RankPool, policy: Path, name: str, recompute: str
@@ -128,7 +128,7 @@ def test_activations_are_within_a_tenth_of_what_a_pack_leaves(
         assert found["activations"] == pytest.approx(kept(config, found["tokens"]), rel=0.1)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_activations_of_experts_are_too(ranks: RankPool, tmp_path: Path, recompute: str) -> None:
     sizes = {"hidden": 48, "layers": 4, "heads": 6, "kv_heads": 2, "head_dim": 16, "ffn": 64, "vocab_size": 131}
     write_model(tmp_path / "experts", experts=8, experts_per_token=2, tie=False, **sizes)
@@ -141,7 +141,11 @@ def test_activations_of_experts_are_too(ranks: RankPool, tmp_path: Path, recompu
 def kept(config: Config, tokens: int) -> float:
     """Activations as the model has them, at the end of a forward pass: what one layer keeps while it is recomputed, is
     not there yet."""
-    layout = config.layout
+    layout, shape = config.layout, read_shape(config.model.path)
     shared = layout.tp if layout.sequence_parallel else 1
-    layer = 4 * tokens * layer_elements(read_shape(config.model.path), layout.tp, shared, EAGER)
-    return expected(config, layout.tp, tokens, 0)["activations"] - (layer if config.model.recompute == "full" else 0.0)
+    again = {
+        "none": 0.0,
+        "selective": feed_forward_elements(shape, layout.tp, EAGER),
+        "full": layer_elements(shape, layout.tp, shared, EAGER),
+    }[config.model.recompute]
+    return expected(config, layout.tp, tokens, 0)["activations"] - 4 * tokens * again

@@ -18,7 +18,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.published import PUBLISHED
 from megatron_dppo.plan.assumptions import Assumptions, read_assumptions
 from megatron_dppo.plan.hardware import GPUS
-from megatron_dppo.plan.memory import actor_memory
+from megatron_dppo.plan.memory import actor_memory, resident_bytes
 from megatron_dppo.plan.parameters import parameters_of, rank_elements, shape_of
 from megatron_dppo.plan.placement import place
 from megatron_dppo.plan.plan import Plan, as_json, make_plan
@@ -100,9 +100,18 @@ def test_memory_falls_with_tensor_parallel_ranks_and_stages() -> None:
 
 def test_recomputation_short_packs_and_no_reference_save_memory() -> None:
     plain = sum(trainer_parts(of()).values())
-    assert sum(trainer_parts(of("model.recompute=full")).values()) < plain
+    some, most = (sum(trainer_parts(of(f"model.recompute={kind}")).values()) for kind in ("selective", "full"))
+    assert most < some < plain
     assert sum(trainer_parts(of("pack.max_tokens=9216")).values()) < plain
     assert sum(trainer_parts(of("loss.kl_coef=0.01")).values()) == plain + trainer_parts(of())["weights"]
+
+
+def test_the_head_counts_the_chunk_that_a_gpu_takes() -> None:
+    unset, small, large = (
+        trainer_parts(of("layout.pp=1", *settings))["head"]
+        for settings in ((), ("model.head_chunk_mib=1024",), ("model.head_chunk_mib=3072",))
+    )
+    assert unset == small == large - 2048 * 2**20
 
 
 def test_what_waits_on_the_host_takes_the_room_of_activations_and_no_more() -> None:
@@ -118,8 +127,20 @@ def test_what_waits_on_the_host_takes_the_room_of_activations_and_no_more() -> N
 def test_a_run_that_shares_its_gpus_leaves_servers_what_the_trainer_does_not_hold() -> None:
     servers = ("cluster.server_nodes=0", "rollout.servers=[]", "rollout.launch.count=1", "rollout.ahead=0")
     shared = plan(*servers, "rollout.colocated=true", "rollout.sync.transport=tensor", "model.recompute=full")
-    held = sum(shared.actor.parts[name] for name in ("weights", "gradients", "optimizer", "reserved"))
+    held = sum(shared.actor.parts[name] for name in ("weights", "optimizer", "reserved"))
     assert shared.server.memory.room == pytest.approx(GPUS["h100"].memory_gib * 2**30 - held)
+    assert shared.actor.parts["gradients"] > 0 and shared.actor.parts["asleep"] > 0
+    assert plan().actor.parts["asleep"] == 0.0
+
+
+def test_what_waits_on_the_host_is_not_on_the_gpu_while_it_generates() -> None:
+    large = ("cluster.nodes=2", "layout.tp=4", "layout.pp=4", "pack.max_tokens=9216", "model.recompute=full")
+    for where, kept in (("rollout.colocated=false", ["gradients"]), ("rollout.colocated=true", [])):
+        made = plan(*large, "optimizer.offload=true", "rollout.ahead=0", "rollout.sync.transport=disk", where)
+        parts = made.actor.parts
+        assert parts["optimizer"] > 0.0, "once the passes are over"
+        expected = sum(parts[name] for name in ("weights", "reserved", *kept))
+        assert resident_bytes(made.config, made.actor) == pytest.approx(expected)
 
 
 TOO_LARGE = [
@@ -176,14 +197,16 @@ def test_pruning_is_never_slower_on_paper(prompts: float, completions: float) ->
         for ahead in (0, 1):
             made = plan(*keep, f"rollout.ahead={ahead}", file=file)
             assert made.pruned.seconds <= made.unpruned.seconds * (1 + 1e-9)
-            assert made.pruned.work.trained == pytest.approx(made.unpruned.work.trained * prompts * completions)
+            mixed = 0.6  # of the completions that were rolled out, unpruned runs train on no others either
+            share = prompts * min(completions, mixed) / mixed
+            assert made.pruned.work.trained == pytest.approx(made.unpruned.work.trained * share)
             assert made.cost.gpu_hours <= made.cost_unpruned.gpu_hours * (1 + 1e-9)
 
 
 def test_schedules_count_by_their_mean() -> None:
     config = of("pruning.prompts.rule=none", "pruning.completions.schedule.shape=linear", "run.steps=1000",
                 "pruning.completions.keep=0.5", "pruning.completions.schedule.ramp=0.5")  # fmt: skip
-    work = work_of(config, Assumptions())
+    work = work_of(config, Assumptions(mixed_share=1.0))
     assert work.kept / work.completions == pytest.approx(0.5 * 0.75 + 0.5 * 0.5, abs=1e-3)
     refilled = work_of(of("pruning.refill=prompts", "pruning.prompts.rule=none"), Assumptions())
     assert refilled.kept == pytest.approx(128 * 16)

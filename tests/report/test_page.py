@@ -15,8 +15,10 @@ import pytest
 from megatron_dppo.cli import main
 from megatron_dppo.config import CompletionPruningConfig, PruningConfig
 from megatron_dppo.errors import UserError
+from megatron_dppo.history import record
 from megatron_dppo.report.page import page, report
 from megatron_dppo.report.reading import read_runs
+from megatron_dppo.settings import load_config
 from tests.report.made_up import UNPRUNED, write_lines, write_run
 
 SECTIONS = ("learning", "time", "pruning", "packs", "signs", "answers", "benchmarks", "cost", "settings")
@@ -323,3 +325,16 @@ def test_a_page_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(OSError):
         report([run], out)
     assert out.read_text() == "old"
+
+
+def test_a_run_whose_objective_changed_on_the_way_says_so(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name) for name in ("changed", "plain")]
+    start = [f"run.dir={folders[0]}", "run.steps=6", "eval.problems=50"]
+    record(folders[0], 0, load_config(None, start))
+    record(folders[0], 4, load_config(None, [*start, "loss.name=gspo", "optimizer.lr=1e-7", "run.resume=anyway"]))
+    text = " ".join(Elements(page(read_runs(folders[:1]))).text.split())
+    assert "changed on the way: loss.name grpo until step 4, then gspo" in text
+    assert "after step setting before then 4 loss.name grpo gspo 4 optimizer.lr 1e-06 1e-07" in text
+    race = " ".join(Elements(page(read_runs(folders))).text.split())
+    assert "changed on its way: changed, loss.name grpo until step 4, then gspo." in race
+    assert "changed on the way" not in page(read_runs(folders[1:]))

@@ -30,9 +30,9 @@ class Census:
     kept: tuple[int, int]
     """Completions trained on, and the tokens of their rows."""
     pruned: tuple[int, int]
-    """Those that were not, although they could teach something."""
+    """Those that were not, although they have a gradient."""
     idle: tuple[int, int]
-    """Those that were not, and could teach nothing: A = 0."""
+    """Those that were not, and have none: A = 0 and no KL term, or a group that a rule threw away."""
     binary: bool
     """Whether no group has more than two different rewards, so that its answers are right or wrong."""
     by_group: tuple[Cell, ...]
@@ -58,6 +58,7 @@ def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
     advantage = np.concatenate([pruned.advantage for _, pruned in parts])
     inclusion = np.concatenate([pruned.inclusion for _, pruned in parts])
     kept = np.concatenate([pruned.kept for _, pruned in parts])
+    idle = np.concatenate([pruned.idle for _, pruned in parts])
     teaches = advantage != 0.0
 
     def total(which: Bools) -> tuple[int, int]:
@@ -71,8 +72,8 @@ def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
     octaves = np.clip(_log2(score / (typical or 1.0)), -WIDEST_SCORE, WIDEST_SCORE)
     return Census(
         kept=total(kept),
-        pruned=total(~kept & teaches),
-        idle=total(~kept & ~teaches),
+        pruned=total(~kept & ~idle),
+        idle=total(~kept & idle),
         binary=_two_valued(rewards),
         by_group=table(_rounded(_share_better(side), min(side.shape[1], SHARES)), side),
         by_reward=table(_rounded(_deviations(rewards), PER_DEVIATION), side),

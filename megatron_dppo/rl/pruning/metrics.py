@@ -24,8 +24,9 @@ def prune_metrics(
     - ``effective_sample_size``: (Σw)²/Σw² over the completions kept, as a share of their number (Kish).
     - ``saved_tokens_prompts``: row tokens of the prompts that were not rolled out, estimated by Σ T_q·(1/π_q − 1), T_q
       the row tokens of a group that was; under a biased rule, which tells no π, each by the mean of those that were.
-    - ``saved_tokens_completions``: row tokens rolled out and not trained on, counted; those that could teach nothing,
-      which every rule drops, are among them.
+    - ``saved_tokens_completions``: row tokens of completions that were rolled out, have a gradient, and were pruned.
+    - ``zero_advantage_tokens``: row tokens of completions whose gradient is exactly 0. They are not trained on without
+      pruning either, so they count as no saving.
     - ``variance_inflation``: see ``variance_inflation``.
     - ``noise_share_prompts``, ``noise_share_completions``: see ``Noise``; what is left of 1 is sampling's.
 
@@ -39,6 +40,7 @@ def prune_metrics(
     """
     prompts = sum(len(part.prompt_ids) for part, _ in parts)
     kept = np.concatenate([pruned.kept.ravel() for _, pruned in parts])
+    idle = np.concatenate([pruned.idle.ravel() for _, pruned in parts])
     advantage = np.concatenate([pruned.advantage.ravel() for _, pruned in parts])
     tokens = np.concatenate([(part.prompt_lengths[:, None] + part.response_lengths).ravel() for part, _ in parts])
     weight = np.concatenate([pruned.weight.ravel() for _, pruned in parts])[kept]
@@ -54,7 +56,8 @@ def prune_metrics(
         "prune/saved_tokens_prompts": _at_the_mean(window - prompts, prompts, tokens)
         if biased_prompts
         else sum(_tokens_not_rolled_out(part) for part, _ in parts),
-        "prune/saved_tokens_completions": float(tokens[~kept].sum()),
+        "prune/saved_tokens_completions": float(tokens[~kept & ~idle].sum()),
+        "prune/zero_advantage_tokens": float(tokens[~kept & idle].sum()),
     }
     if not biased_prompts and all(_weighted_by_inclusion(part, pruned) for part, pruned in parts):
         noise = gradient_noise(parts)
@@ -68,8 +71,8 @@ def prune_metrics(
 
 def thrown_away(part: StepMetadata) -> Pruned:
     """Groups that a rule discarded after their rollouts, as statistics see them: nothing of them is trained on."""
-    zeros = np.zeros(part.rewards.shape)
-    return Pruned(zeros, zeros, zeros, zeros, kept=np.zeros(part.rewards.shape, dtype=np.bool_), normaliser=0.0)
+    zeros, nothing = np.zeros(part.rewards.shape), np.zeros(part.rewards.shape, dtype=np.bool_)
+    return Pruned(zeros, zeros, zeros, zeros, kept=nothing, idle=~nothing, normaliser=0.0)
 
 
 def variance_inflation(parts: Sequence[tuple[StepMetadata, Pruned]]) -> float:

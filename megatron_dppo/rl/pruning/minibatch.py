@@ -30,6 +30,8 @@ class Pruned:
     """1/(π_prompt·π), the Horvitz-Thompson weight that it has if it is kept; 0 where its gradient is exactly 0. A
     biased rule has weights of its own in place of its factor."""
     kept: Bools
+    idle: Bools
+    """Whose gradient is exactly 0: not trained on, whatever the rule, and so no saving of the rule's."""
     normaliser: float
     """Z"""
 
@@ -78,6 +80,7 @@ def prune_minibatch(part: StepMetadata, config: Config, host: Host, *, keep: flo
         inclusion=inclusion,
         weight=completion_weight(pruning.rule, candidates, inclusion, keep) / part.prompt_inclusion[:, None],
         kept=kept,
+        idle=candidates.idle,
         normaliser=z,
     )
 

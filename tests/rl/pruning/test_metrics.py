@@ -19,8 +19,8 @@ from tests.rl.steps import step_config, step_metadata
 SHARES = ("prune/noise_share_prompts", "prune/noise_share_completions")
 
 
-def _pruned(metadata: StepMetadata, *, rule: str = "neyman", keep: float = 0.5) -> Pruned:
-    config = step_config(rule=rule, keep=keep)
+def _pruned(metadata: StepMetadata, *, rule: str = "neyman", keep: float = 0.5, kl_coef: float = 0.0) -> Pruned:
+    config = step_config(rule=rule, keep=keep, kl_coef=kl_coef)
     return prune_minibatch(metadata, config, host_for(config.loss), keep=keep, rng=np.random.default_rng(0))
 
 
@@ -44,7 +44,7 @@ def _draws(chances: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
 def _rolled_out(metadata: StepMetadata, pruned: Pruned, groups: np.ndarray) -> tuple[StepMetadata, Pruned]:
     part = Pruned(
         pruned.advantage[groups], pruned.coefficient[groups], pruned.inclusion[groups], pruned.weight[groups],
-        pruned.kept[groups], pruned.normaliser,
+        pruned.kept[groups], pruned.idle[groups], pruned.normaliser,
     )  # fmt: skip
     return take_groups(metadata, groups), part
 
@@ -87,13 +87,25 @@ def test_tokens_of_prompts_not_rolled_out_are_estimated_without_bias() -> None:
     assert estimate == pytest.approx(truth, rel=1e-9)
 
 
-def test_tokens_rolled_out_are_trained_on_or_saved() -> None:
+def test_tokens_rolled_out_are_trained_on_or_saved_or_of_zero_advantage() -> None:
     parts = [(part, _pruned(part)) for part in (step_metadata(16, seed=1), step_metadata(16, seed=2))]
     metrics = prune_metrics(32.0, parts)
     rows = [(part.prompt_lengths[:, None] + part.response_lengths, pruned.kept) for part, pruned in parts]
     kept, total = sum(int(t[k].sum()) for t, k in rows), sum(int(t.sum()) for t, _ in rows)
-    assert kept + metrics["prune/saved_tokens_completions"] == total
+    idle = sum(int(t[pruned.advantage == 0.0].sum()) for (t, _), (_, pruned) in zip(rows, parts, strict=True))
+    assert metrics["prune/zero_advantage_tokens"] == idle > 0
+    assert kept + metrics["prune/saved_tokens_completions"] + idle == total
     assert metrics["prune/kept_token_fraction"] == kept / total
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_a_run_that_prunes_nothing_saves_nothing(kl_coef: float) -> None:
+    """Zero advantages are dropped, unless a KL term gives them a gradient; neither is a saving."""
+    metadata = step_metadata(16)
+    pruned = _pruned(metadata, rule="none", kl_coef=kl_coef)
+    metrics = prune_metrics(16.0, [(metadata, pruned)])
+    assert metrics["prune/saved_tokens_completions"] == metrics["prune/saved_tokens_prompts"] == 0.0
+    assert (metrics["prune/zero_advantage_tokens"] > 0) == (kl_coef == 0.0)
 
 
 def test_a_biased_rule_has_finite_numbers_and_no_variance() -> None:
@@ -122,7 +134,7 @@ def test_a_biased_rule_for_prompts_has_no_variance_and_saves_its_prompts_at_the_
     metrics = prune_metrics(6.0, [(used, _pruned(used)), (discarded, thrown_away(discarded))], biased_prompts=True)
     assert metrics["prune/kept_prompt_fraction"] == 1.0
     assert metrics["prune/saved_tokens_prompts"] == 0.0
-    assert metrics["prune/saved_tokens_completions"] >= tokens[4:].sum()
+    assert metrics["prune/zero_advantage_tokens"] >= tokens[4:].sum()
 
 
 def test_groups_that_no_one_threw_away_change_nothing() -> None:

@@ -1,0 +1,153 @@
+"""The ranks of one machine as processes: they start together and end together, and the first that failed is named."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from megatron_dppo.launch import stop
+from megatron_dppo.launch.first_failure import FirstFailure
+from megatron_dppo.parallel.meeting import LISTENER, LOOPBACK, listen
+
+LOOK_S = 0.05
+"""Seconds between looks at the ranks."""
+GRACE_S = 30.0
+"""How long ranks may take to end, those that were told to and those that have saved, before they are killed."""
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class _EndedError(Exception):
+    """This process was sent a signal that ends it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def run_ranks(command: Sequence[str], environ: Mapping[str, str], ranks: int, failure: FirstFailure) -> int:
+    """Run a command as so many ranks, to the end of all of them.
+
+    Args:
+        command: of every rank.
+        environ: what all of them are told; their places come on top.
+        ranks: how many.
+        failure: the marker that a rank which fails and can still speak makes.
+
+    Returns:
+        0; or the exit code of the rank that failed first; or 128 + the signal that ended a rank or this process.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    with (
+        _ending_signals() as ignore_them,
+        stop.handed_on(lambda: [process.pid for process in processes]),
+        listen(LOOPBACK) as place,
+    ):
+        try:
+            for rank in range(ranks):
+                held = {LISTENER: str(place.fileno())} if rank == 0 else {}
+                ours = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": LOOPBACK,
+                    "MASTER_PORT": str(place.getsockname()[1]),
+                }
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env={**environ, **ours, **held},
+                        pass_fds=[place.fileno()] if rank == 0 else [],
+                        start_new_session=True,  # Ctrl-C is this process's to answer
+                    )
+                )
+            return _watch(processes, failure)
+        except _EndedError as ended:
+            return 128 + ended.number
+        finally:
+            ignore_them()  # ranks are being ended already
+            _end(processes)
+
+
+def _watch(processes: Sequence[subprocess.Popen[bytes]], failure: FirstFailure) -> int:
+    before = time.time()
+    while True:
+        now = time.time()
+        codes = {rank: process.poll() for rank, process in enumerate(processes)}
+        if failed := {rank: code for rank, code in codes.items() if code}:
+            code = _first_cause(failed, failure, all_lived=before)
+            if code == stop.SAVED:
+                _wait(processes, GRACE_S)  # the others have saved as well, and are closing what they hold
+            return code
+        if all(code == 0 for code in codes.values()):
+            return 0
+        before = now
+        time.sleep(LOOK_S)
+
+
+def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, all_lived: float) -> int:
+    """Say which rank failed first, unless it has spoken itself. Returns the exit code of the run.
+
+    A rank that is killed cannot speak, and others fail because of it. They hold their words back for so long that its
+    end is seen before; where both are seen at once, the one that was killed is the cause, if all lived when looked at
+    last (``all_lived``, in seconds since the epoch) before anyone spoke. Only SIGABRT is always the consequence then:
+    libraries end a process by it which has lost its peers.
+
+    Args:
+        failed: exit codes by rank; negative: the signal that ended it.
+    """
+    killed = {rank: -code for rank, code in failed.items() if code < 0}
+    spoken = failure.code()
+    if spoken is not None and (set(killed.values()) <= {signal.SIGABRT} or failure.made_before(all_lived)):
+        return spoken
+    killed = {rank: number for rank, number in killed.items() if number != signal.SIGABRT} or killed
+    for rank, number in killed.items():
+        hint = " (was the machine out of memory?)" if number == signal.SIGKILL else ""
+        print(f"error: rank {rank} was ended by {signal.Signals(number).name}{hint}", file=sys.stderr)
+    if killed:
+        return 128 + next(iter(killed.values()))
+    rank, code = next(iter(failed.items()))
+    print(f"error: rank {rank} ended with exit code {code}, and did not say why", file=sys.stderr)
+    return code
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.terminate()
+    _wait(processes, GRACE_S)
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0.0))
+
+
+@contextmanager
+def _ending_signals() -> Iterator[Callable[[], None]]:
+    """Within it the first signal that ends this process raises, until what it gives is called. What was ignored, SIGHUP
+    under nohup, stays so."""
+
+    def ignore_them() -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+
+    def raise_once(number: int, frame: FrameType | None) -> None:
+        ignore_them()
+        raise _EndedError(number)
+
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, raise_once) for number in heard}
+    try:
+        yield ignore_them
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

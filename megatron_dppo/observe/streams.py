@@ -1,0 +1,67 @@
+"""What a run says is read by somebody, or by nobody any more: a log that is closed does not end what is logged."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import TextIO
+
+
+class _Stream(io.FileIO):
+    """Standard output or error, which throws away what cannot be written."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._lost = False
+
+    def write(self, data: object) -> int:
+        try:
+            return super().write(data)  # type: ignore[arg-type]
+        except OSError as error:
+            if not self._lost:
+                self._lost = True
+                if error.errno == errno.EPIPE:  # servers and libraries write there, too
+                    nowhere = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(nowhere, self.fileno())
+                    os.close(nowhere)
+                if self.fileno() == 1:
+                    words = f"note  standard output cannot be written to ({error.strerror}): the run goes on without it"
+                    print(words, file=sys.stderr)
+            return memoryview(data).nbytes  # type: ignore[arg-type]
+
+
+def outlive_readers() -> None:
+    """From now on a standard stream whose reader has gone, whose descriptor is closed or whose disk is full costs the
+    words and nothing else. Called before threads and children."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # or the next file that is opened takes its number, and what is said
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout, sys.stderr = _outliving(sys.stdout, 1), _outliving(sys.stderr, 2)
+
+
+def _outliving(stream: TextIO | None, descriptor: int) -> TextIO:
+    """The stream in the place of Python's; one that is no file of its own, a test's perhaps, is left as it is."""
+    if stream is not None and (not _is_file(stream, descriptor) or _is_ours(stream)):
+        return stream
+    if stream is not None:
+        stream.flush()
+    buffered = io.BufferedWriter(_Stream(descriptor))
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return io.TextIOWrapper(
+        buffered, encoding, errors="backslashreplace", line_buffering=descriptor == 2 or os.isatty(descriptor)
+    )
+
+
+def _is_file(stream: TextIO, descriptor: int) -> bool:
+    try:
+        return stream.fileno() == descriptor
+    except (OSError, ValueError):
+        return False
+
+
+def _is_ours(stream: TextIO) -> bool:
+    return isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Stream)

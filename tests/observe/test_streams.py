@@ -1,0 +1,48 @@
+"""A run whose log nobody reads any more goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SAYS = """
+import os, sys, time
+from megatron_dppo.observe.streams import outlive_readers
+from megatron_dppo.observe.console import Console
+outlive_readers()
+sys.stdin.readline()
+console = Console(3)
+for step in range(3):
+    console.step(step + 1, {"rollout/raw_reward": 0.5, "perf/step_time": 1.0})
+    print("a reward function's words", flush=True)
+with open(sys.argv[1], "w") as file:  # must not have become the standard output
+    print("words", flush=True)
+    if "child" in sys.argv:
+        os.write(1, b"a child's")
+    file.write("went on")
+sys.exit(5)
+"""
+CLOSED, FULL = 'exec "$0" -c "$1" "$2" child >&-', 'exec "$0" -c "$1" "$2" >/dev/full'
+
+
+def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SAYS, tmp_path / "file", "child"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        process.stdout.close()
+        _, said = process.communicate("go on\n", timeout=60)
+    assert process.returncode == 5, said
+    assert (tmp_path / "file").read_text() == "went on"
+    assert said == "note  standard output cannot be written to (Broken pipe): the run goes on without it\n"
+
+
+@pytest.mark.parametrize("how", [CLOSED, FULL])
+def test_a_run_outlives_an_output_that_takes_nothing(how: str, tmp_path: Path) -> None:
+    command = ["bash", "-c", how, sys.executable, SAYS, tmp_path / "file"]
+    ended = subprocess.run(command, input="go on\n", capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 5, ended.stderr
+    assert (tmp_path / "file").read_text() == "went on"
+    assert "Traceback" not in ended.stderr
