@@ -1,4 +1,4 @@
-"""Processes that do not outlive their parent: the kernel ends them, however the parent ended. Standard library only.
+"""Processes that do not outlive their parent: the kernel ends them, or the parent itself. Standard library only.
 
 Linux alone knows such a wish; elsewhere a process finds out only whether its parent is there already. The kernel takes
 the *thread* that started a process for its parent: start processes on a thread that lives as long as they may. The wish
@@ -7,10 +7,12 @@ is not inherited: each process states its own.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -35,3 +37,26 @@ def adopt_orphans() -> None:
     """Become the parent of what this process's descendants leave behind, whatever session they have moved to."""
     if _prctl is not None:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_children() -> None:
+    """Kill and reap children until there are none; after ``adopt_orphans`` that is every process this one led to."""
+    while True:
+        for child in _children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    """Of this process, by looking through all: not every kernel lists them."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            # The name, in brackets, may hold brackets and spaces; behind it stand the state and the parent.
+            if int(place.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(place.parent.name))
+    return found

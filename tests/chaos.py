@@ -95,7 +95,6 @@ class Run:
     of: Configuration
     folder: Path
     policy: Path
-    killed: int = 0
 
     def start(self) -> subprocess.Popen[bytes]:
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
@@ -271,7 +270,6 @@ def chaos(kills: int, seed: int, folder: Path) -> Tally:
         tally.survivors += left
         ended = run.steps() > STEPS and code in (0, None)
         if code is not None:
-            run.killed += 1
             tally.kills[kind] += 1
             tally.codes.setdefault(kind, Counter())[code] += 1
             when = "while saving" if saving or kind == "writer" else "at any time"

@@ -97,10 +97,8 @@ def _answer(
     short = config.pack.max_tokens - MAX_TOKENS
     if pool := [problem.prompt for problem in problems if len(problem.prompt.token_ids) <= short]:
         check_agreement(parts, engine, pool, version=0)
-    examiner, progress = (
-        Examiner(parts, engine, workers),
-        _Progress(config, len(problems), len(problems) - sum(map(len, left))),
-    )
+    examiner = Examiner(parts, engine, workers)
+    progress = _Progress(config, len(problems), len(problems) - sum(map(len, left)))
     failures: list[Examined] = []
     of_all = config.eval.samples * len(problems)
     for batch in left:

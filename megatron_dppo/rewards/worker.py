@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.streams import outlive_readers
-from megatron_dppo.parent_death import adopt_orphans, die_with
+from megatron_dppo.parent_death import adopt_orphans, die_with, end_children
 from megatron_dppo.rewards.adapters import Scorer
 from megatron_dppo.rewards.functions import InvalidScoreError, details, resolve, to_score
 
@@ -70,29 +70,10 @@ def _wait_for(scorer: int) -> int:
 
 
 def _end_all(scorer: int) -> None:
-    """Kill all descendants. Children of what dies become this process's, so that a few rounds find all."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(ProcessLookupError):  # where nothing is inherited: the scorer's own group at least
         os.killpg(scorer, signal.SIGKILL)
-    while True:
-        for child in _children():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        try:
-            os.wait()
-        except ChildProcessError:
-            return
-
-
-def _children() -> list[int]:
-    """Of this process, by looking through all: not every kernel lists them."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # The name, in brackets, may hold brackets and spaces; behind it stand the state and the parent.
-            if int(place.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.append(int(place.parent.name))
-    return found
+    end_children()
 
 
 def _end_as(status: int) -> NoReturn:

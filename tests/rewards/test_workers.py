@@ -245,7 +245,10 @@ def test_workers_die_with_a_trainer_that_is_killed(tmp_path: Path, busy_with: st
 
 
 def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_close_leaves_no_process(workers: RewardWorkers) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -15,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import psutil
 import torch
 
 from megatron_dppo.agreement import check_agreement
@@ -170,7 +170,7 @@ def slow_down(pids: Sequence[int], over: threading.Event) -> None:
     while not over.is_set():
         for number, seconds in ((signal.SIGSTOP, 0.45), (signal.SIGCONT, 0.05)):
             for pid in pids:
-                if psutil.pid_exists(pid):
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
             time.sleep(seconds)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megatron_dppo.models.init import write_model
@@ -79,7 +79,7 @@ def test_a_slow_server_is_given_less_and_nothing_is_lost(
         before, slowed = ranks.run(2, on_ranks.slow, settings, sglang_tp1.secret, pids)[0]
     finally:
         for pid in pids:
-            if psutil.pid_exists(pid):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
     for seen in (before, slowed):
         assert seen.answered == list(range(PROMPTS)) and seen.samples == [SAMPLES] * PROMPTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -35,7 +36,10 @@ time.sleep(600)
 
 def _living(pids: list[int]) -> list[int]:
     """Those that still live after a while."""
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
     return [process.pid for process in psutil.wait_procs(processes, timeout=20)[1]]
 
 

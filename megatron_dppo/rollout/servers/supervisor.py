@@ -18,7 +18,7 @@ from pathlib import Path
 if not __package__:  # run as a file by an isolated interpreter, which knows of no package
     sys.path.append(str(Path(__file__).parents[3]))
 
-from megatron_dppo.parent_death import adopt_orphans, die_with
+from megatron_dppo.parent_death import adopt_orphans, die_with, end_children
 
 LOOK_S = 0.2
 """Seconds between looks whether the trainer is still there."""
@@ -54,8 +54,10 @@ def supervise(trainer: int, command: list[str]) -> int:
         if os.getppid() == trainer and server.poll() is None:
             _ask_to_end(server, awaited)
     finally:
-        _kill_the_rest(server)
-    return server.wait()
+        server.kill()
+        code = server.wait()  # before ``end_children`` can reap it and lose its exit code
+        end_children()
+    return code
 
 
 def _ask_to_end(server: subprocess.Popen[bytes], awaited: set[signal.Signals]) -> None:
@@ -63,27 +65,6 @@ def _ask_to_end(server: subprocess.Popen[bytes], awaited: set[signal.Signals]) -
     until = time.monotonic() + GRACE_S
     while server.poll() is None and (left := until - time.monotonic()) > 0:
         signal.sigtimedwait(awaited, min(left, LOOK_S))
-
-
-def _kill_the_rest(server: subprocess.Popen[bytes]) -> None:
-    """Kill children until there are none: those of a child that died become ours."""
-    while children := _children():
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-        for child in children:
-            server.wait() if child == server.pid else os.waitpid(child, 0)
-
-
-def _children() -> list[int]:
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = (place / "stat").read_text().rpartition(")")[2].split()[1]
-        except OSError:
-            continue  # it ended meanwhile
-        if int(parent) == os.getpid():
-            found.append(int(place.name))
-    return found
 
 
 if __name__ == "__main__":
