@@ -1,4 +1,4 @@
-"""One pool of ranks for the whole session."""
+"""What all tests share: ranks, a disk that is soon full, and the settings of hypothesis."""
 
 from __future__ import annotations
 
@@ -35,7 +35,5 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    pool.close()
+def ranks() -> RankPool:
+    return RankPool()

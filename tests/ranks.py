@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes on gloo that stay up between tests, since importing Megatron takes seconds.
+"""Real ranks for tests: processes on gloo, forked from one that has imported Megatron, which takes seconds.
 
 def claim(rank, size, argument): ...      # a module-level function; the process group is up when it is called
 results = ranks.run(4, claim, argument)   # one return value per rank; an exception on any rank fails the test
@@ -14,52 +14,50 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+IMPORTED = (
+    "hypothesis",
+    "pytest",
+    "megatron_dppo.evaluation.command",
+    "megatron_dppo.sft",
+    "megatron_dppo.train",
+    "torch.distributed.checkpoint",
+)
+"""What takes long to import, and starts no thread."""
 
 NO_GROUP = "connectFullMesh failed"
 """What gloo says where a rank met a stranger at a port that it was told: tests run beside each other. Nothing of a test
 has begun then."""
 
-MOST_THREADS = 250
-"""Of a rank. Hooks and autograd keep some process groups alive after a test, each with three threads that gloo wakes a
-hundred times a second: hundreds of them slow everything down. Such ranks are started anew."""
 
-
-def _serve(pipe: Connection) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
+def _be_a_rank(
+    pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, size: int, rendezvous: str
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    while (job := pipe.recv()) is not None:
-        function, arguments, rank, size, rendezvous = job
-        # Megatron collects garbage with every checkpoint, which takes a quarter of a second with all that is imported.
-        gc.collect()
-        gc.freeze()
-        try:
-            dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-            pipe.send((function(rank, size, *arguments), None))
-        except BaseException:
-            pipe.send((None, traceback.format_exc()))
-        finally:
-            if dist.is_initialized():
-                from megatron.core import parallel_state
-
-                parallel_state.destroy_model_parallel()
-                dist.destroy_process_group()
-
-
-def _threads(pid: int) -> int:
-    tasks = Path(f"/proc/{pid}/task")
-    return len(list(tasks.iterdir())) if tasks.is_dir() else 0
+    # Megatron collects garbage with every checkpoint, which takes a quarter of a second with all that is imported.
+    gc.freeze()
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+        answer = (function(rank, size, *arguments), None)
+    except BaseException:
+        answer = (None, traceback.format_exc())
+    pipe.send(answer)
+    pipe.recv()  # until all have answered: a rank that is gone ends what others still do with it
+    os._exit(0)  # gloo's threads are not waited for
 
 
 class RankPool:
-    """Up to four processes that run a function as the ranks of one process group, again and again."""
+    """Runs functions as the ranks of process groups."""
 
     def __init__(self) -> None:
-        self._workers: list[tuple[Any, Connection]] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*IMPORTED])
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
         try:
@@ -70,43 +68,47 @@ class RankPool:
             return self._run(size, function, arguments, timeout)
 
     def _run(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
-        if any(_threads(process.pid) > MOST_THREADS for process, _ in self._workers):
-            self.close()
-        context = multiprocessing.get_context("spawn")
-        while len(self._workers) < size:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=False)
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+        workers: list[tuple[ForkServerProcess, Connection]] = []
         with tempfile.TemporaryDirectory() as folder:
             rendezvous = Path(folder, "rendezvous").as_posix()
-            for rank, (_, pipe) in enumerate(self._workers[:size]):
-                pipe.send((function, arguments, rank, size, rendezvous))
-            return self._collect(size, time.monotonic() + timeout)
+            try:
+                for rank in range(size):
+                    ours, theirs = self._context.Pipe()
+                    process = self._context.Process(
+                        target=_be_a_rank, args=(theirs, function, arguments, rank, size, rendezvous)
+                    )
+                    process.start()
+                    theirs.close()
+                    workers.append((process, ours))
+                results = _collect(workers, time.monotonic() + timeout)
+                for _, pipe in workers:
+                    pipe.send(None)
+                return results
+            except BaseException:
+                for process, _ in workers:
+                    process.kill()  # they may hang in a collective
+                raise
+            finally:
+                for process, pipe in workers:
+                    process.join()
+                    pipe.close()
 
-    def _collect(self, size: int, deadline: float) -> list[Any]:
-        results: dict[int, Any] = {}
-        while len(results) < size:
-            for rank, (process, pipe) in enumerate(self._workers[:size]):
-                if rank in results:
-                    continue
-                if pipe.poll(0.02):
-                    try:
-                        results[rank], error = pipe.recv()
-                    except EOFError:
-                        error = f"the process ended with exit code {process.exitcode}"
-                elif time.monotonic() > deadline:
-                    error = "no answer in time"
-                else:
-                    continue
-                if error is not None:
-                    self.close()  # the other ranks may hang in a collective with this one
-                    raise AssertionError(f"rank {rank} of {size}: {error}")
-        return [results[rank] for rank in range(size)]
 
-    def close(self) -> None:
-        for process, _ in self._workers:
-            process.kill()
-            process.join()
-        self._workers.clear()
+def _collect(workers: list[tuple[ForkServerProcess, Connection]], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(workers):
+        for rank, (process, pipe) in enumerate(workers):
+            if rank in results:
+                continue
+            if pipe.poll(0.02):
+                try:
+                    results[rank], error = pipe.recv()
+                except EOFError:
+                    process.join()
+                    error = f"the process ended with exit code {process.exitcode}"
+            elif time.monotonic() > deadline:
+                error = "no answer in time"
+            else:
+                continue
+            assert error is None, f"rank {rank} of {len(workers)}: {error}"
+    return [results[rank] for rank in range(len(workers))]

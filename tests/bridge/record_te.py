@@ -94,10 +94,7 @@ def record(ranks: RankPool, write: Callable[[Path], PolicyShape]) -> dict[str, d
 
 def main() -> None:
     ranks = RankPool()
-    try:
-        policies = {family: record(ranks, write) for family, write in POLICIES.items()}
-    finally:
-        ranks.close()
+    policies = {family: record(ranks, write) for family, write in POLICIES.items()}
     packages = ("transformer_engine", "megatron-core", "torch")
     recording = {"versions": {package: version(package) for package in packages}, **policies}
     text = json.dumps(recording, indent=1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,24 +22,19 @@ Interpret = Callable[..., list[Any]]
 
 def interpreted(rank: int, size: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """The function's result in a rank whose policy head takes the kernels, as it would on CUDA."""
+    os.environ["TRITON_INTERPRET"] = "1"  # read by Triton while it is imported, which torch has done already
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "triton" and not name.startswith("triton._C"):
+            del sys.modules[name]
     from megatron_dppo.models import logit_kernels
 
     with mock.patch.object(policy_head, "_passes", lambda on_cuda: logit_kernels):
         return function(rank, size, *arguments)
 
 
-@pytest.fixture(scope="module")
-def interpret() -> Iterator[Interpret]:
-    """Triton decides for the interpreter when it is imported: in processes of its own."""
-    pool = RankPool()
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        pool.run(2, nothing)
-    yield lambda size, function, *arguments: pool.run(size, interpreted, function, *arguments)
-    pool.close()
-
-
-def nothing(rank: int, size: int) -> None:
-    """Starts the processes."""
+@pytest.fixture
+def interpret(ranks: RankPool) -> Interpret:
+    return lambda size, function, *arguments: ranks.run(size, interpreted, function, *arguments)
 
 
 def logits_and_targets(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +33,14 @@ Updates = tuple[Weights, Losses]
 
 
 @pytest.fixture(scope="module")
-def with_te() -> Iterator[RankPool]:
-    """Ranks of their own: Megatron's choice of Adam is one for a whole process."""
-    pool = RankPool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def wheel() -> Path:
     return fused_adam.lay_out_wheel()
 
 
 def use_te(wheel: Path) -> None:
     """Megatron on Transformer Engine's Adam, and memory that nobody has set is full of NaN."""
-    if not hasattr(torch.empty, "poisoned"):
-        fused_adam.use_in_megatron(wheel)
-        torch.empty, torch.empty_like = _poisoned(torch.empty), _poisoned(torch.empty_like)
+    fused_adam.use_in_megatron(wheel)
+    torch.empty, torch.empty_like = _poisoned(torch.empty), _poisoned(torch.empty_like)
 
 
 def train_with_te(rank: int, size: int, wheel: Path, config: Config, stop: int, save: tuple[int, ...]) -> Updates:
@@ -63,7 +54,6 @@ def _poisoned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         made = factory(*arguments, **settings)
         return made.fill_(torch.nan) if made.is_floating_point() and not made.is_meta else made
 
-    make.poisoned = True
     return make
 
 
@@ -80,10 +70,10 @@ def close(ours: Updates, theirs: Updates) -> None:
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_updates_start_from_zeros_and_are_those_of_torchs_adam(
-    with_te: RankPool, ranks: RankPool, wheel: Path, policy: Path, tmp_path: Path, distributed: bool
+    ranks: RankPool, wheel: Path, policy: Path, tmp_path: Path, distributed: bool
 ) -> None:
     config = configure(policy, tmp_path / "run", LAYOUT, distributed=distributed)
-    ours, theirs = with_te.run(2, train_with_te, wheel, config, 3, ()), ranks.run(2, train, config, 3, ())
+    ours, theirs = ranks.run(2, train_with_te, wheel, config, 3, ()), ranks.run(2, train, config, 3, ())
     for a, b in zip(ours, theirs, strict=True):
         close(a, b)
 
@@ -91,11 +81,11 @@ def test_updates_start_from_zeros_and_are_those_of_torchs_adam(
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("distributed", [True, False])
 def test_resumed_updates_are_those_of_an_undisturbed_run(
-    with_te: RankPool, wheel: Path, policy: Path, tmp_path: Path, distributed: bool, dtype: str
+    ranks: RankPool, wheel: Path, policy: Path, tmp_path: Path, distributed: bool, dtype: str
 ) -> None:
     config = configure(policy, tmp_path / "run", LAYOUT, distributed=distributed, dtype=dtype)
-    undisturbed = with_te.run(2, train_with_te, wheel, config, 4, (2,))
-    resumed = with_te.run(2, train_with_te, wheel, config, 4, ())
+    undisturbed = ranks.run(2, train_with_te, wheel, config, 4, (2,))
+    resumed = ranks.run(2, train_with_te, wheel, config, 4, ())
     for (weights, losses), (ours, later) in zip(undisturbed, resumed, strict=True):
         assert later == losses[2:]
         assert all(torch.equal(ours[name], tensor) for name, tensor in weights.items())
@@ -104,15 +94,15 @@ def test_resumed_updates_are_those_of_an_undisturbed_run(
 @pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("te_first", [True, False])
 def test_the_one_adam_goes_on_from_the_others_checkpoint(
-    with_te: RankPool, ranks: RankPool, wheel: Path, policy: Path, tmp_path: Path, te_first: bool, distributed: bool
+    ranks: RankPool, wheel: Path, policy: Path, tmp_path: Path, te_first: bool, distributed: bool
 ) -> None:
     config = configure(policy, tmp_path / "run", LAYOUT, distributed=distributed)
     if te_first:
-        undisturbed = with_te.run(2, train_with_te, wheel, config, 4, (2,))
+        undisturbed = ranks.run(2, train_with_te, wheel, config, 4, (2,))
         resumed = ranks.run(2, train, config, 4, ())
     else:
         undisturbed = ranks.run(2, train, config, 4, (2,))
-        resumed = with_te.run(2, train_with_te, wheel, config, 4, ())
+        resumed = ranks.run(2, train_with_te, wheel, config, 4, ())
     for (weights, losses), ours in zip(undisturbed, resumed, strict=True):
         close(ours, (weights, losses[2:]))
 
@@ -133,10 +123,10 @@ def load_and_look(rank: int, size: int, wheel: Path, config: Config) -> tuple[li
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_a_resume_reads_into_the_state_that_is_there(
-    with_te: RankPool, wheel: Path, policy: Path, tmp_path: Path, distributed: bool
+    ranks: RankPool, wheel: Path, policy: Path, tmp_path: Path, distributed: bool
 ) -> None:
     config = configure(policy, tmp_path / "run", LAYOUT, distributed=distributed)
-    with_te.run(2, train_with_te, wheel, config, 2, (2,))
-    for before, after in with_te.run(2, load_and_look, wheel, config):
+    ranks.run(2, train_with_te, wheel, config, 2, (2,))
+    for before, after in ranks.run(2, load_and_look, wheel, config):
         assert len(before) > 10
         assert after == before
