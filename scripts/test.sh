@@ -12,13 +12,13 @@ case ${1:-} in
 --servers)
     shift
     source scripts/install_servers.sh
-    python -m pytest -m servers tests/servers "$@"
+    python -m pytest -m servers --durations 20 tests/servers "$@"
     ;;
 --slurm)
     shift
     source scripts/install_slurm.sh
     source scripts/install_servers.sh
-    SLURM_LOOPBACK=1 python -m pytest -m slurm tests/slurm "$@"
+    SLURM_LOOPBACK=1 python -m pytest -m slurm --durations 20 tests/slurm "$@"
     ;;
 --browser)
     shift
@@ -30,6 +30,6 @@ case ${1:-} in
     ruff format --check .
     mypy
     shellcheck -x scripts/slurm/*.sh scripts/install_slurm.sh scripts/install_browser.sh
-    python -m pytest --numprocesses 2 --dist loadfile "$@"
+    python -m pytest --numprocesses 2 --dist loadfile --durations 40 "$@"
     ;;
 esac
