@@ -70,7 +70,7 @@ def imports(modules: dict[str, Path]) -> Iterator[tuple[str, str]]:
 
 def room(module: str) -> str:
     """The folder or file at the top of the package that a module belongs to; empty for the package itself."""
-    return (module.split(".") + [""])[1]
+    return (*module.split("."), "")[1]
 
 
 def upward(pairs: Iterator[tuple[str, str]] | Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -24,6 +24,7 @@ from megatron_dppo import __version__
 from megatron_dppo.bridge.checkpoint_folder import latest_checkpoint, step_in
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.process.files import replacing_file
 from megatron_dppo.resume import Writer, read_state
 from megatron_dppo.settings import as_yaml, settings, short
 
@@ -147,8 +148,9 @@ def record(folder: Path, step: int, config: Config) -> None:
     if not entries or changes(entries[-1].settings, now):
         entries.append(Entry(step if entries else 0, now))
     lines = [{"step": entry.step, "version": __version__, "settings": dict(entry.settings)} for entry in entries]
-    _write(folder / HISTORY, "".join(json.dumps(line) + "\n" for line in lines))
-    _write(folder / IN_FORCE, as_yaml(config))
+    for name, text in (HISTORY, "".join(json.dumps(line) + "\n" for line in lines)), (IN_FORCE, as_yaml(config)):
+        with replacing_file(folder / name) as partial:
+            partial.write_text(text, encoding="utf-8")
 
 
 def check_warm_up(config: Config) -> None:
@@ -173,7 +175,8 @@ def check_warm_up(config: Config) -> None:
 
 def record_warm_up(out: Path, config: Config) -> None:
     """Write down beside a warmed-up policy what it comes from."""
-    _write(out / WARM_UP, json.dumps(flat(config), indent=2) + "\n")
+    with replacing_file(out / WARM_UP) as partial:
+        partial.write_text(json.dumps(flat(config), indent=2) + "\n", encoding="utf-8")
 
 
 def _entry(line: str) -> Entry | None:
@@ -196,9 +199,3 @@ def _same_place(key: str, one: Any, other: Any) -> bool:
     if key not in PLACES or not isinstance(one, str) or not isinstance(other, str):
         return False
     return Path(one).resolve() == Path(other).resolve()
-
-
-def _write(file: Path, text: str) -> None:
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)

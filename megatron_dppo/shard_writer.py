@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dppo.bridge.checksums import Block, BlockWriter
-from megatron_dppo.parent_death import die_with
+from megatron_dppo.process.lifetime import die_with
 
 Bucket = tuple[str, str, tuple[Sequence[tuple[Any, Any]], Sequence[tuple[Any, torch.Tensor]]]]
 """What Megatron wants in a file: its path, its name, and items with bytes and with tensors."""

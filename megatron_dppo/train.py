@@ -23,11 +23,11 @@ from megatron_dppo.evaluation.evaluate import evaluate
 from megatron_dppo.evaluation.examiner import Examiner, open_verifiers
 from megatron_dppo.history import same_prompts
 from megatron_dppo.journal import Journal
-from megatron_dppo.launch import stop
 from megatron_dppo.lock import lock_run
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
+from megatron_dppo.process import stop
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import plan_step, unpruned

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.checkpoint import TRACKER
-from megatron_dppo.launch.stop import SAVED
+from megatron_dppo.process.stop import SAVED
 
 STEPS = 6
 SETTINGS = (

@@ -39,9 +39,9 @@ from megatron_dppo.bridge.strips import STRIP_BYTES
 from megatron_dppo.bridge.torch_dist import plan_checkpoint
 from megatron_dppo.bridge.verify import compare_tensors, logits_dtype
 from megatron_dppo.errors import UserError
-from megatron_dppo.launch.rank import quieten
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.complaint import describe
+from megatron_dppo.process.warnings import quieten
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GB = 10**9

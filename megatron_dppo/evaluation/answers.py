@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.lock import FolderLock
+from megatron_dppo.process.files import replacing_file
 
 ANSWERS, SETTINGS, SCORES = "answers.jsonl", "evaluation.json", "scores.json"
 PROBLEMS = "problems"
@@ -80,12 +81,10 @@ class AnswerLog:
         whole = [all(found[key] == samples for key in batch) for batch in batches]
         torn = {key for batch, there in zip(batches, whole, strict=True) if not there for key in batch if found[key]}
         if torn or any(key is None for _, key in self._lines()):
-            partial = self._path.with_suffix(".partial")
-            with partial.open("wb") as kept:
+            with replacing_file(self._path) as partial, partial.open("wb") as kept:
                 kept.writelines(line for line, key in self._lines() if key is not None and key not in torn)
                 kept.flush()
                 os.fsync(kept.fileno())
-            partial.replace(self._path)
         return whole
 
     def _lines(self) -> Iterator[tuple[bytes, Key | None]]:
@@ -112,9 +111,8 @@ def finished_benchmarks(folder: Path) -> set[str]:
 
 def write_scores(folder: Path, scores: Mapping[str, Any]) -> None:
     """Write ``scores.json`` in one piece."""
-    partial = folder / (SCORES + ".partial")
-    partial.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / SCORES)
+    with replacing_file(folder / SCORES) as partial:
+        partial.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
 
 
 def read_answers(folder: Path, setting: str) -> list[Row]:
@@ -161,9 +159,8 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
             raise UserError("eval.out", folder, f"was begun with {what}", remedy)
         now = {**now, PROBLEMS: {**before, **ours}} if before or ours else now
     if now != begun:
-        partial = folder / (SETTINGS + ".partial")
-        partial.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
-        partial.replace(file)
+        with replacing_file(file) as partial:
+            partial.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_settings(folder: Path, file: Path) -> dict[str, Any]:

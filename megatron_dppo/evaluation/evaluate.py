@@ -16,6 +16,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.examiner import Answer, Examiner
 from megatron_dppo.evaluation.problems import Problem, names
 from megatron_dppo.evaluation.statistics import mean, pass_at, per_problem_mean, powers_up_to
+from megatron_dppo.process.files import replacing_file
 from megatron_dppo.rl.types import Floats
 
 
@@ -105,9 +106,8 @@ def record_answers(run_dir: Path, step: int, evaluation: Evaluation) -> None:
     rows = [row for row in read_answers(run_dir) if row["step"] < step]
     answers = [asdict(shown) for shown in evaluation.shown]
     rows.append({"step": step, "problems": dict(evaluation.problems), "answers": answers})
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    partial.replace(file)
+    with replacing_file(file) as partial:
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_answers(run_dir: Path) -> list[dict]:

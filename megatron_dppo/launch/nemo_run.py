@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.launch.stop import SAVED
+from megatron_dppo.process.stop import SAVED
 from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
 
 LOOK_S = 5

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from megatron_dppo.launch import stop
 from megatron_dppo.launch.first_failure import FirstFailure
 from megatron_dppo.parallel.meeting import LISTENER, LOOPBACK, listen
+from megatron_dppo.process import stop
 
 LOOK_S = 0.05
 """Seconds between looks at the ranks."""

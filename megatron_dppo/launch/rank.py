@@ -14,18 +14,18 @@ import re
 import signal
 import sys
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.launch import stop
 from megatron_dppo.launch.first_failure import FirstFailure, marker_for
 from megatron_dppo.observe.complaint import describe
-from megatron_dppo.observe.streams import outlive_readers
 from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_one_machine
-from megatron_dppo.parent_death import die_with
+from megatron_dppo.process import stop
+from megatron_dppo.process.lifetime import die_with
+from megatron_dppo.process.streams import outlive_readers
+from megatron_dppo.process.warnings import quieten
 from megatron_dppo.rollout.servers.nccl import rank_environment
 from megatron_dppo.settings import load_config
 
@@ -137,18 +137,6 @@ def _in_the_way(error: OSError) -> UserError:
         f"is in the way ({error.strerror or error}): a run has a file or folder of its own there",
         "Move it away, or see to its permissions, and run the same command again",
     )
-
-
-def quieten() -> None:
-    """Silence what upstream code says to its own developers on every rank, and nothing else.
-
-    Megatron-Core warns of every optional package that is absent (``doctor`` tells of those) and of its own deprecated
-    defaults; torch of collectives' old names, which Megatron-Core still calls.
-    """
-    for category in (UserWarning, FutureWarning, DeprecationWarning):
-        warnings.filterwarnings("ignore", category=category, module=r"megatron\.core")
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=r".*ShardedTensor", category=FutureWarning)
 
 
 def _say(failure: FirstFailure, code: int, text: str) -> int:

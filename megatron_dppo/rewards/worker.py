@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.observe.streams import outlive_readers
-from megatron_dppo.parent_death import adopt_orphans, die_with, end_children
+from megatron_dppo.process.lifetime import adopt_orphans, die_with, end_children
+from megatron_dppo.process.streams import outlive_readers
 from megatron_dppo.rewards.adapters import Scorer
 from megatron_dppo.rewards.functions import InvalidScoreError, details, resolve, to_score
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.launch.stop import SAVED
+from megatron_dppo.process.stop import SAVED
 from tests.runs import rows
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.jobs import ENDED, ROOT, WAIT_S, Job, Submitter, one_sglang_server

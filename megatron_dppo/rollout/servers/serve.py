@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.launch import stop
 from megatron_dppo.models.shape import read_shape
+from megatron_dppo.process import stop
 from megatron_dppo.rollout.servers.allocation import SECRET, server_urls
 from megatron_dppo.rollout.servers.api import ServerApi
 from megatron_dppo.rollout.servers.connect import api_for

@@ -18,7 +18,7 @@ from pathlib import Path
 if not __package__:  # run as a file by an isolated interpreter, which knows of no package
     sys.path.append(str(Path(__file__).parents[3]))
 
-from megatron_dppo.parent_death import adopt_orphans, die_with, end_children
+from megatron_dppo.process.lifetime import adopt_orphans, die_with, end_children
 
 LOOK_S = 0.2
 """Seconds between looks whether the trainer is still there."""

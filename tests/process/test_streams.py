@@ -10,7 +10,7 @@ import pytest
 
 SAYS = """
 import os, sys, time
-from megatron_dppo.observe.streams import outlive_readers
+from megatron_dppo.process.streams import outlive_readers
 from megatron_dppo.observe.console import Console
 outlive_readers()
 sys.stdin.readline()
