@@ -169,7 +169,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="convert-", dir=arguments.work_dir) as made:
         folder = Path(made)
         if not (model := arguments.model):
-            from megatron_dppo.models.init import write_model  # not in the processes that are measured
+            from megatron_dppo.init import write_model  # not in the processes that are measured
 
             model = folder / "model"
             write_model(model, shape=arguments.shape, dtype="bf16", max_shard_bytes=GB)

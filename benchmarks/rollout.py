@@ -33,7 +33,7 @@ from servers_here import server_settings
 
 from megatron_dppo.assemble import assemble_policy
 from megatron_dppo.bridge.stream import weight_stream
-from megatron_dppo.models.init import write_model
+from megatron_dppo.init import write_model
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Sampling, generate

@@ -36,7 +36,7 @@ from lock_in_statistics import fisher, mcnemar, mean_interval, rank_correlation
 
 from megatron_dppo.config import Config, RunConfig
 from megatron_dppo.evaluation.evaluate import evaluate
-from megatron_dppo.models.init import write_model
+from megatron_dppo.init import write_model
 from megatron_dppo.observe.length_gate import LengthGate
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.report.learning import wilson
@@ -145,7 +145,7 @@ def train(arm: str, seed: int, config: Config, workers: RewardWorkers, folder: P
         line = trainer.policy.tokenizer(LINE, add_special_tokens=False)["input_ids"][0]
 
         def accuracy() -> float:
-            return evaluate(trainer.examiner, trainer.held_out, config.eval).metrics["eval/accuracy"]
+            return evaluate(trainer.evaluator, trainer.held_out, config.eval).metrics["eval/accuracy"]
 
         trainer.sync(0)
         before, start = accuracy(), time.perf_counter()

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dppo.data.arithmetic import Sum
-from megatron_dppo.models.init import write_model
+from megatron_dppo.init import write_model
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from real_gradients import gradients, gram, single_packs
 
 from megatron_dppo.config import Config
+from megatron_dppo.init import write_model
 from megatron_dppo.learner import PolicyLoss
 from megatron_dppo.models.actor import Microbatch
-from megatron_dppo.models.init import write_model
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.advantages import advantages

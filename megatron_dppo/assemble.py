@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.layout import resolve_layout
 from megatron_dppo.parallel.world import World
+from megatron_dppo.process.lock import FolderLock
 from megatron_dppo.rewards.functions import check_labels
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rollout.collect import Collector
@@ -82,6 +84,10 @@ class PolicyParts(Generic[P_co]):
 
     def collector(self, engine: RolloutEngine[Any], workers: RewardWorkers) -> Collector:
         return Collector(self.config, self.world, engine, workers, self.tokenizer, self.stop_ids)
+
+    def collectors(self, engine: RolloutEngine[Any], workers: Mapping[str, RewardWorkers]) -> dict[str, Collector]:
+        """One for each verifier's workers."""
+        return {verifier: self.collector(engine, each) for verifier, each in workers.items()}
 
     def check_export(self, out: Path, *, setting: str) -> None:
         """Find out now, rather than after the last step, whether ``export`` may write there. Collective."""
@@ -165,3 +171,20 @@ def _load(bare: PolicyModel, config: Config, shape: PolicyShape, world: World) -
         load_checkpoint(bare, Path(config.model.checkpoint), world)
     else:
         world.together(lambda: load_policy(bare, Path(config.model.path), shape, world))
+
+
+def lock_run(config: Config, world: World, to_close: ExitStack) -> Callable[[], None]:
+    """Take ``run.dir`` for all ranks: its leader holds it. Collective.
+
+    Returns:
+        What raises, on the leader, once another run has taken it.
+
+    Raises:
+        UserError: on every rank; another run holds it.
+    """
+    say = partial(print, flush=True)
+
+    def take() -> Callable[[], None]:
+        return to_close.enter_context(closing(FolderLock(Path(config.run.dir), "run.dir", say))).check
+
+    return world.together(lambda: take() if world.leads else lambda: None, what="look at the lock of run.dir")

@@ -40,7 +40,7 @@ def _run(arguments: Sequence[str]) -> int:
     if rest and (chosen.command in ("init", "doctor", "report") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if chosen.command == "init":
-        from megatron_dppo.models.init import init_from_arguments
+        from megatron_dppo.init import init_from_arguments
 
         init_from_arguments(chosen)
         return 0
@@ -138,7 +138,7 @@ def _parser(*, needs_init: bool) -> argparse.ArgumentParser:
     report.add_argument("--price", type=float, help="of a GPU for an hour, in place of cluster.price_per_gpu_hour")
     init = commands.add_parser("init", help="make a fresh Qwen3 model directory, tokenizer included")
     if needs_init:
-        from megatron_dppo.models.init import add_init_arguments
+        from megatron_dppo.init import add_init_arguments
 
         add_init_arguments(init)
     doctor = commands.add_parser("doctor", help="show what is installed and what will be used")

@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_dppo.assemble import PolicyParts, assemble_policy
+from megatron_dppo.assemble import PolicyParts, assemble_policy, lock_run
 from megatron_dppo.config import Config, OptimizerConfig
 from megatron_dppo.data.order import PromptOrder
 from megatron_dppo.data.prompts import WorkedAnswer, load_worked_answers
 from megatron_dppo.errors import UserError
 from megatron_dppo.history import record_warm_up
-from megatron_dppo.lock import lock_run
 from megatron_dppo.models.actor import Microbatch, Responses, Sums, learning_rate
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import MetricsLog

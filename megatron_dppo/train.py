@@ -13,17 +13,16 @@ from functools import partial
 from pathlib import Path
 
 from megatron_dppo.agreement import check_agreement
-from megatron_dppo.assemble import assemble_learner, assemble_policy, load_pools
+from megatron_dppo.assemble import assemble_learner, assemble_policy, load_pools, lock_run
 from megatron_dppo.bridge.checkpoint_folder import TRACKER, damaged
 from megatron_dppo.checkpoint import Checkpoints
 from megatron_dppo.collapse import CollapseGuard
 from megatron_dppo.config import Config
 from megatron_dppo.curriculum import Curriculum
 from megatron_dppo.evaluation.evaluate import evaluate
-from megatron_dppo.evaluation.examiner import Examiner, open_verifiers
+from megatron_dppo.evaluation.evaluator import Evaluator, open_verifiers
 from megatron_dppo.history import same_prompts
 from megatron_dppo.journal import Journal
-from megatron_dppo.lock import lock_run
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
@@ -71,7 +70,7 @@ class Trainer:
         self.engine = to_close.enter_context(closing(self.policy.engine()))
         self.collector = self.policy.collector(self.engine, workers)
         verifiers = open_verifiers(config, world, self.held_out, to_close, {config.reward.function: workers})
-        self.examiner = Examiner(self.policy, self.engine, verifiers)
+        self.evaluator = Evaluator(config, world, self.policy.collectors(self.engine, verifiers))
         self.curriculum = Curriculum(config, len(self.pool))
         self.checkpoints = Checkpoints(config, world)
         self.guard = CollapseGuard(config.run)
@@ -209,7 +208,7 @@ class Trainer:
         """Answer the held-out problems."""
         if self.held_out:
             with self.timers("eval"):
-                result = evaluate(self.examiner, self.held_out, self.config.eval)
+                result = evaluate(self.evaluator, self.held_out, self.config.eval)
             self.guard.evaluated(result.metrics.get("eval/accuracy"))
             self.journal.evaluated(self.step, result, self.timers.take())
             if self.step == 0:

@@ -21,7 +21,7 @@ from typing import Any
 IMPORTED = (
     "hypothesis",
     "pytest",
-    "megatron_dppo.evaluation.command",
+    "megatron_dppo.eval",
     "megatron_dppo.sft",
     "megatron_dppo.train",
     "torch.distributed.checkpoint",

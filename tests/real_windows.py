@@ -29,9 +29,9 @@ from megatron_dppo.config import (
     RunConfig,
     SftConfig,
 )
+from megatron_dppo.init import write_model
 from megatron_dppo.learner import PolicyLoss
 from megatron_dppo.models.actor import Microbatch
-from megatron_dppo.models.init import write_model
 from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.rl.advantages import advantages, soft_overlong_penalty
 from megatron_dppo.rl.hosts import host_for

@@ -15,7 +15,7 @@ from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluate import Evaluation, Shown, evaluate, read_answers, record_answers
-from megatron_dppo.evaluation.examiner import Examiner
+from megatron_dppo.evaluation.evaluator import Evaluator
 from megatron_dppo.evaluation.problems import Problem
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
@@ -46,18 +46,18 @@ def problems_of(files: Mapping[str, Sequence[Prompt]]) -> list[Problem]:
     return [Problem(name, i, prompt, FAILING) for name, prompts in files.items() for i, prompt in enumerate(prompts)]
 
 
-def examiner_of(
+def evaluator_of(
     tokenizer: Tokenizer,
     answers: Sequence[str | Said | Sequence[Said]],
     world: World,
     config: Config,
     workers: RewardWorkers | None = None,
-) -> tuple[Examiner, ScriptedEngine]:
-    """An examiner of prompts that are answered so, in their order, and the engine that answers them."""
+) -> tuple[Evaluator, ScriptedEngine]:
+    """An evaluator of prompts that are answered so, in their order, and the engine that answers them."""
     script = {i: [Said(said)] if isinstance(said, str) else said for i, said in enumerate(answers)}
     engine = ScriptedEngine(tokenizer, script)
     parts = PolicyParts(config, world, None, None, tokenizer, 0, (end_token_id(tokenizer),))
-    return Examiner(parts, engine, {FAILING: workers or ScriptedWorkers()}), engine
+    return Evaluator(config, world, parts.collectors(engine, {FAILING: workers or ScriptedWorkers()})), engine
 
 
 def evaluated(
@@ -71,8 +71,8 @@ def evaluated(
 ) -> tuple[Evaluation, ScriptedEngine]:
     """The evaluation of prompts that are answered so, in their order, and the engine that answered them."""
     config = replace(collect_config(max_failures=max_failures), eval=EvalConfig(samples=samples, show=show))
-    examiner, engine = examiner_of(tokenizer, answers, world_of(1, 0), config, workers)
-    return evaluate(examiner, problems_of({"": pool_of(len(answers))}), config.eval), engine
+    evaluator, engine = evaluator_of(tokenizer, answers, world_of(1, 0), config, workers)
+    return evaluate(evaluator, problems_of({"": pool_of(len(answers))}), config.eval), engine
 
 
 def test_accuracy_and_reward_are_of_the_scored_ones_only(tokenizer: Tokenizer) -> None:
@@ -133,8 +133,8 @@ def test_ranks_share_the_prompts_and_agree(tokenizer: Tokenizer) -> None:
     answers = ["score 1", "score 0", "raise odd", "raise even", "score 1"]
 
     def on_a_rank(world: World) -> tuple[Evaluation, list[int]]:
-        examiner, engine = examiner_of(tokenizer, answers, world, collect_config())
-        result = evaluate(examiner, problems_of({"": pool_of(5)}), EvalConfig(show=3))
+        evaluator, engine = evaluator_of(tokenizer, answers, world, collect_config())
+        result = evaluate(evaluator, problems_of({"": pool_of(5)}), EvalConfig(show=3))
         return result, [prompt for prompts, _ in engine.asked for prompt in prompts]
 
     ((alone, _),) = as_ranks(1, on_a_rank)
@@ -152,8 +152,8 @@ def test_failures_may_all_be_one_ranks(tokenizer: Tokenizer) -> None:
     answers = ["raise it" if i in (0, 2) else "score 1" for i in range(8)]
 
     def on_a_rank(world: World) -> Evaluation:
-        examiner, _ = examiner_of(tokenizer, answers, world, collect_config(max_failures=0.25))
-        return evaluate(examiner, problems_of({"": pool_of(8)}), EvalConfig())
+        evaluator, _ = evaluator_of(tokenizer, answers, world, collect_config(max_failures=0.25))
+        return evaluate(evaluator, problems_of({"": pool_of(8)}), EvalConfig())
 
     for result in as_ranks(2, on_a_rank):
         assert result.metrics["eval/unscored"] == 2.0
@@ -161,12 +161,12 @@ def test_failures_may_all_be_one_ranks(tokenizer: Tokenizer) -> None:
 
 def test_failures_are_held_against_a_whole_evaluation_and_not_against_one_batch_of_it(tokenizer: Tokenizer) -> None:
     answers = ["raise one", "score 1", "score 1", "score 0", "score 1", "raise two"]
-    examiner, _ = examiner_of(tokenizer, answers, world_of(1, 0), collect_config(max_failures=0.2))
+    evaluator, _ = evaluator_of(tokenizer, answers, world_of(1, 0), collect_config(max_failures=0.2))
     problems = problems_of({"": pool_of(6)})
-    first, second, third = (examiner.examine(problems[i : i + 2], keep=0, of_all=6) for i in (0, 2, 4))
-    examiner.check_failures([first, second], 6)
+    first, second, third = (evaluator.answer(problems[i : i + 2], keep=0, of_all=6) for i in (0, 2, 4))
+    evaluator.check_failures([first, second], 6)
     with pytest.raises(UserError, match="2 of 6 completions"):
-        examiner.check_failures([first, second, third], 6)
+        evaluator.check_failures([first, second, third], 6)
 
 
 def test_files_have_accuracies_of_their_own_and_count_alike_in_the_mean(tokenizer: Tokenizer) -> None:
@@ -176,8 +176,8 @@ def test_files_have_accuracies_of_their_own_and_count_alike_in_the_mean(tokenize
     files = {"aime24": prompts[:3], "lost": prompts[3:4], "amc23": prompts[4:]}
 
     def on_a_rank(world: World) -> Evaluation:
-        examiner, _ = examiner_of(tokenizer, answers, world, collect_config())
-        return evaluate(examiner, problems_of(files), EvalConfig())
+        evaluator, _ = evaluator_of(tokenizer, answers, world, collect_config())
+        return evaluate(evaluator, problems_of(files), EvalConfig())
 
     for ranks in (1, 2):
         for result in as_ranks(ranks, on_a_rank):

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.lock import FolderLock
 from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.lock import FolderLock
 
 ANSWERS, SETTINGS, SCORES = "answers.jsonl", "evaluation.json", "scores.json"
 PROBLEMS = "problems"

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_dppo.config import EvalConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.examiner import Answer, Examiner
+from megatron_dppo.evaluation.evaluator import Answer, Evaluator
 from megatron_dppo.evaluation.problems import Problem, names
 from megatron_dppo.evaluation.statistics import mean, pass_at, per_problem_mean, powers_up_to
 from megatron_dppo.process.files import replacing_file
@@ -43,11 +43,11 @@ class Evaluation:
     """How many were asked, by name: what an accuracy's interval goes by."""
 
 
-def evaluate(examiner: Examiner, problems: Sequence[Problem], config: EvalConfig) -> Evaluation:
+def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConfig) -> Evaluation:
     """Answer every problem. Collective. Rates are over the answers that could be scored.
 
     Args:
-        examiner: of the run.
+        evaluator: of the run.
         problems: held out, those of one file after those of another.
         config: says how often each is answered, and how many answers are returned for people to read.
 
@@ -55,8 +55,8 @@ def evaluate(examiner: Examiner, problems: Sequence[Problem], config: EvalConfig
         UserError: on every rank, if more than ``reward.max_failures`` of the answers could not be scored.
     """
     of_all = config.samples * len(problems)
-    found = examiner.examine(problems, keep=config.show, of_all=of_all)
-    examiner.check_failures([found], of_all)
+    found = evaluator.answer(problems, keep=config.show, of_all=of_all)
+    evaluator.check_failures([found], of_all)
     answers = [answer for group in found.answers for answer in group]
     rewards = [answer.score.reward for answer in answers if answer.score]
     metrics = {

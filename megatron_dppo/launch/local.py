@@ -14,9 +14,9 @@ from megatron_dppo.launch.first_failure import MARKER, FirstFailure
 from megatron_dppo.launch.processes import run_ranks
 from megatron_dppo.launch.rank import LAUNCHER, rank_main, set_environment
 from megatron_dppo.launch.srun import srun_started, torch_environment
-from megatron_dppo.lock import refuse_if_held
 from megatron_dppo.parallel.meeting import LOOPBACK
 from megatron_dppo.preflight import preflight
+from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.streams import outlive_readers
 from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
 from megatron_dppo.settings import as_yaml

@@ -35,7 +35,7 @@ LAUNCHER = "MEGATRON_DPPO_LAUNCHER"
 JOBS = {
     "train": "megatron_dppo.train:train",
     "sft": "megatron_dppo.sft:sft",
-    "eval": "megatron_dppo.evaluation.command:evaluate_model",
+    "eval": "megatron_dppo.eval:evaluate_model",
 }
 """What a rank can be told to run, besides any ``module:function`` that takes a Config."""
 

@@ -132,7 +132,7 @@ class Collector:
         stop_token_ids: tuple[int, ...],
     ) -> None:
         self._config, self._world = config, world
-        self._engine, self._workers, self._tokenizer = engine, workers, tokenizer
+        self._engine, self.workers, self._tokenizer = engine, workers, tokenizer
         self._stops = stop_token_ids
 
     def begin(self, pool: PromptPool, selection: Selection, step: int, again: int = 0) -> Begun:
@@ -203,7 +203,7 @@ class Collector:
             self._tokenizer.batch_decode([c.token_ids for c in group], skip_special_tokens=True)
             for group in completions
         ]
-        scored = self._workers.score(
+        scored = self.workers.score(
             [ScoreItem.of(prompt, text) for prompt, group in zip(prompts, texts, strict=True) for text in group],
             most_failures=math.floor(self._config.reward.max_failures * of_all),
         )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_dppo.models.init import write_model
+from megatron_dppo.init import write_model
 
 Write = Callable[[Sequence[Mapping[str, Any]]], str]
 

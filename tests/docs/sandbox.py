@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megatron_dppo.evaluation.benchmarks import BENCHMARKS
-from megatron_dppo.models.init import write_model
+from megatron_dppo.init import write_model
 from tests.docs.documents import ROOT, blocks
 from tests.docs.ways import SMALL
 

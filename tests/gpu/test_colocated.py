@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_dppo.config import LayoutConfig, LossConfig
-from megatron_dppo.models.init import write_model
+from megatron_dppo.init import write_model
 from megatron_dppo.rollout.servers.api import Manifest
 from megatron_dppo.rollout.servers.handles import lay_out, shared
 from megatron_dppo.rollout.servers.http import Http

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo import cli
-from megatron_dppo.models.init import write_model
+from megatron_dppo.init import write_model
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

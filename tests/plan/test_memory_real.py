@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Microbatch, Responses, Sums
-from megatron_dppo.models.init import write_model
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.plan.memory import EAGER, activation_bytes, feed_forward_elements, held_bytes, layer_elements
 from megatron_dppo.plan.placement import Placement

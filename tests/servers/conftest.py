@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.models.init import write_model
+from megatron_dppo.init import write_model
 from megatron_dppo.rollout.servers.http import Http
 from tests.servers.real import CANARY, PYTHONS, RealServer, RealServers
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.models.init import write_model
+from megatron_dppo.init import write_model
 from tests.ranks import RankPool
 from tests.servers import handles_on_ranks, on_ranks
 from tests.servers.on_ranks import PROMPTS, SAMPLES, Round

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.models.init import write_model
+from megatron_dppo.init import write_model
 from tests.ranks import RankPool
 from tests.servers import on_ranks
 from tests.servers.on_ranks import LONG, PROMPTS, SAMPLES

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.models.init import write_model
+from megatron_dppo.init import write_model
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.jobs import Submitter
 

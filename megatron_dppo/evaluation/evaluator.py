@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from megatron_dppo.assemble import PolicyParts
 from megatron_dppo.config import Config
 from megatron_dppo.evaluation.problems import Problem
 from megatron_dppo.evaluation.vote import Pair, votes
@@ -21,8 +20,7 @@ from megatron_dppo.rewards.stated import said_answer, stated_answer
 from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
 from megatron_dppo.rl.seeds import Purpose, sequence
 from megatron_dppo.rl.types import Completion, Floats, Score
-from megatron_dppo.rollout.collect import Answers, Failures
-from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.rollout.collect import Answers, Collector, Failures
 
 MATH = "math"
 """The verifier that can also tell whether two answers without their texts are the same."""
@@ -43,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class Answered:
     """Answers to P problems, k to each, in the problems' order; the same on every rank."""
 
     answers: Sequence[Sequence[Answer]]
@@ -68,24 +66,18 @@ class _Part:
     tracebacks: tuple[str, ...]
 
 
-class Examiner:
+class Evaluator:
     """Has an engine answer problems, and each verifier's workers judge its own.
 
     Args:
-        parts: of the policy.
-        engine: that answers.
-        workers: by verifier; the same verifiers on every rank.
+        collectors: by verifier; the same verifiers on every rank.
     """
 
-    def __init__(
-        self, parts: PolicyParts[Any], engine: RolloutEngine[Any], workers: Mapping[str, RewardWorkers]
-    ) -> None:
-        self._config, self._world = parts.config, parts.world
-        self._workers = workers
-        self._collectors = {verifier: parts.collector(engine, each) for verifier, each in workers.items()}
-        self._seed = int(sequence(parts.config.run.seed, 0, Purpose.EVALUATION).generate_state(1)[0])
+    def __init__(self, config: Config, world: World, collectors: Mapping[str, Collector]) -> None:
+        self._config, self._world, self._collectors = config, world, collectors
+        self._seed = int(sequence(config.run.seed, 0, Purpose.EVALUATION).generate_state(1)[0])
 
-    def examine(self, problems: Sequence[Problem], *, keep: int, of_all: int) -> Examined:
+    def answer(self, problems: Sequence[Problem], *, keep: int, of_all: int) -> Answered:
         """Answer every problem ``eval.samples`` times. Collective.
 
         Where the engine can be seeded, an answer is a function of ``run.seed``, its problem and its number: the same in
@@ -116,7 +108,7 @@ class Examiner:
         given = {i: answers for part in parts for i, answers in part.answers.items()}
         voted = {i: share for part in parts for i, share in part.votes.items()}
         order = range(len(problems))
-        return Examined(
+        return Answered(
             answers=[given[i] for i in order],
             votes=np.array([voted[i] for i in order], np.float64),
             timeouts=sum(part.timeouts for part in parts),
@@ -156,7 +148,7 @@ class Examiner:
             if verifier != MATH:  # of another function nobody knows what it makes of an answer without its text
                 return [False] * len(pairs)
             items = [ScoreItem("", f"\\boxed{{{second}}}", first) for first, second in pairs]
-            return [bool(score and score.correct) for score in self._workers[verifier].score(items).scores]
+            return [bool(score and score.correct) for score in self._collectors[verifier].workers.score(items).scores]
 
         shares = votes(
             [

@@ -12,7 +12,7 @@ from megatron_dppo.assemble import PolicyParts
 from megatron_dppo.config import Config, EvalConfig, RolloutConfig
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
-from megatron_dppo.evaluation.examiner import Examined, Examiner
+from megatron_dppo.evaluation.evaluator import Answered, Evaluator
 from megatron_dppo.evaluation.problems import Problem
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
@@ -46,14 +46,16 @@ def problem(place: int, verifier: str) -> Problem:
     return Problem("here", place, Prompt(place, np.arange(3, dtype=np.int32), f"prompt {place}", "1/2"), verifier)
 
 
-def examined(tokenizer: Tokenizer, workers: dict[str, RewardWorkers], verifiers: list[str], keep: int) -> Examined:
+def answered(tokenizer: Tokenizer, workers: dict[str, RewardWorkers], verifiers: list[str], keep: int) -> Answered:
     config = Config(eval=EvalConfig(samples=4), rollout=RolloutConfig(max_response_tokens=16))
 
-    def on_a_rank(world: World) -> Examined:
+    def on_a_rank(world: World) -> Answered:
         engine = ScriptedEngine(tokenizer, {i: [Said(text) for text in texts] for i, texts in SCRIPT.items()})
         parts = PolicyParts(config, world, None, None, tokenizer, 0, (end_token_id(tokenizer),))
         problems = [problem(i, verifier) for i, verifier in enumerate(verifiers)]
-        return Examiner(parts, engine, workers).examine(problems, keep=keep, of_all=4 * len(problems))
+        return Evaluator(config, world, parts.collectors(engine, workers)).answer(
+            problems, keep=keep, of_all=4 * len(problems)
+        )
 
     (found,) = as_ranks(1, on_a_rank)
     return found
@@ -62,7 +64,7 @@ def examined(tokenizer: Tokenizer, workers: dict[str, RewardWorkers], verifiers:
 def test_answers_come_with_what_they_state_and_why_they_are_right(
     tokenizer: Tokenizer, workers: dict[str, RewardWorkers]
 ) -> None:
-    found = examined(tokenizer, workers, ["math"] * 3, keep=2)
+    found = answered(tokenizer, workers, ["math"] * 3, keep=2)
     first = found.answers[0]
     assert [answer.extracted for answer in first] == ["1/2", "2/4", "3/4", "6/8"]
     assert [answer.score.correct for answer in first if answer.score] == [True, True, False, False]
@@ -75,16 +77,16 @@ def test_answers_come_with_what_they_state_and_why_they_are_right(
 def test_equal_wrong_answers_vote_together_where_the_verifier_can_tell(
     tokenizer: Tokenizer, workers: dict[str, RewardWorkers]
 ) -> None:
-    by_mathematics = examined(tokenizer, workers, ["math"] * 3, keep=0)
+    by_mathematics = answered(tokenizer, workers, ["math"] * 3, keep=0)
     np.testing.assert_allclose(by_mathematics.votes, [1 / 2, 0.0, 1 / 3])
-    by_text = examined(tokenizer, workers, ["exact"] * 3, keep=0)
+    by_text = answered(tokenizer, workers, ["exact"] * 3, keep=0)
     np.testing.assert_allclose(by_text.votes, [1 / 4, 1 / 4, 1 / 3])
 
 
 def test_each_problem_has_its_own_verifier_and_all_stay_in_their_order(
     tokenizer: Tokenizer, workers: dict[str, RewardWorkers]
 ) -> None:
-    found = examined(tokenizer, workers, ["exact", "math", "exact"], keep=3)
+    found = answered(tokenizer, workers, ["exact", "math", "exact"], keep=3)
     rights = [[bool(answer.score and answer.score.correct) for answer in group] for group in found.answers]
     assert rights == [[True, False, False, False]] + [[True, False, False, False]] * 2
     assert [group[1].text for group in found.answers] == ["#2/4", QUARTERS[0], "#7"]

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo import lock
 from megatron_dppo.errors import UserError
-from megatron_dppo.lock import HOLDER, LOCK, FolderLock, refuse_if_held
+from megatron_dppo.process import lock
+from megatron_dppo.process.lock import HOLDER, LOCK, FolderLock, refuse_if_held
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from megatron_dppo.lock import FolderLock
+from megatron_dppo.process.lock import FolderLock
 held = FolderLock(Path(sys.argv[1]), "run.dir")
 if "fork" in sys.argv and os.fork() == 0:
     os.write(1, f"{os.getpid()}\\n".encode())

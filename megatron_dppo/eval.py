@@ -30,7 +30,7 @@ from megatron_dppo.evaluation.answers import (
     write_scores,
 )
 from megatron_dppo.evaluation.benchmarks import sources
-from megatron_dppo.evaluation.examiner import Answer, Examined, Examiner, open_verifiers, temperature_of
+from megatron_dppo.evaluation.evaluator import Answer, Answered, Evaluator, open_verifiers, temperature_of
 from megatron_dppo.evaluation.problems import Problem, held_out, names
 from megatron_dppo.evaluation.scores import by_benchmark, compare, score, table
 from megatron_dppo.models.shape import read_shape
@@ -97,20 +97,20 @@ def _answer(
     short = config.pack.max_tokens - MAX_TOKENS
     if pool := [problem.prompt for problem in problems if len(problem.prompt.token_ids) <= short]:
         check_agreement(parts, engine, pool, version=0)
-    examiner = Examiner(parts, engine, workers)
+    evaluator = Evaluator(config, world, parts.collectors(engine, workers))
     progress = _Progress(config, len(problems), len(problems) - sum(map(len, left)))
-    failures: list[Examined] = []
+    failures: list[Answered] = []
     of_all = config.eval.samples * len(problems)
     for batch in left:
-        found = examiner.examine(batch, keep=len(batch), of_all=of_all)
+        found = evaluator.answer(batch, keep=len(batch), of_all=of_all)
         failures.append(replace(found, answers=()))
-        examiner.check_failures(failures, of_all)
+        evaluator.check_failures(failures, of_all)
         if log:
             log.append([row for i in range(len(batch)) for row in _rows(batch[i], found, i)])
             progress.say(batch, found)
 
 
-def _rows(problem: Problem, found: Examined, place: int) -> list[Row]:
+def _rows(problem: Problem, found: Answered, place: int) -> list[Row]:
     """What ``answers.jsonl`` says of one problem: a line for each answer."""
     return [
         {
@@ -149,7 +149,7 @@ class _Progress:
         if done:
             self._console.note(f"{self._before} of {self._of} problems are answered already")
 
-    def say(self, batch: Sequence[Problem], found: Examined) -> None:
+    def say(self, batch: Sequence[Problem], found: Answered) -> None:
         for note in found.tracebacks:
             self._console.note(note)
         self._asked += len(batch)

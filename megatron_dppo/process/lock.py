@@ -20,19 +20,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-
-if TYPE_CHECKING:
-    from megatron_dppo.parallel.world import World
 
 LOCK, HOLDER = ".lock", "lock.json"
 BEAT_S = 5.0
@@ -183,23 +177,6 @@ class FolderLock:
         partial = self._folder / f"{HOLDER}.{self._me.host}.{self._me.pid}"
         partial.write_text(json.dumps(asdict(self._me)) + "\n", encoding="utf-8")
         partial.replace(self._folder / HOLDER)
-
-
-def lock_run(config: Config, world: World, to_close: ExitStack) -> Callable[[], None]:
-    """Take ``run.dir`` for all ranks: its leader holds it. Collective.
-
-    Returns:
-        What raises, on the leader, once another run has taken it.
-
-    Raises:
-        UserError: on every rank; another run holds it.
-    """
-    say = partial(print, flush=True)
-
-    def take() -> Callable[[], None]:
-        return to_close.enter_context(closing(FolderLock(Path(config.run.dir), "run.dir", say))).check
-
-    return world.together(lambda: take() if world.leads else lambda: None, what="look at the lock of run.dir")
 
 
 def _taken(folder: Path, setting: str, holder: Holder) -> UserError:
