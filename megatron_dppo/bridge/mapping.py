@@ -266,28 +266,21 @@ class Entry:
         return name.format(layer=self.layer, expert=self.expert)
 
 
-def stage_layers(layers: int, stage: int, stages: int, chunks: int = 1) -> list[int]:
-    """The layers of a pipeline stage: of each of its ``chunks`` model chunks an equal run, interleaved over the stages.
+def stage_layers(layers: int, stage: int, stages: int) -> range:
+    """The layers of a pipeline stage.
 
     Raises:
-        ValueError: if the stages and chunks do not divide the layers.
+        ValueError: if the stages do not divide the layers.
     """
-    return [
-        layer
-        for chunk in range(chunks)
-        for layer in range(*_part(layers, chunk * stages + stage, chunks * stages, "layers"))
-    ]
+    return range(*_part(layers, stage, stages, "layers"))
 
 
-def entries(shape: PolicyShape, stage: int = 0, stages: int = 1, chunks: int = 1) -> Iterator[Entry]:
-    """The parameters of one pipeline stage, in the order of the forward pass: with one stage, of the whole policy.
-
-    With virtual stages (``chunks`` above 1), those of all the stage's model chunks; experts are all there.
-    """
+def entries(shape: PolicyShape, stage: int = 0, stages: int = 1) -> Iterator[Entry]:
+    """The parameters of one pipeline stage, in the order of the forward pass: with one stage, of the whole policy."""
     table = TABLES[shape.architecture]
     first, last = stage == 0, stage == stages - 1
     yield from (Entry(row, shape) for row in table if row.place is Place.FIRST and first)
-    for layer in stage_layers(shape.num_layers, stage, stages, chunks):
+    for layer in stage_layers(shape.num_layers, stage, stages):
         yield from (Entry(row, shape, layer) for row in table if row.place is Place.LAYER)
         for expert in range(shape.experts):
             yield from (Entry(row, shape, layer, expert) for row in table if row.place is Place.EXPERT)

@@ -40,29 +40,25 @@ of_every_family = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 @st.composite
-def shapes(draw: st.DrawFn, tp: int, stages: int, *, expert_tp: int, expert_shares: int = 1) -> PolicyShape:
-    """Any small policy of any family that the numbers divide; the vocabulary is divisible by nothing in particular.
-
-    Args:
-        stages: pipeline stages, each model chunk of one counted.
-    """
+def shapes(draw: st.DrawFn, tp: int, stages: int) -> PolicyShape:
+    """Any small policy of any family that the numbers divide; the vocabulary is divisible by nothing in particular."""
     architecture = draw(st.sampled_from(sorted(TABLES)))
     moe = architecture == "Qwen3MoeForCausalLM"
     groups = tp * draw(st.integers(1, 3))
     return PolicyShape(
-        num_layers=stages * draw(st.integers(1, 2 if stages < 4 else 1)),
+        num_layers=stages * draw(st.integers(1, 2)),
         hidden=draw(st.integers(1, 9)),
         heads=groups * draw(st.integers(1, 3)),
         kv_heads=groups,
         head_dim=draw(st.integers(1, 5)),
-        ffn=(expert_tp if moe else tp) * draw(st.integers(1, 5)),
+        ffn=tp * draw(st.integers(1, 5)),
         vocab_size=draw(st.integers(1, 300)),
         tied=draw(st.booleans()),
         rope_theta=1e6,
         rms_eps=1e-6,
         max_positions=128,
         architecture=architecture,
-        experts=expert_shares * draw(st.integers(1, 3 if expert_shares < 4 else 1)) if moe else 0,
+        experts=draw(st.integers(1, 3)) if moe else 0,
         experts_per_token=1 if moe else 0,
     )
 
@@ -72,7 +68,7 @@ def random_policy(shape: PolicyShape) -> dict[str, torch.Tensor]:
     return {name: torch.randn(size, generator=generator) for name, size in expected_tensors(shape).items()}
 
 
-def shards_of(shape: PolicyShape, policy: dict[str, torch.Tensor], tp: int, pp: int, chunks: int = 1) -> dict:
+def shards_of(shape: PolicyShape, policy: dict[str, torch.Tensor], tp: int, pp: int) -> dict:
     """Every rank's parameters as the bridge fills them, {(tp_rank, stage): {name in the torch layers: tensor}}."""
 
     def read(name: str, axis: int, start: int, stop: int) -> torch.Tensor:
@@ -82,7 +78,7 @@ def shards_of(shape: PolicyShape, policy: dict[str, torch.Tensor], tp: int, pp: 
     for stage in range(pp):
         for tp_rank in range(tp):
             own = ranks[tp_rank, stage] = {}
-            for entry in entries(shape, stage, pp, chunks):
+            for entry in entries(shape, stage, pp):
                 own[entry.megatron[0]] = torch.full(entry.shard_shape(tp), torch.nan)
                 fill_parameter(entry, own[entry.megatron[0]], read, tp_rank, tp)
     return ranks
@@ -129,13 +125,12 @@ def megatron_shards(shape: PolicyShape, policy: dict[str, torch.Tensor], name: s
 @given(data=st.data())
 def test_shards_are_megatrons_and_the_way_back_is_the_identity(tp: int, data: st.DataObject) -> None:
     pp = data.draw(st.integers(1, 3))
-    chunks = data.draw(st.integers(1, 2)) if pp > 1 else 1
-    shape = data.draw(shapes(tp, pp * chunks, expert_tp=tp))
+    shape = data.draw(shapes(tp, pp))
     policy = random_policy(shape)
-    ranks = shards_of(shape, policy, tp, pp, chunks)
+    ranks = shards_of(shape, policy, tp, pp)
     returned = {name: torch.full(size, torch.nan) for name, size in expected_tensors(shape).items()}
     for stage in range(pp):
-        for entry in entries(shape, stage, pp, chunks):
+        for entry in entries(shape, stage, pp):
             name = entry.megatron[0]
             shards = [ranks[tp_rank, stage][name] for tp_rank in range(tp)]
             assert all(map(torch.equal, shards, megatron_shards(shape, policy, name, tp))), name
@@ -179,20 +174,18 @@ def test_experts_one_by_one_are_the_same_tensors_as_grouped() -> None:
         assert tensors[f"decoder.{mlp}{name}"] == [f"model.{mlp}2.down_proj.weight"]
 
 
-@pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (3, 1), (2, 3), (3, 2)])
-def test_layers_are_where_megatron_puts_them(pp: int, chunks: int) -> None:
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_layers_are_where_megatron_puts_them(pp: int) -> None:
     config = TransformerConfig(
         num_layers=12,
         hidden_size=8,
         num_attention_heads=2,
         pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         pipeline_dtype=torch.float32,
     )
-    length = 12 // (pp * chunks)
     for stage in range(pp):
-        offsets = [get_transformer_layer_offset(config, chunk, stage) for chunk in range(chunks)]
-        assert stage_layers(12, stage, pp, chunks) == [offset + i for offset in offsets for i in range(length)]
+        first = get_transformer_layer_offset(config, pp_rank=stage)
+        assert stage_layers(12, stage, pp) == range(first, first + 12 // pp)
 
 
 def test_layers_are_counted_over_all_stages() -> None:
@@ -218,7 +211,7 @@ def test_a_split_that_does_not_divide_is_refused() -> None:
         stage_layers(4, 0, 3)
 
 
-def test_mapping_plan_and_checks_need_no_torch() -> None:
-    modules = "megatron_dppo.bridge.reshard, megatron_dppo.bridge.safetensors_files"
+def test_mapping_and_checks_need_no_torch() -> None:
+    modules = "megatron_dppo.bridge.checkpoint_folder, megatron_dppo.bridge.safetensors_files"
     program = f"import sys, {modules}; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", program], check=True)
