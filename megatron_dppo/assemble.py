@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from megatron_dppo.bridge.export import check_destination, export_hf
-from megatron_dppo.bridge.file_plan import plan_files
-from megatron_dppo.bridge.load import load_policy
-from megatron_dppo.bridge.load_checkpoint import load_checkpoint
+from megatron_dppo.bridge.hf_directory import plan_files
+from megatron_dppo.bridge.load import load_checkpoint, load_policy
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import PromptPool, load_prompts

@@ -37,7 +37,7 @@ from megatron_dppo.bridge.checkpoint_folder import (
 )
 from megatron_dppo.bridge.checksums import Block, Checksums
 from megatron_dppo.bridge.hf_directory import copy_companions
-from megatron_dppo.bridge.load_checkpoint import check_policy, read, sharding
+from megatron_dppo.bridge.load import check_policy, read, sharding
 from megatron_dppo.bridge.replacing import replacing
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError

@@ -14,8 +14,7 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer
 
-from megatron_dppo.bridge.file_plan import FilePlan, plan_files
-from megatron_dppo.bridge.hf_directory import MODEL_FILES, SafetensorsWriter
+from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, SafetensorsWriter, plan_files
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.replacing import check_place, replacing
 from megatron_dppo.data.vocabulary import END_OF_TEXT, TURN_END, character_tokenizer, train_bpe, write_tokenizer

@@ -18,8 +18,8 @@ import torch
 from megatron_dppo.bridge import checksums
 from megatron_dppo.bridge.checkpoint_folder import FORMAT, METADATA, TRACKER, latest_step
 from megatron_dppo.bridge.checksums import Checksums
+from megatron_dppo.bridge.stored_policy import read_metadata
 from megatron_dppo.bridge.torch_dist import COMMON
-from megatron_dppo.bridge.unpickling import read_metadata
 from megatron_dppo.checkpoint import Checkpoints
 from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.errors import UserError

@@ -1,24 +1,33 @@
-"""Weights from Hugging Face's form to Megatron's distributed format and back, in one process.
+"""Weights from Hugging Face's form to Megatron's distributed format and back, and both forms compared.
 
-Both ways go from file to file, a few rows at a time, whatever the model's size. No process group and no GPU take part.
+Both conversions go from file to file, a few rows at a time, whatever the model's size. No process group and no GPU take
+part. Only the comparison of logits imports Megatron-Core and transformers.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
+import numpy as np
+import psutil
 import torch
+import torch.distributed as dist
 
 from megatron_dppo.bridge.checkpoint_folder import COMPANIONS_FOLDER, RELEASE, TRACKER
-from megatron_dppo.bridge.file_plan import FilePlan
-from megatron_dppo.bridge.hf_directory import SafetensorsWriter, copy_companions
-from megatron_dppo.bridge.mapping import Entry
+from megatron_dppo.bridge.hf_directory import SAFETENSORS, FilePlan, SafetensorsWriter, copy_companions
+from megatron_dppo.bridge.mapping import Entry, parameters
+from megatron_dppo.bridge.safetensors_files import StoredTensor, check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.strips import Part, parameter_parts, strips
 from megatron_dppo.bridge.torch_dist import CheckpointPlan, write_metadata, write_parameter
+from megatron_dppo.config import LayoutConfig, ModelConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape
 
 Advance = Callable[[int], None]
 """Told the bytes that have been written since the last call, from any thread."""
@@ -94,6 +103,15 @@ def write_hf(
         side_by_side(convert, policy.parameters, workers)
 
 
+def stored_parts(stored: Mapping[str, StoredTensor]) -> dict[str, Part]:
+    """Every tensor as the rectangle of its file that it is."""
+    torch_types = {name: dtype for dtype, name in SAFETENSORS.items()}
+    return {
+        name: Part(tensor.file, tensor.start, torch_types[tensor.dtype], tensor.shape[0], prod(tensor.shape[1:]))
+        for name, tensor in stored.items()
+    }
+
+
 def side_by_side(work: Callable[[T], None], items: Iterable[T], workers: int) -> None:
     """Call ``work`` for every item, in as many threads; the first exception ends it and is raised."""
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -104,3 +122,129 @@ def side_by_side(work: Callable[[T], None], items: Iterable[T], workers: int) ->
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+MEMORY = 1.9
+"""Over the weights' own: Megatron holds gated layers twice while it loads them, and bf16 logits take the output layer
+once more in fp32. 1.3 to 1.8 were measured."""
+
+
+def compare_tensors(
+    policy: StoredPolicy, hf: Path, shape: PolicyShape, *, written: torch.dtype, workers: int, advance: Advance
+) -> str:
+    """Compare the SHA-256 of every tensor.
+
+    Args:
+        policy: what the checkpoint holds.
+        hf: Hugging Face directory.
+        written: the type that was written; the other side is cast to it, as the conversion did.
+
+    Returns:
+        The SHA-256 over the names and hashes of all tensors, in hexadecimal.
+
+    Raises:
+        UserError: if the Hugging Face directory is not complete, or a tensor differs.
+    """
+    tensors = stored_parts(check_weights(hf, shape))
+    digests: dict[str, bytes] = {}
+
+    def compare(entry: Entry) -> None:
+        sizes = entry.tensors
+        for name, parts in policy.tensors(entry).items():
+            digests[name] = _digest(strips(sizes[name], parts, written))
+            if digests[name] != _digest(strips(sizes[name], [tensors[name]], written)):
+                raise UserError("--verify", name, "differs between the two forms", "Convert again, and report it")
+            advance(prod(sizes[name]) * written.itemsize)
+
+    side_by_side(compare, policy.parameters, workers)
+    return hashlib.sha256(b"".join(name.encode() + digests[name] for name in sorted(digests))).hexdigest()
+
+
+def logits_dtype(shape: PolicyShape, stored: torch.dtype) -> torch.dtype:
+    """The type to compute logits in: fp32, in which they are told apart best, or bf16 where there is no room for that.
+
+    Raises:
+        UserError: with the way to verify without logits, if there is no room at all.
+    """
+    free = psutil.virtual_memory().available
+    candidates = [torch.float32] + [torch.bfloat16] * (stored is torch.bfloat16)
+    needed = {dtype: parameters(shape) * dtype.itemsize * MEMORY for dtype in candidates}
+    if fitting := [dtype for dtype in candidates if needed[dtype] <= free]:
+        return fitting[0]
+    gib = f"{needed[candidates[-1]] / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+    remedy = "Give --verify tensors, which compares every tensor's hash"
+    raise UserError("--verify", "all", f"logits take the whole model in memory: {gib}", remedy)
+
+
+def _digest(data: Iterable[memoryview]) -> bytes:
+    digest = hashlib.sha256()
+    for strip in data:
+        digest.update(strip)
+    return digest.digest()
+
+
+TOKENS = 48
+"""That the logits are compared on."""
+LIMITS = {"fp32": 1e-3, "bf16": 0.1}
+"""Largest difference of two logits, over the deviation of all, that different kernels may make."""
+
+
+def compare_logits(
+    checkpoint: Path, hf: Path, shape: PolicyShape, dtype: torch.dtype, *, written: torch.dtype
+) -> float:
+    """Run both models on a few tokens, one after the other.
+
+    Args:
+        checkpoint: Megatron's.
+        hf: Hugging Face directory.
+        dtype: to compute in, fp32 or bf16.
+        written: the type that was written; the other side's weights are cast to it first, as the conversion did.
+
+    Returns:
+        The largest difference of two logits, over the standard deviation of all.
+
+    Raises:
+        UserError: if it is beyond what different kernels explain.
+    """
+    name: Literal["fp32", "bf16"] = "bf16" if dtype == torch.bfloat16 else "fp32"
+    tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    theirs = _huggingface(hf, tokens, dtype, written)
+    ours = _megatron(checkpoint, shape, tokens, name, written)
+    difference = float((ours - theirs).abs().max() / theirs.std())
+    if not difference <= LIMITS[name]:
+        problem = f"the models' logits differ by {difference:.2g} of their deviation, over {LIMITS[name]:g}"
+        raise UserError("--verify", "all", problem, "Report it: the weights are equal, and the models are not")
+    return difference
+
+
+@torch.no_grad()
+def _huggingface(hf: Path, tokens: torch.Tensor, dtype: torch.dtype, written: torch.dtype) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(hf, dtype=written)
+    return model.to(dtype).eval()(tokens).logits[0].float()
+
+
+def _megatron(
+    checkpoint: Path, shape: PolicyShape, tokens: torch.Tensor, dtype: Literal["fp32", "bf16"], written: torch.dtype
+) -> torch.Tensor:
+    """[tokens, vocabulary] fp32, of a model that Megatron itself loads, in a process group of this process alone."""
+    from megatron_dppo.bridge.load import load_checkpoint
+    from megatron_dppo.models.policy import DTYPES, build_policy, packed_sequence
+    from megatron_dppo.parallel.world import initialize, shut_down
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = initialize(LayoutConfig(), seed=1, timeout_s=600.0)
+        settings = ModelConfig(dtype=dtype, spec="torch")
+        model = build_policy(shape, settings, LayoutConfig(), temperature=1.0).to(world.device, DTYPES[dtype]).eval()
+        load_checkpoint(model, checkpoint, world)
+        for parameter in model.parameters():
+            parameter.data.copy_(parameter.data.to(written))
+        packed = packed_sequence(np.array([0, TOKENS], dtype=np.int32), TOKENS, world.device)
+        positions = torch.arange(TOKENS)[None]
+        return model.logits(tokens.to(world.device), positions.to(world.device), packed).cpu()
+    finally:
+        shut_down()

@@ -27,17 +27,23 @@ from megatron_dppo.bridge.checkpoint_folder import (
     say_unchecked,
 )
 from megatron_dppo.bridge.checksums import Checksums
-from megatron_dppo.bridge.convert import Advance, side_by_side, write_hf, write_megatron
-from megatron_dppo.bridge.file_plan import plan_files
-from megatron_dppo.bridge.hf_directory import MODEL_FILES
+from megatron_dppo.bridge.convert import (
+    Advance,
+    compare_logits,
+    compare_tensors,
+    logits_dtype,
+    side_by_side,
+    stored_parts,
+    write_hf,
+    write_megatron,
+)
+from megatron_dppo.bridge.hf_directory import MODEL_FILES, plan_files
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.bridge.replacing import check_place, replacing
 from megatron_dppo.bridge.safetensors_files import check_weights
-from megatron_dppo.bridge.slices import stored_parts
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.strips import STRIP_BYTES
 from megatron_dppo.bridge.torch_dist import plan_checkpoint
-from megatron_dppo.bridge.verify import compare_tensors, logits_dtype
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.complaint import describe
@@ -248,8 +254,6 @@ def _verify(chosen: argparse.Namespace, checkpoint: Path, hf: Path, shape: Polic
     print(f"every tensor is the same in both forms, read again from the disk (sha256 of all: {digest})")
     if chosen.verify == "all":
         quieten()
-        from megatron_dppo.bridge.compare_logits import compare_logits  # seconds, and memory, for what it imports
-
         difference = compare_logits(checkpoint, hf, shape, logits_dtype(shape, dtype), written=dtype)
         print(f"logits of both models differ by at most {difference:.2g} of their standard deviation")
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dppo.bridge.file_plan import FilePlan, plan_files
-from megatron_dppo.bridge.hf_directory import MODEL_FILES, SafetensorsWriter, copy_companions
+from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, SafetensorsWriter, copy_companions, plan_files
 from megatron_dppo.bridge.replacing import check_place, replacing
 from megatron_dppo.bridge.stream import Consumers, weight_stream
 from megatron_dppo.errors import UserError

@@ -1,16 +1,149 @@
-"""Weights from a Hugging Face directory into a model, each rank reading its own slices and no more."""
+"""Weights into a live model, from a Hugging Face directory or a Megatron checkpoint.
+
+Each rank reads the slices that its parameters are made of, and nothing else.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, Protocol
 
-from megatron_dppo.bridge.binding import bind
-from megatron_dppo.bridge.safetensors_files import check_weights
-from megatron_dppo.bridge.shards import fill_parameter
-from megatron_dppo.bridge.slices import SliceReader
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from safetensors import safe_open
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_dppo.bridge.checkpoint_folder import (
+    FORMAT,
+    checkpoint_place,
+    damaged,
+    refusing_damage,
+    say_unchecked,
+)
+from megatron_dppo.bridge.checksums import Checksums, DamagedError
+from megatron_dppo.bridge.mapping import Entry, Piece, Split, entries
+from megatron_dppo.bridge.safetensors_files import StoredTensor, check_weights
+from megatron_dppo.bridge.stored_policy import StoredPolicy, foreign_pickle, plain_values_only, read_metadata
+from megatron_dppo.bridge.torch_dist import COMMON, WRITTEN_BY
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
+
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+
+
+def bind(model: PolicyModel, shape: PolicyShape, world: World) -> dict[Entry, torch.Tensor]:
+    """Every entry of this rank's pipeline stage with its parameter (detached, sharing memory), in the mapping's order.
+
+    Raises:
+        ValueError: if an entry or a parameter of the model is left over, or one has another shape than the mapping
+            says. A fault of the program, not of the user: the model was not built for this shape and layout.
+    """
+    numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    parameters = {
+        _LAYER.sub(lambda local: str(numbers[int(local[0])]), name): parameter.detach()
+        for name, parameter in model.named_parameters()
+    }
+    bound: dict[Entry, torch.Tensor] = {}
+    for entry in entries(shape, world.pp_rank, world.pp):
+        names = [name for name in entry.megatron if name in parameters]
+        if len(names) != 1:
+            raise ValueError(f"{len(names)} parameters of the model are {' or '.join(entry.megatron)}, not one")
+        parameter = parameters.pop(names[0])
+        if parameter.shape != entry.shard_shape(world.tp):
+            expected = list(entry.shard_shape(world.tp))
+            raise ValueError(f"{names[0]} has shape {list(parameter.shape)}, and the mapping makes it {expected}")
+        bound[entry] = parameter
+    if parameters:
+        raise ValueError(f"no entry of the mapping matches {', '.join(parameters)}")
+    return bound
+
+
+class ReadSlice(Protocol):
+    """Reads rows (axis 0) or columns (axis 1) ``start`` to ``stop`` of a Hugging Face tensor, and no more."""
+
+    def __call__(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor: ...
+
+
+def fill_parameter(entry: Entry, parameter: torch.Tensor, read: ReadSlice, tp_rank: int, tp: int) -> None:
+    """Make ``parameter`` what rank ``tp_rank`` of ``tp`` holds, in its own dtype and on its own device.
+
+    Args:
+        parameter: of shape ``entry.shard_shape(tp)``; written in place.
+    """
+    for piece, part in _parts(entry, parameter, tp_rank, tp):
+        if piece.name is None:
+            part.zero_()
+        else:
+            part.copy_(read(piece.name, entry.axis, piece.start, piece.stop))
+
+
+def fill_tensors(entry: Entry, shards: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """The way back: write what the tensor-parallel ranks hold of ``entry`` into whole Hugging Face tensors.
+
+    Args:
+        shards: the parameter of each rank, in the order of the ranks; for a replicated entry any one of them is enough.
+        tensors: at least those of ``entry.tensors``, by name; written in place.
+    """
+    for tp_rank, shard in enumerate(shards):
+        for piece, part in _parts(entry, shard, tp_rank, len(shards)):
+            if piece.name is not None:
+                tensors[piece.name].narrow(entry.axis, piece.start, piece.length).copy_(part)
+
+
+def whole_tensors(entry: Entry, parameter: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The Hugging Face tensors of a parameter that is not split over ranks, by name.
+
+    They are views of the parameter where a tensor lies in it in one piece and ``dtype`` is the parameter's own: all but
+    queries, keys and values, which alternate.
+    """
+    sizes = entry.tensors
+    tensors: dict[str, torch.Tensor] = {}
+    for piece, part in _parts(entry, parameter, 0, 1):
+        if piece.name is None:
+            continue
+        if part.shape == sizes[piece.name]:
+            tensors[piece.name] = part.to(dtype)
+            continue
+        if piece.name not in tensors:
+            tensors[piece.name] = parameter.new_empty(sizes[piece.name], dtype=dtype)
+        tensors[piece.name].narrow(entry.axis, piece.start, piece.length).copy_(part)
+    return tensors
+
+
+def gathers(entry: Entry) -> bool:
+    """Whether a rank has only a part of the entry, so that its tensors take an exchange with the other ranks."""
+    return entry.row.split is not Split.REPLICATED
+
+
+def _parts(entry: Entry, parameter: torch.Tensor, tp_rank: int, tp: int) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """The pieces of a rank's parameter, each with where it lies in the parameter."""
+    offset = 0
+    for piece in entry.pieces(tp_rank, tp):
+        yield piece, parameter.narrow(entry.axis, offset, piece.length)
+        offset += piece.length
+
+
+class SliceReader(ExitStack):
+    """Reads slices of the tensors of safetensors files, to be closed when done.
+
+    Each file is opened once and mapped, and a slice is a view of it. Threads may read side by side.
+    """
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        super().__init__()
+        files = {tensor.file for tensor in stored.values()}
+        opened = {file: self.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files}
+        self._slices = {name: opened[tensor.file].get_slice(name) for name, tensor in stored.items()}
+
+    def read(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
+        return self._slices[name][start:stop] if axis == 0 else self._slices[name][:, start:stop]
 
 
 def load_policy(model: PolicyModel, path: Path, shape: PolicyShape, world: World) -> None:
@@ -30,3 +163,97 @@ def load_policy(model: PolicyModel, path: Path, shape: PolicyShape, world: World
     with SliceReader(stored) as reader:
         for entry, parameter in bind(model, shape, world).items():
             fill_parameter(entry, parameter, reader.read, world.tp_rank, world.tp)
+
+
+def load_checkpoint(model: PolicyModel, folder: Path, world: World) -> None:
+    """Fill every parameter from the checkpoint that ``model.checkpoint`` names. Collective.
+
+    What else the checkpoint holds (an optimizer's state) is not read.
+
+    Args:
+        model: the bare model, on its device, in any layout.
+        folder: the checkpoint, or the folder whose tracker names it.
+
+    Raises:
+        UserError: on every rank, if there is none, if it is of another policy, or cannot be read.
+    """
+    setting = "model.checkpoint"
+    place = world.from_leader(lambda: checkpoint_place(folder, setting))
+    world.from_leader(lambda: check_policy(place, model.shape, setting))
+
+    def check() -> None:
+        policy = StoredPolicy(place, model.shape, setting)
+        policy.check(share=world.rank, of=world.size)
+        if world.leads and not policy.checked:
+            say_unchecked(place)
+
+    world.together(check, what="check of a checkpoint")
+    state = {"model": model.sharded_state_dict(metadata=sharding())}
+    model.load_state_dict(read(state, place, setting, world)["model"])
+
+
+def check_policy(place: Path, shape: PolicyShape, setting: str) -> None:
+    """Look whether a checkpoint is of a policy of this shape and all there, without reading its tensors.
+
+    Nothing that it may ask for is run: Megatron and torch, which run anything, are to read it only after this.
+
+    Raises:
+        UserError: naming ``setting`` and the first tensor or file that is amiss.
+    """
+    with refusing_damage(place, setting):
+        if (checksums := Checksums.read(place)) is not None:
+            checksums.check_sizes()
+            checksums.check(checksums.small)
+        StoredPolicy(place, shape, setting)
+        _check_common(place)
+
+
+def sharding() -> dict[str, Any]:
+    """What Megatron wants to know of the ranks when it describes shards."""
+    return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
+def read(state: dict[str, Any], place: Path, setting: str, world: World) -> dict[str, Any]:
+    """Read what a sharded state describes, of a checkpoint that ``check_policy`` has let pass. Collective.
+
+    Raises:
+        UserError: on every rank, naming ``setting``, if a file does not hold what the checkpoint says.
+    """
+
+    def attempt() -> dict[str, Any]:
+        failure: BaseException
+        try:
+            with plain_values_only():
+                return dist_checkpointing.load(state, str(place))
+        except CheckpointException as error:  # torch's, and no Exception; from Megatron 0.17 on, on the one rank alone
+            failure, _ = next(iter(error.failures.values()))
+        except CheckpointingException as error:
+            failure = error
+        where = foreign_pickle(place) or "a file"
+        raise damaged(place, setting, f"{where} cannot be read ({type(failure).__name__}: {failure})") from failure
+
+    return world.together(attempt, what="reading of a checkpoint")
+
+
+def _check_common(place: Path) -> None:
+    """Look whether Megatron will be able to read what is no tensor of a rank's.
+
+    Raises:
+        DamagedError: naming the file.
+    """
+    try:
+        written_by = json.loads((place / FORMAT).read_bytes())
+        if "sharded_backend" not in written_by or {**WRITTEN_BY, **written_by} != WRITTEN_BY:
+            raise ValueError(f"it says {written_by}, and {WRITTEN_BY} is read here")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{FORMAT} cannot be read ({error})") from error
+    if os.path.lexists(place / COMMON):  # from Megatron 0.19 on it is among the shards
+        try:
+            with plain_values_only():
+                common = torch.load(place / COMMON, map_location="cpu")
+            if not isinstance(common, dict):
+                raise ValueError(f"it holds a {type(common).__name__}")
+        except Exception as error:  # whatever a damaged archive makes of it
+            raise DamagedError(f"{COMMON} cannot be read ({type(error).__name__}: {error})") from error
+    elif not any(key.startswith("common_state") for key in read_metadata(place).state_dict_metadata):
+        raise DamagedError(f"{COMMON} is missing")

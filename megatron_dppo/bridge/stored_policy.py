@@ -1,23 +1,197 @@
-"""The policy that a Megatron checkpoint holds: where each parameter lies in it, and its Hugging Face tensors."""
+"""The policy in a Megatron checkpoint: where each parameter lies. Nothing that the checkpoint asks for is run.
+
+A pickle may call any function that can be imported, and a checkpoint may come from anyone. Torch's index of a
+checkpoint, ``.metadata``, is made of a dozen plain classes, which are the only ones that are allowed here.
+Everything else that is pickled is read by torch, which is told to accept tensors and plain values only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from math import prod
 from pathlib import Path
+from pickletools import genops
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_dppo.bridge.checkpoint_folder import METADATA, damaged, refusing_damage
-from megatron_dppo.bridge.checksums import DamagedError
+from megatron_dppo.bridge.checksums import Checksums, DamagedError
 from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Entry, Split, entries
 from megatron_dppo.bridge.safetensors_files import nearest_name
 from megatron_dppo.bridge.strips import Part, tensor_parts
-from megatron_dppo.bridge.torch_dist import StoredCheckpoint
+from megatron_dppo.bridge.torch_dist import data_of, ends, only_record, opened
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
+
+_CLASSES = (
+    *(Metadata, MetadataIndex, StorageMeta, BytesStorageMetadata, ChunkStorageMetadata),
+    *(TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING, _StorageInfo, _StoragePrefix),
+    *(SavePlan, WriteItem, TensorWriteData, WriteItemType),  # Megatron keeps what each rank wrote
+)
+_ALLOWED: Mapping[tuple[str, str], Any] = {
+    **{(thing.__module__, thing.__qualname__): thing for thing in (*_CLASSES, torch.Size, OrderedDict)},
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    **{(module, "PosixPath"): lambda *parts: "/".join(parts) for module in ("pathlib", "pathlib._local")},
+}
+"""Of these a pickle may ask for, and of torch's types. A path stays text: nothing depends on where it was written."""
+
+_ONLY, _ANYTHING = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs; that was not run")
+
+
+@contextmanager
+def _classes_unchanged() -> Iterator[None]:
+    """A pickle can set attributes of the classes themselves, which the whole process would meet."""
+    before = {of: dict(vars(of)) for of in _CLASSES}
+    try:
+        yield
+    finally:
+        now = {of: dict(vars(of)) for of in _CLASSES}
+        changed = [(of, name) for of in _CLASSES for name in now[of] if before[of].get(name) is not now[of][name]]
+        for of, name in changed:
+            setattr(of, name, before[of][name]) if name in before[of] else delattr(of, name)
+    if changed:
+        raise pickle.UnpicklingError(f"it changes {changed[0][0].__name__}, as no checkpoint does")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Torch's index of the checkpoint in ``folder``.
+
+    Raises:
+        Exception: whatever a damaged pickle makes of it; UnpicklingError if it asks for anything that no index needs.
+        ValueError: if it is no index of a checkpoint whose files lie in this folder.
+    """
+    with (folder / METADATA).open("rb") as file, _classes_unchanged():
+        metadata = _Unpickler(file).load()
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise ValueError("it is no index of a checkpoint")
+    for place in metadata.storage_data.values():
+        if not isinstance(place, _StorageInfo) or Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"it names {place}, which is no file of this folder")
+        if place.offset < 0 or place.length < 0:
+            raise ValueError(f"it names {place}, which is no part of a file")
+    return metadata
+
+
+@contextmanager
+def plain_values_only() -> Iterator[None]:
+    """Within it ``torch.load`` reads tensors and plain values, and fails for anything else, whatever it is told.
+
+    Torch's own reader of checkpoints tells it to read anything.
+    """
+    before = {name: os.environ.pop(name, None) for name in (_ONLY, _ANYTHING)}
+    os.environ[_ONLY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_ONLY]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+_PLAIN = ("torch ", "torch._utils ", "collections ", "_codecs encode", "_io BytesIO")
+"""Of what begins so, pickles of tensors and plain values ask for."""
+
+
+def foreign_pickle(folder: Path) -> str | None:
+    """The first part of a checkpoint that asks for what no tensor or plain value needs, or that is no archive."""
+    for index, place in read_metadata(folder).storage_data.items():
+        name = f"{index.fqn} in {place.relative_path}"
+        try:
+            with opened(folder / place.relative_path, place.offset, place.length) as (_, mapped, archive):
+                pickles = [record for record in archive.infolist() if record.filename.endswith(".pkl")]
+                data = [mapped[(at := data_of(record, mapped)) : at + record.file_size] for record in pickles]
+            asked = [argument for one in data for code, argument, _ in genops(one) if "GLOBAL" in code.name]
+        except Exception:  # whatever a damaged archive makes of it
+            return name
+        if not all(str(thing).startswith(_PLAIN) for thing in asked):
+            return name
+    return None
+
+
+class StoredCheckpoint:
+    """The tensors of a checkpoint on disk, by key.
+
+    Args:
+        folder: the directory of one iteration.
+
+    Raises:
+        DamagedError: if its index or its checksums cannot be read, or are not what was written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.checksums = Checksums.read(folder)
+        """None for a checkpoint of an earlier version."""
+        if self.checksums is not None:
+            self.checksums.check_file(METADATA)
+        try:
+            metadata = read_metadata(folder)
+        except Exception as error:  # whatever unpickling a damaged file raises
+            raise DamagedError(f"{METADATA} cannot be read ({error})") from error
+        self._places: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
+        self.tensors: Mapping[str, TensorStorageMetadata] = {
+            key: stored
+            for key, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+        self.files = ends(self._places.values())
+        """The bytes that each file must have, by its name."""
+
+    def check(self, key: str, chunk: ChunkStorageMetadata) -> None:
+        """Read a stored block of the tensor and hold it against its checksum, if there is one.
+
+        Raises:
+            DamagedError: if it differs.
+        """
+        if self.checksums is not None:
+            place = self._places[MetadataIndex(key, chunk.offsets)]
+            self.checksums.check_block(place.relative_path, place.offset)
+
+    def part(self, key: str, chunk: ChunkStorageMetadata, leading: int) -> Part:
+        """A stored block of the tensor, whose ``leading`` dimensions are one, as a part of what comes after them.
+
+        Raises:
+            DamagedError: if it differs from its checksum.
+            ValueError: if it is not stored as Megatron does, or not at all.
+        """
+        self.check(key, chunk)
+        place = self._places[MetadataIndex(key, chunk.offsets)]
+        file, dtype = self._folder / place.relative_path, self.tensors[key].properties.dtype
+        start, size = only_record(file, place.offset, place.length)
+        # Megatron writes contiguous tensors only, so the record is the block.
+        if size != prod(chunk.sizes) * dtype.itemsize:
+            raise ValueError(f"{size} bytes in {file.name} do not fit the shape {list(chunk.sizes)}")
+        (row, column), (rows, columns) = (
+            (*values, fill)[:2] for values, fill in ((chunk.offsets[leading:], 0), (chunk.sizes[leading:], 1))
+        )
+        return Part(file, start, dtype, rows, columns, row, column)
+
 
 Chunks = Sequence[ChunkStorageMetadata]
 

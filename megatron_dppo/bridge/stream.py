@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_dppo.bridge.binding import bind
+from megatron_dppo.bridge.load import bind, fill_tensors, gathers, whole_tensors
 from megatron_dppo.bridge.mapping import Entry, Split, entries
-from megatron_dppo.bridge.shards import fill_tensors, gathers, whole_tensors
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.bridge.load_checkpoint import load_checkpoint
+from megatron_dppo.bridge.load import load_checkpoint
 from megatron_dppo.bridge.mapping import expected_tensors
 from megatron_dppo.checkpoint import Checkpoints
 from megatron_dppo.config import Config, LayoutConfig, LossConfig

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.bridge.binding import bind
+from megatron_dppo.bridge.load import bind
 from megatron_dppo.bridge.mapping import Place, entries, expected_tensors
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import (

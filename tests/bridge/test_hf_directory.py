@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dppo.bridge.file_plan import FilePlan, plan_files
-from megatron_dppo.bridge.hf_directory import SafetensorsWriter
+from megatron_dppo.bridge.hf_directory import FilePlan, SafetensorsWriter, plan_files
 from megatron_dppo.bridge.mapping import expected_tensors
 from megatron_dppo.bridge.safetensors_files import INDEX
 from megatron_dppo.models.shape import PolicyShape

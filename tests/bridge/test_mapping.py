@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_dppo.bridge.load import fill_parameter, fill_tensors, whole_tensors
 from megatron_dppo.bridge.mapping import TABLES, TIED_OUTPUT, UNTIED_OUTPUT, entries, expected_tensors, stage_layers
-from megatron_dppo.bridge.shards import fill_parameter, fill_tensors, whole_tensors
 from megatron_dppo.models.shape import PolicyShape, padded_vocab
 
 SHAPE = PolicyShape(

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_dppo.bridge.binding import bind
+from megatron_dppo.bridge.load import bind
 from megatron_dppo.bridge.mapping import entries, expected_tensors
 from megatron_dppo.bridge.stream import Consumers, plan_buckets, weight_stream
 from megatron_dppo.config import LayoutConfig

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_dppo.bridge import strips as module
 from megatron_dppo.bridge.convert import side_by_side
-from megatron_dppo.bridge.file_plan import SAFETENSORS
+from megatron_dppo.bridge.hf_directory import SAFETENSORS
 from megatron_dppo.bridge.mapping import Entry, entries
 from megatron_dppo.bridge.strips import Part, parameter_parts, strips, tensor_parts, write_at
 from megatron_dppo.errors import UserError

@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dppo.bridge.load import load_policy
-from megatron_dppo.bridge.load_checkpoint import load_checkpoint, sharding
+from megatron_dppo.bridge.load import load_checkpoint, load_policy, sharding
 from megatron_dppo.bridge.mapping import Entry, Place, entries, expected_tensors
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import LayoutConfig, ModelConfig

@@ -14,13 +14,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_dppo.bridge import checksums, convert_commands, verify
+from megatron_dppo.bridge import checksums, convert, convert_commands
+from megatron_dppo.bridge.convert import compare_tensors, logits_dtype, stored_parts
 from megatron_dppo.bridge.mapping import entries, expected_tensors
 from megatron_dppo.bridge.safetensors_files import INDEX, check_weights
-from megatron_dppo.bridge.slices import stored_parts
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.strips import Part
-from megatron_dppo.bridge.verify import compare_tensors, logits_dtype
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from tests.bridge.conversions import contents, to_hf, to_megatron
@@ -132,7 +131,7 @@ def test_logits_are_computed_in_what_fits_in_memory(tmp_path: Path) -> None:
     count = sum(torch.Size(size).numel() for size in expected_tensors(shape).values())
 
     def chosen(stored: torch.dtype, free: float) -> torch.dtype:
-        with patch.object(verify.psutil, "virtual_memory") as memory:
+        with patch.object(convert.psutil, "virtual_memory") as memory:
             memory.return_value.available = free * count
             return logits_dtype(shape, stored)
 
@@ -175,7 +174,7 @@ OTHER_MODELS = {
 
 def main(folder: Path) -> None:
     """Run in a process of its own, which Megatron-Core is changed for."""
-    from megatron_dppo.bridge.compare_logits import compare_logits
+    from megatron_dppo.bridge.convert import compare_logits
 
     shape, place = read_shape(folder / "source"), folder / "megatron/release"
     print(compare_logits(place, folder / "source", shape, torch.float32, written=torch.float32))

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from megatron_dppo.bridge.binding import bind
+from megatron_dppo.bridge.load import bind
 from megatron_dppo.bridge.mapping import entries, expected_tensors, parameters, redundant_tensors
 from megatron_dppo.config import LayoutConfig, ModelConfig
 from megatron_dppo.models.policy import build_policy

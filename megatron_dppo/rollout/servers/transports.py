@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_dppo.bridge.export import write_directory
-from megatron_dppo.bridge.file_plan import plan_files
+from megatron_dppo.bridge.hf_directory import plan_files
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.config import ModelConfig
 from megatron_dppo.errors import UserError
