@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +27,8 @@ from megatron_dppo.bridge.checkpoint_folder import (
     say_unchecked,
 )
 from megatron_dppo.bridge.checksums import Checksums, DamagedError
-from megatron_dppo.bridge.mapping import Entry, Piece, Split, entries
-from megatron_dppo.bridge.safetensors_files import StoredTensor, check_weights
+from megatron_dppo.bridge.mapping import Entry, Slice, entries
+from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy, foreign_pickle, plain_values_only, read_metadata
 from megatron_dppo.bridge.torch_dist import COMMON, WRITTEN_BY
 from megatron_dppo.models.policy import PolicyModel
@@ -77,73 +77,19 @@ def fill_parameter(entry: Entry, parameter: torch.Tensor, read: ReadSlice, tp_ra
     Args:
         parameter: of shape ``entry.shard_shape(tp)``; written in place.
     """
-    for piece, part in _parts(entry, parameter, tp_rank, tp):
-        if piece.name is None:
-            part.zero_()
+    for slice_, held in slices_of(entry, parameter, tp_rank, tp):
+        if slice_.name is None:
+            held.zero_()
         else:
-            part.copy_(read(piece.name, entry.axis, piece.start, piece.stop))
+            held.copy_(read(slice_.name, entry.axis, slice_.start, slice_.stop))
 
 
-def fill_tensors(entry: Entry, shards: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """The way back: write what the tensor-parallel ranks hold of ``entry`` into whole Hugging Face tensors.
-
-    Args:
-        shards: the parameter of each rank, in the order of the ranks; for a replicated entry any one of them is enough.
-        tensors: at least those of ``entry.tensors``, by name; written in place.
-    """
-    for tp_rank, shard in enumerate(shards):
-        for piece, part in _parts(entry, shard, tp_rank, len(shards)):
-            if piece.name is not None:
-                tensors[piece.name].narrow(entry.axis, piece.start, piece.length).copy_(part)
-
-
-def whole_tensors(entry: Entry, parameter: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The Hugging Face tensors of a parameter that is not split over ranks, by name.
-
-    They are views of the parameter where a tensor lies in it in one piece and ``dtype`` is the parameter's own: all but
-    queries, keys and values, which alternate.
-    """
-    sizes = entry.tensors
-    tensors: dict[str, torch.Tensor] = {}
-    for piece, part in _parts(entry, parameter, 0, 1):
-        if piece.name is None:
-            continue
-        if part.shape == sizes[piece.name]:
-            tensors[piece.name] = part.to(dtype)
-            continue
-        if piece.name not in tensors:
-            tensors[piece.name] = parameter.new_empty(sizes[piece.name], dtype=dtype)
-        tensors[piece.name].narrow(entry.axis, piece.start, piece.length).copy_(part)
-    return tensors
-
-
-def gathers(entry: Entry) -> bool:
-    """Whether a rank has only a part of the entry, so that its tensors take an exchange with the other ranks."""
-    return entry.row.split is not Split.REPLICATED
-
-
-def _parts(entry: Entry, parameter: torch.Tensor, tp_rank: int, tp: int) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """The pieces of a rank's parameter, each with where it lies in the parameter."""
+def slices_of(entry: Entry, parameter: torch.Tensor, tp_rank: int, tp: int) -> Iterator[tuple[Slice, torch.Tensor]]:
+    """The slices of Hugging Face tensors that rank ``tp_rank`` of ``tp`` holds, each with its view of ``parameter``."""
     offset = 0
-    for piece in entry.pieces(tp_rank, tp):
-        yield piece, parameter.narrow(entry.axis, offset, piece.length)
-        offset += piece.length
-
-
-class SliceReader(ExitStack):
-    """Reads slices of the tensors of safetensors files, to be closed when done.
-
-    Each file is opened once and mapped, and a slice is a view of it. Threads may read side by side.
-    """
-
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        super().__init__()
-        files = {tensor.file for tensor in stored.values()}
-        opened = {file: self.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files}
-        self._slices = {name: opened[tensor.file].get_slice(name) for name, tensor in stored.items()}
-
-    def read(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor:
-        return self._slices[name][start:stop] if axis == 0 else self._slices[name][:, start:stop]
+    for slice_ in entry.slices(tp_rank, tp):
+        yield slice_, parameter.narrow(entry.axis, offset, slice_.length)
+        offset += slice_.length
 
 
 def load_policy(model: PolicyModel, path: Path, shape: PolicyShape, world: World) -> None:
@@ -160,9 +106,16 @@ def load_policy(model: PolicyModel, path: Path, shape: PolicyShape, world: World
         UserError: naming ``model.path``, if the files are not the weights of such a policy.
     """
     stored = check_weights(path, shape)
-    with SliceReader(stored) as reader:
+    with ExitStack() as stack:
+        files = {tensor.file for tensor in stored.values()}
+        opened = {file: stack.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files}
+        tensors = {name: opened[tensor.file].get_slice(name) for name, tensor in stored.items()}
+
+        def read(name: str, axis: int, start: int, stop: int) -> torch.Tensor:
+            return tensors[name][start:stop] if axis == 0 else tensors[name][:, start:stop]
+
         for entry, parameter in bind(model, shape, world).items():
-            fill_parameter(entry, parameter, reader.read, world.tp_rank, world.tp)
+            fill_parameter(entry, parameter, read, world.tp_rank, world.tp)
 
 
 def load_checkpoint(model: PolicyModel, folder: Path, world: World) -> None:

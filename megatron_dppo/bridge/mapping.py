@@ -1,9 +1,8 @@
 """Which Hugging Face tensors a Megatron parameter is made of, and which rows or columns of them each rank holds.
 
-One table per family. A line of it is read in both directions, because all that it says about contents is a list of
-:class:`Piece`: put together, the pieces of rank r are r's parameter; put back where they were taken from, they are the
-tensors again. Loading, streaming and the check of a directory's shapes all come from these lines. No torch is needed
-to read them.
+One table per family, read in both directions. :meth:`Entry.slices` says what the parameter of rank r is: slices of
+tensors, put together along one axis. Loading copies these slices into the parameter, streaming and export copy them
+back, and a directory's shapes are checked against the same rows. No torch is needed to read them.
 """
 
 from __future__ import annotations
@@ -26,27 +25,20 @@ class Split(StrEnum):
     QKV = "query groups in equal parts; within a part, each group's queries, then its key, then its value"
 
 
-class Place(StrEnum):
-    """Which pipeline stage has a parameter, and how often it occurs."""
-
-    FIRST = "the first stage"
-    LAYER = "the stage of the layer, once in each"
-    EXPERT = "the stage of the layer, once for each of its experts"
-    LAST = "the last stage"
+REPLICATED, COLUMN, ROW, VOCABULARY, QKV = Split
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
     """One line of a table. In its names ``{layer}`` is counted over all stages, ``{expert}`` over all ranks."""
 
-    place: Place
     split: Split
     megatron: tuple[str, ...]
-    """The parameter's name, one per layer specification where they differ (local norms, norms fused into a linear)."""
-    tensors: Mapping[str, str]
-    """Hugging Face's names, in the order of stacking, each with its dimensions by the names of :func:`_extents`."""
-    copies: bool = False
-    """A second copy of tensors that another row has: loaded, never streamed."""
+    """The parameter's name, one per layer specification where they differ."""
+    tensors: tuple[str, ...]
+    """Hugging Face's names, in the order of stacking."""
+    is_copy: bool = False
+    """Whether another row has these tensors too. Such a parameter is loaded, and never streamed."""
 
     @property
     def key(self) -> str:
@@ -56,121 +48,79 @@ class Row:
         """
         return self.megatron[-1].replace(".{layer}", "").replace(".local_experts.{expert}", ".experts")
 
+    @property
+    def of_expert(self) -> bool:
+        """Whether a layer has the parameter once for each expert."""
+        return "{expert}" in self.tensors[0]
 
-_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
-_EMBEDDING = {"model.embed_tokens.weight": "vocabulary hidden"}
-_OUTPUT = ("output_layer.weight",)
 
-_EMBED = Row(Place.FIRST, Split.VOCABULARY, ("embedding.word_embeddings.weight",), _EMBEDDING)
+def _layer(split: Split, megatron: str, *tensors: str) -> Row:
+    """A row of every layer. Where layer specifications name the parameter differently, ``|`` is between the names."""
+    names = tuple("decoder.layers.{layer}." + name for name in megatron.split(" | "))
+    return Row(split, names, tuple("model.layers.{layer}." + name for name in tensors))
+
+
+_INPUT_NORM = "input_layernorm.weight | self_attention.linear_qkv.layer_norm_weight"
+_MLP_NORM = "pre_mlp_layernorm.weight | mlp.linear_fc1.layer_norm_weight"
+_EXPERT = "mlp.experts.{expert}."
+_EXPERT_FC1 = "mlp.experts.linear_fc1.weight{expert} | mlp.experts.local_experts.{expert}.linear_fc1.weight"
+_EXPERT_FC2 = "mlp.experts.linear_fc2.weight{expert} | mlp.experts.local_experts.{expert}.linear_fc2.weight"
+
 _ATTENTION = (
-    Row(
-        Place.LAYER,
-        Split.REPLICATED,
-        (_M + "input_layernorm.weight", _M + "self_attention.linear_qkv.layer_norm_weight"),
-        {_H + "input_layernorm.weight": "hidden"},
-    ),
-    Row(
-        Place.LAYER,
-        Split.QKV,
-        (_M + "self_attention.linear_qkv.weight",),
-        {
-            _H + "self_attn.q_proj.weight": "queries hidden",
-            _H + "self_attn.k_proj.weight": "keys hidden",
-            _H + "self_attn.v_proj.weight": "keys hidden",
-        },
-    ),
-    Row(
-        Place.LAYER,
-        Split.ROW,
-        (_M + "self_attention.linear_proj.weight",),
-        {_H + "self_attn.o_proj.weight": "hidden queries"},
-    ),
+    _layer(REPLICATED, _INPUT_NORM, "input_layernorm.weight"),
+    _layer(QKV, "self_attention.linear_qkv.weight", *(f"self_attn.{x}_proj.weight" for x in "qkv")),
+    _layer(ROW, "self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
 _QK_NORMS = (
-    Row(
-        Place.LAYER,
-        Split.REPLICATED,
-        (_M + "self_attention.q_layernorm.weight",),
-        {_H + "self_attn.q_norm.weight": "head"},
-    ),
-    Row(
-        Place.LAYER,
-        Split.REPLICATED,
-        (_M + "self_attention.k_layernorm.weight",),
-        {_H + "self_attn.k_norm.weight": "head"},
-    ),
+    _layer(REPLICATED, "self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+    _layer(REPLICATED, "self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
 )
-_QKV_BIAS = Row(
-    Place.LAYER,
-    Split.QKV,
-    (_M + "self_attention.linear_qkv.bias",),
-    {
-        _H + "self_attn.q_proj.bias": "queries",
-        _H + "self_attn.k_proj.bias": "keys",
-        _H + "self_attn.v_proj.bias": "keys",
-    },
-)
+_QKV_BIAS = _layer(QKV, "self_attention.linear_qkv.bias", *(f"self_attn.{x}_proj.bias" for x in "qkv"))
 _MLP = (
-    Row(
-        Place.LAYER,
-        Split.REPLICATED,
-        (_M + "pre_mlp_layernorm.weight", _M + "mlp.linear_fc1.layer_norm_weight"),
-        {_H + "post_attention_layernorm.weight": "hidden"},
-    ),
-    Row(
-        Place.LAYER,
-        Split.COLUMN,
-        (_M + "mlp.linear_fc1.weight",),
-        {_H + "mlp.gate_proj.weight": "feed_forward hidden", _H + "mlp.up_proj.weight": "feed_forward hidden"},
-    ),
-    Row(
-        Place.LAYER,
-        Split.ROW,
-        (_M + "mlp.linear_fc2.weight",),
-        {_H + "mlp.down_proj.weight": "hidden feed_forward"},
-    ),
+    _layer(REPLICATED, _MLP_NORM, "post_attention_layernorm.weight"),
+    _layer(COLUMN, "mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    _layer(ROW, "mlp.linear_fc2.weight", "mlp.down_proj.weight"),
 )
-_EXPERT = "mlp.experts.{expert}."
 _EXPERTS = (
-    Row(
-        Place.LAYER,
-        Split.REPLICATED,
-        (_M + "pre_mlp_layernorm.weight",),
-        {_H + "post_attention_layernorm.weight": "hidden"},
-    ),
-    Row(Place.LAYER, Split.REPLICATED, (_M + "mlp.router.weight",), {_H + "mlp.gate.weight": "experts hidden"}),
-    Row(
-        Place.EXPERT,
-        Split.COLUMN,
-        (_M + "mlp.experts.linear_fc1.weight{expert}", _M + "mlp.experts.local_experts.{expert}.linear_fc1.weight"),
-        {
-            _H + _EXPERT + "gate_proj.weight": "feed_forward hidden",
-            _H + _EXPERT + "up_proj.weight": "feed_forward hidden",
-        },
-    ),
-    Row(
-        Place.EXPERT,
-        Split.ROW,
-        (_M + "mlp.experts.linear_fc2.weight{expert}", _M + "mlp.experts.local_experts.{expert}.linear_fc2.weight"),
-        {_H + _EXPERT + "down_proj.weight": "hidden feed_forward"},
-    ),
+    _layer(REPLICATED, "pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    _layer(REPLICATED, "mlp.router.weight", "mlp.gate.weight"),
+    _layer(COLUMN, _EXPERT_FC1, _EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight"),
+    _layer(ROW, _EXPERT_FC2, _EXPERT + "down_proj.weight"),
 )
-_FINAL_NORM = Row(Place.LAST, Split.REPLICATED, ("decoder.final_layernorm.weight",), {"model.norm.weight": "hidden"})
 
 TABLES: Mapping[str, tuple[Row, ...]] = {
-    "Qwen3ForCausalLM": (_EMBED, *_ATTENTION, *_QK_NORMS, *_MLP, _FINAL_NORM),
-    "Qwen3MoeForCausalLM": (_EMBED, *_ATTENTION, *_QK_NORMS, *_EXPERTS, _FINAL_NORM),
-    "Qwen2ForCausalLM": (_EMBED, *_ATTENTION, _QKV_BIAS, *_MLP, _FINAL_NORM),
+    "Qwen3ForCausalLM": (*_ATTENTION, *_QK_NORMS, *_MLP),
+    "Qwen3MoeForCausalLM": (*_ATTENTION, *_QK_NORMS, *_EXPERTS),
+    "Qwen2ForCausalLM": (*_ATTENTION, _QKV_BIAS, *_MLP),
 }
-"""By the architecture that config.json names."""
-UNTIED_OUTPUT = Row(Place.LAST, Split.VOCABULARY, _OUTPUT, {"lm_head.weight": "vocabulary hidden"})
-TIED_OUTPUT = Row(Place.LAST, Split.VOCABULARY, _OUTPUT, _EMBEDDING, copies=True)
+"""The rows of a layer, by the architecture that config.json names."""
+
+EMBEDDING = Row(VOCABULARY, ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",))
+FINAL_NORM = Row(REPLICATED, ("decoder.final_layernorm.weight",), ("model.norm.weight",))
+UNTIED_OUTPUT = Row(VOCABULARY, ("output_layer.weight",), ("lm_head.weight",))
+TIED_OUTPUT = Row(VOCABULARY, ("output_layer.weight",), ("model.embed_tokens.weight",), is_copy=True)
 """With tied embeddings the output layer has no weight of its own, unless it is on another stage than the embedding."""
+
+_DIMENSIONS = {
+    "embed_tokens": ("vocabulary", "hidden"),
+    "lm_head": ("vocabulary", "hidden"),
+    "q_proj": ("queries", "hidden"),
+    "k_proj": ("keys", "hidden"),
+    "v_proj": ("keys", "hidden"),
+    "o_proj": ("hidden", "queries"),
+    "q_norm": ("head",),
+    "k_norm": ("head",),
+    "gate_proj": ("feed_forward", "hidden"),
+    "up_proj": ("feed_forward", "hidden"),
+    "down_proj": ("hidden", "feed_forward"),
+    "gate": ("experts", "hidden"),
+}
+"""The dimensions of a Hugging Face module's weight, outputs first; a bias has the outputs. Of other norms: hidden."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """``stop - start`` consecutive slices of one Hugging Face tensor along the axis that its entry is cut on.
+class Slice:
+    """Rows (axis 0) or columns (axis 1) ``start`` to ``stop`` of one Hugging Face tensor; the axis is its entry's.
 
     Without a ``name``, zeros: tokens that only the padded vocabulary has.
     """
@@ -203,11 +153,7 @@ class Entry:
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the Hugging Face tensors, by name."""
-        extents = _extents(self.shape)
-        return {
-            self._numbered(name): tuple(extents[dimension] for dimension in dimensions.split())
-            for name, dimensions in self.row.tensors.items()
-        }
+        return {self._numbered(name): _tensor_shape(self.shape, name) for name in self.row.tensors}
 
     @property
     def elements(self) -> int:
@@ -226,16 +172,16 @@ class Entry:
 
     @property
     def axis(self) -> int:
-        """The dimension along which pieces are cut and put together."""
-        return 1 if self.row.split is Split.ROW else 0
+        """The dimension along which tensors are cut and slices are put together."""
+        return 1 if self.row.split is ROW else 0
 
     def shard_shape(self, tp: int) -> tuple[int, ...]:
         """Shape of the parameter on each of ``tp`` ranks."""
         shape = list(next(iter(self.tensors.values())))
-        shape[self.axis] = sum(piece.length for piece in self.pieces(0, tp))
+        shape[self.axis] = sum(part.length for part in self.slices(0, tp))
         return tuple(shape)
 
-    def pieces(self, tp_rank: int, tp: int) -> tuple[Piece, ...]:
+    def slices(self, tp_rank: int, tp: int) -> tuple[Slice, ...]:
         """What rank ``tp_rank`` of ``tp`` holds: put together along ``axis``, its parameter.
 
         Raises:
@@ -244,22 +190,22 @@ class Entry:
         extents = {name: shape[self.axis] for name, shape in self.tensors.items()}
         match self.row.split:
             case Split.REPLICATED:
-                return tuple(Piece(name, 0, extent) for name, extent in extents.items())
+                return tuple(Slice(name, 0, extent) for name, extent in extents.items())
             case Split.COLUMN | Split.ROW:
                 return tuple(
-                    Piece(name, *_part(extent, tp_rank, tp, f"slices of {name}")) for name, extent in extents.items()
+                    Slice(name, *_part(extent, tp_rank, tp, f"slices of {name}")) for name, extent in extents.items()
                 )
             case Split.VOCABULARY:
                 ((name, vocabulary),) = extents.items()
                 start, stop = _part(padded_vocab(vocabulary, tp), tp_rank, tp, "tokens")
-                held = Piece(name, min(start, vocabulary), min(stop, vocabulary))
-                padding = Piece(None, max(start, vocabulary), max(stop, vocabulary))
-                return tuple(piece for piece in (held, padding) if piece.length)
+                held = Slice(name, min(start, vocabulary), min(stop, vocabulary))
+                padding = Slice(None, max(start, vocabulary), max(stop, vocabulary))
+                return tuple(part for part in (held, padding) if part.length)
             case Split.QKV:
                 groups = range(*_part(self.shape.kv_heads, tp_rank, tp, "query groups"))
                 heads = {name: extent // self.shape.kv_heads for name, extent in extents.items()}
                 return tuple(
-                    Piece(name, group * size, (group + 1) * size) for group in groups for name, size in heads.items()
+                    Slice(name, group * size, (group + 1) * size) for group in groups for name, size in heads.items()
                 )
 
     def _numbered(self, name: str) -> str:
@@ -277,14 +223,16 @@ def stage_layers(layers: int, stage: int, stages: int) -> range:
 
 def entries(shape: PolicyShape, stage: int = 0, stages: int = 1) -> Iterator[Entry]:
     """The parameters of one pipeline stage, in the order of the forward pass: with one stage, of the whole policy."""
-    table = TABLES[shape.architecture]
     first, last = stage == 0, stage == stages - 1
-    yield from (Entry(row, shape) for row in table if row.place is Place.FIRST and first)
+    if first:
+        yield Entry(EMBEDDING, shape)
+    rows = TABLES[shape.architecture]
     for layer in stage_layers(shape.num_layers, stage, stages):
-        yield from (Entry(row, shape, layer) for row in table if row.place is Place.LAYER)
+        yield from (Entry(row, shape, layer) for row in rows if not row.of_expert)
         for expert in range(shape.experts):
-            yield from (Entry(row, shape, layer, expert) for row in table if row.place is Place.EXPERT)
-    yield from (Entry(row, shape) for row in table if row.place is Place.LAST and last)
+            yield from (Entry(row, shape, layer, expert) for row in rows if row.of_expert)
+    if last:
+        yield Entry(FINAL_NORM, shape)
     if last and not shape.tied:
         yield Entry(UNTIED_OUTPUT, shape)
     elif last and not first:
@@ -309,8 +257,8 @@ def parameters(shape: PolicyShape) -> int:
     return sum(entry.elements for entry in entries(shape))
 
 
-def _extents(shape: PolicyShape) -> dict[str, int]:
-    return {
+def _tensor_shape(shape: PolicyShape, name: str) -> tuple[int, ...]:
+    extents = {
         "vocabulary": shape.vocab_size,
         "hidden": shape.hidden,
         "queries": shape.heads * shape.head_dim,
@@ -319,6 +267,9 @@ def _extents(shape: PolicyShape) -> dict[str, int]:
         "experts": shape.experts,
         "feed_forward": shape.ffn,
     }
+    *_, module, kind = name.split(".")
+    dimensions = _DIMENSIONS.get(module, ("hidden",))
+    return tuple(extents[dimension] for dimension in (dimensions[:1] if kind == "bias" else dimensions))
 
 
 def _part(extent: int, part: int, parts: int, what: str) -> tuple[int, int]:

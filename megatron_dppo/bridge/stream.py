@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_dppo.bridge.load import bind, fill_tensors, gathers, whole_tensors
+from megatron_dppo.bridge.load import bind, slices_of
 from megatron_dppo.bridge.mapping import Entry, Split, entries
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
@@ -99,7 +99,7 @@ def plan_buckets(
     room = 0
     for turn in zip_longest(*(entries(shape, stage, pp) for stage in stages)):
         for stage, entry in zip(stages, turn, strict=True):
-            if entry is None or entry.row.copies:
+            if entry is None or entry.row.is_copy:
                 continue
             size = entry.elements * dtype.itemsize
             if size > room:
@@ -220,11 +220,12 @@ class _Gathers:
     def _holders(self, item: Item) -> range:
         """The ranks that an entry comes from: all of its stage, or the first where each has it whole."""
         first = (item.stage - self._first_stage) * self._world.tp
-        return range(first, first + (self._world.tp if gathers(item.entry) else 1))
+        return range(first, first + (self._world.tp if item.entry.row.split is not Split.REPLICATED else 1))
 
     def _at_hand(self, item: Item) -> bool:
         """Whether this rank has the entry whole among its parameters."""
-        return item.stage == self._world.pp_rank and (self._world.tp == 1 or not gathers(item.entry))
+        whole = self._world.tp == 1 or item.entry.row.split is Split.REPLICATED
+        return item.stage == self._world.pp_rank and whole
 
     def _lies_ready(self, bucket: Bucket) -> bool:
         """Whether it is an embedding too large for the buffers: its shares are the tensor already, and some padding."""
@@ -239,6 +240,39 @@ class _Gathers:
 
     def _empty(self, elements: int) -> torch.Tensor:
         return torch.empty(elements, dtype=self._dtype, device=self._device)
+
+
+def fill_tensors(entry: Entry, shards: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write what the tensor-parallel ranks hold of ``entry`` into whole Hugging Face tensors.
+
+    Args:
+        shards: the parameter of each rank, in the order of the ranks; for a replicated entry any one of them is enough.
+        tensors: at least those of ``entry.tensors``, by name; written in place.
+    """
+    for tp_rank, shard in enumerate(shards):
+        for slice_, held in slices_of(entry, shard, tp_rank, len(shards)):
+            if slice_.name is not None:
+                tensors[slice_.name].narrow(entry.axis, slice_.start, slice_.length).copy_(held)
+
+
+def whole_tensors(entry: Entry, parameter: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    """The Hugging Face tensors of a parameter that is not split over ranks, by name.
+
+    They are views of the parameter where a tensor lies in it in one piece and ``dtype`` is the parameter's own: all but
+    queries, keys and values, which alternate.
+    """
+    sizes = entry.tensors
+    tensors: Tensors = {}
+    for slice_, held in slices_of(entry, parameter, 0, 1):
+        if slice_.name is None:
+            continue
+        if held.shape == sizes[slice_.name]:
+            tensors[slice_.name] = held.to(dtype)
+            continue
+        if slice_.name not in tensors:
+            tensors[slice_.name] = parameter.new_empty(sizes[slice_.name], dtype=dtype)
+        tensors[slice_.name].narrow(entry.axis, slice_.start, slice_.length).copy_(held)
+    return tensors
 
 
 def _views(entry: Entry, flat: torch.Tensor) -> Tensors:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_dppo.bridge.mapping import Entry, Piece
+from megatron_dppo.bridge.mapping import Entry, Slice
 from megatron_dppo.errors import UserError
 
 STRIP_BYTES = 1 << 18
@@ -75,12 +75,11 @@ def tensor_parts(entry: Entry, chunks: Sequence[Part]) -> dict[str, list[Part]]:
     return parts
 
 
-def _bands(entry: Entry) -> tuple[Piece, ...]:
+def _bands(entry: Entry) -> tuple[Slice, ...]:
     """The rows of which tensors lie one below the other in the parameter of a single rank."""
-    pieces = entry.pieces(0, 1)
     if entry.axis == 0:
-        return pieces
-    return tuple(Piece(name, 0, shape[0]) for name, shape in entry.tensors.items())
+        return entry.slices(0, 1)
+    return tuple(Slice(name, 0, shape[0]) for name, shape in entry.tensors.items())
 
 
 def strips(shape: Sequence[int], parts: Iterable[Part], dtype: torch.dtype) -> Iterator[memoryview]:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_dppo.bridge.load import fill_parameter, fill_tensors, whole_tensors
-from megatron_dppo.bridge.mapping import TABLES, TIED_OUTPUT, UNTIED_OUTPUT, entries, expected_tensors, stage_layers
+from megatron_dppo.bridge.load import fill_parameter
+from megatron_dppo.bridge.mapping import TABLES, entries, expected_tensors, stage_layers
+from megatron_dppo.bridge.stream import fill_tensors, whole_tensors
 from megatron_dppo.models.shape import PolicyShape, padded_vocab
 
 SHAPE = PolicyShape(
@@ -134,7 +135,7 @@ def test_shards_are_megatrons_and_the_way_back_is_the_identity(tp: int, data: st
             name = entry.megatron[0]
             shards = [ranks[tp_rank, stage][name] for tp_rank in range(tp)]
             assert all(map(torch.equal, shards, megatron_shards(shape, policy, name, tp))), name
-            if not entry.row.copies:
+            if not entry.row.is_copy:
                 fill_tensors(entry, shards, returned)
     assert all(torch.equal(returned[name], policy[name]) for name in policy)
 
@@ -145,16 +146,11 @@ def test_shards_are_megatrons_and_the_way_back_is_the_identity(tp: int, data: st
 def test_every_tensor_has_one_home_and_tied_embeddings_a_second_one(shape: PolicyShape, pp: int, tied: bool) -> None:
     shape = replace(shape, tied=tied)
     placed = [entry for stage in range(pp) for entry in entries(shape, stage, pp)]
-    own = [name for entry in placed if not entry.row.copies for name in entry.tensors]
+    own = [name for entry in placed if not entry.row.is_copy for name in entry.tensors]
     assert sorted(own) == sorted(expected_tensors(shape))
-    copies = [entry.tensors for entry in placed if entry.row.copies]
+    copies = [entry.tensors for entry in placed if entry.row.is_copy]
     assert copies == ([{"model.embed_tokens.weight": (131, 12)}] if tied and pp > 1 else [])
     assert len({name for entry in placed for name in entry.megatron}) == sum(len(entry.megatron) for entry in placed)
-
-
-def test_a_table_is_of_a_dozen_rows() -> None:
-    for table in TABLES.values():
-        assert len({*table, UNTIED_OUTPUT, TIED_OUTPUT}) <= 14
 
 
 @of_every_family
@@ -206,7 +202,7 @@ def test_an_unsplit_parameter_is_viewed_and_not_copied_except_for_qkv(shape: Pol
 def test_a_split_that_does_not_divide_is_refused() -> None:
     entry = next(entry for entry in entries(SHAPE) if entry.megatron[0].endswith("linear_qkv.weight"))
     with pytest.raises(ValueError, match="query groups"):
-        entry.pieces(0, 8)
+        entry.slices(0, 8)
     with pytest.raises(ValueError, match="layers"):
         stage_layers(4, 0, 3)
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dppo.bridge.load import load_checkpoint, load_policy, sharding
-from megatron_dppo.bridge.mapping import Entry, Place, entries, expected_tensors
+from megatron_dppo.bridge.mapping import entries, expected_tensors
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import LayoutConfig, ModelConfig
 from megatron_dppo.models.layer_specs import Spec, transformer_engine_installed
@@ -42,17 +42,10 @@ def test_every_parameter_of_te_is_one_row_of_the_table(tmp_path: Path, family: s
     assert [entry.megatron for entry in mapped if len(recorded.keys() & set(entry.megatron)) != 1] == []
 
 
-def whole_shape(entry: Entry) -> tuple[int, ...]:
-    """A row's shape in the distributed format, where layers and experts are leading dimensions."""
-    shape = entry.shape
-    counted = {Place.LAYER: (shape.num_layers,), Place.EXPERT: (shape.num_layers, shape.experts)}
-    return (*counted.get(entry.row.place, ()), *entry.shard_shape(1))
-
-
 @pytest.mark.parametrize("family", POLICIES)
 def test_the_table_knows_the_keys_of_te_checkpoints(tmp_path: Path, family: str) -> None:
     recorded = {key: tuple(size) for key, size in RECORDED[family]["checkpoint"].items()}
-    weights = {entry.row.key: whole_shape(entry) for entry in entries(POLICIES[family](tmp_path))}
+    weights = {entry.row.key: entry.stored_shape for entry in entries(POLICIES[family](tmp_path))}
     assert weights == {key: size for key, size in recorded.items() if not key.startswith("optimizer.")}
 
 
