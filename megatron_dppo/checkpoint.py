@@ -26,18 +26,18 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.bridge.checkpoint_folder import (
-    COMPANIONS_FOLDER,
+    HF_FOLDER,
     TRACKER,
     iteration_name,
     latest_checkpoint,
     refusing_damage,
-    say_unchecked,
-    step_in,
+    step_of,
     steps_in,
+    warn_unchecked,
 )
 from megatron_dppo.bridge.checksums import Block, Checksums
-from megatron_dppo.bridge.hf_directory import copy_companions
-from megatron_dppo.bridge.load import check_policy, read, sharding
+from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer
+from megatron_dppo.bridge.load import check_policy, read_sharded, sharding
 from megatron_dppo.bridge.replacing import replacing
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
@@ -146,7 +146,7 @@ class Checkpoints:
         self._world.from_leader(lambda: check_policy(place, actor.bare.shape, "run.dir"))
         self._world.together(lambda: self._check(place), what="check of a checkpoint")
         state = _sharded_state(actor, written, loading=True)
-        state = read(state, place, "run.dir", self._world)
+        state = read_sharded(state, place, "run.dir", self._world)
         if written.optimizer == "plain":
             _restore_step(state["optimizer"])
         actor.bare.load_state_dict(state["model"])
@@ -157,7 +157,7 @@ class Checkpoints:
             group |= {name: value for name, value in ours.items() if name not in ("params", "step")}
             if "step" in group:
                 group["step"] = int(group["step"])  # torch's Adam wrote a float, Transformer Engine's takes no such
-        step = step_in(place)
+        step = step_of(place)
         assert step is not None
         return step, trainer_state
 
@@ -176,7 +176,7 @@ class Checkpoints:
             if checksums is not None:
                 checksums.check(share=self._world.rank, of=self._world.size)
             elif self._world.leads:
-                say_unchecked(place)
+                warn_unchecked(place)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -209,9 +209,9 @@ class Checkpoints:
         step = written.step
         partial = self._partial(step)
         try:
-            if not (companions := self._folder / COMPANIONS_FOLDER).exists():  # and never a checkpoint without them
-                with replacing(companions) as draft:
-                    copy_companions(self._source, draft, self._dtype)
+            if not (hf := self._folder / HF_FOLDER).exists():  # and never a checkpoint without them
+                with replacing(hf) as draft:
+                    copy_config_and_tokenizer(self._source, draft, self._dtype)
                     self._flush_tree(draft)
             _keep_common_state(partial)
             write_state(partial, written.trainer_state, self._writer)

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_dppo.agreement import MAX_TOKENS, check_agreement
 from megatron_dppo.assemble import assemble_frozen
-from megatron_dppo.bridge.checkpoint_folder import checkpoint_place, step_in
+from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
 from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.evaluation.answers import (
@@ -77,7 +77,7 @@ def out_folder(config: Config) -> Path:
         return Path(config.eval.out)
     if config.model.checkpoint is None:
         return Path(config.run.dir) / "eval" / Path(config.model.path).name
-    place = checkpoint_place(Path(config.model.checkpoint))
+    place = find_checkpoint(Path(config.model.checkpoint))
     run = place.parent.parent if place.parent.name == "checkpoints" else Path(config.run.dir)
     return run / "eval" / place.name
 
@@ -172,7 +172,7 @@ def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[R
     found = {name: score(problems) for name, problems in by_benchmark(rows).items()}
     scores = {
         "model": place or config.model.path,
-        "step": None if place is None else step_in(checkpoint_place(Path(place))),
+        "step": None if place is None else step_of(find_checkpoint(Path(place))),
         "engine": config.rollout.engine,
         "samples": samples,
         "temperature": temperature_of(config),
@@ -209,7 +209,7 @@ def _settings(config: Config, problems: Sequence[Problem]) -> dict[str, Any]:
 def _weights(config: Config) -> str:
     """A word for the files that the weights are read from: another one once they have been written again."""
     checkpoint = config.model.checkpoint
-    folder = Path(config.model.path) if checkpoint is None else checkpoint_place(Path(checkpoint))
+    folder = Path(config.model.path) if checkpoint is None else find_checkpoint(Path(checkpoint))
     files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".distcp"))
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from megatron_dppo import __version__
-from megatron_dppo.bridge.checkpoint_folder import latest_checkpoint, step_in
+from megatron_dppo.bridge.checkpoint_folder import latest_checkpoint, step_of
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import replacing_file
@@ -126,7 +126,7 @@ def check_resume(config: Config) -> None:
     """
     folder = Path(config.run.dir)
     place = latest_checkpoint(folder / "checkpoints")
-    if place is None or (step := step_in(place)) is None:
+    if place is None or (step := step_of(place)) is None:
         return
     read_state(place, Writer.of(config))
     other = [change for change in changed_since(folder, step, config) if change.of_results]

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, SafetensorsWriter, plan_files
 from megatron_dppo.bridge.mapping import parameters
-from megatron_dppo.bridge.replacing import check_place, replacing
+from megatron_dppo.bridge.replacing import check_replaceable, replacing
 from megatron_dppo.data.vocabulary import END_OF_TEXT, TURN_END, character_tokenizer, train_bpe, write_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.published import PUBLISHED
@@ -92,7 +92,7 @@ def write_model(
         raise UserError("--vocab-size", rows, f"is less than the tokenizer's {tokens} tokens", f"Give {tokens} or more")
     size = replace(size, vocab_size=rows)
     plan = plan_files(size, max_shard_bytes, DTYPES[dtype])
-    check_place(out, plan.total_bytes, "out", mark="config.json", what="model directory", files=MODEL_FILES)
+    check_replaceable(out, plan.total_bytes, "out", mark="config.json", what="model directory", files=MODEL_FILES)
     ends = _id(vocabulary, TURN_END), _id(vocabulary, END_OF_TEXT)
     with _disk(out), replacing(out) as folder:
         write_tokenizer(vocabulary, folder, max_tokens=MAX_POSITIONS)

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.bridge.checkpoint_folder import checkpoint_place
+from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.config import Config
 from megatron_dppo.config.types import Command
@@ -40,7 +40,7 @@ def preflight(config: Config, command: Command) -> None:
     if config.model.checkpoint is None:
         check_weights(Path(config.model.path), shape)
     else:
-        place = checkpoint_place(Path(config.model.checkpoint))
+        place = find_checkpoint(Path(config.model.checkpoint))
         if command != "eval":
             _check_own(place, Path(config.model.checkpoint), Path(config.run.dir))
     _check_positions(config, shape, command)

@@ -26,7 +26,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.resume import STATE
 from tests.bridge.conversions import to_hf
 from tests.bridge.test_checksums import DAMAGE, flip
-from tests.bridge.test_convert_errors import complaint
+from tests.bridge.test_convert_errors import printed_error
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import build, held_by, plan_for, step_of_groups, weights_of
@@ -132,7 +132,7 @@ def test_conversion_refuses_damaged_weights_and_with_verify_anything_damaged(
         where = places[key]
         flip(place / where.relative_path, 8 * (where.offset + where.length // 2))
         assert to_hf(place.parent, tmp_path / "hf", *options) == 2
-        said = complaint(capsys)
+        said = printed_error(capsys)
         assert f"{where.relative_path} is damaged" in said and "iter_0000001 beside it is whole" in said
         assert not (tmp_path / "hf").exists()
         flip(place / where.relative_path, 8 * (where.offset + where.length // 2))
@@ -228,7 +228,7 @@ def test_no_checkpoint_gets_anything_run(
         [said] = ranks.run(1, start_from, replace_run(start, tmp_path / "another"))
         assert name in said and not mark.exists(), said
         assert to_hf(place, tmp_path / "hf", "--hf", str(place.parent / "hf")) == 2
-        assert name in complaint(capsys) and not mark.exists()
+        assert name in printed_error(capsys) and not mark.exists()
 
 
 def blocks_of(file: Path, starts: list[int]) -> list[checksums.Block]:

@@ -1,4 +1,4 @@
-"""Where a Megatron checkpoint stands: what is passed around is the parent folder, whose tracker names the latest one.
+"""Which checkpoints are in a folder: settings name the parent folder, whose tracker file names the latest checkpoint.
 
 Needs no torch, so that a setting can be checked before anything heavy is imported.
 """
@@ -22,7 +22,7 @@ FORMAT = "metadata.json"
 """Megatron's own marker of a checkpoint in its distributed format, written after everything else."""
 METADATA = ".metadata"
 """Torch's index of a checkpoint."""
-COMPANIONS_FOLDER = "hf"
+HF_FOLDER = "hf"
 """Beside the checkpoints: configuration and tokenizer of the policy, for the way back to Hugging Face."""
 
 
@@ -31,24 +31,23 @@ def iteration_name(step: int) -> str:
     return f"iter_{step:07d}"
 
 
-def step_in(place: Path) -> int | None:
+def step_of(checkpoint: Path) -> int | None:
     """The step of a checkpoint, by its folder's name; None where weights were converted and not trained."""
-    word = place.name.removeprefix("iter_")
-    return int(word) if _is_step(word) else None
+    text = checkpoint.name.removeprefix("iter_")
+    return int(text) if _is_step(text) else None
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps that have a checkpoint in ``folder``, in order. What has another form of name is none, and nobody's."""
-    places = folder.iterdir() if folder.is_dir() else ()
-    steps = (step for place in places if place.is_dir() and (step := step_in(place)) is not None)
-    return sorted(step for step in steps if (folder / iteration_name(step)).is_dir())
+    """The steps that have a checkpoint in ``folder``, in order. Folders with another form of name are left out."""
+    steps = {step_of(path) for path in folder.iterdir()} if folder.is_dir() else set()
+    return sorted(step for step in steps if step is not None and (folder / iteration_name(step)).is_dir())
 
 
 def latest_step(folder: Path) -> int | None:
     """The step of the last good checkpoint that a run left in ``folder``, None if there is none.
 
-    It is the one that the tracker names. Without a tracker, which a run writes after every checkpoint, it is the newest
-    one that is whole: to begin anew would overwrite them all.
+    It is the one that the tracker names. A run writes the tracker after every checkpoint. Where it is missing, the step
+    is that of the newest checkpoint that is whole, since a run that began anew would overwrite them all.
 
     Raises:
         UserError: naming ``run.dir``, if what is there was not trained by a run, or no checkpoint of many is whole.
@@ -63,16 +62,16 @@ def latest_step(folder: Path) -> int | None:
             return step
         problem = f"{folder} has no {TRACKER}, and no whole checkpoint ({_flaw(folder / iteration_name(steps[-1]))})"
         raise UserError("run.dir", folder.parent, problem, "Fetch its files again, or name another run.dir")
-    word = _word(tracker)
-    if word == RELEASE:
-        problem = f"{tracker} says {word!r}: no run can go on from there"
+    text = _text(tracker)
+    if text == RELEASE:
+        problem = f"{tracker} says {text!r}: no run can go on from there"
         remedy = f"Name another run.dir; converted weights are started from with model.checkpoint={folder}"
         raise UserError("run.dir", folder.parent, problem, remedy)
-    if not _is_step(word):
+    if not _is_step(text):
         newest = _newest_whole(folder)
         write = f"Write {newest} into that file, of which the checkpoint is whole, or name" if newest else "Name"
-        raise UserError("run.dir", folder.parent, f"{tracker} says {word[:40]!r}: no step", f"{write} another run.dir")
-    return int(word)
+        raise UserError("run.dir", folder.parent, f"{tracker} says {text[:40]!r}: no step", f"{write} another run.dir")
+    return int(text)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -83,10 +82,10 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """
     if (step := latest_step(folder)) is None:
         return None
-    return checkpoint_place(folder, "run.dir") if (folder / TRACKER).exists() else folder / iteration_name(step)
+    return find_checkpoint(folder, "run.dir") if (folder / TRACKER).exists() else folder / iteration_name(step)
 
 
-def checkpoint_place(folder: Path, setting: str = "model.checkpoint") -> Path:
+def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
     """The folder of the checkpoint itself: the one that the tracker in ``folder`` names, or ``folder`` if it is one.
 
     Raises:
@@ -95,7 +94,7 @@ def checkpoint_place(folder: Path, setting: str = "model.checkpoint") -> Path:
     if (folder / FORMAT).is_file():
         return folder
     if not folder.is_dir():
-        above = next(place for place in folder.absolute().parents if place.is_dir())
+        above = next(parent for parent in folder.absolute().parents if parent.is_dir())
         there = ", ".join(sorted(p.name for p in above.iterdir() if p.is_dir() and p.name[0] != ".")) or "no folder"
         raise UserError(setting, folder, f"is no folder; {above} has {there}", "Name the folder that holds " + TRACKER)
     tracker = folder / TRACKER
@@ -104,63 +103,69 @@ def checkpoint_place(folder: Path, setting: str = "model.checkpoint") -> Path:
         inside += [folder / iteration_name(step)] if (step := _newest_whole(folder)) is not None else []
         problem = f"holds neither {TRACKER} nor a checkpoint in Megatron's distributed format ({FORMAT})"
         raise UserError(setting, folder, problem, f"Name {inside[0] if inside else f'one that has {TRACKER}'}")
-    word = _word(tracker)
-    if word != RELEASE and not _is_step(word):
-        problem = f"{TRACKER} says {word[:40]!r}, which is neither a step nor {RELEASE!r}"
+    text = _text(tracker)
+    if text != RELEASE and not _is_step(text):
+        problem = f"{TRACKER} says {text[:40]!r}, which is neither a step nor {RELEASE!r}"
         raise UserError(setting, folder, problem, "Write the step to take into that file, or name its folder itself")
-    place = folder / (RELEASE if word == RELEASE else iteration_name(int(word)))
-    if not (place / FORMAT).is_file():
-        problem = f"{TRACKER} names {place.name}, where no checkpoint in Megatron's distributed format is ({FORMAT})"
+    checkpoint = folder / (RELEASE if text == RELEASE else iteration_name(int(text)))
+    if not (checkpoint / FORMAT).is_file():
+        lacking = f"where no checkpoint in Megatron's distributed format is ({FORMAT})"
+        problem = f"{TRACKER} names {checkpoint.name}, {lacking}"
         others = [p.parent.name for p in sorted(folder.glob(f"*/{FORMAT}"))]
         remedy = f"Write one of these into that file: {', '.join(others)}" if others else "Name another folder"
         raise UserError(setting, folder, problem, remedy)
-    return place
+    return checkpoint
 
 
-def damaged(place: Path, setting: str, problem: str) -> UserError:
-    """The refusal of a checkpoint of which a file does not hold what it should, with the one to take instead."""
-    step = _newest_whole(place.parent, besides=place)
+def damaged(checkpoint: Path, setting: str, problem: str) -> UserError:
+    """The error for a checkpoint with a damaged file. It names a whole checkpoint to use instead, if there is one."""
+    step = _newest_whole(checkpoint.parent, besides=checkpoint)
     if step is None:
-        return UserError(setting, place, problem, "Fetch its files again; no other checkpoint beside it is whole")
-    instead = f"write {step} into {place.parent / TRACKER}: {iteration_name(step)} beside it is whole"
-    return UserError(setting, place, problem, f"Fetch its files again, or {instead}")
+        return UserError(setting, checkpoint, problem, "Fetch its files again; no other checkpoint beside it is whole")
+    instead = f"write {step} into {checkpoint.parent / TRACKER}: {iteration_name(step)} beside it is whole"
+    return UserError(setting, checkpoint, problem, f"Fetch its files again, or {instead}")
 
 
 @contextmanager
-def refusing_damage(place: Path, setting: str) -> Iterator[None]:
+def refusing_damage(checkpoint: Path, setting: str) -> Iterator[None]:
     """Raise a ``DamagedError`` as a ``UserError`` that names ``setting``."""
     try:
         yield
     except DamagedError as error:
-        raise damaged(place, setting, str(error)) from error
+        raise damaged(checkpoint, setting, str(error)) from error
 
 
 @cache
-def say_unchecked(place: Path) -> None:
-    """Say of a checkpoint, once, that nothing in it can be checked."""
-    text = f"note: {place} has no checksums, as an earlier version wrote it: damage to it may go unnoticed"
+def warn_unchecked(checkpoint: Path) -> None:
+    """Say once of a checkpoint that its files cannot be checked."""
+    text = f"note: {checkpoint} has no checksums, as an earlier version wrote it: damage to it may go unnoticed"
     print(text, file=sys.stderr, flush=True)
 
 
 def _newest_whole(folder: Path, besides: Path | None = None) -> int | None:
-    places = {step: folder / iteration_name(step) for step in reversed(steps_in(folder))}
-    return next((step for step, place in places.items() if place != besides and _flaw(place) is None), None)
+    """The last step with a whole checkpoint in ``folder``, other than ``besides``; None if there is none."""
+    for step in reversed(steps_in(folder)):
+        checkpoint = folder / iteration_name(step)
+        if checkpoint != besides and _flaw(checkpoint) is None:
+            return step
+    return None
 
 
-def _flaw(place: Path) -> str | None:
-    """What a checkpoint lacks, by its small files and the sizes of all; None if it is whole so far."""
+def _flaw(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, by its small files and the sizes of all; None if nothing is found."""
     try:
-        checksums = Checksums.read(place)
+        checksums = Checksums.read(checkpoint)
         if checksums is not None:
-            checksums.check_sizes()
-            checksums.check(checksums.small)
+            checksums.check_small_files()
     except DamagedError as error:
-        return f"{place.name}: {error}"
-    missing = [name for name in (FORMAT, METADATA) if not (place / name).is_file() or not (place / name).stat().st_size]
-    return f"{place.name} has no {missing[0]}" if missing else None
+        return f"{checkpoint.name}: {error}"
+    for name in (FORMAT, METADATA):
+        if not (checkpoint / name).is_file() or not (checkpoint / name).stat().st_size:
+            return f"{checkpoint.name} has no {name}"
+    return None
 
 
-def _word(tracker: Path) -> str:
+def _text(tracker: Path) -> str:
     """What a tracker says; empty where it cannot be read."""
     try:
         return tracker.read_text(encoding="utf-8", errors="replace").strip()
@@ -168,5 +173,5 @@ def _word(tracker: Path) -> str:
         return ""
 
 
-def _is_step(word: str) -> bool:
-    return word.isascii() and word.isdigit() and len(word) < 19
+def _is_step(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 19

@@ -18,12 +18,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.bridge.checkpoint_folder import COMPANIONS_FOLDER, RELEASE, TRACKER
-from megatron_dppo.bridge.hf_directory import SAFETENSORS, FilePlan, SafetensorsWriter, copy_companions
+from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, RELEASE, TRACKER
+from megatron_dppo.bridge.chunks import Chunk, parameter_chunks, read_rows
+from megatron_dppo.bridge.hf_directory import SAFETENSORS, FilePlan, SafetensorsWriter, copy_config_and_tokenizer
 from megatron_dppo.bridge.mapping import Entry, parameters
 from megatron_dppo.bridge.safetensors_files import StoredTensor, check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
-from megatron_dppo.bridge.strips import Part, parameter_parts, strips
 from megatron_dppo.bridge.torch_dist import CheckpointPlan, write_metadata, write_parameter
 from megatron_dppo.config import LayoutConfig, ModelConfig
 from megatron_dppo.errors import UserError
@@ -35,39 +35,38 @@ T = TypeVar("T")
 
 
 def write_megatron(
-    tensors: Mapping[str, Part],
+    tensors: Mapping[str, Chunk],
     plan: CheckpointPlan,
-    companions: Path,
+    source: Path,
     out: Path,
     *,
     workers: int,
-    advance: Advance = lambda size: None,
+    advance: Advance,
 ) -> None:
     """Write a folder of checkpoints with one in it, ``release``, which every layout loads.
 
-    Besides, ``hf/`` there has the configuration and the tokenizer, for the way back.
+    Beside it, ``hf/`` has the configuration and the tokenizer, for the way back.
 
     Args:
         tensors: the Hugging Face tensors that the policy is made of.
-        companions: the directory that configuration, tokenizer and chat template are taken from.
+        source: the directory that configuration, tokenizer and chat template are taken from.
         out: an existing, empty directory.
 
     Raises:
         OSError: if the disk is full.
     """
-    release, beside = out / RELEASE, out / COMPANIONS_FOLDER
+    release, hf = out / RELEASE, out / HF_FOLDER
     release.mkdir()
-    beside.mkdir()
-
+    hf.mkdir()
     checksums: dict[Entry, int] = {}
 
     def convert(entry: Entry) -> None:
-        parts = parameter_parts(entry, tensors)
-        checksums[entry] = write_parameter(release, plan, entry, strips(entry.shard_shape(1), parts, plan.dtype))
+        chunks = parameter_chunks(entry, tensors)
+        checksums[entry] = write_parameter(release, plan, entry, read_rows(entry.shard_shape(1), chunks, plan.dtype))
         advance(entry.elements * plan.dtype.itemsize)
 
-    side_by_side(convert, plan.places, workers)
-    copy_companions(companions, beside, plan.dtype)
+    in_threads(convert, plan.storage, workers)
+    copy_config_and_tokenizer(source, hf, plan.dtype)
     write_metadata(release, plan, checksums)
     (out / TRACKER).write_text(RELEASE + "\n")
 
@@ -75,17 +74,17 @@ def write_megatron(
 def write_hf(
     policy: StoredPolicy,
     plan: FilePlan,
-    companions: Path,
+    source: Path,
     out: Path,
     *,
     workers: int,
-    advance: Advance = lambda size: None,
+    advance: Advance,
 ) -> None:
     """Write the policy of a checkpoint as a Hugging Face directory.
 
     Args:
         plan: where every tensor goes.
-        companions: the directory that configuration, tokenizer and chat template are taken from.
+        source: the directory that configuration, tokenizer and chat template are taken from.
         out: an existing, empty directory.
 
     Raises:
@@ -93,26 +92,26 @@ def write_hf(
         UserError: if the checkpoint is damaged.
     """
     with SafetensorsWriter(plan, out) as writer:
-        copy_companions(companions, out, plan.dtype)
+        copy_config_and_tokenizer(source, out, plan.dtype)
 
         def convert(entry: Entry) -> None:
-            for name, parts in policy.tensors(entry).items():
-                writer.write_bytes(name, strips(plan.tensors[name], parts, plan.dtype))
+            for name, chunks in policy.tensors(entry).items():
+                writer.write_bytes(name, read_rows(plan.tensors[name], chunks, plan.dtype))
                 advance(plan.bytes_of(name))
 
-        side_by_side(convert, policy.parameters, workers)
+        in_threads(convert, policy.parameters, workers)
 
 
-def stored_parts(stored: Mapping[str, StoredTensor]) -> dict[str, Part]:
+def stored_chunks(stored: Mapping[str, StoredTensor]) -> dict[str, Chunk]:
     """Every tensor as the rectangle of its file that it is."""
-    torch_types = {name: dtype for dtype, name in SAFETENSORS.items()}
+    dtypes = {name: dtype for dtype, name in SAFETENSORS.items()}
     return {
-        name: Part(tensor.file, tensor.start, torch_types[tensor.dtype], tensor.shape[0], prod(tensor.shape[1:]))
+        name: Chunk(tensor.file, tensor.start, dtypes[tensor.dtype], tensor.shape[0], prod(tensor.shape[1:]))
         for name, tensor in stored.items()
     }
 
 
-def side_by_side(work: Callable[[T], None], items: Iterable[T], workers: int) -> None:
+def in_threads(work: Callable[[T], None], items: Iterable[T], workers: int) -> None:
     """Call ``work`` for every item, in as many threads; the first exception ends it and is raised."""
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         calls = [pool.submit(work, item) for item in items]
@@ -145,18 +144,18 @@ def compare_tensors(
     Raises:
         UserError: if the Hugging Face directory is not complete, or a tensor differs.
     """
-    tensors = stored_parts(check_weights(hf, shape))
+    tensors = stored_chunks(check_weights(hf, shape))
     digests: dict[str, bytes] = {}
 
     def compare(entry: Entry) -> None:
         sizes = entry.tensors
-        for name, parts in policy.tensors(entry).items():
-            digests[name] = _digest(strips(sizes[name], parts, written))
-            if digests[name] != _digest(strips(sizes[name], [tensors[name]], written)):
+        for name, chunks in policy.tensors(entry).items():
+            digests[name] = _digest(read_rows(sizes[name], chunks, written))
+            if digests[name] != _digest(read_rows(sizes[name], [tensors[name]], written)):
                 raise UserError("--verify", name, "differs between the two forms", "Convert again, and report it")
             advance(prod(sizes[name]) * written.itemsize)
 
-    side_by_side(compare, policy.parameters, workers)
+    in_threads(compare, policy.parameters, workers)
     return hashlib.sha256(b"".join(name.encode() + digests[name] for name in sorted(digests))).hexdigest()
 
 
@@ -178,8 +177,8 @@ def logits_dtype(shape: PolicyShape, stored: torch.dtype) -> torch.dtype:
 
 def _digest(data: Iterable[memoryview]) -> bytes:
     digest = hashlib.sha256()
-    for strip in data:
-        digest.update(strip)
+    for buffer in data:
+        digest.update(buffer)
     return digest.digest()
 
 

@@ -18,31 +18,30 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from megatron_dppo.bridge.checkpoint_folder import (
-    COMPANIONS_FOLDER,
     FORMAT,
+    HF_FOLDER,
     RELEASE,
     TRACKER,
-    checkpoint_place,
+    find_checkpoint,
     refusing_damage,
-    say_unchecked,
+    warn_unchecked,
 )
-from megatron_dppo.bridge.checksums import Checksums
+from megatron_dppo.bridge.chunks import BUFFER_BYTES
 from megatron_dppo.bridge.convert import (
     Advance,
     compare_logits,
     compare_tensors,
+    in_threads,
     logits_dtype,
-    side_by_side,
-    stored_parts,
+    stored_chunks,
     write_hf,
     write_megatron,
 )
 from megatron_dppo.bridge.hf_directory import MODEL_FILES, plan_files
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
-from megatron_dppo.bridge.replacing import check_place, replacing
+from megatron_dppo.bridge.replacing import check_replaceable, replacing
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
-from megatron_dppo.bridge.strips import STRIP_BYTES
 from megatron_dppo.bridge.torch_dist import plan_checkpoint
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
@@ -89,10 +88,10 @@ def hf_to_megatron(chosen: argparse.Namespace) -> None:
     with _named("HF"):
         shape = read_shape(chosen.source)
         stored = check_weights(chosen.source, shape)
-    tensors = stored_parts({name: stored[name] for name in expected_tensors(shape)})
+    tensors = stored_chunks({name: stored[name] for name in expected_tensors(shape)})
     widest = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
     plan = plan_checkpoint(shape, DTYPES.get(chosen.dtype, widest))
-    files = (RELEASE, COMPANIONS_FOLDER, TRACKER)
+    files = (RELEASE, HF_FOLDER, TRACKER)
     _check_out(chosen, plan.files, [chosen.source], f"{RELEASE}/{FORMAT}", "converted checkpoint", files)
     if _ready(chosen, shape, plan.files, plan.dtype):
         with _in_place(chosen.out) as draft:
@@ -114,7 +113,7 @@ def parse_megatron_to_hf(arguments: Sequence[str] | None = None) -> argparse.Nam
         "--hf",
         metavar="DIR",
         type=Path,
-        help=f"where configuration and tokenizer come from (default: {COMPANIONS_FOLDER}/ beside the checkpoint)",
+        help=f"where configuration and tokenizer come from (default: {HF_FOLDER}/ beside the checkpoint)",
     )
     parser.add_argument(
         "--shard-gb",
@@ -134,25 +133,25 @@ def megatron_to_hf(chosen: argparse.Namespace) -> None:
         UserError: for a checkpoint that is not whole, a destination that cannot be written, or forms that differ;
             ``OUT`` is as it was.
     """
-    place = checkpoint_place(chosen.checkpoint, "CKPT")
-    companions = chosen.hf or place.absolute().parent / COMPANIONS_FOLDER
-    if chosen.hf is None and not companions.is_dir():
-        problem = f"there is no {COMPANIONS_FOLDER}/ with the model's config.json and tokenizer beside {place.name}"
+    checkpoint = find_checkpoint(chosen.checkpoint, "CKPT")
+    hf = chosen.hf or checkpoint.absolute().parent / HF_FOLDER
+    if chosen.hf is None and not hf.is_dir():
+        problem = f"there is no {HF_FOLDER}/ with the model's config.json and tokenizer beside {checkpoint.name}"
         remedy = "Name the Hugging Face directory that the policy began from"
         raise UserError("--hf", "(not given)", problem, remedy)
     with _named("--hf"):
-        shape = read_shape(companions)
-    policy = StoredPolicy(place, shape, "CKPT")
-    if not policy.checked:
-        say_unchecked(place)
+        shape = read_shape(hf)
+    policy = StoredPolicy(checkpoint, shape, "CKPT")
+    if policy.checksums is None:
+        warn_unchecked(checkpoint)
     plan = plan_files(shape, int(chosen.shard_gb * GB), DTYPES.get(chosen.dtype, policy.dtype))
     sizes = {file: sum(map(plan.bytes_of, names)) for file, names in plan.files.items()}
-    _check_out(chosen, sizes, [place, companions], "config.json", "model directory", MODEL_FILES)
+    _check_out(chosen, sizes, [checkpoint, hf], "config.json", "model directory", MODEL_FILES)
     if _ready(chosen, shape, sizes, plan.dtype):
         with _in_place(chosen.out) as draft:
             with _progress("to Hugging Face", plan.total_bytes) as advance:
-                write_hf(policy, plan, companions, draft, workers=chosen.workers, advance=advance)
-            _verify(chosen, place, draft, shape, plan.dtype)
+                write_hf(policy, plan, hf, draft, workers=chosen.workers, advance=advance)
+            _verify(chosen, checkpoint, draft, shape, plan.dtype)
         print(f"{chosen.out}: {_weights(shape, plan.dtype)}")
 
 
@@ -209,7 +208,7 @@ def _check_out(
             raise UserError("OUT", chosen.out, f"{source} is read from there", "Name another directory")
     if out.is_dir() and any(out.iterdir()) and not chosen.overwrite:
         raise UserError("OUT", chosen.out, "is there already", "Name another directory, or give --overwrite")
-    check_place(chosen.out, sum(sizes.values()), "OUT", mark=mark, what=what, files=files)
+    check_replaceable(chosen.out, sum(sizes.values()), "OUT", mark=mark, what=what, files=files)
 
 
 def _ready(chosen: argparse.Namespace, shape: PolicyShape, sizes: Mapping[str, int], dtype: torch.dtype) -> bool:
@@ -221,7 +220,7 @@ def _ready(chosen: argparse.Namespace, shape: PolicyShape, sizes: Mapping[str, i
     for file, size in sizes.items():
         table.add_row(file, f"{size / 2**20:,.1f}")
     Console().print(table)
-    held = chosen.workers * 5 * STRIP_BYTES  # what is written, and what it is cast from: four times, of fp64 to bf16
+    held = chosen.workers * 5 * BUFFER_BYTES  # what is written, and what it is cast from: four times, of fp64 to bf16
     print(f"memory: at most {held / 2**20:.1f} MiB of weights at a time, in {chosen.workers} workers")
     if logits:
         print(f"        then the whole model for its logits, {_weights(shape, logits)}")
@@ -231,7 +230,7 @@ def _ready(chosen: argparse.Namespace, shape: PolicyShape, sizes: Mapping[str, i
 
 @contextmanager
 def _in_place(out: Path) -> Iterator[Path]:
-    """A draft of ``out``, which takes its place at the end; a file or disk that fails, in the user's words."""
+    """A draft of ``out``, which takes its place at the end. A failing file or disk becomes a UserError."""
     try:
         with replacing(out) as draft:
             yield draft
@@ -246,9 +245,9 @@ def _verify(chosen: argparse.Namespace, checkpoint: Path, hf: Path, shape: Polic
         return
     policy = StoredPolicy(checkpoint, shape, "--verify")
     with refusing_damage(checkpoint, "--verify"):
-        if (checksums := Checksums.read(checkpoint)) is not None:
+        if (checksums := policy.checksums) is not None:
             workers = chosen.workers
-            side_by_side(lambda share: checksums.check(share=share, of=workers), range(workers), workers)
+            in_threads(lambda share: checksums.check(share=share, of=workers), range(workers), workers)
     with _named("--verify"), _progress("verifying", parameters(shape) * dtype.itemsize) as advance:
         digest = compare_tensors(policy, hf, shape, written=dtype, workers=chosen.workers, advance=advance)
     print(f"every tensor is the same in both forms, read again from the disk (sha256 of all: {digest})")

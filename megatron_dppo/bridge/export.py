@@ -1,7 +1,7 @@
-"""The policy as a Hugging Face directory, from the weight stream, put in place by one rename.
+"""The policy as a Hugging Face directory, written from the weight stream and put in place by one rename.
 
-Where every byte goes follows from the policy's shape alone: the files are the same, byte by byte, whatever layout wrote
-them, and the leader holds one bucket at a time, whatever the model's size.
+The files are the same, byte by byte, whatever layout wrote them. The leader holds what the stream holds, whatever the
+model's size.
 """
 
 from __future__ import annotations
@@ -11,8 +11,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, SafetensorsWriter, copy_companions, plan_files
-from megatron_dppo.bridge.replacing import check_place, replacing
+from megatron_dppo.bridge.hf_directory import (
+    MODEL_FILES,
+    FilePlan,
+    SafetensorsWriter,
+    copy_config_and_tokenizer,
+    plan_files,
+)
+from megatron_dppo.bridge.replacing import check_replaceable, replacing
 from megatron_dppo.bridge.stream import Consumers, weight_stream
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.policy import PolicyModel
@@ -41,7 +47,7 @@ def export_hf(
         out: the directory to make.
         max_shard_bytes: most bytes of tensors in a file, unless a single tensor is larger.
         dtype: of the tensors, and the one that config.json then says.
-        setting: what an error names as the place to mend.
+        setting: what an error names.
 
     Raises:
         UserError: on every rank, if ``out`` holds something else than a model, or cannot be written.
@@ -49,7 +55,7 @@ def export_hf(
     plan = plan_files(shape, max_shard_bytes, dtype)
     world.from_leader(lambda: check_destination(source, out, plan.total_bytes, setting))
     failure: Exception | None = None
-    if world.dp_rank == 0 and world.cp_rank == 0:  # the leader's own copy of the policy; replicas are not asked
+    if world.dp_rank == 0 and world.cp_rank == 0:  # the leader's own copy of the policy; other replicas take no part
         stream = weight_stream(model, shape, world, to=Consumers.LEADER, dtype=dtype)
         if world.leads:
             failure = write_directory(stream, plan, source, out)
@@ -60,7 +66,7 @@ def export_hf(
 
 
 def check_destination(source: Path, out: Path, size: int, setting: str = "run.dir") -> None:
-    """Refuse an export that can be known not to work; also for before a run, whose result it would lose.
+    """Refuse an export that cannot work. A run calls this before it begins, since its result would be lost.
 
     Args:
         size: bytes of the tensors, :attr:`FilePlan.total_bytes`.
@@ -70,17 +76,20 @@ def check_destination(source: Path, out: Path, size: int, setting: str = "run.di
     """
     if out.resolve() == source.resolve():
         raise UserError(setting, out, "is where the initial policy is read from", "write to another directory")
-    check_place(out, size, setting, mark="config.json", what="model directory", files=MODEL_FILES)
+    check_replaceable(out, size, setting, mark="config.json", what="model directory", files=MODEL_FILES)
 
 
 def write_directory(
     stream: Iterator[Mapping[str, torch.Tensor]], plan: FilePlan, source: Path, out: Path
 ) -> Exception | None:
-    """Write and put in place. The stream is taken to its end whatever happens: other ranks take part in it."""
+    """Write a stream's tensors and put the directory in place. Returns the error, if there was one.
+
+    The stream is taken to its end whatever happens, since other ranks take part in it.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as draft, SafetensorsWriter(plan, draft) as writer:
-            copy_companions(source, draft, plan.dtype)
+            copy_config_and_tokenizer(source, draft, plan.dtype)
             for bucket in stream:
                 for name, tensor in bucket.items():
                     writer.write(name, tensor)
@@ -92,7 +101,7 @@ def write_directory(
 
 
 def _report(failure: Exception | None, out: Path, setting: str) -> None:
-    """Raise what went wrong on the leader, a failing disk in the user's words."""
+    """Raise what went wrong on the leader; a failing disk as a UserError that names ``setting``."""
     if isinstance(failure, OSError):
         problem = f"the export cannot be written ({failure.strerror or failure})"
         remedy = "free some space and check the permissions, or name another directory"

@@ -1,6 +1,7 @@
-"""The files of a Hugging Face directory that is written: which file each tensor goes to and where in it, and the rest.
+"""A Hugging Face model directory as it is written: safetensors files, their index, configuration and tokenizer.
 
-All of it is a function of the policy's shape and type, so tensors may be written in any order.
+Where each tensor goes follows from the policy's shape and type alone, so tensors may be written in any order, and the
+files are the same whoever writes them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from types import TracebackType
 
 import torch
 
+from megatron_dppo.bridge.chunks import write_at
 from megatron_dppo.bridge.mapping import expected_tensors
 from megatron_dppo.bridge.safetensors_files import INDEX, SINGLE
-from megatron_dppo.bridge.strips import write_at
 from megatron_dppo.models.shape import PolicyShape
 
 SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Types of weights, as safetensors spells them."""
+"""Types of weights, by their names in safetensors files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def plan_files(shape: PolicyShape, max_shard_bytes: int, dtype: torch.dtype) -> 
     return FilePlan(dtype, tensors, named)
 
 
-COMPANIONS = (
+COPIED_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -92,14 +93,14 @@ COMPANIONS = (
     "chat_template.json",
     "LICENSE",
 )
-"""Files that belong to the weights and are copied as they are, where the source has them."""
-MODEL_FILES = ("config.json", "*.safetensors", INDEX, *COMPANIONS, "sft.json")
+"""Files beside the weights that are copied as they are, where the source has them."""
+MODEL_FILES = ("config.json", "*.safetensors", INDEX, *COPIED_FILES, "sft.json")
 """Patterns of all that is written to such a directory, by ``sft`` too."""
 
 
-def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
+def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) -> None:
     """Copy configuration, tokenizer and chat template; config.json then says ``dtype``."""
-    for name in COMPANIONS:
+    for name in COPIED_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     config = json.loads((source / "config.json").read_text())
@@ -109,17 +110,16 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 class SafetensorsWriter:
-    """Writes the tensors of a plan, each once, as they come; threads may write side by side.
+    """Writes the tensors of a plan, each once, in any order; threads may write at the same time.
 
-    Where every byte goes is known beforehand, so that nothing is held back. At the end of a ``with`` block that did not
-    raise, the index is written.
+    The index is written at the end of a ``with`` block that did not raise.
     """
 
     def __init__(self, plan: FilePlan, folder: Path) -> None:
         self._plan, self._folder = plan, folder
         self._stack = ExitStack()
-        self._places: dict[str, tuple[int, int]] = {}
-        """The tensors still to be written: file descriptor and first byte."""
+        self._unwritten: dict[str, tuple[int, int]] = {}
+        """File descriptor and first byte of each tensor that is still to be written."""
 
     def __enter__(self) -> SafetensorsWriter:
         with ExitStack() as stack:
@@ -127,7 +127,7 @@ class SafetensorsWriter:
                 file = stack.enter_context((self._folder / name).open("wb", buffering=0))
                 head, starts = self._plan.header(name)
                 write_at(file.fileno(), 0, [head])
-                self._places |= {tensor: (file.fileno(), start) for tensor, start in starts.items()}
+                self._unwritten |= {tensor: (file.fileno(), start) for tensor, start in starts.items()}
             self._stack = stack.pop_all()
         return self
 
@@ -150,9 +150,9 @@ class SafetensorsWriter:
             ValueError: if they are too many or too few, or the tensor was written before.
             OSError: for a full disk.
         """
-        if name not in self._places:
+        if name not in self._unwritten:
             raise ValueError(f"{name} was written before, or is not in the plan")
-        file, start = self._places.pop(name)
+        file, start = self._unwritten.pop(name)
         written = write_at(file, start, data) - start
         if written != self._plan.bytes_of(name):
             raise ValueError(f"{name} has {written} bytes instead of {self._plan.bytes_of(name)}")
@@ -163,7 +163,7 @@ class SafetensorsWriter:
         self._stack.close()
         if kind is not None:
             return
-        if self._places:
-            raise ValueError(f"these tensors were not written: {', '.join(sorted(self._places))}")
+        if self._unwritten:
+            raise ValueError(f"these tensors were not written: {', '.join(sorted(self._unwritten))}")
         if len(self._plan.files) > 1:
             (self._folder / INDEX).write_text(self._plan.index())

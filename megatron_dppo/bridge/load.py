@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.bridge.checkpoint_folder import (
     FORMAT,
-    checkpoint_place,
     damaged,
+    find_checkpoint,
     refusing_damage,
-    say_unchecked,
+    warn_unchecked,
 )
 from megatron_dppo.bridge.checksums import Checksums, DamagedError
 from megatron_dppo.bridge.mapping import Entry, Slice, entries
 from megatron_dppo.bridge.safetensors_files import check_weights
-from megatron_dppo.bridge.stored_policy import StoredPolicy, foreign_pickle, plain_values_only, read_metadata
+from megatron_dppo.bridge.stored_policy import StoredPolicy, find_foreign_pickle, plain_values_only, read_metadata
 from megatron_dppo.bridge.torch_dist import COMMON, WRITTEN_BY
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
@@ -131,21 +131,21 @@ def load_checkpoint(model: PolicyModel, folder: Path, world: World) -> None:
         UserError: on every rank, if there is none, if it is of another policy, or cannot be read.
     """
     setting = "model.checkpoint"
-    place = world.from_leader(lambda: checkpoint_place(folder, setting))
-    world.from_leader(lambda: check_policy(place, model.shape, setting))
+    checkpoint = world.from_leader(lambda: find_checkpoint(folder, setting))
+    world.from_leader(lambda: check_policy(checkpoint, model.shape, setting))
 
     def check() -> None:
-        policy = StoredPolicy(place, model.shape, setting)
+        policy = StoredPolicy(checkpoint, model.shape, setting)
         policy.check(share=world.rank, of=world.size)
-        if world.leads and not policy.checked:
-            say_unchecked(place)
+        if world.leads and policy.checksums is None:
+            warn_unchecked(checkpoint)
 
     world.together(check, what="check of a checkpoint")
     state = {"model": model.sharded_state_dict(metadata=sharding())}
-    model.load_state_dict(read(state, place, setting, world)["model"])
+    model.load_state_dict(read_sharded(state, checkpoint, setting, world)["model"])
 
 
-def check_policy(place: Path, shape: PolicyShape, setting: str) -> None:
+def check_policy(checkpoint: Path, shape: PolicyShape, setting: str) -> None:
     """Look whether a checkpoint is of a policy of this shape and all there, without reading its tensors.
 
     Nothing that it may ask for is run: Megatron and torch, which run anything, are to read it only after this.
@@ -153,12 +153,11 @@ def check_policy(place: Path, shape: PolicyShape, setting: str) -> None:
     Raises:
         UserError: naming ``setting`` and the first tensor or file that is amiss.
     """
-    with refusing_damage(place, setting):
-        if (checksums := Checksums.read(place)) is not None:
-            checksums.check_sizes()
-            checksums.check(checksums.small)
-        StoredPolicy(place, shape, setting)
-        _check_common(place)
+    with refusing_damage(checkpoint, setting):
+        if (checksums := Checksums.read(checkpoint)) is not None:
+            checksums.check_small_files()
+        StoredPolicy(checkpoint, shape, setting)
+        _check_common(checkpoint)
 
 
 def sharding() -> dict[str, Any]:
@@ -166,7 +165,7 @@ def sharding() -> dict[str, Any]:
     return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
-def read(state: dict[str, Any], place: Path, setting: str, world: World) -> dict[str, Any]:
+def read_sharded(state: dict[str, Any], checkpoint: Path, setting: str, world: World) -> dict[str, Any]:
     """Read what a sharded state describes, of a checkpoint that ``check_policy`` has let pass. Collective.
 
     Raises:
@@ -177,36 +176,36 @@ def read(state: dict[str, Any], place: Path, setting: str, world: World) -> dict
         failure: BaseException
         try:
             with plain_values_only():
-                return dist_checkpointing.load(state, str(place))
+                return dist_checkpointing.load(state, str(checkpoint))
         except CheckpointException as error:  # torch's, and no Exception; from Megatron 0.17 on, on the one rank alone
             failure, _ = next(iter(error.failures.values()))
         except CheckpointingException as error:
             failure = error
-        where = foreign_pickle(place) or "a file"
-        raise damaged(place, setting, f"{where} cannot be read ({type(failure).__name__}: {failure})") from failure
+        where = find_foreign_pickle(checkpoint) or "a file"
+        raise damaged(checkpoint, setting, f"{where} cannot be read ({type(failure).__name__}: {failure})") from failure
 
     return world.together(attempt, what="reading of a checkpoint")
 
 
-def _check_common(place: Path) -> None:
+def _check_common(checkpoint: Path) -> None:
     """Look whether Megatron will be able to read what is no tensor of a rank's.
 
     Raises:
         DamagedError: naming the file.
     """
     try:
-        written_by = json.loads((place / FORMAT).read_bytes())
+        written_by = json.loads((checkpoint / FORMAT).read_bytes())
         if "sharded_backend" not in written_by or {**WRITTEN_BY, **written_by} != WRITTEN_BY:
             raise ValueError(f"it says {written_by}, and {WRITTEN_BY} is read here")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DamagedError(f"{FORMAT} cannot be read ({error})") from error
-    if os.path.lexists(place / COMMON):  # from Megatron 0.19 on it is among the shards
+    if os.path.lexists(checkpoint / COMMON):  # from Megatron 0.19 on it is among the shards
         try:
             with plain_values_only():
-                common = torch.load(place / COMMON, map_location="cpu")
+                common = torch.load(checkpoint / COMMON, map_location="cpu")
             if not isinstance(common, dict):
                 raise ValueError(f"it holds a {type(common).__name__}")
         except Exception as error:  # whatever a damaged archive makes of it
             raise DamagedError(f"{COMMON} cannot be read ({type(error).__name__}: {error})") from error
-    elif not any(key.startswith("common_state") for key in read_metadata(place).state_dict_metadata):
+    elif not any(key.startswith("common_state") for key in read_metadata(checkpoint).state_dict_metadata):
         raise DamagedError(f"{COMMON} is missing")

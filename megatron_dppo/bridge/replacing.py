@@ -1,4 +1,4 @@
-"""Directories that are there whole or not at all: written beside their place, and put there by one rename."""
+"""Directories that are there whole or not at all: written under another name beside it, and renamed at the end."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def replacing(out: Path) -> Iterator[Path]:
     """A new directory that takes the place of ``out`` at the end of the block.
 
     Until then ``out`` is as it was, absent or the old one, and stays so if the block raises or the process is killed.
-    What a killed process left behind goes with the next call. The disk's cache is not flushed.
+    The next call removes what a killed process left behind. The disk's cache is not flushed.
 
     Raises:
         OSError: if the disk is full, or another process is writing there.
     """
     out = out.resolve()  # behind a link
     draft, former = (out.parent / f".{out.name}.{state}" for state in ("writing", "former"))
-    with _alone_in(draft, out):
+    with _locked_draft(draft, out):
         if former.exists() and not out.exists():  # killed between the two renames below
             former.rename(out)
         for stale in (former, *draft.iterdir()):
@@ -45,12 +45,12 @@ def replacing(out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _alone_in(draft: Path, out: Path) -> Iterator[None]:
+def _locked_draft(draft: Path, out: Path) -> Iterator[None]:
     """Make the draft, or take over the one that a killed process left, and keep other processes from doing the same."""
     draft.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(draft, os.O_RDONLY)
     try:
-        locked = _locked(descriptor)
+        locked = _lock(descriptor)
         # Else it was put in place between our opening and locking it.
         ours = locked and draft.exists() and os.path.samestat(os.fstat(descriptor), draft.stat())
         if not ours:
@@ -60,7 +60,7 @@ def _alone_in(draft: Path, out: Path) -> Iterator[None]:
         os.close(descriptor)  # and so the lock, which a killed process loses too
 
 
-def _locked(descriptor: int) -> bool:
+def _lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -70,10 +70,10 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-def check_place(
+def check_replaceable(
     out: Path, size: int, setting: str, *, mark: str, what: str, files: Sequence[str] | None = None
 ) -> None:
-    """Refuse to write where it can be known not to work.
+    """Check that a directory can be written at ``out``, and that what it replaces is a directory of the same kind.
 
     Args:
         size: bytes to be written.
@@ -94,8 +94,8 @@ def check_place(
         if foreign:
             problem = f"has {min(foreign)} in it, which is no part of a {what} and would be lost"
             raise UserError(setting, out, problem, "name another directory, or move that elsewhere")
-    place = next(parent for parent in out.absolute().parents if parent.exists())
-    free = shutil.disk_usage(place).free
+    parent = next(parent for parent in out.absolute().parents if parent.exists())
+    free = shutil.disk_usage(parent).free
     if size > free:
-        problem = f"{size / 2**30:.2f} GiB are to be written, and {place} has {free / 2**30:.2f} GiB free"
+        problem = f"{size / 2**30:.2f} GiB are to be written, and {parent} has {free / 2**30:.2f} GiB free"
         raise UserError(setting, out, problem, "free some space, or name a directory on another disk")

@@ -1,6 +1,6 @@
-"""The weights of a Hugging Face directory: where each tensor lies, and whether the policy can be read from there.
+"""The weights of a Hugging Face directory as they are read: where each tensor lies, and whether all are there.
 
-Headers are read here and nothing else is, without torch, so that a bad directory is refused before any rank starts.
+Only headers are read, without torch, so that a bad directory is refused before any rank starts.
 The format: eight bytes, the little-endian length of a JSON header; the header, with dtype, shape and ``data_offsets``
 of every tensor; the data, to the last byte of the file.
 """
@@ -20,8 +20,8 @@ from megatron_dppo.models.shape import PolicyShape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""The types of weights that can be read, and bytes per element."""
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""The types of weights that can be read."""
 LONGEST_HEADER = 100_000_000
 """The format's own limit, in bytes. A Git LFS pointer, read as a header's length, is far beyond it."""
 
@@ -46,7 +46,12 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """
     index = path / INDEX
     if not index.is_file():
-        return read_header(_single_file(path))
+        if not path.is_dir():
+            raise _unreadable(path, "is no directory", "give a Hugging Face model directory")
+        if not (path / SINGLE).is_file():
+            remedy = "give a Hugging Face model directory with safetensors weights"
+            raise _unreadable(path, f"holds neither {SINGLE} nor {INDEX}", remedy)
+        return read_header(path / SINGLE)
     files = _weight_map(index)
     found: dict[str, StoredTensor] = {}
     for name in sorted(set(files.values())):
@@ -56,11 +61,8 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
         found |= read_header(path / name)
     for tensor, name in files.items():
         if tensor not in found or found[tensor].file.name != name:
-            raise _unreadable(
-                path,
-                f"{INDEX} says that {tensor} is in {name}, where it is not{nearest_name(tensor, found)}",
-                f"fetch {INDEX} and {name} again, from one version of the model",
-            )
+            problem = f"{INDEX} says that {tensor} is in {name}, where it is not{nearest_name(tensor, found)}"
+            raise _unreadable(path, problem, f"fetch {INDEX} and {name} again, from one version of the model")
     return found
 
 
@@ -76,16 +78,15 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if length > LONGEST_HEADER:
             remedy = "fetch it again (through Git LFS, if it is a pointer)"
             raise _unreadable(file.parent, f"{file.name} is no safetensors file", remedy)
-        if size < 8 + length:
-            raise _truncated(file, size, 8 + length)
+        data = 8 + length
+        if size < data:
+            raise _truncated(file, size, data)
         try:
             header: dict[str, Any] = json.loads(opened.read(length))
             header.pop("__metadata__", None)
-            end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            end = data + max((entry["data_offsets"][1] for entry in header.values()), default=0)
             tensors = {
-                name: StoredTensor(
-                    file, entry["dtype"], tuple(entry["shape"]), start=8 + length + entry["data_offsets"][0]
-                )
+                name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), data + entry["data_offsets"][0])
                 for name, entry in header.items()
             }
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -107,48 +108,25 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
     missing = [name for name in expected if name not in found]
     unexpected = [name for name in found if name not in allowed]
     if missing:
-        raise _unreadable(
-            path,
-            f"{_some(missing)} missing{nearest_name(missing[0], unexpected)}",
-            "take a directory that holds the whole model, in Hugging Face's form, and its own config.json",
-        )
+        problem = f"{_some(missing)} missing{nearest_name(missing[0], unexpected)}"
+        remedy = "take a directory that holds the whole model, in Hugging Face's form, and its own config.json"
+        raise _unreadable(path, problem, remedy)
     if unexpected:
-        near = nearest_name(unexpected[0], expected)
-        raise _unreadable(
-            path,
-            f"{_some(unexpected)} no part of a {shape.architecture} of {shape.num_layers} layers{near}",
-            "take a plain model's weights (no adapter, no quantization) and the config.json that belongs to them",
-        )
+        policy = f"{shape.architecture} of {shape.num_layers} layers{nearest_name(unexpected[0], expected)}"
+        remedy = "take a plain model's weights (no adapter, no quantization) and the config.json that belongs to them"
+        raise _unreadable(path, f"{_some(unexpected)} no part of a {policy}", remedy)
     for name, tensor in found.items():
         if tensor.shape != allowed[name]:
-            raise _unreadable(
-                path,
-                f"{name} has shape {list(tensor.shape)}, but config.json makes it {list(allowed[name])}",
-                "use the config.json that belongs to these weights",
-            )
-        if tensor.dtype not in BYTES:
-            raise _unreadable(
-                path,
-                f"{name} is stored as {tensor.dtype}, which is none of {', '.join(BYTES)}",
-                "take weights that are not quantized",
-            )
+            problem = f"{name} has shape {list(tensor.shape)}, but config.json makes it {list(allowed[name])}"
+            raise _unreadable(path, problem, "use the config.json that belongs to these weights")
+        if tensor.dtype not in DTYPES:
+            problem = f"{name} is stored as {tensor.dtype}, which is none of {', '.join(DTYPES)}"
+            raise _unreadable(path, problem, "take weights that are not quantized")
     return found
 
 
-def _single_file(path: Path) -> Path:
-    file = path / SINGLE
-    if not path.is_dir():
-        raise _unreadable(path, "is no directory", "give a Hugging Face model directory")
-    if not file.is_file():
-        raise _unreadable(
-            path,
-            f"holds neither {SINGLE} nor {INDEX}",
-            "give a Hugging Face model directory with safetensors weights",
-        )
-    return file
-
-
 def _weight_map(index: Path) -> Mapping[str, str]:
+    """The file of each tensor, by an index."""
     try:
         files = json.loads(index.read_text())["weight_map"]
         if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):
@@ -160,9 +138,8 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 
 
 def _truncated(file: Path, size: int, expected: int) -> UserError:
-    return _unreadable(
-        file.parent, f"{file.name} is truncated: {size:,} bytes of at least {expected:,}", "fetch the file again"
-    )
+    problem = f"{file.name} is truncated: {size:,} bytes of at least {expected:,}"
+    return _unreadable(file.parent, problem, "fetch the file again")
 
 
 def _unreadable(path: Path, problem: str, remedy: str) -> UserError:

@@ -1,8 +1,9 @@
-"""The one way in which weights leave the actor: buckets of whole tensors under Hugging Face's names.
+"""The actor's weights as a stream of buckets: whole tensors under Hugging Face's names.
 
-A bucket takes one gather: every rank that has a share of it sends that share straight to each rank that consumes, and
-nothing is sent on from there. Pipeline stages take turns in filling a bucket, so that all of them send at once, and a
-bucket is on its way while its consumer has the one before. Replicas do not speak to one another.
+Export, the local engine and the servers' transports all read this stream. A bucket takes one gather: every rank sends
+its shards straight to each rank that consumes, and nothing is sent on from there. Pipeline stages take turns in filling
+a bucket, so that all of them send at once. While a consumer has one bucket, the next is on its way. Replicas send one
+another nothing.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def weight_stream(
     copied by whoever keeps them past the next bucket or the next update of the policy. With tied embeddings the output
     layer's copy is left out.
 
-    A rank that consumes holds two buckets, the one that is handed out included, and besides them an embedding or output
-    layer that is larger than a bucket, while it passes. Any other rank holds its share of a bucket and of such a layer.
+    A rank that consumes holds two buckets, the one that is handed out included. An embedding or output layer that is
+    larger than a bucket comes on top while it passes. Any other rank holds its shards of a bucket and of such a layer.
 
     Args:
         model: the bare model.
@@ -68,12 +69,12 @@ def weight_stream(
         (dtype,) = {parameter.dtype for parameter in parameters.values()}
     stages = [world.pp_rank] if to is Consumers.STAGE_LEADERS else range(world.pp)
     buckets = plan_buckets(shape, stages, tp=world.tp, pp=world.pp, most_bytes=bucket_mib * 2**20, dtype=dtype)
-    exchange = _Gathers(buckets, parameters, world, to, bucket_mib * 2**20 // dtype.itemsize, dtype)
-    ahead = exchange.start(buckets[0])
+    gathers = _Gathers(buckets, parameters, world, to, bucket_mib * 2**20 // dtype.itemsize, dtype)
+    gather = gathers.start(buckets[0])
     for following in [*buckets[1:], None]:
-        tensors = exchange.finish(ahead)
+        tensors = gathers.finish(gather)
         if following is not None:
-            ahead = exchange.start(following)
+            gather = gathers.start(following)
         yield tensors
 
 
@@ -111,22 +112,22 @@ def plan_buckets(
 
 
 @dataclass(frozen=True, slots=True)
-class _Ahead:
+class _Gather:
     """A bucket on its way."""
 
     bucket: Bucket
-    shares: torch.Tensor
-    """Flat, one rank's after the other's; on a rank that only sends, its own."""
+    memory: torch.Tensor
+    """What is received, one rank's shards after another's; on a rank that only sends, its own shards."""
     shards: Mapping[tuple[int, Entry], torch.Tensor]
-    """Their parts, by rank and entry."""
+    """Each shard in it, by rank and entry."""
     works: Sequence[dist.Work]
 
 
 class _Gathers:
     """This rank's part in the gathers of one stream. Ranks are counted within the group that they take place in.
 
-    Two buffers serve all buckets, since fresh memory for each would take a CPU longer than a gather: the shares of the
-    bucket on its way arrive in one, are put together in the other, and stay there until the next bucket has arrived.
+    Two buffers serve all buckets, since fresh memory for each would take a CPU longer than a gather. Shards are
+    received in one of them. Tensors are put together in the other, and stay there until the next bucket is finished.
     """
 
     def __init__(
@@ -150,23 +151,24 @@ class _Gathers:
         consumers = range(ranks if to is Consumers.EVERYONE else 1)
         self._consumes = self._rank in consumers
         self._receivers = [rank for rank in consumers if rank != self._rank]
-        pooled = [bucket for bucket in buckets if not self._lies_ready(bucket)]
-        self._shares = self._empty(max(map(self._arriving, pooled), default=0))
-        self._tensors = self._empty(max(map(self._put_together, pooled), default=0))
+        buffered = [bucket for bucket in buckets if not self._is_large_embedding(bucket)]
+        self._received = self._empty(max(map(self._elements_exchanged, buffered), default=0))
+        self._assembled = self._empty(max(map(self._elements_assembled, buffered), default=0))
         if ranks > 1:  # NCCL wants every rank in the first operation of a group, and a bucket need not concern all
             dist.barrier(self._group)
 
-    def start(self, bucket: Bucket) -> _Ahead:
-        """Send this rank's share to whoever consumes, and receive the others' if it consumes itself. Does not wait."""
-        total = self._arriving(bucket)
-        shares = self._empty(total) if self._lies_ready(bucket) else self._shares[:total]
+    def start(self, bucket: Bucket) -> _Gather:
+        """Send this rank's shards to all who consume, and receive those of others if it consumes. Does not wait."""
+        total = self._elements_exchanged(bucket)
+        memory = self._empty(total) if self._is_large_embedding(bucket) else self._received[:total]
         shards: dict[tuple[int, Entry], torch.Tensor] = {}
         exchanges: list[dist.P2POp] = []
         start = 0
-        for rank, items in self._slots(bucket).items():
-            share = shares[start : start + sum(prod(item.shard) for item in items)]
+        for rank, items in self._exchanged(bucket).items():
+            sizes = [prod(item.shard) for item in items]
+            share = memory[start : start + sum(sizes)]
             start += len(share)
-            for item, shard in zip(items, share.split([prod(item.shard) for item in items]), strict=True):
+            for item, shard in zip(items, share.split(sizes), strict=True):
                 shards[rank, item.entry] = shard.view(item.shard)
             if rank == self._rank:
                 for item in items:
@@ -174,69 +176,74 @@ class _Gathers:
                 exchanges += [dist.P2POp(dist.isend, share, group=self._group, group_peer=to) for to in self._receivers]
             else:
                 exchanges.append(dist.P2POp(dist.irecv, share, group=self._group, group_peer=rank))
-        return _Ahead(bucket, shares, shards, dist.batch_isend_irecv(exchanges) if exchanges else [])
+        return _Gather(bucket, memory, shards, dist.batch_isend_irecv(exchanges) if exchanges else [])
 
-    def finish(self, ahead: _Ahead) -> Tensors:
-        """Wait for a bucket and put it together, where the one before was."""
-        for work in ahead.works:
+    def finish(self, gather: _Gather) -> Tensors:
+        """Wait for a bucket, and put its tensors together in the memory of the bucket before."""
+        for work in gather.works:
             work.wait()
         if not self._consumes:
             return {}
         tensors: Tensors = {}
         start = 0
-        for item in ahead.bucket:
+        for item in gather.bucket:
             entry = item.entry
-            if self._at_hand(item):
+            if self._has_whole(item):
                 tensors |= whole_tensors(entry, self._parameters[entry], self._dtype)
-            elif self._lies_ready(ahead.bucket):
-                tensors |= _views(entry, ahead.shares)
+            elif self._is_large_embedding(gather.bucket):
+                tensors |= _views(entry, gather.memory)
             else:
-                whole = _views(entry, self._tensors[start:])
+                whole = _views(entry, self._assembled[start:])
                 start += entry.elements
                 shards = [
-                    self._parameters[entry] if rank == self._rank else ahead.shards[rank, entry]
-                    for rank in self._holders(item)
+                    self._parameters[entry] if rank == self._rank else gather.shards[rank, entry]
+                    for rank in self._senders(item)
                 ]
                 fill_tensors(entry, shards, whole)
                 tensors |= whole
         return tensors
 
-    def _slots(self, bucket: Bucket) -> dict[int, list[Item]]:
-        """What each rank has of the bucket, in the order of the ranks, as far as it is sent or received here.
+    def _exchanged(self, bucket: Bucket) -> dict[int, list[Item]]:
+        """The items of which each rank's shard goes through this rank's memory, by rank, in the order of the ranks.
 
-        What a consumer has itself it takes from its parameters, unless the shares lie ready.
+        This rank's own shards are among them if other ranks receive them. A consumer that nobody receives from reads
+        its own parameters when the bucket is finished; a large embedding's shard is copied between those of the others.
         """
-        slots: dict[int, list[Item]] = {}
+        items: dict[int, list[Item]] = {}
         for item in bucket:
-            for rank in self._holders(item):
+            for rank in self._senders(item):
                 if rank == self._rank:
-                    wanted = bool(self._receivers) or (self._lies_ready(bucket) and not self._at_hand(item))
+                    wanted = bool(self._receivers) or (self._is_large_embedding(bucket) and not self._has_whole(item))
                 else:
                     wanted = self._consumes
                 if wanted:
-                    slots.setdefault(rank, []).append(item)
-        return dict(sorted(slots.items()))
+                    items.setdefault(rank, []).append(item)
+        return dict(sorted(items.items()))
 
-    def _holders(self, item: Item) -> range:
-        """The ranks that an entry comes from: all of its stage, or the first where each has it whole."""
+    def _senders(self, item: Item) -> range:
+        """The ranks whose shards make an entry: all of its stage, or the first where each has it whole."""
         first = (item.stage - self._first_stage) * self._world.tp
-        return range(first, first + (self._world.tp if item.entry.row.split is not Split.REPLICATED else 1))
+        return range(first, first + (1 if item.entry.row.split is Split.REPLICATED else self._world.tp))
 
-    def _at_hand(self, item: Item) -> bool:
+    def _has_whole(self, item: Item) -> bool:
         """Whether this rank has the entry whole among its parameters."""
         whole = self._world.tp == 1 or item.entry.row.split is Split.REPLICATED
         return item.stage == self._world.pp_rank and whole
 
-    def _lies_ready(self, bucket: Bucket) -> bool:
-        """Whether it is an embedding too large for the buffers: its shares are the tensor already, and some padding."""
+    def _is_large_embedding(self, bucket: Bucket) -> bool:
+        """Whether the bucket is an embedding or output layer that is larger than a bucket may be.
+
+        Its shards are consecutive rows of the tensor, and padding comes last. Received one after another into memory of
+        its own, they are the whole tensor already, so that it need not be in memory twice.
+        """
         entry = bucket[0].entry
         return entry.row.split is Split.VOCABULARY and entry.elements > self._most_elements
 
-    def _arriving(self, bucket: Bucket) -> int:
-        return sum(prod(item.shard) for items in self._slots(bucket).values() for item in items)
+    def _elements_exchanged(self, bucket: Bucket) -> int:
+        return sum(prod(item.shard) for items in self._exchanged(bucket).values() for item in items)
 
-    def _put_together(self, bucket: Bucket) -> int:
-        return sum(item.entry.elements for item in bucket if self._consumes and not self._at_hand(item))
+    def _elements_assembled(self, bucket: Bucket) -> int:
+        return sum(item.entry.elements for item in bucket if self._consumes and not self._has_whole(item))
 
     def _empty(self, elements: int) -> torch.Tensor:
         return torch.empty(elements, dtype=self._dtype, device=self._device)

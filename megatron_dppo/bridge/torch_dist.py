@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_dppo.bridge.checkpoint_folder import FORMAT, METADATA
 from megatron_dppo.bridge.checksums import Block, Checksums
+from megatron_dppo.bridge.chunks import write_at
 from megatron_dppo.bridge.mapping import Entry, entries
-from megatron_dppo.bridge.strips import write_at
 from megatron_dppo.models.shape import PolicyShape
 
 COMMON = "common.pt"
@@ -57,37 +57,37 @@ class CheckpointPlan:
     """Which file each parameter goes to, and where in it: every one as a single block."""
 
     dtype: torch.dtype
-    places: Mapping[Entry, _StorageInfo]
+    storage: Mapping[Entry, _StorageInfo]
 
     @property
     def files(self) -> dict[str, int]:
         """Bytes of each file, by its name."""
-        return ends(self.places.values())
+        return file_sizes(self.storage.values())
 
     def metadata(self) -> Metadata:
         """What ``.metadata`` holds."""
         tensors: dict[str, TensorStorageMetadata] = {}
-        storage: dict[MetadataIndex, _StorageInfo] = {}
-        for entry, place in self.places.items():
+        indexed: dict[MetadataIndex, _StorageInfo] = {}
+        for entry, stored in self.storage.items():
             key, shape = entry.row.key, _block_shape(entry)
             whole = TensorStorageMetadata(TensorProperties(dtype=self.dtype), torch.Size(entry.stored_shape), [])
             offsets = torch.Size([*entry.leading, *(0 for _ in shape[len(entry.leading) :])])
             tensors.setdefault(key, whole).chunks.append(ChunkStorageMetadata(offsets, torch.Size(shape)))
-            storage[MetadataIndex(key, offsets)] = place
-        return Metadata(dict(tensors), storage_data=storage)
+            indexed[MetadataIndex(key, offsets)] = stored
+        return Metadata(dict(tensors), storage_data=indexed)
 
 
 def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> CheckpointPlan:
     """Parameters in the order of the forward pass, as many to a file as fit."""
-    places: dict[Entry, _StorageInfo] = {}
+    storage: dict[Entry, _StorageInfo] = {}
     file, end = 0, 0
     for entry in entries(shape):
         length = _archive(_block_shape(entry), dtype).length
         if end and end + length > FILE_BYTES:
             file, end = file + 1, 0
-        places[entry] = _StorageInfo(f"__0_{file}.distcp", end, length)
+        storage[entry] = _StorageInfo(f"__0_{file}.distcp", end, length)
         end += length
-    return CheckpointPlan(dtype, places)
+    return CheckpointPlan(dtype, storage)
 
 
 def write_parameter(folder: Path, plan: CheckpointPlan, entry: Entry, data: Iterable[memoryview]) -> int:
@@ -100,22 +100,22 @@ def write_parameter(folder: Path, plan: CheckpointPlan, entry: Entry, data: Iter
         ValueError: if they are too many or too few.
         OSError: for a full disk.
     """
-    place, archive = plan.places[entry], _archive(_block_shape(entry), plan.dtype)
+    stored, archive = plan.storage[entry], _archive(_block_shape(entry), plan.dtype)
     crc = 0
 
-    def counted(data: Iterable[memoryview | bytes]) -> Iterator[memoryview | bytes]:
+    def with_checksum(data: Iterable[memoryview | bytes]) -> Iterator[memoryview | bytes]:
         nonlocal crc
-        for strip in data:
-            crc = zlib.crc32(strip, crc)
-            yield strip
+        for buffer in data:
+            crc = zlib.crc32(buffer, crc)
+            yield buffer
 
-    file = os.open(folder / place.relative_path, os.O_WRONLY | os.O_CREAT, 0o666)
+    file = os.open(folder / stored.relative_path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        start = write_at(file, place.offset, counted([archive.head]))
-        end = write_at(file, start, counted(data))
+        start = write_at(file, stored.offset, with_checksum([archive.head]))
+        end = write_at(file, start, with_checksum(data))
         if end != start + archive.size:
             raise ValueError(f"{entry.megatron[0]} has {end - start} bytes instead of {archive.size}")
-        write_at(file, end, counted([archive.tail]))
+        write_at(file, end, with_checksum([archive.tail]))
     finally:
         os.close(file)
     return crc
@@ -133,8 +133,8 @@ def write_metadata(folder: Path, plan: CheckpointPlan, checksums: Mapping[Entry,
     (folder / METADATA).write_bytes(pickle.dumps(plan.metadata()))
     (folder / FORMAT).write_text(json.dumps(WRITTEN_BY))
     blocks: dict[str, list[Block]] = {}
-    for entry, place in plan.places.items():  # in the order in which they lie
-        blocks.setdefault(place.relative_path, []).append(Block(place.offset + place.length, checksums[entry]))
+    for entry, stored in plan.storage.items():  # in the order in which they lie
+        blocks.setdefault(stored.relative_path, []).append(Block(stored.offset + stored.length, checksums[entry]))
     Checksums(folder, blocks).write()
 
 
@@ -158,50 +158,59 @@ def _archive(shape: tuple[int, ...], dtype: torch.dtype) -> _Archive:
         with torch.serialization.skip_data():  # leaves a hole in the file, and never touches the tensor's memory
             torch.save(torch.empty(shape, dtype=dtype), file)
         length = file.tell()
-        start, size = only_record(Path(file.name), 0, length)
+        start, size = locate_data(Path(file.name), 0, length)
         file.seek(0)
         head = file.read(start)
         file.seek(start + size)
         return _Archive(head, size, file.read())
 
 
-def only_record(file: Path, offset: int, length: int) -> tuple[int, int]:
-    """Where in the file the data of a saved tensor begins, and its bytes. Data are not read.
+def locate_data(file: Path, offset: int, length: int) -> tuple[int, int]:
+    """Where in the file the data of a saved tensor begins, and how many bytes it has. The data is not read.
 
-    A tensor is saved as a zip archive with one record of data, uncompressed; here from byte ``offset`` of a file on.
+    ``torch.save`` writes a tensor as a zip archive with one record of data, uncompressed.
+
+    Args:
+        offset: the first byte of the archive in the file.
+        length: of the archive, in bytes.
     """
-    with opened(file, offset, length) as (first, mapped, archive):
+    with open_archive(file, offset, length) as (first, mapped, archive):
         (record,) = (info for info in archive.infolist() if "/data/" in info.filename)
         if record.compress_type != ZIP_STORED:
             raise ValueError(f"a tensor in {file.name} is compressed")
-        return first + data_of(record, mapped), record.file_size
+        return first + data_offset(record, mapped), record.file_size
 
 
 @contextmanager
-def opened(file: Path, offset: int, length: int) -> Iterator[tuple[int, mmap, ZipFile]]:
-    """What ``torch.save`` wrote there, with the bytes that it is mapped to, which begin at a byte of the file."""
+def open_archive(file: Path, offset: int, length: int) -> Iterator[tuple[int, mmap, ZipFile]]:
+    """An archive of ``torch.save``, ``length`` bytes of a file from byte ``offset`` on.
+
+    Yields:
+        The byte of the file at which the mapped memory begins, that memory, and the archive.
+    """
     first = offset - offset % ALLOCATIONGRANULARITY
     with (
-        file.open("rb") as opened,
-        mmap(opened.fileno(), offset + length - first, offset=first, access=ACCESS_READ) as mapped,
+        file.open("rb") as stream,
+        mmap(stream.fileno(), offset + length - first, offset=first, access=ACCESS_READ) as mapped,
         ZipFile(cast(IO[bytes], mapped)) as archive,
     ):
         yield first, mapped, archive
 
 
-def data_of(record: ZipInfo, mapped: mmap) -> int:
-    """Where in what is mapped the data of a record begins."""
+def data_offset(record: ZipInfo, mapped: mmap) -> int:
+    """Where the data of a record begins in the mapped memory."""
     name, extra = struct.unpack_from("<HH", mapped, record.header_offset + 26)
     return record.header_offset + 30 + int(name) + int(extra)
 
 
 def _block_shape(entry: Entry) -> tuple[int, ...]:
-    """Of a whole parameter as a block of its key's tensor."""
+    """The shape of a whole parameter as a block of its key's tensor."""
     return (1,) * len(entry.leading) + entry.shard_shape(1)
 
 
-def ends(places: Iterable[_StorageInfo]) -> dict[str, int]:
-    ends: dict[str, int] = {}
-    for place in places:
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    return ends
+def file_sizes(storage: Iterable[_StorageInfo]) -> dict[str, int]:
+    """The bytes that each file must have at least, by its name."""
+    sizes: dict[str, int] = {}
+    for stored in storage:
+        sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), stored.offset + stored.length)
+    return sizes

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from megatron_dppo.bridge.checkpoint_folder import COMPANIONS_FOLDER, checkpoint_place
+from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, find_checkpoint
 
 FLAGS = {
     "samples": ("eval.samples", "K", "answers to each problem (default: 1)"),
@@ -51,7 +51,7 @@ def _model_settings(model: str) -> list[str]:
     if (folder / "config.json").is_file():
         return [f"model.path={folder}", "model.checkpoint=null"]
     inside = folder / "checkpoints"
-    place = checkpoint_place(inside if inside.is_dir() else folder, "--model")
-    companions = place.parent / COMPANIONS_FOLDER
+    place = find_checkpoint(inside if inside.is_dir() else folder, "--model")
+    companions = place.parent / HF_FOLDER
     words = [f"model.checkpoint={place}"]
     return [*words, f"model.path={companions}"] if (companions / "config.json").is_file() else words

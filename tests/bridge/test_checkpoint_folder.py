@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.bridge.checkpoint_folder import FORMAT, TRACKER, checkpoint_place, latest_step
+from megatron_dppo.bridge.checkpoint_folder import FORMAT, TRACKER, find_checkpoint, latest_step
 from megatron_dppo.errors import UserError
 
 
@@ -22,19 +22,19 @@ def checkpoints(tmp_path: Path) -> Path:
 
 
 def test_the_tracker_names_a_step_or_converted_weights(checkpoints: Path) -> None:
-    assert checkpoint_place(checkpoints) == checkpoints / "iter_0000012"
+    assert find_checkpoint(checkpoints) == checkpoints / "iter_0000012"
     assert latest_step(checkpoints) == 12
     (checkpoints / TRACKER).write_text("release")
-    assert checkpoint_place(checkpoints) == checkpoints / "release"
+    assert find_checkpoint(checkpoints) == checkpoints / "release"
 
 
 def test_a_checkpoint_may_be_named_itself(checkpoints: Path) -> None:
-    assert checkpoint_place(checkpoints / "iter_0000004") == checkpoints / "iter_0000004"
+    assert find_checkpoint(checkpoints / "iter_0000004") == checkpoints / "iter_0000004"
 
 
 def _refusal(folder: Path) -> UserError:
     with pytest.raises(UserError) as caught:
-        checkpoint_place(folder, "CKPT")
+        find_checkpoint(folder, "CKPT")
     assert caught.value.setting == "CKPT"
     return caught.value
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_dppo.bridge import strips, torch_dist
+from megatron_dppo.bridge import chunks, torch_dist
 from megatron_dppo.bridge.checkpoint_folder import TRACKER
 from megatron_dppo.bridge.safetensors_files import INDEX, check_weights
 from megatron_dppo.models.shape import PolicyShape
@@ -54,16 +54,16 @@ def sizes(draw: st.DrawFn) -> Sizes:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     shard_kb=st.sampled_from([2, 20, 10**6]),
     file_bytes=st.sampled_from([1, 20_000, torch_dist.FILE_BYTES]),
-    strip_bytes=st.sampled_from([1, 100, strips.STRIP_BYTES]),
+    buffer_bytes=st.sampled_from([1, 100, chunks.BUFFER_BYTES]),
     workers=st.integers(1, 3),
 )
 def test_there_and_back_is_the_identity(
-    family: str, sizes: Sizes, dtype: torch.dtype, shard_kb: int, file_bytes: int, strip_bytes: int, workers: int
+    family: str, sizes: Sizes, dtype: torch.dtype, shard_kb: int, file_bytes: int, buffer_bytes: int, workers: int
 ) -> None:
     with (
         TemporaryDirectory() as folder,
         patch.object(torch_dist, "FILE_BYTES", file_bytes),
-        patch.object(strips, "STRIP_BYTES", strip_bytes),
+        patch.object(chunks, "BUFFER_BYTES", buffer_bytes),
     ):
         there, back, source = (Path(folder, name) for name in ("megatron", "back", "source"))
         shape = WRITERS[family](source, sizes, dtype=dtype, shard_size=f"{shard_kb}KB")
@@ -112,8 +112,8 @@ def test_weights_may_be_cast_on_either_way(tmp_path: Path) -> None:
 def test_mixed_types_become_one_that_holds_them_all(tmp_path: Path, other: torch.dtype, both: torch.dtype) -> None:
     write_qwen3(tmp_path / "source", Sizes(), dtype=torch.bfloat16)
     tensors = weights(tmp_path / "source")
-    wide = "model.layers.1.self_attn.k_proj.weight"
-    tensors[wide] = torch.randn(tensors[wide].shape).to(other)
+    changed = "model.layers.1.self_attn.k_proj.weight"
+    tensors[changed] = torch.randn(tensors[changed].shape).to(other)
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     assert to_megatron(tmp_path / "source", tmp_path / "megatron", "--verify", "tensors") == 0
     assert to_hf(tmp_path / "megatron", tmp_path / "back", "--verify", "tensors") == 0

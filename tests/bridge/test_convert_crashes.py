@@ -16,7 +16,7 @@ import pytest
 from megatron_dppo.bridge import replacing
 from tests.bridge.conversions import contents, to_hf, to_megatron
 from tests.bridge.directories import Sizes, write_qwen3
-from tests.bridge.test_convert_errors import complaint
+from tests.bridge.test_convert_errors import printed_error
 
 LARGE = Sizes(vocab_size=12_000, hidden_size=64)
 """Twice 3 MB of embeddings, of the 9 MiB of a small disk."""
@@ -47,7 +47,7 @@ def test_too_small_a_disk_is_noticed_before_anything_is_written(
 ) -> None:
     (small_disk / "ballast").write_bytes(bytes(4 << 20))
     assert convert(small_disk / "out") == 2
-    assert "are to be written, and" in complaint(capsys)
+    assert "are to be written, and" in printed_error(capsys)
     assert list(small_disk.iterdir()) == [small_disk / "ballast"]
 
 
@@ -61,7 +61,7 @@ def test_a_disk_that_fills_up_meanwhile_is_one_error_and_leaves_nothing(
         os.posix_fallocate(file.fileno(), 0, (shutil.disk_usage(small_disk).free - free_kb * 1000) // page * page)
     with patch.object(replacing.shutil, "disk_usage", return_value=room):  # what was free when that was checked
         assert convert(small_disk / "out") == 2
-    text = complaint(capsys)
+    text = printed_error(capsys)
     assert f"error: OUT = {small_disk}/out problem was not written" in text
     assert "No space left on device" in text
     assert list(small_disk.iterdir()) == [small_disk / "ballast"]
@@ -79,7 +79,7 @@ def test_a_write_that_fails_leaves_the_old_one(
         assert convert(out, "--overwrite") == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert f"error: OUT = {out} problem was not written ([Errno 27] File too large)" in complaint(capsys)
+    assert f"error: OUT = {out} problem was not written ([Errno 27] File too large)" in printed_error(capsys)
     assert contents(tmp_path) == before
     assert list(tmp_path.iterdir()) == [out]
 

@@ -36,7 +36,7 @@ def checkpoint(source: Path, tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
-def complaint(capsys: pytest.CaptureFixture[str]) -> str:
+def printed_error(capsys: pytest.CaptureFixture[str]) -> str:
     """The one error that was printed, in one line."""
     text = capsys.readouterr().err
     text = text[text.index("error: ") :]
@@ -93,7 +93,7 @@ def test_a_bad_model_directory_is_refused(
     damage(source)
     for place, options in {out: ["--overwrite"], tmp_path / "absent": []}.items():
         assert to_megatron(source, place, *options) == 2
-        text = complaint(capsys)
+        text = printed_error(capsys)
         assert text.startswith(f"error: HF = {source} ")
         assert problem in text
     assert contents(out) == before
@@ -153,7 +153,7 @@ def test_a_bad_checkpoint_is_refused(
     damage(checkpoint)
     for place, options in {out: ["--overwrite"], tmp_path / "absent": []}.items():
         assert to_hf(checkpoint, place, *options) == 2
-        text = complaint(capsys)
+        text = printed_error(capsys)
         assert text.startswith(("error: CKPT = ", "error: --hf = "))
         assert problem in text
     assert contents(out) == before
@@ -167,7 +167,7 @@ def test_the_nearest_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     set_config(tmp_path / "checkpoint/hf", architectures=["Qwen3ForCausalLM"])
     assert to_hf(tmp_path / "checkpoint", tmp_path / "out") == 2
     key = "decoder.layers.self_attention."
-    assert f"{key}q_layernorm.weight is missing (nearest name: {key}linear_qkv.bias)" in complaint(capsys)
+    assert f"{key}q_layernorm.weight is missing (nearest name: {key}linear_qkv.bias)" in printed_error(capsys)
 
 
 def test_nothing_is_overwritten_unasked(
@@ -177,7 +177,7 @@ def test_nothing_is_overwritten_unasked(
     before = contents(tmp_path)
     for convert, origin, out in ((to_megatron, source, checkpoint), (to_hf, checkpoint, tmp_path / "hf")):
         assert convert(origin, out) == 2
-        assert f"error: OUT = {out} problem is there already" in complaint(capsys)
+        assert f"error: OUT = {out} problem is there already" in printed_error(capsys)
     assert contents(tmp_path) == before
 
 
@@ -210,7 +210,7 @@ def test_what_is_no_conversion_of_the_kind_is_never_replaced(
     before = contents(tmp_path)
     for out, problem in places.items():
         assert convert(source if convert is to_megatron else checkpoint, out, "--overwrite") == 2
-        text = complaint(capsys)
+        text = printed_error(capsys)
         assert f"error: OUT = {out} problem" in text
         assert problem in text
     assert contents(tmp_path) == before
@@ -223,10 +223,10 @@ def test_the_source_is_never_replaced(
     before = contents(tmp_path)
     for out in (source, tmp_path, tmp_path / "link"):
         assert to_megatron(source, out, "--overwrite") == 2
-        assert "is read from there" in complaint(capsys)
+        assert "is read from there" in printed_error(capsys)
     for out in (checkpoint / "release", checkpoint / "hf", checkpoint):
         assert to_hf(checkpoint, out, "--overwrite") == 2
-        assert "is read from there" in complaint(capsys)
+        assert "is read from there" in printed_error(capsys)
     assert contents(tmp_path) == before
 
 
@@ -241,7 +241,7 @@ def test_a_directory_behind_a_link_is_replaced_where_it_is(source: Path, checkpo
 
 def test_a_folder_that_may_not_be_written_to(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert to_megatron(source, Path("/proc/out")) == 2
-    assert "error: OUT = /proc/out problem" in complaint(capsys)
+    assert "error: OUT = /proc/out problem" in printed_error(capsys)
     (tmp_path / "file").touch()
     assert to_megatron(source, tmp_path / "file" / "out") == 2
-    assert f"error: OUT = {tmp_path}/file/out problem was not written" in complaint(capsys)
+    assert f"error: OUT = {tmp_path}/file/out problem was not written" in printed_error(capsys)

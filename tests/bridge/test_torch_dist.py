@@ -62,14 +62,14 @@ def test_files_are_bounded_and_end_where_the_plan_says(tmp_path: Path, monkeypat
     sizes = {file.name: file.stat().st_size for file in (tmp_path / "megatron/release").glob("*.distcp")}
     assert sizes == plan.files
     assert len(sizes) >= 4
-    held = [place.relative_path for place in plan.places.values()]
+    held = [stored.relative_path for stored in plan.storage.values()]
     assert all(size <= 20_000 or held.count(name) == 1 for name, size in sizes.items())
 
 
 def test_a_parameter_of_another_size_is_refused(tmp_path: Path) -> None:
     shape = write_qwen3(tmp_path / "source", Sizes())
     plan = plan_checkpoint(shape, torch.float32)
-    entry = next(iter(plan.places))
+    entry = next(iter(plan.storage))
     with pytest.raises(ValueError, match=r"word_embeddings.weight has 8 bytes instead of 24576"):
         write_parameter(tmp_path, plan, entry, [memoryview(bytes(8))])
 
@@ -78,9 +78,9 @@ def test_a_checkpoint_that_lacks_a_layers_parameter_is_refused(tmp_path: Path) -
     shape = write_qwen3(tmp_path / "source", Sizes())
     assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
     plan = plan_checkpoint(shape, torch.float32)
-    entry = next(entry for entry in plan.places if entry.layer == 1)
-    del plan.places[entry]
+    entry = next(entry for entry in plan.storage if entry.layer == 1)
+    del plan.storage[entry]
     (tmp_path / "megatron/release" / METADATA).unlink()
-    write_metadata(tmp_path / "megatron/release", plan, dict.fromkeys(plan.places, 0))
+    write_metadata(tmp_path / "megatron/release", plan, dict.fromkeys(plan.storage, 0))
     with pytest.raises(Exception, match=r"linear_qkv.layer_norm_weight of layer 1 is there in part only"):
         StoredPolicy(tmp_path / "megatron/release", shape, "CKPT")

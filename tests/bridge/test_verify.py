@@ -15,21 +15,21 @@ import pytest
 import torch
 
 from megatron_dppo.bridge import checksums, convert, convert_commands
-from megatron_dppo.bridge.convert import compare_tensors, logits_dtype, stored_parts
+from megatron_dppo.bridge.chunks import Chunk
+from megatron_dppo.bridge.convert import compare_tensors, logits_dtype, stored_chunks
 from megatron_dppo.bridge.mapping import entries, expected_tensors
 from megatron_dppo.bridge.safetensors_files import INDEX, check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
-from megatron_dppo.bridge.strips import Part
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from tests.bridge.conversions import contents, to_hf, to_megatron
 from tests.bridge.directories import Sizes, write_qwen3
-from tests.bridge.test_convert_errors import complaint
+from tests.bridge.test_convert_errors import printed_error
 
 NAMES = ["model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight"]
 
 
-def flip(part: Part, byte: int) -> None:
+def flip(part: Chunk, byte: int) -> None:
     """Change one bit of a stored tensor."""
     with part.file.open("r+b") as file:
         file.seek(part.start + byte)
@@ -38,7 +38,7 @@ def flip(part: Part, byte: int) -> None:
         file.write(bytes([old ^ 1]))
 
 
-def parts_in_checkpoint(place: Path, shape: PolicyShape) -> dict[str, list[Part]]:
+def parts_in_checkpoint(place: Path, shape: PolicyShape) -> dict[str, list[Chunk]]:
     policy = StoredPolicy(place, shape, "CKPT")
     return {name: parts for entry in entries(shape) for name, parts in policy.tensors(entry).items()}
 
@@ -64,7 +64,7 @@ def test_a_flipped_bit_in_either_form_is_found(tmp_path: Path, name: str, which:
     if which != "directory":
         part = parts_in_checkpoint(checkpoint, shape)[name][-1]
     else:
-        part = stored_parts(check_weights(tmp_path / "source", shape))[name]
+        part = stored_chunks(check_weights(tmp_path / "source", shape))[name]
     for byte in (0, part.rows * part.columns * part.dtype.itemsize - 1):
         flip(part, byte)
         with pytest.raises(UserError, match=found):
@@ -92,7 +92,7 @@ def flipping(write: Callable[..., None], tensor: str) -> Callable[..., None]:
         if (out / "release").exists():
             flip(parts_in_checkpoint(out / "release", shape)[tensor][0], 5)
         else:
-            flip(stored_parts(check_weights(out, shape))[tensor], 5)
+            flip(stored_chunks(check_weights(out, shape))[tensor], 5)
 
     return write_and_flip
 
@@ -111,7 +111,7 @@ def test_what_was_written_wrongly_is_never_put_in_place(
         with patch.object(convert_commands, direction, broken):
             assert convert(origin, out, "--verify", "tensors", *options) == 2
         found = {"write_megatron": "__0_0.distcp is damaged", "write_hf": f"{NAMES[1]} problem differs between the two"}
-        assert found[direction] in complaint(capsys)
+        assert found[direction] in printed_error(capsys)
         assert contents(tmp_path) == before
         assert convert(origin, out, "--verify", "tensors", *options) == 0
 

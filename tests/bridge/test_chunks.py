@@ -1,9 +1,10 @@
-"""Matrices from rectangles in files: right wherever they are cut, and a strip at a time in memory."""
+"""Matrices from rectangles in files: right wherever they are cut, and one buffer of rows at a time in memory."""
 
 from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -15,46 +16,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.bridge import strips as module
-from megatron_dppo.bridge.convert import side_by_side
+from megatron_dppo.bridge import chunks as module
+from megatron_dppo.bridge.chunks import Chunk, parameter_chunks, read_rows, tensor_chunks, write_at
+from megatron_dppo.bridge.convert import in_threads
 from megatron_dppo.bridge.hf_directory import SAFETENSORS
 from megatron_dppo.bridge.mapping import Entry, entries
-from megatron_dppo.bridge.strips import Part, parameter_parts, strips, tensor_parts, write_at
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
+QWEN3 = PolicyShape(1, 12, 6, 3, 4, 10, 37, False, 1e6, 1e-6, 128)
 SHAPES = {
-    "Qwen3": PolicyShape(1, 12, 6, 3, 4, 10, 37, False, 1e6, 1e-6, 128),
-    "Qwen2.5": PolicyShape(1, 12, 6, 3, 4, 10, 37, False, 1e6, 1e-6, 128, architecture="Qwen2ForCausalLM"),
-    "Qwen3-MoE": PolicyShape(
-        1,
-        12,
-        6,
-        3,
-        4,
-        10,
-        37,
-        False,
-        1e6,
-        1e-6,
-        128,
-        architecture="Qwen3MoeForCausalLM",
-        experts=2,
-        experts_per_token=1,
-    ),
+    "Qwen3": QWEN3,
+    "Qwen2.5": replace(QWEN3, architecture="Qwen2ForCausalLM"),
+    "Qwen3-MoE": QWEN3.with_experts(2, per_token=1),
 }
 
 
-def store(file: Path, matrix: torch.Tensor, row: int = 0, column: int = 0) -> Part:
+def store(file: Path, matrix: torch.Tensor, row: int = 0, column: int = 0) -> Chunk:
     """Append a matrix, or a vector, to a file."""
     with file.open("ab") as opened:
         start = opened.tell()
         opened.write(matrix.contiguous().flatten().view(torch.uint8).numpy())
-    return Part(file, start, matrix.dtype, matrix.shape[0], prod(matrix.shape[1:]), row, column)
+    return Chunk(file, start, matrix.dtype, matrix.shape[0], prod(matrix.shape[1:]), row, column)
 
 
-def read(shape: tuple[int, ...], parts: list[Part], dtype: torch.dtype) -> torch.Tensor:
-    data = bytearray(b"".join(map(bytes, strips(shape, parts, dtype))))
+def read(shape: tuple[int, ...], chunks: list[Chunk], dtype: torch.dtype) -> torch.Tensor:
+    data = bytearray(b"".join(map(bytes, read_rows(shape, chunks, dtype))))
     return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
@@ -71,32 +58,32 @@ def test_a_parameter_cut_in_any_way_is_its_tensors_again(family: str, data: st.D
     entry: Entry = data.draw(st.sampled_from(list(entries(SHAPES[family]))))
     stored, cast = data.draw(st.lists(st.sampled_from(list(SAFETENSORS)), min_size=2, max_size=2))
     tensors = {name: torch.randn(size).to(stored) for name, size in entry.tensors.items()}
-    with TemporaryDirectory() as folder, patch.object(module, "STRIP_BYTES", data.draw(st.integers(1, 999))):
+    with TemporaryDirectory() as folder, patch.object(module, "BUFFER_BYTES", data.draw(st.integers(1, 999))):
         whole = {name: store(Path(folder, "hf"), tensor) for name, tensor in tensors.items()}
-        parameter = read(entry.shard_shape(1), parameter_parts(entry, whole), stored)
+        parameter = read(entry.shard_shape(1), parameter_chunks(entry, whole), stored)
         matrix = parameter.view(parameter.shape[0], -1)
         chunks = [
             store(Path(folder, data.draw(st.sampled_from("xy"))), matrix[top:bottom, left:right], top, left)
             for top, bottom in cuts(data, matrix.shape[0])
             for left, right in cuts(data, matrix.shape[1])
         ]
-        for name, parts in tensor_parts(entry, data.draw(st.permutations(chunks))).items():
+        for name, parts in tensor_chunks(entry, data.draw(st.permutations(chunks))).items():
             assert torch.equal(read(entry.tensors[name], parts, cast), tensors[name].to(cast))
 
 
 @pytest.mark.parametrize("columns", [1, 3, 1000, 200_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as stored", "cast"])
-def test_one_strip_is_in_memory_at_a_time(tmp_path: Path, columns: int, dtype: torch.dtype) -> None:
+def test_one_buffer_is_in_memory_at_a_time(tmp_path: Path, columns: int, dtype: torch.dtype) -> None:
     matrix = torch.randn(1_500_000 // columns, columns)
-    seen = list(strips(matrix.shape, [store(tmp_path / "file", matrix)], dtype))
-    assert len({id(strip.obj) for strip in seen}) == 1
-    assert max(strip.nbytes for strip in seen) <= max(module.STRIP_BYTES, columns * dtype.itemsize)
-    assert sum(strip.nbytes for strip in seen) == matrix.numel() * dtype.itemsize
+    seen = list(read_rows(matrix.shape, [store(tmp_path / "file", matrix)], dtype))
+    assert len({id(buffer.obj) for buffer in seen}) == 1
+    assert max(buffer.nbytes for buffer in seen) <= max(module.BUFFER_BYTES, columns * dtype.itemsize)
+    assert sum(buffer.nbytes for buffer in seen) == matrix.numel() * dtype.itemsize
 
 
-def test_what_no_part_covers_is_zero(tmp_path: Path) -> None:
+def test_what_no_chunk_covers_is_zero(tmp_path: Path) -> None:
     part = store(tmp_path / "file", torch.ones(4, 3))
-    with patch.object(module, "STRIP_BYTES", 24):
+    with patch.object(module, "BUFFER_BYTES", 24):
         assert torch.equal(read((7, 3), [part], torch.float32), torch.cat([torch.ones(4, 3), torch.zeros(3, 3)]))
 
 
@@ -104,12 +91,12 @@ def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
     part = store(tmp_path / "file", torch.ones(4, 3))
     (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[:-1])
     with pytest.raises(UserError, match="file: ends at byte 47, within a tensor"):
-        list(strips((4, 3), [part], torch.float32))
+        list(read_rows((4, 3), [part], torch.float32))
 
 
-def test_bytes_are_written_one_strip_after_the_other(tmp_path: Path) -> None:
+def test_bytes_are_written_one_buffer_after_the_other(tmp_path: Path) -> None:
     data = [bytes(range(200)), b"", memoryview(b"end")]
-    with (tmp_path / "file").open("wb") as file, patch.object(module, "STRIP_BYTES", 7):
+    with (tmp_path / "file").open("wb") as file, patch.object(module, "BUFFER_BYTES", 7):
         assert write_at(file.fileno(), 3, data) == 206
     assert (tmp_path / "file").read_bytes() == bytes(3) + bytes(range(200)) + b"end"
 
@@ -126,7 +113,7 @@ def test_no_more_work_is_in_hand_than_there_are_workers() -> None:
         with lock:
             in_hand -= 1
 
-    side_by_side(work, range(30), 3)
+    in_threads(work, range(30), 3)
     assert most <= 3
 
 
@@ -140,5 +127,5 @@ def test_the_first_failure_ends_the_work() -> None:
         done.append(item)
 
     with pytest.raises(OSError, match="full"):
-        side_by_side(work, range(10_000), 2)
+        in_threads(work, range(10_000), 2)
     assert len(done) < 10_000 - 1
