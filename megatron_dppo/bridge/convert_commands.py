@@ -69,12 +69,9 @@ def run(command: Callable[[argparse.Namespace], None], chosen: argparse.Namespac
 
 
 def parse_hf_to_megatron(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Write a Hugging Face model as a Megatron checkpoint (torch_dist), which every layout loads."
-    )
+    parser = _parser("Write a Hugging Face model as a Megatron checkpoint (torch_dist), which every layout loads.")
     parser.add_argument("source", metavar="HF", type=Path, help="Hugging Face model directory")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to make: OUT/release, its tracker, OUT/hf")
-    _add_common_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -92,7 +89,7 @@ def hf_to_megatron(chosen: argparse.Namespace) -> None:
     widest = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
     plan = plan_checkpoint(shape, DTYPES.get(chosen.dtype, widest))
     files = (RELEASE, HF_FOLDER, TRACKER)
-    _check_out(chosen, plan.files, [chosen.source], f"{RELEASE}/{FORMAT}", "converted checkpoint", files)
+    _check_out(chosen, sum(plan.files.values()), [chosen.source], f"{RELEASE}/{FORMAT}", "converted checkpoint", files)
     if _ready(chosen, shape, plan.files, plan.dtype):
         with _in_place(chosen.out) as draft:
             with _progress("to Megatron", parameters(shape) * plan.dtype.itemsize) as advance:
@@ -102,27 +99,14 @@ def hf_to_megatron(chosen: argparse.Namespace) -> None:
 
 
 def parse_megatron_to_hf(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Write the policy of a Megatron checkpoint (torch_dist) as a Hugging Face model directory."
-    )
-    parser.add_argument(
-        "checkpoint", metavar="CKPT", type=Path, help="folder of checkpoints (RUN/checkpoints: the latest), or one"
-    )
+    parser = _parser("Write the policy of a Megatron checkpoint (torch_dist) as a Hugging Face model directory.")
+    checkpoint = "folder of checkpoints (RUN/checkpoints: the latest), or one"
+    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help=checkpoint)
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
-    parser.add_argument(
-        "--hf",
-        metavar="DIR",
-        type=Path,
-        help=f"where configuration and tokenizer come from (default: {HF_FOLDER}/ beside the checkpoint)",
-    )
-    parser.add_argument(
-        "--shard-gb",
-        metavar="GB",
-        type=_positive(float),
-        default=5.0,
-        help="most in a file (default: %(default)s)",
-    )
-    _add_common_arguments(parser)
+    hf = f"where configuration and tokenizer come from (default: {HF_FOLDER}/ beside the checkpoint)"
+    parser.add_argument("--hf", metavar="DIR", type=Path, help=hf)
+    size = "most in a file (default: %(default)s)"
+    parser.add_argument("--shard-gb", metavar="GB", type=_positive(float), default=5.0, help=size)
     return parser.parse_args(arguments)
 
 
@@ -146,7 +130,7 @@ def megatron_to_hf(chosen: argparse.Namespace) -> None:
         warn_unchecked(checkpoint)
     plan = plan_files(shape, int(chosen.shard_gb * GB), DTYPES.get(chosen.dtype, policy.dtype))
     sizes = {file: sum(map(plan.bytes_of, names)) for file, names in plan.files.items()}
-    _check_out(chosen, sizes, [checkpoint, hf], "config.json", "model directory", MODEL_FILES)
+    _check_out(chosen, sum(sizes.values()), [checkpoint, hf], "config.json", "model directory", MODEL_FILES)
     if _ready(chosen, shape, sizes, plan.dtype):
         with _in_place(chosen.out) as draft:
             with _progress("to Hugging Face", plan.total_bytes) as advance:
@@ -155,24 +139,20 @@ def megatron_to_hf(chosen: argparse.Namespace) -> None:
         print(f"{chosen.out}: {_weights(shape, plan.dtype)}")
 
 
-def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype", choices=["auto", *DTYPES], default="auto", help="of the weights (default: as stored)"
-    )
-    parser.add_argument(
-        "--workers", type=_positive(int), default=min(4, os.cpu_count() or 1), help="threads (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--verify",
-        nargs="?",
-        choices=["tensors", "all"],
-        const="all",
-        help="read what was written and compare every tensor's hash; all (the default of --verify): logits as well",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, print what would be written, and stop"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier conversion left in OUT")
+def _parser(description: str) -> argparse.ArgumentParser:
+    """With the options that both commands have."""
+    parser = argparse.ArgumentParser(description=description)
+    dtype = "of the weights (default: as stored)"
+    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help=dtype)
+    workers = min(4, os.cpu_count() or 1)
+    parser.add_argument("--workers", type=_positive(int), default=workers, help="threads (default: %(default)s)")
+    verify = "read what was written and compare every tensor's hash; all (the default of --verify): logits as well"
+    parser.add_argument("--verify", nargs="?", choices=["tensors", "all"], const="all", help=verify)
+    dry_run = "check everything, print what would be written, and stop"
+    parser.add_argument("--dry-run", action="store_true", help=dry_run)
+    overwrite = "replace what an earlier conversion left in OUT"
+    parser.add_argument("--overwrite", action="store_true", help=overwrite)
+    return parser
 
 
 def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -195,20 +175,16 @@ def _named(setting: str) -> Iterator[None]:
 
 
 def _check_out(
-    chosen: argparse.Namespace,
-    sizes: Mapping[str, int],
-    sources: Sequence[Path],
-    mark: str,
-    what: str,
-    files: Sequence[str],
+    chosen: argparse.Namespace, size: int, sources: Sequence[Path], mark: str, what: str, files: Sequence[str]
 ) -> None:
+    """Check that OUT can be made or replaced; for ``mark``, ``what`` and ``files`` see :func:`check_replaceable`."""
     out = chosen.out.resolve()
     for source in sources:
         if out in (source.resolve(), *source.resolve().parents):
             raise UserError("OUT", chosen.out, f"{source} is read from there", "Name another directory")
     if out.is_dir() and any(out.iterdir()) and not chosen.overwrite:
         raise UserError("OUT", chosen.out, "is there already", "Name another directory, or give --overwrite")
-    check_replaceable(chosen.out, sum(sizes.values()), "OUT", mark=mark, what=what, files=files)
+    check_replaceable(chosen.out, size, "OUT", mark=mark, what=what, files=files)
 
 
 def _ready(chosen: argparse.Namespace, shape: PolicyShape, sizes: Mapping[str, int], dtype: torch.dtype) -> bool:
