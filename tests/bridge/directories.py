@@ -1,7 +1,8 @@
-"""Small directories of every family, written by transformers itself, with a tokenizer and a chat template."""
+"""Small directories of every family, written and read by transformers, with a tokenizer and a chat template."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
@@ -65,6 +67,12 @@ def write_qwen3_moe(
     return _write(path, Qwen3MoeConfig(**fields, **routing, **COMMON), dtype, shard_size)
 
 
+FAMILIES: dict[str, Callable[..., PolicyShape]] = {
+    "Qwen3": write_qwen3,
+    "Qwen2.5": write_qwen2,
+    "Qwen3-MoE": write_qwen3_moe,
+}
+"""The writer of a directory of each family."""
 COMMON: dict[str, Any] = {
     "max_position_embeddings": 128,
     "bos_token_id": 1,
@@ -89,3 +97,20 @@ def _write(path: Path, config: PreTrainedConfig, dtype: torch.dtype, shard_size:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} w3 {% endfor %}"
     tokenizer.save_pretrained(path)
     return read_shape(path)
+
+
+def logits(path: Path) -> torch.Tensor:
+    """Of the model that transformers loads from a directory, in the type that its config.json names."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    with torch.no_grad():
+        return model(torch.arange(24)[None]).logits
+
+
+def assert_same_for_transformers(written: Path, source: Path) -> None:
+    """Logits, generation settings and chat template of two directories are the same, bit by bit."""
+    assert torch.equal(logits(written), logits(source))
+    ours, theirs = (GenerationConfig.from_pretrained(path).to_dict() for path in (written, source))
+    assert ours == theirs
+    message = [{"role": "user", "content": "w7 w8"}]
+    ours, theirs = (AutoTokenizer.from_pretrained(path).apply_chat_template(message) for path in (written, source))
+    assert ours == theirs

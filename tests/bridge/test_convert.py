@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,20 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dppo.bridge import chunks, torch_dist
 from megatron_dppo.bridge.checkpoint_folder import TRACKER
 from megatron_dppo.bridge.safetensors_files import INDEX, check_weights
-from megatron_dppo.models.shape import PolicyShape
 from tests.bridge.conversions import contents, same, to_hf, to_megatron, weights
-from tests.bridge.directories import Sizes, write_qwen2, write_qwen3, write_qwen3_moe
-
-WRITERS: dict[str, Callable[..., PolicyShape]] = {
-    "Qwen3": write_qwen3,
-    "Qwen2.5": write_qwen2,
-    "Qwen3-MoE": write_qwen3_moe,
-}
+from tests.bridge.directories import FAMILIES, Sizes, assert_same_for_transformers, write_qwen3
 
 
 @st.composite
@@ -47,7 +38,7 @@ def sizes(draw: st.DrawFn) -> Sizes:
     )
 
 
-@pytest.mark.parametrize("family", WRITERS)
+@pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=12, deadline=None)
 @given(
     sizes=sizes(),
@@ -66,7 +57,7 @@ def test_there_and_back_is_the_identity(
         patch.object(chunks, "BUFFER_BYTES", buffer_bytes),
     ):
         there, back, source = (Path(folder, name) for name in ("megatron", "back", "source"))
-        shape = WRITERS[family](source, sizes, dtype=dtype, shard_size=f"{shard_kb}KB")
+        shape = FAMILIES[family](source, sizes, dtype=dtype, shard_size=f"{shard_kb}KB")
         options = ["--workers", str(workers), "--verify", "tensors"]
         assert to_megatron(source, there, *options) == 0
         assert to_hf(there, back, "--shard-gb", str(shard_kb * 1e-6), *options) == 0
@@ -79,21 +70,12 @@ def test_there_and_back_is_the_identity(
         )
 
 
-@pytest.mark.parametrize("family", WRITERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_what_comes_back_and_computes_the_same(tmp_path: Path, family: str) -> None:
-    WRITERS[family](tmp_path / "source", Sizes())
+    FAMILIES[family](tmp_path / "source", Sizes())
     assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
     assert to_hf(tmp_path / "megatron", tmp_path / "back", "--shard-gb", "4e-5") == 0
-    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto") for name in ("source", "back")]
-    with torch.no_grad():
-        ours, theirs = (model(torch.arange(24)[None]).logits for model in models)
-    assert torch.equal(ours, theirs)
-    assert models[0].generation_config.to_dict() == models[1].generation_config.to_dict()
-    texts = [
-        AutoTokenizer.from_pretrained(tmp_path / name).apply_chat_template([{"role": "user", "content": "w7 w8"}])
-        for name in ("source", "back")
-    ]
-    assert texts[0] == texts[1]
+    assert_same_for_transformers(tmp_path / "back", tmp_path / "source")
 
 
 def test_weights_may_be_cast_on_either_way(tmp_path: Path) -> None:
@@ -130,7 +112,7 @@ def test_an_output_layer_that_is_tied_is_not_carried_along(tmp_path: Path) -> No
     assert same(weights(tmp_path / "back"), tensors)
 
 
-def test_a_checkpoint_may_be_named_itself_and_its_companions_elsewhere(tmp_path: Path) -> None:
+def test_a_checkpoint_may_be_named_itself_and_its_configuration_elsewhere(tmp_path: Path) -> None:
     write_qwen3(tmp_path / "source", Sizes())
     assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
     assert (tmp_path / "megatron" / TRACKER).read_text() == "release\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +12,8 @@ from megatron_dppo.bridge.load import load_checkpoint
 from megatron_dppo.bridge.mapping import expected_tensors
 from megatron_dppo.checkpoint import Checkpoints
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
-from megatron_dppo.models.shape import PolicyShape
 from tests.bridge.conversions import same, to_hf, to_megatron, weights
-from tests.bridge.directories import Sizes, write_qwen2, write_qwen3, write_qwen3_moe
+from tests.bridge.directories import FAMILIES, Sizes
 from tests.bridge.on_ranks import loaded_policy
 from tests.ranks import RankPool
 from tests.steps import build, config_for
@@ -24,11 +22,6 @@ TP2, PP2 = LayoutConfig(tp=2, dp=1, sequence_parallel=True), LayoutConfig(pp=2, 
 TP2PP2, TP4 = replace(TP2, pp=2), replace(TP2, tp=4)
 ONE = LayoutConfig(dp=1)
 TIED = Sizes(tie_word_embeddings=True)
-WRITERS: dict[str, Callable[..., PolicyShape]] = {
-    "Qwen3": write_qwen3,
-    "Qwen2.5": write_qwen2,
-    "Qwen3-MoE": write_qwen3_moe,
-}
 
 
 def save(rank: int, size: int, config: Config) -> None:
@@ -56,7 +49,7 @@ def saved_by_ranks(ranks: RankPool, policy: Path, run: Path, layout: LayoutConfi
 def test_what_ranks_save_converts_to_the_directory_they_began_from(
     ranks: RankPool, tmp_path: Path, layout: LayoutConfig, sizes: Sizes, family: str
 ) -> None:
-    shape = WRITERS[family](tmp_path / "policy", sizes)
+    shape = FAMILIES[family](tmp_path / "policy", sizes)
     checkpoints = saved_by_ranks(ranks, tmp_path / "policy", tmp_path / "run", layout)
     assert to_hf(checkpoints, tmp_path / "hf") == 0
     assert same(weights(tmp_path / "hf"), weights(tmp_path / "policy"))
@@ -87,7 +80,7 @@ def differing(rank: int, size: int, source: Path, checkpoint: Path, layout: Layo
 def test_megatron_loads_a_converted_checkpoint_in_every_layout(
     ranks: RankPool, tmp_path: Path, family: str, sizes: Sizes, layouts: list[LayoutConfig]
 ) -> None:
-    WRITERS[family](tmp_path / "policy", sizes)
+    FAMILIES[family](tmp_path / "policy", sizes)
     assert to_megatron(tmp_path / "policy", tmp_path / "megatron") == 0
     for layout in layouts:
         count = layout.tp * layout.pp

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dppo.bridge.export import check_destination, export_hf
 from megatron_dppo.bridge.safetensors_files import INDEX, check_weights
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
-from tests.bridge.directories import Sizes, write_qwen3
+from tests.bridge.conversions import contents
+from tests.bridge.directories import Sizes, assert_same_for_transformers, logits, write_qwen3
 from tests.bridge.on_ranks import loaded_policy
 from tests.ranks import RankPool
 
@@ -29,16 +29,6 @@ def export(
     export_hf(model, shape, world, source=source, out=out, max_shard_bytes=shard_bytes, dtype=dtype)
 
 
-def contents(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir()}
-
-
-def logits(path: Path) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-    with torch.no_grad():
-        return model(torch.arange(24)[None]).logits
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shard_bytes", [SHARD_BYTES, 10**9])
 def test_transformers_loads_an_export_and_computes_the_same(
@@ -47,12 +37,7 @@ def test_transformers_loads_an_export_and_computes_the_same(
     shape = write_qwen3(tmp_path / "source", Sizes(tie_word_embeddings=tied))
     out = tmp_path / "run" / "hf"
     ranks.run(2, export, tmp_path / "source", out, LayoutConfig(tp=2), torch.float32, shard_bytes)
-    assert torch.equal(logits(out), logits(tmp_path / "source"))
-    tokenizer, original = (AutoTokenizer.from_pretrained(path) for path in (out, tmp_path / "source"))
-    messages = [{"role": "user", "content": "w7 w8"}]
-    assert tokenizer.apply_chat_template(messages) == original.apply_chat_template(messages)
-    generation = "generation_config.json"
-    assert json.loads((out / generation).read_text()) == json.loads((tmp_path / "source" / generation).read_text())
+    assert_same_for_transformers(out, tmp_path / "source")
     check_weights(out, shape)
     files = sorted(out.glob("*.safetensors"))
     assert (len(files) > 1) == (out / INDEX).exists() == (shard_bytes == SHARD_BYTES)
@@ -64,11 +49,7 @@ def test_transformers_loads_an_export_and_computes_the_same(
 
 def test_every_layout_writes_the_same_bytes(ranks: RankPool, tmp_path: Path) -> None:
     write_qwen3(tmp_path / "source", Sizes())
-    layouts = {
-        "one": LayoutConfig(),
-        "tp2pp2": LayoutConfig(tp=2, pp=2),
-        "dp2": LayoutConfig(dp=2),
-    }
+    layouts = {"one": LayoutConfig(), "tp2pp2": LayoutConfig(tp=2, pp=2), "dp2": LayoutConfig(dp=2)}
     for name, layout in layouts.items():
         size = layout.tp * layout.pp * (layout.dp or 1)
         ranks.run(size, export, tmp_path / "source", tmp_path / name, layout, torch.float32, SHARD_BYTES)

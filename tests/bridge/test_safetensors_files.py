@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,24 +20,36 @@ from megatron_dppo.models.shape import PolicyShape
 from tests.bridge.directories import Sizes, write_qwen3
 
 UP = "model.layers.1.mlp.up_proj.weight"
-FIRST = "model-00001-of-00002.safetensors"
+UPP = "model.layers.1.mlp.upp_proj.weight"
 LAST = "model-00002-of-00002.safetensors"
+WHOLE, SHARDED = "1GB", "40KB"
+"""Sizes of shards, of which the policy takes one or two."""
 
 
-def single(path: Path) -> PolicyShape:
-    return write_qwen3(path, Sizes())
+def truncate(path: Path, kept: int) -> None:
+    (path / LAST).write_bytes((path / LAST).read_bytes()[:kept])
 
 
-def sharded(path: Path) -> PolicyShape:
-    shape = write_qwen3(path, Sizes(), shard_size="40KB")
-    assert sorted(file.name for file in path.glob("*.safetensors")) == [FIRST, LAST]
-    return shape
+def overwrite(name: str, content: bytes, path: Path) -> None:
+    (path / name).write_bytes(content)
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(path / SINGLE)
     change(tensors)
     save_file(tensors, path / SINGLE)
+
+
+def misname_in_index(path: Path) -> None:
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"][UPP] = index["weight_map"].pop(UP)
+    (path / INDEX).write_text(json.dumps(index))
+
+
+def write_policy(path: Path, shard_size: str) -> PolicyShape:
+    shape = write_qwen3(path, Sizes(), shard_size=shard_size)
+    assert len(list(path.glob("*.safetensors"))) == (2 if shard_size == SHARDED else 1)
+    return shape
 
 
 def refusal(path: Path, shape: PolicyShape) -> str:
@@ -46,81 +60,68 @@ def refusal(path: Path, shape: PolicyShape) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("write", [single, sharded])
+@pytest.mark.parametrize("shard_size", [WHOLE, SHARDED])
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_transformers_writes_is_accepted(tmp_path: Path, write: Callable, tied: bool) -> None:
-    shape = replace(write(tmp_path), tied=tied)  # a tied policy may bring an output layer, as Qwen3-0.6B does
+def test_what_transformers_writes_is_accepted(tmp_path: Path, shard_size: str, tied: bool) -> None:
+    shape = replace(write_policy(tmp_path, shard_size), tied=tied)  # Qwen3-0.6B brings a tied output layer
     found = check_weights(tmp_path, shape)
     assert {name: found[name].shape for name in expected_tensors(shape)} == expected_tensors(shape)
 
 
-def test_a_directory_without_weights(tmp_path: Path) -> None:
-    shape = single(tmp_path)
-    (tmp_path / SINGLE).unlink()
-    assert f"holds neither {SINGLE} nor {INDEX}" in refusal(tmp_path, shape)
-    assert "is no directory" in refusal(tmp_path / "absent", shape)
+Damage = Callable[[Path], object]
+DAMAGE: dict[str, tuple[str, Damage, str]] = {
+    "no weights": (WHOLE, lambda at: (at / SINGLE).unlink(), f"holds neither {SINGLE} nor {INDEX}"),
+    "no directory": (WHOLE, shutil.rmtree, "is no directory"),
+    "a missing shard": (SHARDED, lambda at: (at / LAST).unlink(), f"{LAST} is missing"),
+    **{
+        f"a shard of {kept} bytes": (SHARDED, partial(truncate, kept=kept), f"{LAST} is truncated")
+        for kept in (0, 4, 300, -1)
+    },
+    **{
+        f"a file of {content[:1]!r}": (WHOLE, partial(overwrite, SINGLE, content), f"{SINGLE} is no safetensors file")
+        for content in (b"version https://git-lfs.github.com/spec/v1", b"\2" + b"\0" * 7 + b"[]")
+    },
+    **{
+        f"an index of {content!r}": (SHARDED, partial(overwrite, INDEX, content), f"{INDEX} is no index")
+        for content in (b"", b"{}", b'{"weight_map": []}', b'{"weight_map": {"a": 1}}', b"[]")
+    },
+    "an index with another name": (
+        SHARDED,
+        misname_in_index,
+        f"{INDEX} says that {UPP} is in {LAST}, where it is not (nearest name: {UP})",
+    ),
+    "a missing tensor": (WHOLE, lambda at: rewrite(at, lambda tensors: tensors.pop(UP)), f"{UP} is missing."),
+    "a renamed tensor": (
+        WHOLE,
+        lambda at: rewrite(at, lambda tensors: tensors.update({UPP: tensors.pop(UP)})),
+        f"{UP} is missing (nearest name: {UPP})",
+    ),
+    "an unexpected tensor": (
+        WHOLE,
+        lambda at: rewrite(at, lambda tensors: tensors.update({UP + "_scale": torch.zeros(1)})),
+        f"{UP}_scale is no part of a Qwen3ForCausalLM of 2 layers (nearest name: {UP})",
+    ),
+    "another shape": (
+        WHOLE,
+        lambda at: rewrite(at, lambda tensors: tensors.update({UP: tensors[UP].T.contiguous()})),
+        f"{UP} has shape [24, 40], but config.json makes it [40, 24]",
+    ),
+    "a quantized tensor": (
+        WHOLE,
+        lambda at: rewrite(at, lambda tensors: tensors.update({UP: tensors[UP].to(torch.float8_e4m3fn)})),
+        f"{UP} is stored as F8_E4M3",
+    ),
+}
 
 
-def test_a_missing_shard(tmp_path: Path) -> None:
-    shape = sharded(tmp_path)
-    (tmp_path / LAST).unlink()
-    assert f"{LAST} is missing" in refusal(tmp_path, shape)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_directory_that_does_not_hold_the_policy_is_refused(tmp_path: Path, damage: str) -> None:
+    shard_size, do, message = DAMAGE[damage]
+    shape = write_policy(tmp_path / "policy", shard_size)
+    do(tmp_path / "policy")
+    assert message in refusal(tmp_path / "policy", shape)
 
 
-@pytest.mark.parametrize("kept", [0, 4, 300, -1])
-def test_a_truncated_file(tmp_path: Path, kept: int) -> None:
-    shape = sharded(tmp_path)
-    whole = (tmp_path / LAST).read_bytes()
-    (tmp_path / LAST).write_bytes(whole[:kept])
-    assert f"{LAST} is truncated" in refusal(tmp_path, shape)
-
-
-@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1", b"\2" + b"\0" * 7 + b"[]"])
-def test_a_file_of_another_kind(tmp_path: Path, content: bytes) -> None:
-    shape = single(tmp_path)
-    (tmp_path / SINGLE).write_bytes(content)
-    assert f"{SINGLE} is no safetensors file" in refusal(tmp_path, shape)
-
-
-@pytest.mark.parametrize("content", ["", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[]"])
-def test_an_index_of_another_kind(tmp_path: Path, content: str) -> None:
-    shape = sharded(tmp_path)
-    (tmp_path / INDEX).write_text(content)
-    assert f"{INDEX} is no index" in refusal(tmp_path, shape)
-
-
-def test_an_index_that_names_a_tensor_which_is_not_there(tmp_path: Path) -> None:
-    shape = sharded(tmp_path)
-    index = json.loads((tmp_path / INDEX).read_text())
-    index["weight_map"]["model.layers.1.mlp.upp_proj.weight"] = index["weight_map"].pop(UP)
-    (tmp_path / INDEX).write_text(json.dumps(index))
-    message = refusal(tmp_path, shape)
-    assert "model.layers.1.mlp.upp_proj.weight is in" in message
-    assert f"nearest name: {UP}" in message
-
-
-def test_a_missing_tensor(tmp_path: Path) -> None:
-    shape = single(tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors.pop(UP))
-    assert f"{UP} is missing." in refusal(tmp_path, shape)
-    rewrite(tmp_path, lambda tensors: tensors.update({UP.replace("up_proj", "up_projection"): torch.zeros(40, 24)}))
-    assert f"{UP} is missing (nearest name: {UP.replace('up_proj', 'up_projection')})" in refusal(tmp_path, shape)
-
-
-def test_an_unexpected_tensor(tmp_path: Path) -> None:
-    shape = single(tmp_path)
+def test_many_unexpected_tensors_are_counted(tmp_path: Path) -> None:
+    shape = write_policy(tmp_path, WHOLE)
     assert "and 10 more tensors are no part" in refusal(tmp_path, replace(shape, num_layers=1))
-    rewrite(tmp_path, lambda tensors: tensors.update({UP + "_scale": torch.zeros(1)}))
-    assert f"{UP}_scale is no part of a Qwen3ForCausalLM of 2 layers (nearest name: {UP})" in refusal(tmp_path, shape)
-
-
-def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
-    shape = single(tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors.update({UP: tensors[UP].T.contiguous()}))
-    assert f"{UP} has shape [24, 40], but config.json makes it [40, 24]" in refusal(tmp_path, shape)
-
-
-def test_a_quantized_tensor(tmp_path: Path) -> None:
-    shape = single(tmp_path)
-    rewrite(tmp_path, lambda tensors: tensors.update({UP: tensors[UP].to(torch.float8_e4m3fn)}))
-    assert f"{UP} is stored as F8_E4M3" in refusal(tmp_path, shape)

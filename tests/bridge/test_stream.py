@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,18 +25,18 @@ from megatron_dppo.bridge.load import bind
 from megatron_dppo.bridge.mapping import entries, expected_tensors
 from megatron_dppo.bridge.stream import Consumers, plan_buckets, weight_stream
 from megatron_dppo.config import LayoutConfig
-from megatron_dppo.models.shape import PolicyShape, read_shape
+from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
-from tests.bridge.directories import Sizes, write_qwen3, write_qwen3_moe
+from tests.bridge.directories import FAMILIES, Sizes, write_qwen3
 from tests.bridge.on_ranks import loaded_policy
 from tests.ranks import RankPool
 
 LAYOUTS = {
     "one": LayoutConfig(),
-    "tp2": LayoutConfig(tp=2),
+    "tp2": LayoutConfig(tp=2, sequence_parallel=True),
     "pp2": LayoutConfig(pp=2),
-    "tp2pp2": LayoutConfig(tp=2, pp=2),
-    "tp4": LayoutConfig(tp=4),
+    "tp2pp2": LayoutConfig(tp=2, pp=2, sequence_parallel=True),
+    "tp4": LayoutConfig(tp=4, sequence_parallel=True),
 }
 MIB = 2**20
 SEVERAL_BUCKETS = Sizes(vocab_size=1500, hidden_size=192, intermediate_size=512, num_hidden_layers=4)
@@ -87,22 +88,23 @@ def assert_complete(ranks: list[dict[Consumers, Names]], layout: LayoutConfig, s
     assert all(len(stream) == len(of_stages[rank // layout.tp * layout.tp]) for rank, stream in enumerate(of_stages))
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_round_trip_is_the_identity(ranks: RankPool, tmp_path: Path, layout: LayoutConfig, tied: bool) -> None:
-    shape = write_qwen3(tmp_path, Sizes(tie_word_embeddings=tied))
-    assert_complete(ranks.run(size_of(layout), stream_back, tmp_path, layout, "fp32"), layout, shape)
+@pytest.mark.parametrize(
+    ("family", "dtype", "tied"),
+    [("Qwen3", "fp32", False), ("Qwen3", "fp32", True), ("Qwen2.5", "bf16", True), ("Qwen3-MoE", "bf16", False)],
+)
+def test_round_trip_is_the_identity(
+    ranks: RankPool, tmp_path: Path, family: str, dtype: str, tied: bool, layout: LayoutConfig
+) -> None:
+    sizes = Sizes(tie_word_embeddings=tied)
+    shape = FAMILIES[family](tmp_path, sizes, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    assert sorted(expected_tensors(shape)) == sorted(load_file(tmp_path / "model.safetensors"))
+    assert_complete(ranks.run(size_of(layout), stream_back, tmp_path, layout, dtype), layout, shape)
 
 
 def test_a_rank_may_hold_nothing_but_padding(ranks: RankPool, tmp_path: Path) -> None:
     write_qwen3(tmp_path, Sizes(vocab_size=50))
     ranks.run(2, stream_back, tmp_path, LayoutConfig(tp=2), "fp32")
-
-
-def test_round_trip_in_bf16_and_with_experts(ranks: RankPool, tmp_path: Path) -> None:
-    shape = write_qwen3_moe(tmp_path, Sizes(), dtype=torch.bfloat16)
-    layout = LayoutConfig(tp=2, pp=2, sequence_parallel=True)
-    assert_complete(ranks.run(4, stream_back, tmp_path, layout, "bf16"), layout, shape)
 
 
 def sizes_in_bytes(shape: PolicyShape) -> dict[str, int]:
@@ -346,18 +348,28 @@ def test_a_stream_may_have_another_type(ranks: RankPool, tmp_path: Path, layout:
     assert all(ranks.run(layout.tp, cast_stream, tmp_path, layout))
 
 
-def load_mismatched(rank: int, size: int, path: Path, other: Path) -> str:
-    model, _, world = loaded_policy(path, LayoutConfig())
+def binding_refused(rank: int, size: int, path: Path, changes: dict[str, object]) -> str:
+    model, shape, world = loaded_policy(path, LayoutConfig())
     with pytest.raises(ValueError) as caught:
-        bind(model, read_shape(other), world)
+        bind(model, replace(shape, **changes), world)
     return str(caught.value)
 
 
-def test_a_model_that_was_built_for_another_shape_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    write_qwen3(tmp_path / "model", Sizes())
-    write_qwen3(tmp_path / "wide", Sizes(intermediate_size=48))
-    write_qwen3(tmp_path / "deep", Sizes(num_hidden_layers=3))
-    write_qwen3(tmp_path / "flat", Sizes(num_hidden_layers=1))
-    for other, message in {"wide": "linear_fc1.weight has shape", "deep": "0 parameters", "flat": "no entry"}.items():
-        (refusal,) = ranks.run(1, load_mismatched, tmp_path / "model", tmp_path / other)
-        assert message in refusal
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("Qwen3", {"ffn": 48}, "linear_fc1.weight has shape"),
+        ("Qwen3", {"num_layers": 3}, "0 parameters of the model are"),
+        ("Qwen3", {"num_layers": 1}, "no entry of the mapping matches"),
+        ("Qwen3", {"architecture": "Qwen2ForCausalLM"}, "0 parameters of the model are .*linear_qkv.bias"),
+        ("Qwen2.5", {"architecture": "Qwen3ForCausalLM"}, "0 parameters of the model are .*q_layernorm"),
+        ("Qwen3-MoE", {"architecture": "Qwen3ForCausalLM", "experts": 0}, "0 parameters of the model are .*fc1"),
+        ("Qwen3-MoE", {"experts": 4}, "router.weight has shape .5, 24., and the mapping makes it .4, 24."),
+    ],
+)
+def test_a_model_that_was_built_for_another_shape_is_refused(
+    ranks: RankPool, tmp_path: Path, family: str, changes: dict[str, object], message: str
+) -> None:
+    FAMILIES[family](tmp_path, Sizes())
+    (refusal,) = ranks.run(1, binding_refused, tmp_path, changes)
+    assert re.search(message, refusal), refusal

@@ -166,10 +166,7 @@ def test_the_tools_compare_logits_and_print_nothing_else(tmp_path: Path) -> None
         assert [line.partition(":")[0] for line in process.stderr.splitlines()][1:] == ["verifying"]
 
 
-OTHER_MODELS = {
-    "another base of rotary positions": {"rope_theta": 5e5},
-    "another epsilon": {"rms_eps": 1e-1},
-}
+OTHER_MODELS = {"another base of rotary positions": {"rope_theta": 5e5}, "another epsilon": {"rms_eps": 1e-1}}
 
 
 def main(folder: Path) -> None:
