@@ -225,7 +225,7 @@ def _config(size: PolicyShape, dtype: torch.dtype, std: float, ends: tuple[int, 
 def _write_weights(folder: Path, plan: FilePlan, *, seed: int, std: float) -> None:
     """Norms start at one, matrices are normal: Hugging Face's own initialisation of Qwen3."""
     generator = torch.Generator().manual_seed(seed)
-    with SafetensorsWriter(plan, folder) as writer:
+    with SafetensorsWriter.open(plan, folder) as writer:
         for name, size in plan.tensors.items():
             norm = len(size) == 1
             writer.write(name, torch.ones(size) if norm else torch.empty(size).normal_(0.0, std, generator=generator))

@@ -35,13 +35,7 @@ T = TypeVar("T")
 
 
 def write_megatron(
-    tensors: Mapping[str, Chunk],
-    plan: CheckpointPlan,
-    source: Path,
-    out: Path,
-    *,
-    workers: int,
-    advance: Advance,
+    tensors: Mapping[str, Chunk], plan: CheckpointPlan, source: Path, out: Path, *, workers: int, advance: Advance
 ) -> None:
     """Write a folder of checkpoints with one in it, ``release``, which every layout loads.
 
@@ -71,15 +65,7 @@ def write_megatron(
     (out / TRACKER).write_text(RELEASE + "\n")
 
 
-def write_hf(
-    policy: StoredPolicy,
-    plan: FilePlan,
-    source: Path,
-    out: Path,
-    *,
-    workers: int,
-    advance: Advance,
-) -> None:
+def write_hf(policy: StoredPolicy, plan: FilePlan, source: Path, out: Path, *, workers: int, advance: Advance) -> None:
     """Write the policy of a checkpoint as a Hugging Face directory.
 
     Args:
@@ -91,7 +77,7 @@ def write_hf(
         OSError: if the disk is full.
         UserError: if the checkpoint is damaged.
     """
-    with SafetensorsWriter(plan, out) as writer:
+    with SafetensorsWriter.open(plan, out) as writer:
         copy_config_and_tokenizer(source, out, plan.dtype)
 
         def convert(entry: Entry) -> None:

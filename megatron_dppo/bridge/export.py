@@ -88,7 +88,7 @@ def write_directory(
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(out) as draft, SafetensorsWriter(plan, draft) as writer:
+        with replacing(out) as draft, SafetensorsWriter.open(plan, draft) as writer:
             copy_config_and_tokenizer(source, draft, plan.dtype)
             for bucket in stream:
                 for name, tensor in bucket.items():

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -110,26 +109,35 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
 
 
 class SafetensorsWriter:
-    """Writes the tensors of a plan, each once, in any order; threads may write at the same time.
+    """Writes the tensors of a plan, each once, in any order; threads may write at the same time."""
 
-    The index is written at the end of a ``with`` block that did not raise.
-    """
-
-    def __init__(self, plan: FilePlan, folder: Path) -> None:
-        self._plan, self._folder = plan, folder
-        self._stack = ExitStack()
-        self._unwritten: dict[str, tuple[int, int]] = {}
+    def __init__(self, plan: FilePlan, starts: dict[str, tuple[int, int]]) -> None:
+        self._plan = plan
+        self._unwritten = starts
         """File descriptor and first byte of each tensor that is still to be written."""
 
-    def __enter__(self) -> SafetensorsWriter:
+    @classmethod
+    @contextmanager
+    def open(cls, plan: FilePlan, folder: Path) -> Iterator[SafetensorsWriter]:
+        """Make the files. The index is written at the end of the block, unless it raises.
+
+        Raises:
+            ValueError: at the end of the block, if a tensor was not written.
+            OSError: for a full disk.
+        """
+        starts: dict[str, tuple[int, int]] = {}
         with ExitStack() as stack:
-            for name in self._plan.files:
-                file = stack.enter_context((self._folder / name).open("wb", buffering=0))
-                head, starts = self._plan.header(name)
-                write_at(file.fileno(), 0, [head])
-                self._unwritten |= {tensor: (file.fileno(), start) for tensor, start in starts.items()}
-            self._stack = stack.pop_all()
-        return self
+            for name in plan.files:
+                file = stack.enter_context((folder / name).open("wb", buffering=0)).fileno()
+                head, in_file = plan.header(name)
+                write_at(file, 0, [head])
+                starts |= {tensor: (file, start) for tensor, start in in_file.items()}
+            writer = cls(plan, starts)
+            yield writer
+        if writer._unwritten:
+            raise ValueError(f"these tensors were not written: {', '.join(sorted(writer._unwritten))}")
+        if len(plan.files) > 1:
+            (folder / INDEX).write_text(plan.index())
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor, cast to the plan's type.
@@ -156,14 +164,3 @@ class SafetensorsWriter:
         written = write_at(file, start, data) - start
         if written != self._plan.bytes_of(name):
             raise ValueError(f"{name} has {written} bytes instead of {self._plan.bytes_of(name)}")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-        if kind is not None:
-            return
-        if self._unwritten:
-            raise ValueError(f"these tensors were not written: {', '.join(sorted(self._unwritten))}")
-        if len(self._plan.files) > 1:
-            (self._folder / INDEX).write_text(self._plan.index())

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -19,13 +19,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dppo.bridge.checkpoint_folder import (
-    FORMAT,
-    damaged,
-    find_checkpoint,
-    refusing_damage,
-    warn_unchecked,
-)
+from megatron_dppo.bridge.checkpoint_folder import FORMAT, damaged, find_checkpoint, refusing_damage, warn_unchecked
 from megatron_dppo.bridge.checksums import Checksums, DamagedError
 from megatron_dppo.bridge.mapping import Entry, Slice, entries
 from megatron_dppo.bridge.safetensors_files import check_weights
@@ -65,10 +59,8 @@ def bind(model: PolicyModel, shape: PolicyShape, world: World) -> dict[Entry, to
     return bound
 
 
-class ReadSlice(Protocol):
-    """Reads rows (axis 0) or columns (axis 1) ``start`` to ``stop`` of a Hugging Face tensor, and no more."""
-
-    def __call__(self, name: str, axis: int, start: int, stop: int) -> torch.Tensor: ...
+ReadSlice = Callable[[str, int, int, int], torch.Tensor]
+"""From the name of a Hugging Face tensor, an axis, start and stop: these rows (axis 0) or columns (axis 1) of it."""
 
 
 def fill_parameter(entry: Entry, parameter: torch.Tensor, read: ReadSlice, tp_rank: int, tp: int) -> None:

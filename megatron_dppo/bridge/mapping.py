@@ -212,22 +212,17 @@ class Entry:
         return name.format(layer=self.layer, expert=self.expert)
 
 
-def stage_layers(layers: int, stage: int, stages: int) -> range:
-    """The layers of a pipeline stage.
+def entries(shape: PolicyShape, stage: int = 0, stages: int = 1) -> Iterator[Entry]:
+    """The parameters of one pipeline stage, in the order of the forward pass: with one stage, of the whole policy.
 
     Raises:
         ValueError: if the stages do not divide the layers.
     """
-    return range(*_part(layers, stage, stages, "layers"))
-
-
-def entries(shape: PolicyShape, stage: int = 0, stages: int = 1) -> Iterator[Entry]:
-    """The parameters of one pipeline stage, in the order of the forward pass: with one stage, of the whole policy."""
     first, last = stage == 0, stage == stages - 1
     if first:
         yield Entry(EMBEDDING, shape)
     rows = TABLES[shape.architecture]
-    for layer in stage_layers(shape.num_layers, stage, stages):
+    for layer in range(*_part(shape.num_layers, stage, stages, "layers")):
         yield from (Entry(row, shape, layer) for row in rows if not row.of_expert)
         for expert in range(shape.experts):
             yield from (Entry(row, shape, layer, expert) for row in rows if row.of_expert)

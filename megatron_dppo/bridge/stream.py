@@ -46,14 +46,14 @@ def weight_stream(
 ) -> Iterator[Tensors]:
     """The policy's tensors by their Hugging Face names, whole, without padding, each in exactly one bucket.
 
-    Collective over the replica (a stage of it with ``STAGE_LEADERS``): all its ranks get as many buckets, those that
-    consume get the same in the same order, and all must take them to the end, since a rank that stops early leaves the
-    others waiting. Between two buckets a consumer may do what it likes, other collectives included, provided that every
-    rank does them at the same bucket.
+    Collective over the replica, or over one stage of it with ``STAGE_LEADERS``. All of these ranks get the same number
+    of buckets, and those that consume get the same tensors in the same order. Every rank must take the stream to its
+    end, since the others wait for it. Between two buckets a rank may take part in other collectives, if all ranks do so
+    at the same bucket.
 
-    A bucket's tensors may be views of the live parameters or of a buffer of the stream's. They are to be read only, and
-    copied by whoever keeps them past the next bucket or the next update of the policy. With tied embeddings the output
-    layer's copy is left out.
+    A bucket's tensors may be views of the live parameters or of a buffer of the stream. They must not be written to.
+    Whoever keeps one past the next bucket, or past the next update of the policy, must copy it. With tied embeddings
+    the output layer's copy is left out.
 
     A rank that consumes holds two buckets, the one that is handed out included. An embedding or output layer that is
     larger than a bucket comes on top while it passes. Any other rank holds its shards of a bucket and of such a layer.
@@ -206,8 +206,8 @@ class _Gathers:
     def _exchanged(self, bucket: Bucket) -> dict[int, list[Item]]:
         """The items of which each rank's shard goes through this rank's memory, by rank, in the order of the ranks.
 
-        This rank's own shards are among them if other ranks receive them. A consumer that nobody receives from reads
-        its own parameters when the bucket is finished; a large embedding's shard is copied between those of the others.
+        This rank's own shards are among them if another rank receives them. If none does, they are read from the
+        parameters when the bucket is finished; only that of a large embedding is copied in between the others'.
         """
         items: dict[int, list[Item]] = {}
         for item in bucket:
