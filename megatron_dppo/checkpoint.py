@@ -38,13 +38,13 @@ from megatron_dppo.bridge.checkpoint_folder import (
 from megatron_dppo.bridge.checksums import Block, Checksums
 from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer
 from megatron_dppo.bridge.load import check_policy, read_sharded, sharding
-from megatron_dppo.bridge.replacing import replacing
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import choose_spec
 from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.parallel.world import World
+from megatron_dppo.process.files import replacing
 from megatron_dppo.resume import Writer, read_state, write_state
 from megatron_dppo.shard_writer import ShardWriter
 

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 
 from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, SafetensorsWriter, plan_files
 from megatron_dppo.bridge.mapping import parameters
-from megatron_dppo.bridge.replacing import check_replaceable, replacing
 from megatron_dppo.data.vocabulary import END_OF_TEXT, TURN_END, character_tokenizer, train_bpe, write_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.published import PUBLISHED
 from megatron_dppo.models.shape import ARCHITECTURES, PolicyShape
+from megatron_dppo.process.files import check_replaceable, replacing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MAX_SHARD_BYTES = 4 * 10**9

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_dppo.bridge import replacing
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.data.vocabulary import SUM_CHARACTERS
 from megatron_dppo.errors import UserError
 from megatron_dppo.init import add_init_arguments, init_from_arguments, write_model
 from megatron_dppo.models.published import PUBLISHED
+from megatron_dppo.process import files
 
 TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
 
@@ -166,7 +166,7 @@ def test_what_stands_there_is_replaced_only_on_demand_and_only_if_it_is_a_model(
 
 def test_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(replacing.shutil, "disk_usage", lambda _: usage(free=1000))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage(free=1000))
     with pytest.raises(UserError, match="GiB are to be written"):
         write_model(tmp_path / "deep" / "policy", **TINY)
     assert not list(tmp_path.iterdir())

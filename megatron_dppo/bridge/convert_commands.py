@@ -39,13 +39,13 @@ from megatron_dppo.bridge.convert import (
 )
 from megatron_dppo.bridge.hf_directory import MODEL_FILES, plan_files
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
-from megatron_dppo.bridge.replacing import check_replaceable, replacing
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.torch_dist import plan_checkpoint
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.complaint import describe
+from megatron_dppo.process.files import check_replaceable, replacing
 from megatron_dppo.process.warnings import quieten
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -18,12 +18,12 @@ from megatron_dppo.bridge.hf_directory import (
     copy_config_and_tokenizer,
     plan_files,
 )
-from megatron_dppo.bridge.replacing import check_replaceable, replacing
 from megatron_dppo.bridge.stream import Consumers, weight_stream
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
+from megatron_dppo.process.files import check_replaceable, replacing
 
 
 def export_hf(

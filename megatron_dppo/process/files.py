@@ -1,10 +1,17 @@
-"""Files that are there whole or not at all."""
+"""Files and directories that are there whole or not at all: written under another name, and renamed at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
+
+from megatron_dppo.errors import UserError
 
 
 @contextmanager
@@ -16,3 +23,90 @@ def replacing_file(file: Path) -> Iterator[Path]:
     partial = file.with_name(file.name + ".partial")
     yield partial
     partial.replace(file)
+
+
+@contextmanager
+def replacing(out: Path) -> Iterator[Path]:
+    """A new directory that takes the place of ``out`` at the end of the block.
+
+    Until then ``out`` is as it was, absent or the old one, and stays so if the block raises or the process is killed.
+    The next call removes what a killed process left behind. The disk's cache is not flushed.
+
+    Raises:
+        OSError: if the disk is full, or another process is writing there.
+    """
+    out = out.resolve()  # behind a link
+    draft, former = (out.parent / f".{out.name}.{state}" for state in ("writing", "former"))
+    with _locked_draft(draft, out):
+        if former.exists() and not out.exists():  # killed between the two renames below
+            former.rename(out)
+        for stale in (former, *draft.iterdir()):
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
+        try:
+            yield draft
+            if out.exists():  # a directory with something in it cannot be renamed over: it steps aside first
+                out.rename(former)
+            draft.rename(out)
+        except BaseException:
+            if former.exists() and not out.exists():
+                former.rename(out)
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        shutil.rmtree(former, ignore_errors=True)
+
+
+@contextmanager
+def _locked_draft(draft: Path, out: Path) -> Iterator[None]:
+    """Make the draft, or take over the one that a killed process left, and keep other processes from doing the same."""
+    draft.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(draft, os.O_RDONLY)
+    try:
+        locked = _lock(descriptor)
+        # Else it was put in place between our opening and locking it.
+        ours = locked and draft.exists() and os.path.samestat(os.fstat(descriptor), draft.stat())
+        if not ours:
+            raise FileExistsError(errno.EEXIST, "another process is writing there", str(out))
+        yield
+    finally:
+        os.close(descriptor)  # and so the lock, which a killed process loses too
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks, as Lustre may be mounted
+        return True
+    return True
+
+
+def check_replaceable(
+    out: Path, size: int, setting: str, *, mark: str, what: str, files: Sequence[str] | None = None
+) -> None:
+    """Check that a directory can be written at ``out``, and that what it replaces is a directory of the same kind.
+
+    Args:
+        size: bytes to be written.
+        mark: a file that such a directory has, by which an old one is known, and may be replaced.
+        what: such a directory, for the message: ``model directory``.
+        files: patterns of all that may stand in an old one; None: anything may.
+
+    Raises:
+        UserError: naming ``setting``, if ``out`` is something else than such a directory, or its disk has too little
+            room.
+    """
+    if out.is_mount():
+        raise UserError(setting, out, "is a whole file system", "name a directory in it, which is made")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        if not (out / mark).is_file():
+            raise UserError(setting, out, f"is there already and is no {what}", "name another, or remove it")
+        foreign = [p.name for p in out.iterdir() if files and not any(fnmatch(p.name, allowed) for allowed in files)]
+        if foreign:
+            problem = f"has {min(foreign)} in it, which is no part of a {what} and would be lost"
+            raise UserError(setting, out, problem, "name another directory, or move that elsewhere")
+    parent = next(parent for parent in out.absolute().parents if parent.exists())
+    free = shutil.disk_usage(parent).free
+    if size > free:
+        problem = f"{size / 2**30:.2f} GiB are to be written, and {parent} has {free / 2**30:.2f} GiB free"
+        raise UserError(setting, out, problem, "free some space, or name a directory on another disk")

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_dppo.bridge import replacing
+from megatron_dppo.process import files
 from tests.bridge.conversions import contents, to_hf, to_megatron
 from tests.bridge.directories import Sizes, write_qwen3
 from tests.bridge.test_convert_errors import printed_error
@@ -59,7 +59,7 @@ def test_a_disk_that_fills_up_meanwhile_is_one_error_and_leaves_nothing(
     page = os.sysconf("SC_PAGE_SIZE")
     with (small_disk / "ballast").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, (shutil.disk_usage(small_disk).free - free_kb * 1000) // page * page)
-    with patch.object(replacing.shutil, "disk_usage", return_value=room):  # what was free when that was checked
+    with patch.object(files.shutil, "disk_usage", return_value=room):  # what was free when that was checked
         assert convert(small_disk / "out") == 2
     text = printed_error(capsys)
     assert f"error: OUT = {small_disk}/out problem was not written" in text

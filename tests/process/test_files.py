@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.bridge.replacing import replacing
+from megatron_dppo.process.files import replacing
 from tests.bridge.conversions import contents
 
 
