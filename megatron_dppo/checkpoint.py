@@ -44,7 +44,7 @@ from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import choose_spec
 from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.parallel.world import World
-from megatron_dppo.process.files import replacing
+from megatron_dppo.process.files import replacing_directory
 from megatron_dppo.resume import Writer, read_state, write_state
 from megatron_dppo.shard_writer import ShardWriter
 
@@ -210,7 +210,7 @@ class Checkpoints:
         partial = self._partial(step)
         try:
             if not (hf := self._folder / HF_FOLDER).exists():  # and never a checkpoint without them
-                with replacing(hf) as draft:
+                with replacing_directory(hf) as draft:
                     copy_config_and_tokenizer(self._source, draft, self._dtype)
                     self._flush_tree(draft)
             _keep_common_state(partial)

@@ -20,7 +20,7 @@ from megatron_dppo.data.vocabulary import END_OF_TEXT, TURN_END, character_token
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.published import PUBLISHED
 from megatron_dppo.models.shape import ARCHITECTURES, PolicyShape
-from megatron_dppo.process.files import check_replaceable, replacing
+from megatron_dppo.process.files import check_replaceable, replacing_directory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MAX_SHARD_BYTES = 4 * 10**9
@@ -94,7 +94,7 @@ def write_model(
     plan = plan_files(size, max_shard_bytes, DTYPES[dtype])
     check_replaceable(out, plan.total_bytes, "out", mark="config.json", what="model directory", files=MODEL_FILES)
     ends = _id(vocabulary, TURN_END), _id(vocabulary, END_OF_TEXT)
-    with _disk(out), replacing(out) as folder:
+    with _disk(out), replacing_directory(out) as folder:
         write_tokenizer(vocabulary, folder, max_tokens=MAX_POSITIONS)
         _write_json(folder / "config.json", _config(size, DTYPES[dtype], std, ends))
         _write_json(folder / "generation_config.json", {"eos_token_id": ends[0], "pad_token_id": ends[1]})

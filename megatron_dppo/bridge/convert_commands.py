@@ -45,7 +45,7 @@ from megatron_dppo.bridge.torch_dist import plan_checkpoint
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.complaint import describe
-from megatron_dppo.process.files import check_replaceable, replacing
+from megatron_dppo.process.files import check_replaceable, replacing_directory
 from megatron_dppo.process.warnings import quieten
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -208,7 +208,7 @@ def _ready(chosen: argparse.Namespace, shape: PolicyShape, sizes: Mapping[str, i
 def _in_place(out: Path) -> Iterator[Path]:
     """A draft of ``out``, which takes its place at the end. A failing file or disk becomes a UserError."""
     try:
-        with replacing(out) as draft:
+        with replacing_directory(out) as draft:
             yield draft
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -23,7 +23,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
-from megatron_dppo.process.files import check_replaceable, replacing
+from megatron_dppo.process.files import check_replaceable, replacing_directory
 
 
 def export_hf(
@@ -88,7 +88,7 @@ def write_directory(
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(out) as draft, SafetensorsWriter.open(plan, draft) as writer:
+        with replacing_directory(out) as draft, SafetensorsWriter.open(plan, draft) as writer:
             copy_config_and_tokenizer(source, draft, plan.dtype)
             for bucket in stream:
                 for name, tensor in bucket.items():

@@ -26,7 +26,7 @@ def replacing_file(file: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing(out: Path) -> Iterator[Path]:
+def replacing_directory(out: Path) -> Iterator[Path]:
     """A new directory that takes the place of ``out`` at the end of the block.
 
     Until then ``out`` is as it was, absent or the old one, and stays so if the block raises or the process is killed.
