@@ -27,13 +27,12 @@ from training_stages import Stage, training_stages
 
 from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, PromptPruningConfig, PruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.hosts import HOSTS
+from megatron_dppo.rl.objectives import HOSTS, advantages
 from megatron_dppo.rl.plan import take_groups
-from megatron_dppo.rl.pruning.draw import draw_bernoulli
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
-from megatron_dppo.rl.refill import mixed
-from megatron_dppo.rl.select import select
+from megatron_dppo.rl.pruning.prompt_rules import select
+from megatron_dppo.rl.pruning.sampling import draw_bernoulli
+from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Floats, StepMetadata
 
 BUDGETS = (0.5, 0.3, 0.15)

@@ -74,7 +74,7 @@ from megatron_dppo.plan.assumptions import Assumptions
 from megatron_dppo.plan.hardware import GIB, GPUS
 from megatron_dppo.plan.memory import actor_memory
 from megatron_dppo.plan.placement import Placement
-from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.objectives import host_for
 from megatron_dppo.rl.pack import PackedRow, build_pack
 from megatron_dppo.rl.packing import CostModel, pack_sequences
 from megatron_dppo.rl.types import Pack

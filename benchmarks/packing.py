@@ -31,7 +31,7 @@ from statistics import median
 import numpy as np
 
 from megatron_dppo.config import Config
-from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.objectives import host_for
 from megatron_dppo.rl.packing import QWEN3_4B, pack_sequences
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.types import Floats, Ints, StepMetadata

@@ -18,10 +18,9 @@ from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.models.init import write_model
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.hosts import HOSTS
+from megatron_dppo.rl.objectives import HOSTS, advantages
 from megatron_dppo.rl.pruning.history import PromptHistory
-from megatron_dppo.rl.refill import mixed
+from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Floats, Selection, StepMetadata
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.settings import load_config

@@ -17,8 +17,8 @@ from megatron_dppo.models.microbatch import Microbatch, Responses
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.hosts import Host, host_for
 from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
+from megatron_dppo.rl.objectives import Host, host_for
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepMetadata, StepPlan
 

@@ -33,15 +33,14 @@ from megatron_dppo.learner import PolicyLoss
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.models.init import write_model
 from megatron_dppo.parallel.exchange import deliver
-from megatron_dppo.rl.advantages import advantages, soft_overlong_penalty
-from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.objectives import advantages, host_for, soft_overlong_penalty
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.plan import plan_step, take_groups
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
-from megatron_dppo.rl.refill import mixed
+from megatron_dppo.rl.pruning.prompt_rules import select
+from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, generator
-from megatron_dppo.rl.select import select
 from megatron_dppo.rl.types import Floats, Group, Selection, StepMetadata, StepPlan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.sft import sft

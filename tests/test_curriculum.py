@@ -21,7 +21,7 @@ from megatron_dppo.curriculum import Curriculum
 from megatron_dppo.data.order import PromptOrder
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.plan import gather_metadata
-from megatron_dppo.rl.refill import mixed
+from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Selection, StepMetadata
 from tests.rl.steps import step_metadata
 

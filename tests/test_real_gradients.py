@@ -20,15 +20,12 @@ import pytest
 
 from benchmarks.real_gradients import norm
 from megatron_dppo.config import CompletionPruningConfig, Config, PromptPruningConfig, PruningConfig
-from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.aggregation import normaliser
-from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.objectives import advantages, host_for, normaliser
 from megatron_dppo.rl.plan import plan_step
-from megatron_dppo.rl.pruning.completions import COMPLETION_RULES
-from megatron_dppo.rl.pruning.draw import draw_bernoulli
+from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
-from megatron_dppo.rl.pruning.prompts import PROMPT_RULES
-from megatron_dppo.rl.select import select
+from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, select
+from megatron_dppo.rl.pruning.sampling import draw_bernoulli
 from megatron_dppo.rl.types import Floats, Selection, StepMetadata
 from tests.ranks import RankPool
 from tests.real_windows import (

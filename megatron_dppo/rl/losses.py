@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_dppo.rl.hosts import HOSTS, Host, host_for
-
-__all__ = ["FRESH_TOKENS", "HOSTS", "MISMATCH", "Host", "TokenLosses", "host_for", "token_losses"]
+from megatron_dppo.rl.objectives import Host
 
 MISMATCH = ("train/rollout_logprob_abs_diff", "train/token_mult_prob_error")
 FRESH_TOKENS = "fresh_tokens"

@@ -13,15 +13,13 @@ from functools import partial
 import numpy as np
 
 from megatron_dppo.config import CompletionPruningConfig, Config
-from megatron_dppo.rl.hosts import Host, host_for
+from megatron_dppo.rl.objectives import Host, host_for
 from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
-from megatron_dppo.rl.pruning.census import census
-from megatron_dppo.rl.pruning.completions import COMPLETION_RULES
-from megatron_dppo.rl.pruning.metrics import prune_metrics, thrown_away
+from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
+from megatron_dppo.rl.pruning.metrics import census, prune_metrics, thrown_away
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
-from megatron_dppo.rl.pruning.prompts import PROMPT_RULES
-from megatron_dppo.rl.pruning.schedule import scheduled_keep
-from megatron_dppo.rl.refill import in_rounds, mixed, window_size
+from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
+from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.types import Ints, MinibatchPlan, Rows, StepMetadata, StepPlan
 

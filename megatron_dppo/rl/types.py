@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from megatron_dppo.rl.pruning.census import Census
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -174,6 +171,36 @@ class MinibatchPlan:
     """Tokens per pack, the same for all; 0 where nothing was kept."""
     packs: tuple[tuple[tuple[int, ...], ...], ...]
     """packs[d][k] are the rows in pack k of data-parallel replica d, in order; every d has equally many packs."""
+
+
+Cell = tuple[float, float, int, float, int]
+"""Two coordinates, how many completions are there, the sum of their inclusion probabilities, how many were kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """A step's completions, counted. Only those that could teach something are in the tables: A ≠ 0."""
+
+    kept: tuple[int, int]
+    """Completions trained on, and the tokens of their rows."""
+    pruned: tuple[int, int]
+    """Those that were not, although they have a gradient."""
+    idle: tuple[int, int]
+    """Those that were not, and have none: A = 0 and no KL term, or a group that a rule threw away."""
+    binary: bool
+    """Whether no group has more than two different rewards, so that its answers are right or wrong."""
+    by_group: tuple[Cell, ...]
+    """By the share of the group's answers that are better than its mean (where rewards are 0 and 1: its accuracy), and
+    by the answer's own side, 1 or −1."""
+    by_reward: tuple[Cell, ...]
+    """By the reward's distance from the group's mean in its standard deviations, to 1/PER_DEVIATION; and by side."""
+    by_cause: tuple[Cell, ...]
+    """By log2 of the response's tokens, to 1/PER_OCTAVE_OF_LENGTH; and by log2 of its score |A|·c·√Σ_t(1−p_t)²/π_prompt
+    over the step's median (whatever ``pruning.completions.score`` is), to 1/PER_OCTAVE_OF_SCORE."""
+
+    def as_row(self) -> dict[str, Any]:
+        """JSON-able."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

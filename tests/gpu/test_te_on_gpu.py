@@ -19,7 +19,7 @@ from megatron_dppo.learner import PolicyLoss
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.models.layer_specs import transformer_engine_installed
 from megatron_dppo.parallel.adam_state import optimizer_parts
-from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.objectives import host_for
 from megatron_dppo.rl.pack import PackedRow, build_pack
 from tests.models.test_offload import state_of
 from tests.policies import write_policy

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.rl.hosts import host_for
-from megatron_dppo.rl.pruning.census import census
+from megatron_dppo.rl.objectives import host_for
+from megatron_dppo.rl.pruning.metrics import census
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from tests.rl.steps import step_config, step_metadata
 

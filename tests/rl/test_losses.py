@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron_dppo.config import LossConfig
-from megatron_dppo.rl.losses import HOSTS, TokenLosses, host_for, token_losses
+from megatron_dppo.rl.losses import TokenLosses, token_losses
+from megatron_dppo.rl.objectives import HOSTS, host_for
 
 GRPO, DAPO, GSPO = HOSTS["grpo"], HOSTS["dapo"], HOSTS["gspo"]
 

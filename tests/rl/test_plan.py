@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_dppo.config import CompletionPruningConfig, Config, PackConfig, PruningConfig, RunConfig, ScheduleConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import advantages
+from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import gather_metadata, plan_step, split_groups, take_groups
 from megatron_dppo.rl.types import StepMetadata, StepPlan

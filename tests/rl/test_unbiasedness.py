@@ -17,13 +17,12 @@ import torch
 
 from megatron_dppo.config import Config, PackConfig, PromptPruningConfig
 from megatron_dppo.rl import plan as planning
-from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.losses import host_for, token_losses
+from megatron_dppo.rl.losses import token_losses
+from megatron_dppo.rl.objectives import advantages, host_for
 from megatron_dppo.rl.pack import PackedRow, build_pack
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
-from megatron_dppo.rl.pruning.prompts import PROMPT_RULES, PromptCandidates
-from megatron_dppo.rl.select import select
+from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates, select
 from megatron_dppo.rl.types import MinibatchPlan, Rows, Selection, StepMetadata
 from tests.rl.integration import FixedMask, FixedOffset, outcomes
 from tests.rl.steps import step_config

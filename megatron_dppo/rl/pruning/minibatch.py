@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dppo.config import Config
-from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.aggregation import coefficient, kept_share, normaliser
-from megatron_dppo.rl.hosts import Host
-from megatron_dppo.rl.pruning.adaptive import inflation, least_share
-from megatron_dppo.rl.pruning.candidates import CompletionCandidates
-from megatron_dppo.rl.pruning.completions import completion_inclusion, completion_weight, draw_completions
-from megatron_dppo.rl.pruning.prompts import PROMPT_RULES
+from megatron_dppo.rl.objectives import Host, advantages, coefficient, kept_share, normaliser
+from megatron_dppo.rl.pruning.completion_rules import (
+    CompletionCandidates,
+    completion_inclusion,
+    completion_weight,
+    draw_completions,
+)
+from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
+from megatron_dppo.rl.pruning.schedule import inflation, least_share
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.pruning.completions import (
+from megatron_dppo.rl.objectives import advantages
+from megatron_dppo.rl.pruning.completion_rules import (
     COMPLETION_RULES,
     CompletionCandidates,
     completion_inclusion,

@@ -1,0 +1,139 @@
+"""The losses that pruning is a guest of, as a table: one row per member of the GRPO family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from megatron_dppo.config import LossConfig
+from megatron_dppo.rl.types import Bools, Floats, Ints
+
+Aggregation = Literal["seq_mean", "token_mean", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What tells one policy-gradient loss of the family from another."""
+
+    name: str
+    aggregation: Aggregation
+    normalise: bool = True
+    """Whether advantages are divided by the group's standard deviation."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Of each token's probabilities, or one for the sequence: the geometric mean of its tokens' ratios."""
+    clip_low: float = 0.2
+    """The ratio is clipped at 1 − clip_low …"""
+    clip_high: float = 0.2
+    """… and at 1 + clip_high."""
+    overlong_share: float = 0.0
+    """Share of the response limit over which long responses are penalised, softly."""
+
+
+HOSTS: dict[str, Host] = {
+    host.name: host
+    for host in (
+        # DeepSeekMath, arXiv:2402.03300
+        Host("grpo", aggregation="seq_mean"),
+        # "Understanding R1-Zero-like training", arXiv:2503.20783
+        Host("dr_grpo", aggregation="constant", normalise=False),
+        # DAPO, arXiv:2503.14476
+        Host("dapo", aggregation="token_mean", clip_high=0.28, overlong_share=0.2),
+        # GSPO, arXiv:2507.18071
+        Host("gspo", aggregation="seq_mean", ratio="sequence", clip_low=3e-4, clip_high=4e-4),
+    )
+}
+
+
+def host_for(loss: LossConfig) -> Host:
+    """The host of a run, with the run's own clips where it sets them."""
+    host = HOSTS[loss.name]
+    return replace(
+        host,
+        clip_low=host.clip_low if loss.clip_low is None else loss.clip_low,
+        clip_high=host.clip_high if loss.clip_high is None else loss.clip_high,
+    )
+
+
+def advantages(rewards: Floats, *, normalise: bool) -> Floats:
+    """How much better each completion was than its group: r − mean, over the group's standard deviation if wanted.
+
+    DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO (arXiv:2503.20783). Whether a group is
+    mixed is asked of the rewards themselves: the mean of equal numbers need not equal them in floating point, and a
+    deviation of rounding errors divided by its own standard deviation is of size one.
+
+    Args:
+        rewards: [Q, G], one row per group.
+        normalise: divide by the population standard deviation of the group.
+
+    Returns:
+        [Q, G]; exactly 0.0 in every group whose rewards are all equal.
+    """
+    mixed = (rewards != rewards[:, :1]).any(axis=1, keepdims=True)
+    deviation = np.where(mixed, rewards - rewards.mean(axis=1, keepdims=True), 0.0)
+    if not normalise:
+        return deviation
+    deviation /= np.where(mixed, np.abs(deviation).max(axis=1, keepdims=True), 1.0)  # squares of tiny ones would vanish
+    return deviation / np.where(mixed, np.sqrt(np.mean(deviation**2, axis=1, keepdims=True)), 1.0)
+
+
+def soft_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> Floats:
+    """DAPO's soft punishment of overlong responses (arXiv:2503.14476, equation 13), to be added to the reward.
+
+    Args:
+        lengths: response lengths in tokens, of any shape.
+        limit: longest response allowed, in tokens.
+        buffer: over the last so many tokens below the limit the penalty falls linearly from 0 to −1; 0: no penalty.
+
+    Returns:
+        Values in [−1, 0], of the shape of ``lengths``.
+    """
+    lengths = np.asarray(lengths, dtype=np.float64)
+    if buffer == 0:
+        return np.zeros_like(lengths)
+    return np.clip((limit - buffer - lengths) / buffer, -1.0, 0.0)
+
+
+def coefficient(aggregation: Aggregation, sampled_lengths: Ints) -> Floats:
+    """c of each completion, in the shape of ``sampled_lengths`` (tokens): 1/L for ``seq_mean``, else 1."""
+    lengths = sampled_lengths.astype(np.float64)
+    return 1.0 / lengths if aggregation == "seq_mean" else np.ones_like(lengths)
+
+
+def kept_share(aggregation: Aggregation, *, sampled_lengths: Ints, prompt_inclusion: Floats, kept: Bools) -> float:
+    """The share of Z that belongs to kept completions [Q, G]: what dividing by them alone divides by instead."""
+    size = sampled_lengths if aggregation == "token_mean" else np.ones_like(sampled_lengths)
+    parts = size / prompt_inclusion[:, None]
+    return float(parts[kept].sum() / parts.sum()) if kept.any() else 1.0
+
+
+def normaliser(
+    aggregation: Aggregation,
+    *,
+    sampled_lengths: Ints,
+    prompt_inclusion: Floats,
+    prompts: float,
+    max_response_tokens: int,
+) -> float:
+    """Z of a minibatch, before any completion is pruned.
+
+    Where prompts were pruned, the tokens that ``token_mean`` divides by are known for the rolled-out prompts only. They
+    are then estimated, each prompt's counted with 1/π: the objective becomes a ratio of two unbiased estimates, whose
+    bias vanishes as 1/(number of prompts).
+
+    Args:
+        aggregation: of the host.
+        sampled_lengths: [Q, G] of the rolled-out groups, tokens that the policy sampled.
+        prompt_inclusion: [Q], their inclusion probabilities.
+        prompts: how many candidate prompts the minibatch stands for, those pruned included.
+        max_response_tokens: L_max, the longest response allowed.
+    """
+    match aggregation:
+        case "seq_mean":
+            return float(prompts * sampled_lengths.shape[1])
+        case "token_mean":
+            return float((sampled_lengths.sum(axis=1) / prompt_inclusion).sum())
+        case "constant":
+            return float(prompts * sampled_lengths.shape[1] * max_response_tokens)
