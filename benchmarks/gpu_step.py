@@ -74,7 +74,7 @@ from megatron_dppo.plan.assumptions import Assumptions
 from megatron_dppo.plan.hardware import GIB, GPUS
 from megatron_dppo.plan.memory import actor_memory
 from megatron_dppo.plan.placement import Placement
-from megatron_dppo.rl.objectives import host_for
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import PackedRow, build_pack
 from megatron_dppo.rl.packing import CostModel, pack_sequences
 from megatron_dppo.rl.types import Pack
@@ -157,7 +157,7 @@ def padded(rows: list[PackedRow], setting: Setting) -> list[Pack]:
 
 def update(actor: Actor, packs: list[Pack]) -> None:
     """The trainer's own, by so small a rate that the next one's figures are no others."""
-    loss = PolicyLoss(host_for(LossConfig()), kl_coef=0.0, tis_cap=None, version=0)
+    loss = PolicyLoss(objective_for(LossConfig()), kl_coef=0.0, tis_cap=None, version=0)
     loss.take_scored()  # of which a run compares those of a step's first update
     actor.update([Microbatch(pack) for pack in packs], loss, lr=1e-7)
 

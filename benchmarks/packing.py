@@ -31,7 +31,7 @@ from statistics import median
 import numpy as np
 
 from megatron_dppo.config import Config
-from megatron_dppo.rl.objectives import host_for
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.packing import QWEN3_4B, pack_sequences
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.types import Floats, Ints, StepMetadata
@@ -75,7 +75,7 @@ def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
         window=float(groups),
     )
     config = Config()
-    kept = prune_minibatch(step, config, host_for(config.loss), keep=config.pruning.completions.keep, rng=rng).kept
+    kept = prune_minibatch(step, config, objective_for(config.loss), keep=config.pruning.completions.keep, rng=rng).kept
     sequences = prompts[:, None] + responses
     return {"whole": sequences.ravel(), "pruned": sequences[kept]}
 

@@ -18,7 +18,7 @@ from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.models.init import write_model
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.objectives import HOSTS, advantages
+from megatron_dppo.rl.objectives import OBJECTIVES, advantages
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Floats, Selection, StepMetadata
@@ -55,7 +55,7 @@ class Stage:
     """[N, G], √Σ_t ‖e_t − p_t‖² by the policy head."""
     unit_gram: Floats
     """[n, n], inner products of the gradients of Σ_t log p_t; 0 for completions of groups of equal rewards, whose
-    advantage is 0. On-policy every host's g_i is A_i times that gradient."""
+    advantage is 0. On-policy every objective's g_i is A_i times that gradient."""
     history: PromptHistory
 
     @property
@@ -121,7 +121,7 @@ def _measure(trainer: Trainer, name: str) -> Stage:
     metadata, actor = rollouts.metadata, trainer.policy.actor
     groups = [rollouts.held[row] for row in range(len(metadata.prompt_ids))]
     packs = single_packs(groups, np.ones_like(metadata.rewards), trainer.policy.pad_id)
-    loss = PolicyLoss(HOSTS["grpo"], kl_coef=0.0, tis_cap=None, version=trainer.version)
+    loss = PolicyLoss(OBJECTIVES["grpo"], kl_coef=0.0, tis_cap=None, version=trainer.version)
     loss.take_scored()
     samples = metadata.rewards.shape[1]
     live = (mixed(metadata)[:, None] * samples + np.arange(samples)).ravel()

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_dppo.config import Config
 from megatron_dppo.data.order import PromptOrder
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import advantages, host_for
+from megatron_dppo.rl.objectives import advantages, objective_for
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, scheduled_keep, window_size
@@ -33,7 +33,7 @@ class Curriculum:
                 "Lower it, or give more prompts",
             )
         self._config, self._pool_size = config, pool_size
-        self._normalised = host_for(config.loss).normalise
+        self._normalised = objective_for(config.loss).normalise
         self._order = PromptOrder(pool_size, config.run.seed)
         self._history = PromptHistory(config.pruning.prompts.decay)
 

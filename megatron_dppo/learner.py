@@ -18,7 +18,7 @@ from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
-from megatron_dppo.rl.objectives import Host, host_for
+from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepMetadata, StepPlan
 
@@ -37,14 +37,14 @@ class Learned:
 
 
 class PolicyLoss:
-    """The loss of a step's packs under one host: Σ scale · token loss, nothing divided.
+    """The loss of a step's packs under one objective: Σ scale · token loss, nothing divided.
 
     Args:
         version: of the weights that the step starts from: what they have generated, the trainer has to agree with.
     """
 
-    def __init__(self, host: Host, *, kl_coef: float, tis_cap: float | None, version: int) -> None:
-        self._host, self._kl_coef, self._tis_cap, self._version = host, kl_coef, tis_cap, version
+    def __init__(self, objective: Objective, *, kl_coef: float, tis_cap: float | None, version: int) -> None:
+        self._objective, self._kl_coef, self._tis_cap, self._version = objective, kl_coef, tis_cap, version
         self._scored: list[tuple[Pack, torch.Tensor]] | None = []
 
     def take_scored(self) -> list[tuple[Pack, torch.Tensor]]:
@@ -58,7 +58,7 @@ class PolicyLoss:
             start = logprobs.detach() if responses.old_logprobs is None else responses.old_logprobs
             self._scored.append((pack, start))
         losses = token_losses(
-            self._host,
+            self._objective,
             logprobs=logprobs,
             old_logprobs=responses.old_logprobs,
             engine_logprobs=responses.engine_logprobs,
@@ -110,7 +110,7 @@ class Learner:
             microbatches = {i: self._microbatches(p) for i, p in packs.items()}
         settings = self._config.loss
         cap = settings.tis_cap or (TIS_CAP_AHEAD if self._config.rollout.ahead else None)
-        loss = PolicyLoss(host_for(settings), kl_coef=settings.kl_coef, tis_cap=cap, version=version)
+        loss = PolicyLoss(objective_for(settings), kl_coef=settings.kl_coef, tis_cap=cap, version=version)
         totals: dict[str, float] = {}
         norms: list[float] = []
         for i, batch in microbatches.items():

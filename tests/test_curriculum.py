@@ -91,7 +91,7 @@ def test_prompts_that_taught_nothing_come_back_less_often() -> None:
 
 
 def test_paper_rule_scores_a_prompt_by_its_normalised_advantages() -> None:
-    """Of groups one in eight and four in eight right, |A| is 0.66 and 1 with the host's normalisation."""
+    """Of groups one in eight and four in eight right, |A| is 0.66 and 1 with the objective's normalisation."""
     curriculum = Curriculum(curriculum_config(rule="threshold", keep=0.3), WINDOW)
     ids = np.arange(WINDOW)
     rewards = (np.arange(SAMPLES) < np.where(ids % 2 == 0, 1, 4)[:, None]).astype(float)

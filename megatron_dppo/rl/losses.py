@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_dppo.rl.objectives import Host
+from megatron_dppo.rl.objectives import Objective
 
 MISMATCH = ("train/rollout_logprob_abs_diff", "train/token_mult_prob_error")
 FRESH_TOKENS = "fresh_tokens"
@@ -27,7 +27,7 @@ class TokenLosses:
 
 
 def token_losses(
-    host: Host,
+    objective: Objective,
     *,
     logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -44,14 +44,15 @@ def token_losses(
 
         ℓ = w · min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) − β KL,    ρ = exp(log p − log p_old)
 
-    A host with one ratio for a sequence (GSPO) has ρ = exp(mean over its tokens of log p − log p_old) on each of them,
-    with the gradient of the token's own log p: summed over a sequence that is the gradient of the sequence's ratio.
+    An objective with one ratio for a sequence (GSPO) has ρ = exp(mean over its tokens of log p − log p_old) on each of
+    them, with the gradient of the token's own log p: summed over a sequence that is the gradient of the sequence's
+    ratio.
 
     The pruning weight has no place in here. It multiplies the finished term: inside the minimum it would move the
     clip, and a clipped completion's expectation would no longer be what it is without pruning.
 
     Args:
-        host: gives the clips and the kind of ratio.
+        objective: gives the clips and the kind of ratio.
         logprobs: [R], of the policy, with gradient.
         old_logprobs: [R], of the policy that the rollout's first update started from; None: of this very policy, so
             that ρ is 1 with the gradient of log p.
@@ -62,9 +63,9 @@ def token_losses(
         tis_cap: cap of the truncated importance weight w = min(p_old / p_engine, cap), a constant to the gradient;
             None: w is 1. It corrects the surrogate for an engine that samples from a slightly different distribution,
             or with weights that are older.
-        row: [R], which sequence of the pack a token belongs to, from 0; whole sequences. Needed for a host with one
-            ratio per sequence.
-        rows: how many sequences there are; None: they are counted, for which the host waits where a GPU has them.
+        row: [R], which sequence of the pack a token belongs to, from 0; whole sequences. Needed for an
+            objective with one ratio per sequence.
+        rows: how many sequences there are; None: they are counted, for which the CPU waits where a GPU has them.
         fresh: [R] of bool, the tokens that the engine made with the very weights of ``old_logprobs``: on the others it
             differs rightly, and they are left out of the sums of its mismatch. None: all of them.
 
@@ -72,9 +73,9 @@ def token_losses(
         ValueError: ``kl_coef`` is positive and there is no reference, or ``row`` is needed and not given.
     """
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    ratio = torch.exp(logprobs - old) if host.ratio == "token" else _sequence_ratio(logprobs, old, row, rows)
+    ratio = torch.exp(logprobs - old) if objective.ratio == "token" else _sequence_ratio(logprobs, old, row, rows)
     unclipped = ratio * advantage
-    clipped = ratio.clamp(1.0 - host.clip_low, 1.0 + host.clip_high) * advantage
+    clipped = ratio.clamp(1.0 - objective.clip_low, 1.0 + objective.clip_high) * advantage
     policy_loss = -torch.minimum(unclipped, clipped)
     if tis_cap is not None:
         policy_loss = policy_loss * torch.exp(old - engine_logprobs).clamp(max=tis_cap).detach()

@@ -15,7 +15,7 @@ Aggregation = Literal["seq_mean", "token_mean", "constant"]
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class Objective:
     """What tells one policy-gradient loss of the family from another."""
 
     name: str
@@ -32,28 +32,28 @@ class Host:
     """Share of the response limit over which long responses are penalised, softly."""
 
 
-HOSTS: dict[str, Host] = {
-    host.name: host
-    for host in (
+OBJECTIVES: dict[str, Objective] = {
+    objective.name: objective
+    for objective in (
         # DeepSeekMath, arXiv:2402.03300
-        Host("grpo", aggregation="seq_mean"),
+        Objective("grpo", aggregation="seq_mean"),
         # "Understanding R1-Zero-like training", arXiv:2503.20783
-        Host("dr_grpo", aggregation="constant", normalise=False),
+        Objective("dr_grpo", aggregation="constant", normalise=False),
         # DAPO, arXiv:2503.14476
-        Host("dapo", aggregation="token_mean", clip_high=0.28, overlong_share=0.2),
+        Objective("dapo", aggregation="token_mean", clip_high=0.28, overlong_share=0.2),
         # GSPO, arXiv:2507.18071
-        Host("gspo", aggregation="seq_mean", ratio="sequence", clip_low=3e-4, clip_high=4e-4),
+        Objective("gspo", aggregation="seq_mean", ratio="sequence", clip_low=3e-4, clip_high=4e-4),
     )
 }
 
 
-def host_for(loss: LossConfig) -> Host:
-    """The host of a run, with the run's own clips where it sets them."""
-    host = HOSTS[loss.name]
+def objective_for(loss: LossConfig) -> Objective:
+    """The objective of a run, with the run's own clips where it sets them."""
+    objective = OBJECTIVES[loss.name]
     return replace(
-        host,
-        clip_low=host.clip_low if loss.clip_low is None else loss.clip_low,
-        clip_high=host.clip_high if loss.clip_high is None else loss.clip_high,
+        objective,
+        clip_low=objective.clip_low if loss.clip_low is None else loss.clip_low,
+        clip_high=objective.clip_high if loss.clip_high is None else loss.clip_high,
     )
 
 
@@ -124,7 +124,7 @@ def normaliser(
     bias vanishes as 1/(number of prompts).
 
     Args:
-        aggregation: of the host.
+        aggregation: of the objective.
         sampled_lengths: [Q, G] of the rolled-out groups, tokens that the policy sampled.
         prompt_inclusion: [Q], their inclusion probabilities.
         prompts: how many candidate prompts the minibatch stands for, those pruned included.

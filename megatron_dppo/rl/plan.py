@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from megatron_dppo.config import CompletionPruningConfig, Config
-from megatron_dppo.rl.objectives import Host, host_for
+from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.metrics import census, prune_metrics, thrown_away
@@ -50,7 +50,7 @@ def plan_step(
     Raises:
         UserError: a kept sequence is longer than ``pack.max_tokens``.
     """
-    host = host_for(config.loss)
+    objective = objective_for(config.loss)
     pruning = config.pruning.completions
     keep = scheduled_keep(pruning.keep, pruning.schedule, step, config.run.steps)
     draws = generator(config.run.seed, step, Purpose.COMPLETIONS)
@@ -72,7 +72,7 @@ def plan_step(
     updates = max(1, min(config.loss.updates_per_rollout, len(usable)))
     for groups in split_groups(usable, updates, split):
         part = take_groups(metadata, groups)
-        pruned = prune_minibatch(part, config, host, keep=keep, rng=draws)
+        pruned = prune_minibatch(part, config, objective, keep=keep, rng=draws)
         rows = kept_rows(part, groups, pruned)
         packing = pack(rows.prompt_length + rows.response_length)
         parts.append((part, pruned))
@@ -88,7 +88,7 @@ def plan_step(
         metrics=prune_metrics(metadata.window, parts, biased_prompts=biased)
         | {"prune/discarded_groups": float(len(discarded))}
         | pack_metrics(packings),
-        notes=(*notes(metadata, config, host, minibatches), *missing_groups(len(usable), config, step)),
+        notes=(*notes(metadata, config, objective, minibatches), *missing_groups(len(usable), config, step)),
         census=census(parts),
     )
 
@@ -149,7 +149,9 @@ def kept_rows(part: StepMetadata, groups: Ints, pruned: Pruned) -> Rows:
     )
 
 
-def notes(metadata: StepMetadata, config: Config, host: Host, minibatches: Sequence[MinibatchPlan]) -> Iterator[str]:
+def notes(
+    metadata: StepMetadata, config: Config, objective: Objective, minibatches: Sequence[MinibatchPlan]
+) -> Iterator[str]:
     """What the numbers of the log do not say by themselves."""
     pruning = config.pruning
     for level, rule, biased in (
@@ -158,7 +160,7 @@ def notes(metadata: StepMetadata, config: Config, host: Host, minibatches: Seque
     ):
         if biased:
             yield f"pruning.{level}.rule = {rule} is biased: {biased}"
-    if host.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
+    if objective.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
         yield "token_mean with pruned prompts: the normaliser is estimated, the gradient a ratio (bias O(1/prompts))"
     heaviest = max(minibatch.rows.weight.max(initial=0.0) for minibatch in minibatches)
     if heaviest > pruning.max_weight * (1.0 + 1e-9) and not COMPLETION_RULES[pruning.completions.rule].biased:

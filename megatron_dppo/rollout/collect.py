@@ -19,7 +19,7 @@ from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers, ScoreItem
-from megatron_dppo.rl.objectives import host_for, soft_overlong_penalty
+from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.seeds import Purpose, sequence
 from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, Score, Selection, StepMetadata
@@ -241,7 +241,7 @@ class Collector:
     def _penalty(self, completions: Sequence[Completion]) -> np.ndarray:
         limit, buffer = self._config.rollout.max_response_tokens, self._config.reward.overlong_buffer
         if buffer is None:
-            buffer = round(host_for(self._config.loss).overlong_share * limit)
+            buffer = round(objective_for(self._config.loss).overlong_share * limit)
         return soft_overlong_penalty([len(c.token_ids) for c in completions], limit=limit, buffer=buffer)
 
     def check_failures(self, parts: Sequence[Failures], total: int) -> None:

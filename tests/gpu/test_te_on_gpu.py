@@ -19,7 +19,7 @@ from megatron_dppo.learner import PolicyLoss
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.models.layer_specs import transformer_engine_installed
 from megatron_dppo.parallel.adam_state import optimizer_parts
-from megatron_dppo.rl.objectives import host_for
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import PackedRow, build_pack
 from tests.models.test_offload import state_of
 from tests.policies import write_policy
@@ -192,7 +192,7 @@ def gradients(rank: int, size: int, config: Config) -> tuple[torch.Tensor, torch
     """Of all completions in one pack; the weighted sum of each one's own; of one pack with those weights. fp32."""
     over_nccl()
     _, _, policy = build(config)
-    loss = PolicyLoss(host_for(config.loss), kl_coef=0.0, tis_cap=None, version=0)
+    loss = PolicyLoss(objective_for(config.loss), kl_coef=0.0, tis_cap=None, version=0)
     rows = rows_of_a_step()
     weights = np.random.default_rng(2).choice([0.0, 1.0, 3.0], len(rows))
 

@@ -18,7 +18,7 @@ import torch
 from megatron_dppo.config import Config, PackConfig, PromptPruningConfig
 from megatron_dppo.rl import plan as planning
 from megatron_dppo.rl.losses import token_losses
-from megatron_dppo.rl.objectives import advantages, host_for
+from megatron_dppo.rl.objectives import advantages, objective_for
 from megatron_dppo.rl.pack import PackedRow, build_pack
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
@@ -126,7 +126,7 @@ def gradient(
         weight = torch.from_numpy(rows.weight[np.array(members, dtype=int)][pack.row])
         inside = mistake == "weight inside the clip"
         losses = token_losses(
-            host_for(config.loss),
+            objective_for(config.loss),
             logprobs=score(world.policy) + (weight.log() if inside else 0.0),
             old_logprobs=old,
             engine_logprobs=torch.from_numpy(pack.engine_logprobs),
@@ -183,7 +183,7 @@ def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Sele
 def draws(metadata: StepMetadata, config: Config) -> Iterator[tuple[FixedOffset | FixedMask, float]]:
     """Every outcome of the draw of completions, as the generator that brings it about, with its probability."""
     rule = config.pruning.completions
-    known = prune_minibatch(metadata, config, host_for(config.loss), keep=rule.keep, rng=np.random.default_rng())
+    known = prune_minibatch(metadata, config, objective_for(config.loss), keep=rule.keep, rng=np.random.default_rng())
     groups = np.repeat(np.arange(len(known.advantage)), SAMPLES)
     inclusion = known.inclusion.ravel()[np.lexsort((known.advantage.ravel(), groups))]
     if rule.rule != "threshold":
@@ -270,7 +270,7 @@ def test_the_second_draw_knows_of_the_first(world):
     alike = Selection(np.array([0, 0]), np.array([0.25, 1.0]), window=5)
     config = step_config(keep=0.15, max_weight=1e9, name="grpo")
     pruned = prune_minibatch(
-        world.metadata(alike), config, host_for(config.loss), keep=0.15, rng=np.random.default_rng(0)
+        world.metadata(alike), config, objective_for(config.loss), keep=0.15, rng=np.random.default_rng(0)
     )
     assert pruned.inclusion.max() < 1.0
     np.testing.assert_allclose(pruned.inclusion[0], 4 * pruned.inclusion[1], rtol=1e-12)

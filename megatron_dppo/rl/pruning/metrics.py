@@ -208,7 +208,7 @@ def _share_better(side: Floats) -> Floats:
 
 
 def _deviations(rewards: Floats) -> Floats:
-    """[Q, G], (r − mean) / std of its group; 0 where the group's rewards are equal. Whatever the host normalises by."""
+    """[Q, G], (r − mean) / std of its group; 0 where its rewards are equal. Whatever the objective normalises by."""
     spread = rewards.std(axis=1, keepdims=True)
     centred = rewards - rewards.mean(axis=1, keepdims=True)
     return np.divide(centred, spread, out=np.zeros_like(centred), where=spread > 0.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dppo.config import Config
-from megatron_dppo.rl.objectives import Host, advantages, coefficient, kept_share, normaliser
+from megatron_dppo.rl.objectives import Objective, advantages, coefficient, kept_share, normaliser
 from megatron_dppo.rl.pruning.completion_rules import (
     CompletionCandidates,
     completion_inclusion,
@@ -38,7 +38,9 @@ class Pruned:
     """Z"""
 
 
-def prune_minibatch(part: StepMetadata, config: Config, host: Host, *, keep: float, rng: np.random.Generator) -> Pruned:
+def prune_minibatch(
+    part: StepMetadata, config: Config, objective: Objective, *, keep: float, rng: np.random.Generator
+) -> Pruned:
     """Draw what a minibatch trains on.
 
     A completion of advantage 0 contributes exactly nothing, unless there is a KL term, and is dropped under every rule.
@@ -47,13 +49,13 @@ def prune_minibatch(part: StepMetadata, config: Config, host: Host, *, keep: flo
     Args:
         part: metadata of the minibatch's groups, with the part of the window that they stand for.
         config: of the run.
-        host: of the run.
+        objective: of the run.
         keep: ``pruning.completions.keep`` under its schedule.
         rng: for this one draw.
     """
     pruning = config.pruning.completions
-    c = coefficient(host.aggregation, part.sampled_lengths)
-    candidates = completion_candidates(part, config, host)
+    c = coefficient(objective.aggregation, part.sampled_lengths)
+    candidates = completion_candidates(part, config, objective)
     if pruning.schedule.shape == "adaptive":
         keep = least_share(
             lambda share: inflation(candidates.score**2, completion_inclusion(pruning.rule, candidates, share)),
@@ -63,7 +65,7 @@ def prune_minibatch(part: StepMetadata, config: Config, host: Host, *, keep: flo
     inclusion = completion_inclusion(pruning.rule, candidates, keep)
     kept = draw_completions(pruning.rule, candidates, inclusion, rng, draw=pruning.draw)
     z = normaliser(
-        host.aggregation,
+        objective.aggregation,
         sampled_lengths=part.sampled_lengths,
         prompt_inclusion=part.prompt_inclusion,
         prompts=len(part.prompt_ids) if PROMPT_RULES[config.pruning.prompts.rule].biased else part.window,
@@ -71,7 +73,7 @@ def prune_minibatch(part: StepMetadata, config: Config, host: Host, *, keep: flo
     )
     if pruning.normaliser == "kept":
         z *= kept_share(
-            host.aggregation,
+            objective.aggregation,
             sampled_lengths=part.sampled_lengths,
             prompt_inclusion=part.prompt_inclusion,
             kept=kept,
@@ -87,14 +89,17 @@ def prune_minibatch(part: StepMetadata, config: Config, host: Host, *, keep: flo
     )
 
 
-def completion_candidates(part: StepMetadata, config: Config, host: Host) -> CompletionCandidates:
+def completion_candidates(part: StepMetadata, config: Config, objective: Objective) -> CompletionCandidates:
     """What rules may know of a minibatch's completions."""
-    advantage = advantages(part.rewards, normalise=host.normalise)
+    advantage = advantages(part.rewards, normalise=objective.normalise)
     prompt_inclusion = part.prompt_inclusion[:, None]
     surprise = 1.0 if config.pruning.completions.score == "advantage" else part.surprise
     return CompletionCandidates(
         advantage=advantage,
-        score=np.abs(advantage) * coefficient(host.aggregation, part.sampled_lengths) * surprise / prompt_inclusion,
+        score=np.abs(advantage)
+        * coefficient(objective.aggregation, part.sampled_lengths)
+        * surprise
+        / prompt_inclusion,
         cost=(part.prompt_lengths[:, None] + part.response_lengths).astype(np.float64),
         floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
         idle=(advantage == 0.0) & (config.loss.kl_coef == 0.0),

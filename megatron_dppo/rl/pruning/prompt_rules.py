@@ -115,7 +115,7 @@ def select(
         history: of earlier visits, and of them only.
         config: names the rule and its floor.
         group_size: G, completions per prompt.
-        normalised: whether the host divides advantages by their standard deviation.
+        normalised: whether the objective divides advantages by their standard deviation.
         keep: the share to keep at this step, that is ``config.keep`` under its schedule.
         rng: the step's generator for ``Purpose.PROMPTS``.
 

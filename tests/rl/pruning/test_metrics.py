@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.objectives import host_for
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import take_groups
 from megatron_dppo.rl.pruning.metrics import census, gradient_noise, prune_metrics, thrown_away
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
@@ -23,7 +23,7 @@ SHARES = ("prune/noise_share_prompts", "prune/noise_share_completions")
 
 def _pruned(metadata: StepMetadata, *, rule: str = "neyman", keep: float = 0.5, kl_coef: float = 0.0) -> Pruned:
     config = step_config(rule=rule, keep=keep, kl_coef=kl_coef)
-    return prune_minibatch(metadata, config, host_for(config.loss), keep=keep, rng=np.random.default_rng(0))
+    return prune_minibatch(metadata, config, objective_for(config.loss), keep=keep, rng=np.random.default_rng(0))
 
 
 def _window() -> tuple[StepMetadata, Pruned]:
@@ -156,7 +156,9 @@ def test_a_step_that_teaches_nothing_has_no_noise_of_pruning(rewards: np.ndarray
 
 def _draw(metadata: StepMetadata, *, rule: str = "neyman", keep: float = 0.5) -> tuple[StepMetadata, Pruned]:
     config = step_config(rule=rule, keep=keep)
-    return metadata, prune_minibatch(metadata, config, host_for(config.loss), keep=keep, rng=np.random.default_rng(0))
+    return metadata, prune_minibatch(
+        metadata, config, objective_for(config.loss), keep=keep, rng=np.random.default_rng(0)
+    )
 
 
 def _sums(table: tuple[Cell, ...]) -> tuple[float, float, float]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import CompletionPruningConfig, Config, PromptPruningConfig, PruningConfig, ScheduleConfig
-from megatron_dppo.rl.objectives import host_for
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.pruning.minibatch import completion_candidates, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import select
@@ -38,9 +38,9 @@ def completion_inflation(rule: str, keep: float, bound: float | None) -> tuple[f
     schedule = ScheduleConfig() if bound is None else ScheduleConfig(shape="adaptive", max_inflation=bound)
     completions = replace(config.pruning.completions, rule=rule, schedule=schedule)
     config = replace(config, pruning=replace(config.pruning, completions=completions))
-    host = host_for(config.loss)
-    pruned = prune_minibatch(part, config, host, keep=keep, rng=np.random.default_rng(0))
-    candidates = completion_candidates(part, config, host)
+    objective = objective_for(config.loss)
+    pruned = prune_minibatch(part, config, objective, keep=keep, rng=np.random.default_rng(0))
+    candidates = completion_candidates(part, config, objective)
     kept = (pruned.inclusion * candidates.cost).sum() / candidates.cost.sum()
     return inflation(candidates.score**2, pruned.inclusion), float(kept)
 
