@@ -66,8 +66,8 @@ class PolicyLoss:
             advantage=responses.advantage,
             kl_coef=self._kl_coef,
             tis_cap=self._tis_cap,
-            row=responses.row,
-            rows=int(pack.row.max(initial=-1)) + 1,
+            sample=responses.row,
+            samples=int(pack.sample.max(initial=-1)) + 1,
             fresh=responses.versions == self._version,
         )
         loss = (losses.loss * responses.scale).sum()
@@ -131,7 +131,7 @@ class Learner:
             metrics |= {name: value / fresh for name, value in mismatch.items() if fresh}
             metrics |= {"train/loss": total / len(norms), "train/grad_norm": sum(norms) / len(norms), "train/lr": lr}
             metrics["train/tokens"] = float(
-                sum((m.rows.prompt_length + m.rows.response_length).sum() for m in plan.minibatches)
+                sum((m.samples.prompt_length + m.samples.response_length).sum() for m in plan.minibatches)
             )
         return Learned(bool(norms), metrics)
 
@@ -151,14 +151,14 @@ class Learner:
             mine = list(zip(minibatch.packs[self._world.dp_rank], norms, strict=True)) if norms[0] is not None else []
             surprise = metadata.surprise.copy()
             for pack, values in itertools.chain.from_iterable(self._world.gather(mine)):
-                rows = np.array(pack, np.int64)
-                surprise[minibatch.rows.group[rows], minibatch.rows.sample[rows]] = values
+                which = np.array(pack, np.int64)
+                surprise[minibatch.samples.group[which], minibatch.samples.completion[which]] = values
         return replace(metadata, surprise=surprise)
 
     def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:
         return [
-            build_pack(rows, minibatch.capacity, self._pad_id, align=self._config.layout.row_multiple)
-            for rows in deliver(self._world, minibatch, held)
+            build_pack(samples, minibatch.capacity, self._pad_id, align=self._config.layout.row_multiple)
+            for samples in deliver(self._world, minibatch, held)
         ]
 
     def _microbatches(self, packs: list[Pack]) -> list[Microbatch]:

@@ -214,7 +214,7 @@ def window(
         selection, plan = draw_plan(trainer.config, loss, metadata, history, seed)
         held = {row: groups[prompt] for row, prompt in enumerate(selection.prompt_ids)}
         for minibatch in (m for m in plan.minibatches if m.capacity):
-            which = selection.prompt_ids[minibatch.rows.group] * SAMPLES + minibatch.rows.sample
+            which = selection.prompt_ids[minibatch.samples.group] * SAMPLES + minibatch.samples.completion
             delivered = deliver(trainer.world, minibatch, held)
             full = [build_pack(part, capacity=minibatch.capacity, pad_id=pad_id, align=1) for part in delivered]
             parts = [[singles[i] for i in which[list(members)]] for members in minibatch.packs[0]]
@@ -223,7 +223,7 @@ def window(
                 for pack, part in zip(full, parts, strict=True)
             ]
             packed = gradient(actor, batches, policy_loss).double()
-            summed = torch.from_numpy(minibatch.rows.scale) @ rows[which].double()
+            summed = torch.from_numpy(minibatch.samples.scale) @ rows[which].double()
             errors.append(float((packed - summed).norm() / packed.norm()))
     return Measured(loss, metadata, deepcopy(history), gram(rows), tuple(errors))
 

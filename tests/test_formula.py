@@ -60,7 +60,9 @@ def objective(
     z = metadata.window * SAMPLES if name == "grpo" else float((lengths.sum(1) / pi).sum())
     (minibatch,) = plan.minibatches
     total = torch.zeros(())
-    for row, sample, weight in zip(minibatch.rows.group, minibatch.rows.sample, minibatch.rows.weight, strict=True):
+    for row, sample, weight in zip(
+        minibatch.samples.group, minibatch.samples.completion, minibatch.samples.weight, strict=True
+    ):
         logprobs = response_logprobs(model, groups[row], sample)
         engine = torch.from_numpy(groups[row].completions[sample].logprobs)
         ratio = (logprobs - logprobs.detach()).exp()

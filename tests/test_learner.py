@@ -50,8 +50,8 @@ def learn_from_nan(rank: int, size: int, config: Config) -> tuple[str, bool]:
     metadata, groups = step_of_groups(size)
     plan = plan_for(world, config, metadata)
     (minibatch,) = plan.minibatches
-    rows = replace(minibatch.rows, advantage=np.where(np.arange(len(minibatch.rows.owner)) == 1, np.nan, 1.0))
-    plan = replace(plan, minibatches=(replace(minibatch, rows=rows),))
+    samples = replace(minibatch.samples, advantage=np.where(np.arange(len(minibatch.samples.owner)) == 1, np.nan, 1.0))
+    plan = replace(plan, minibatches=(replace(minibatch, samples=samples),))
     before = weights_of(policy, world)
     with pytest.raises(UserError, match="not finite") as error:
         learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)

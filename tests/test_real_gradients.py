@@ -257,9 +257,9 @@ def test_dynamic_sampling_is_biased(windows):
     window = windows["warm", "grpo"]
     config = settings(window, "dynamic_sampling", "none")
     plan = plan_step(window.metadata, config, replicas=1, align=1, capacity_multiple=1, step=0, pipeline=1)
-    (rows,) = (minibatch.rows for minibatch in plan.minibatches)
+    (samples,) = (minibatch.samples for minibatch in plan.minibatches)
     drawn = np.zeros((PROMPTS, SAMPLES))
-    drawn[rows.group, rows.sample] = rows.scale
+    drawn[samples.group, samples.completion] = samples.scale
     assert PROMPT_RULES["dynamic_sampling"].biased
     assert relative_error(window, drawn.ravel()) > 0.02
 

@@ -21,7 +21,7 @@ from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
-from megatron_dppo.rl.types import Ints, MinibatchPlan, Rows, StepMetadata, StepPlan
+from megatron_dppo.rl.types import Ints, MinibatchPlan, StepMetadata, StepPlan, TrainingSamples
 
 
 def plan_step(
@@ -73,11 +73,11 @@ def plan_step(
     for groups in split_groups(usable, updates, split):
         part = take_groups(metadata, groups)
         pruned = prune_minibatch(part, config, objective, keep=keep, rng=draws)
-        rows = kept_rows(part, groups, pruned)
-        packing = pack(rows.prompt_length + rows.response_length)
+        samples = training_samples(part, groups, pruned)
+        packing = pack(samples.prompt_length + samples.response_length)
         parts.append((part, pruned))
         packings.append(packing)
-        minibatches.append(MinibatchPlan(rows, pruned.normaliser, packing.capacity, packing.packs))
+        minibatches.append(MinibatchPlan(samples, pruned.normaliser, packing.capacity, packing.packs))
     discarded = np.setdiff1d(np.arange(len(metadata.prompt_ids)), usable)
     if len(discarded):
         rest = take_groups(metadata, discarded)
@@ -126,7 +126,7 @@ def take_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
     )
 
 
-def kept_rows(part: StepMetadata, groups: Ints, pruned: Pruned) -> Rows:
+def training_samples(part: StepMetadata, groups: Ints, pruned: Pruned) -> TrainingSamples:
     """The completions that were kept, with all that multiplies their token losses in one number.
 
     Args:
@@ -134,18 +134,18 @@ def kept_rows(part: StepMetadata, groups: Ints, pruned: Pruned) -> Rows:
         groups: [Q], where its groups stand in the step's metadata.
         pruned: its draw.
     """
-    group, sample = np.nonzero(pruned.kept)
-    weight = pruned.weight[group, sample]
-    return Rows(
+    group, completion = np.nonzero(pruned.kept)
+    weight = pruned.weight[group, completion]
+    return TrainingSamples(
         group=groups[group],
-        sample=sample,
+        completion=completion,
         owner=part.owners[group],
-        version=part.versions[group, sample],
+        version=part.versions[group, completion],
         prompt_length=part.prompt_lengths[group],
-        response_length=part.response_lengths[group, sample],
-        advantage=pruned.advantage[group, sample],
+        response_length=part.response_lengths[group, completion],
+        advantage=pruned.advantage[group, completion],
         weight=weight,
-        scale=weight * pruned.coefficient[group, sample] / pruned.normaliser,
+        scale=weight * pruned.coefficient[group, completion] / pruned.normaliser,
     )
 
 
@@ -162,7 +162,7 @@ def notes(
             yield f"pruning.{level}.rule = {rule} is biased: {biased}"
     if objective.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
         yield "token_mean with pruned prompts: the normaliser is estimated, the gradient a ratio (bias O(1/prompts))"
-    heaviest = max(minibatch.rows.weight.max(initial=0.0) for minibatch in minibatches)
+    heaviest = max(minibatch.samples.weight.max(initial=0.0) for minibatch in minibatches)
     if heaviest > pruning.max_weight * (1.0 + 1e-9) and not COMPLETION_RULES[pruning.completions.rule].biased:
         yield (
             f"a weight of {heaviest:.2f} exceeds pruning.max_weight = {pruning.max_weight:g}: "

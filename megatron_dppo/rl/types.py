@@ -115,7 +115,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """All that the planner knows of a step: no tokens. Rows are groups, sorted by prompt id."""
+    """All that the planner knows of a step: no tokens. TrainingSamples are groups, sorted by prompt id."""
 
     prompt_ids: Ints
     """[Q]"""
@@ -140,13 +140,13 @@ class StepMetadata:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """The kept completions of one minibatch, one entry each, sorted by (prompt, sample). K rows."""
+class TrainingSamples:
+    """The kept completions of one minibatch, one entry each, sorted by (group, completion). K samples."""
 
     group: Ints
-    """[K], row of StepMetadata."""
-    sample: Ints
-    """[K], column of StepMetadata."""
+    """[K], index of the group in StepMetadata."""
+    completion: Ints
+    """[K], index of the completion in its group."""
     owner: Ints
     """[K], the rank that holds the tokens."""
     version: Ints
@@ -157,20 +157,20 @@ class Rows:
     weight: Floats
     """[K], 1/(π_prompt·π_completion), the Horvitz-Thompson weight."""
     scale: Floats
-    """[K], weight · c / Z: what the sum of a row's token losses is multiplied by, once and for all."""
+    """[K], weight · c / Z: what the sum of a sample's token losses is multiplied by, once and for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class MinibatchPlan:
     """One optimizer step: what is trained on, divided by what, and where."""
 
-    rows: Rows
+    samples: TrainingSamples
     normaliser: float
     """Z of the full, unpruned minibatch."""
     capacity: int
     """Tokens per pack, the same for all; 0 where nothing was kept."""
     packs: tuple[tuple[tuple[int, ...], ...], ...]
-    """packs[d][k] are the rows in pack k of data-parallel replica d, in order; every d has equally many packs."""
+    """packs[d][k] are the samples in pack k of data-parallel replica d, in order; every d has equally many packs."""
 
 
 Cell = tuple[float, float, int, float, int]
@@ -182,7 +182,7 @@ class Census:
     """A step's completions, counted. Only those that could teach something are in the tables: A ≠ 0."""
 
     kept: tuple[int, int]
-    """Completions trained on, and the tokens of their rows."""
+    """Completions trained on, and their tokens, the prompt's counted with each."""
     pruned: tuple[int, int]
     """Those that were not, although they have a gradient."""
     idle: tuple[int, int]
@@ -235,13 +235,13 @@ class Pack:
     """[R], positions in the pack whose *next* token is a response token."""
     targets: Ints
     """[R], those next tokens."""
-    row: Ints
-    """[R], which of the pack's rows (0 to its count − 1) a target belongs to."""
+    sample: Ints
+    """[R], which of the pack's training samples (0 to their number − 1) a target belongs to."""
     advantage: Floats
-    """[R], of the target's row."""
+    """[R], of the target's sample."""
     scale: Floats
-    """[R], of the target's row."""
+    """[R], of the target's sample."""
     engine_logprobs: NDArray[np.float32]
     """[R]"""
     versions: Ints
-    """[R], of the target's row."""
+    """[R], of the target's sample."""

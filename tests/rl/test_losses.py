@@ -56,18 +56,18 @@ def test_the_clipped_surrogate_has_the_loss_and_gradient_of_the_formula(objectiv
 def test_gspo_has_one_ratio_for_a_sequence_with_the_gradient_of_its_mean():
     """Two sequences of two tokens: log-ratios add up to log 1.21 and log 0.25, their means are log 1.1 and log 0.5."""
     objective = replace(GSPO, clip_low=0.2, clip_high=0.2)
-    probabilities, old, row = (0.5, 0.484, 0.2, 0.2), log(0.4, 0.5, 0.4, 0.4), torch.tensor([0, 0, 1, 1])
-    result, gradient = evaluate(probabilities, 1.0, objective, old_logprobs=old, row=row)
+    probabilities, old, sample = (0.5, 0.484, 0.2, 0.2), log(0.4, 0.5, 0.4, 0.4), torch.tensor([0, 0, 1, 1])
+    result, gradient = evaluate(probabilities, 1.0, objective, old_logprobs=old, sample=sample)
     assert result.loss.tolist() == pytest.approx([-1.1, -1.1, -0.5, -0.5])
     assert gradient == pytest.approx([-1.1, -1.1, -0.5, -0.5])
-    result, gradient = evaluate(probabilities, -1.0, objective, old_logprobs=old, row=row)
+    result, gradient = evaluate(probabilities, -1.0, objective, old_logprobs=old, sample=sample)
     assert result.loss.tolist() == pytest.approx([1.1, 1.1, 0.8, 0.8]), "the second sequence is clipped as a whole"
     assert gradient == pytest.approx([1.1, 1.1, 0.0, 0.0])
 
     logprobs = log(*probabilities).requires_grad_()  # the sequence's loss, written out: -s with s the geometric mean
-    by_hand = -torch.stack([(logprobs - old)[row == k].mean().exp() for k in (0, 1)])
+    by_hand = -torch.stack([(logprobs - old)[sample == k].mean().exp() for k in (0, 1)])
     (expected,) = torch.autograd.grad(by_hand.sum(), logprobs)
-    means = [g / 2 for g in evaluate(probabilities, 1.0, objective, old_logprobs=old, row=row)[1]]  # c = 1/L
+    means = [g / 2 for g in evaluate(probabilities, 1.0, objective, old_logprobs=old, sample=sample)[1]]  # c = 1/L
     assert means == pytest.approx(expected.tolist())
 
 

@@ -19,11 +19,11 @@ from megatron_dppo.config import Config, PackConfig, PromptPruningConfig
 from megatron_dppo.rl import plan as planning
 from megatron_dppo.rl.losses import token_losses
 from megatron_dppo.rl.objectives import advantages, objective_for
-from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates, select
-from megatron_dppo.rl.types import MinibatchPlan, Rows, Selection, StepMetadata
+from megatron_dppo.rl.types import MinibatchPlan, Selection, StepMetadata, TrainingSamples
 from tests.rl.integration import FixedMask, FixedOffset, outcomes
 from tests.rl.steps import step_config
 
@@ -101,16 +101,16 @@ def gradient(
 ) -> torch.Tensor:
     """The gradient of one minibatch, as a trainer computes it; [parameters]."""
     world.policy.zero_grad()
-    rows = minibatch.rows if mistake != "advantages of what was kept" else recomputed(metadata, minibatch.rows)
+    samples = minibatch.samples if mistake != "advantages of what was kept" else recomputed(metadata, minibatch.samples)
     total = torch.zeros((), dtype=torch.float64)
     for members in itertools.chain.from_iterable(minibatch.packs):
         packed = [
-            PackedRow(
-                prompt_ids=world.prompts[metadata.prompt_ids[rows.group[k]]],
-                response_ids=world.responses[metadata.prompt_ids[rows.group[k]]][rows.sample[k]],
-                engine_logprobs=world.engine_logprobs[metadata.prompt_ids[rows.group[k]]][rows.sample[k]],
-                advantage=float(rows.advantage[k]),
-                scale=float(rows.scale[k]),
+            TrainingSample(
+                prompt_ids=world.prompts[metadata.prompt_ids[samples.group[k]]],
+                response_ids=world.responses[metadata.prompt_ids[samples.group[k]]][samples.completion[k]],
+                engine_logprobs=world.engine_logprobs[metadata.prompt_ids[samples.group[k]]][samples.completion[k]],
+                advantage=float(samples.advantage[k]),
+                scale=float(samples.scale[k]),
                 version=0,
             )
             for k in members
@@ -123,7 +123,7 @@ def gradient(
 
         with torch.no_grad():
             old, reference = score(world.old), score(world.reference)
-        weight = torch.from_numpy(rows.weight[np.array(members, dtype=int)][pack.row])
+        weight = torch.from_numpy(samples.weight[np.array(members, dtype=int)][pack.sample])
         inside = mistake == "weight inside the clip"
         losses = token_losses(
             objective_for(config.loss),
@@ -136,20 +136,20 @@ def gradient(
             tis_cap=config.loss.tis_cap,
         )
         total = total + (losses.loss * torch.from_numpy(pack.scale) / (weight if inside else 1.0)).sum()
-    if mistake == "divided by what was kept" and len(rows.group):
-        total = total * minibatch.normaliser / len(rows.group)
+    if mistake == "divided by what was kept" and len(samples.group):
+        total = total * minibatch.normaliser / len(samples.group)
     if total.requires_grad:
         total.backward()
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in world.policy.parameters()])
 
 
-def recomputed(metadata: StepMetadata, rows: Rows) -> Rows:
-    """Rows whose advantages come from what is left of their groups."""
-    result = np.zeros(len(rows.group))
-    for group in np.unique(rows.group):
-        left = rows.group == group
-        result[left] = advantages(metadata.rewards[group, rows.sample[left]][None], normalise=True)[0]
-    return replace(rows, advantage=result)
+def recomputed(metadata: StepMetadata, samples: TrainingSamples) -> TrainingSamples:
+    """TrainingSamples whose advantages come from what is left of their groups."""
+    result = np.zeros(len(samples.group))
+    for group in np.unique(samples.group):
+        left = samples.group == group
+        result[left] = advantages(metadata.rewards[group, samples.completion[left]][None], normalise=True)[0]
+    return replace(samples, advantage=result)
 
 
 def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Selection, float]]:

@@ -107,7 +107,7 @@ def test_groups_of_equal_reward_are_left_out_and_not_divided_by(updates: int):
     base = step_config(rule="none", updates_per_rollout=updates)
     pruning = replace(base.pruning, prompts=PromptPruningConfig(rule="dynamic_sampling"))
     plan = plan_step(metadata, replace(base, pruning=pruning), **SETTINGS)
-    assert sorted({int(g) for m in plan.minibatches for g in m.rows.group}) == [1, 3, 4]
+    assert sorted({int(g) for m in plan.minibatches for g in m.samples.group}) == [1, 3, 4]
     assert sum(m.normaliser for m in plan.minibatches) == 3 * 4
     assert plan.metrics["prune/discarded_groups"] == 2.0
     assert any("dynamic_sampling is biased" in note for note in plan.notes)
@@ -140,6 +140,6 @@ def test_top_k_divides_by_all_or_as_cppo_has_it_by_what_is_kept():
         completions = replace(base.pruning.completions, normaliser=normaliser)
         plan = plan_step(metadata, replace(base, pruning=replace(base.pruning, completions=completions)), **SETTINGS)
         z[normaliser] = plan.minibatches[0].normaliser
-        assert (plan.minibatches[0].rows.weight == 1.0).all()
+        assert (plan.minibatches[0].samples.weight == 1.0).all()
         assert any("top_k is biased" in note for note in plan.notes)
     assert z == {"full": 32.0, "kept": 16.0}
