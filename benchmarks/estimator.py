@@ -120,7 +120,7 @@ class Window:
         }
 
     def completions(self, pruning: PruningConfig, keep: float, metadata: StepMetadata | None = None) -> Draw:
-        """Draws of a rule for completions; ``metadata`` may tell it other surprises."""
+        """Draws of a rule for completions; ``metadata`` may tell it other score norms."""
         config, known = self.config(pruning), metadata or self.metadata
 
         def draw(rng: np.random.Generator) -> tuple[Floats, float]:
@@ -189,9 +189,9 @@ def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
     norms = stage.unit_norms
     told = {
         "neyman": None,
-        "neyman, head": replace(stage.metadata, surprise=stage.head_surprise),
-        "neyman, advantage": replace(stage.metadata, surprise=np.ones_like(norms)),
-        "neyman, true norms": replace(stage.metadata, surprise=norms),
+        "neyman, head": replace(stage.metadata, score_norms=stage.head_score_norms),
+        "neyman, advantage": replace(stage.metadata, score_norms=np.ones_like(norms)),
+        "neyman, true norms": replace(stage.metadata, score_norms=norms),
     }
     for budget in BUDGETS:
         for idle, name in ((True, "uniform"), (False, "uniform without A=0")):
@@ -260,8 +260,8 @@ def correlations(stage: Stage) -> dict[str, float]:
     live = np.ptp(stage.metadata.rewards, axis=1) > 0.0
     lengths = stage.metadata.response_lengths[live].astype(np.float64)
     proxies = {
-        "engine": stage.metadata.surprise[live],
-        "head": stage.head_surprise[live],
+        "engine": stage.metadata.score_norms[live],
+        "head": stage.head_score_norms[live],
         "√length": np.sqrt(lengths),
     }
     norms = stage.unit_norms[live].ravel()
@@ -272,7 +272,7 @@ def weighed_correlations(stage: Stage) -> dict[str, float]:
     """The same of what enters the sums of ``seq_mean``: |A|/L times each of them, and times 1 for ``advantage``."""
     live = np.ptp(stage.metadata.rewards, axis=1) > 0.0
     share = np.abs(advantages(stage.metadata.rewards, normalise=True)) / stage.metadata.response_lengths
-    proxies = {"engine": stage.metadata.surprise, "head": stage.head_surprise, "advantage": np.ones_like(share)}
+    proxies = {"engine": stage.metadata.score_norms, "head": stage.head_score_norms, "advantage": np.ones_like(share)}
     norms = (share * stage.unit_norms)[live].ravel()
     return {name: float(np.corrcoef(norms, (share * proxy)[live].ravel())[0, 1]) for name, proxy in proxies.items()}
 

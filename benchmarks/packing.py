@@ -69,7 +69,7 @@ def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
         response_lengths=responses,
         sampled_lengths=responses,
         rewards=(rng.random((groups, GROUP)) < rng.random((groups, 1))).astype(float),
-        surprise=np.sqrt(responses * rng.uniform(0.1, 0.5, responses.shape)),
+        score_norms=np.sqrt(responses * rng.uniform(0.1, 0.5, responses.shape)),
         versions=np.zeros(responses.shape, np.int64),
         owners=np.zeros(groups, np.int64),
         window=float(groups),

@@ -51,7 +51,7 @@ class Stage:
     name: str
     step: int
     metadata: StepMetadata
-    head_surprise: Floats
+    head_score_norms: Floats
     """[N, G], √Σ_t ‖e_t − p_t‖² by the policy head."""
     unit_gram: Floats
     """[n, n], inner products of the gradients of Σ_t log p_t; 0 for completions of groups of equal rewards, whose
@@ -128,8 +128,8 @@ def _measure(trainer: Trainer, name: str) -> Stage:
     products = np.zeros((metadata.rewards.size, metadata.rewards.size))
     if len(live):
         products[np.ix_(live, live)] = gram(gradients(actor, [Microbatch(packs[i]) for i in live], loss))
-    surprise = np.array(actor.score_norms(packs), np.float64).reshape(metadata.rewards.shape)
-    return Stage(name, trainer.step, metadata, surprise, products, history)
+    score_norms = np.array(actor.score_norms(packs), np.float64).reshape(metadata.rewards.shape)
+    return Stage(name, trainer.step, metadata, score_norms, products, history)
 
 
 def _roll_out(trainer: Trainer, visit: int) -> Collected:

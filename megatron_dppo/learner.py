@@ -135,7 +135,7 @@ class Learner:
             )
         return Learned(bool(norms), metrics)
 
-    def measure_surprise(self, metadata: StepMetadata, plan: StepPlan, held: Mapping[int, Group]) -> StepMetadata:
+    def measure_score_norms(self, metadata: StepMetadata, plan: StepPlan, held: Mapping[int, Group]) -> StepMetadata:
         """The metadata with the exact norms √Σ_t ‖e_t − p_t‖² of all scores, by a forward pass. Collective.
 
         Args:
@@ -149,11 +149,11 @@ class Learner:
         with self._timers("score_norms"):
             norms = self._actor.score_norms(self._packs(minibatch, held))
             mine = list(zip(minibatch.packs[self._world.dp_rank], norms, strict=True)) if norms[0] is not None else []
-            surprise = metadata.surprise.copy()
+            score_norms = metadata.score_norms.copy()
             for pack, values in itertools.chain.from_iterable(self._world.gather(mine)):
                 which = np.array(pack, np.int64)
-                surprise[minibatch.samples.group[which], minibatch.samples.completion[which]] = values
-        return replace(metadata, surprise=surprise)
+                score_norms[minibatch.samples.group[which], minibatch.samples.completion[which]] = values
+        return replace(metadata, score_norms=score_norms)
 
     def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:
         return [

@@ -65,7 +65,7 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         response_lengths=lengths,
         sampled_lengths=np.array([[c.sampled.sum() for c in g.completions] for g in groups]),
         rewards=np.array([g.rewards for g in groups]),
-        surprise=rng.uniform(0.5, 2.0, lengths.shape),
+        score_norms=rng.uniform(0.5, 2.0, lengths.shape),
         versions=np.zeros(lengths.shape, np.int64),
         owners=np.arange(QUERIES) % ranks,
         window=float(QUERIES + 3),

@@ -352,14 +352,14 @@ def test_second_stage_scores_that_forget_the_first_stage_cost_variance(windows):
     advantage = np.abs(advantages(window.metadata.rewards, normalise=True))
     squares = np.diag(window.gram).reshape(advantage.shape)
     norms = np.divide(np.sqrt(squares), advantage, out=np.zeros_like(advantage), where=advantage > 0.0)
-    known = replace(window, metadata=replace(window.metadata, surprise=norms))
+    known = replace(window, metadata=replace(window.metadata, score_norms=norms))
     config = settings(window, "neyman", "neyman", keep=0.4)
     few = replace(config.pruning.prompts, keep=0.5)
     config = replace(config, pruning=replace(config.pruning, prompts=few, max_weight=100.0))
     right = wrong = 0.0
     for selection, chosen in selections(known, config):
         part = selected(known.metadata, selection)
-        forgetful = replace(part, surprise=part.surprise * part.prompt_inclusion[:, None])
+        forgetful = replace(part, score_norms=part.score_norms * part.prompt_inclusion[:, None])
         terms = squares[selection.prompt_ids] / (part.response_lengths * part.prompt_inclusion[:, None]) ** 2
         for told in (part, forgetful):
             inclusion = prune(told, config, FixedOffset(0.5)).inclusion

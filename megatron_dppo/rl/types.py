@@ -129,7 +129,7 @@ class StepMetadata:
     """[Q, G], those of them that the policy sampled: L of the loss."""
     rewards: Floats
     """[Q, G]"""
-    surprise: Floats
+    score_norms: Floats
     """[Q, G], √Σ_t (1 − p_t)² of the engine's probabilities p_t; ones where an engine reports none."""
     versions: Ints
     """[Q, G], the oldest weights that made any of a completion's tokens."""

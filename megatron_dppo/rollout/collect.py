@@ -305,13 +305,13 @@ def _metadata(groups: Sequence[Group], inclusion: np.ndarray, samples: int, owne
         response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups], np.int64).reshape(shape),
         sampled_lengths=np.array([[c.sampled.sum() for c in g.completions] for g in groups], np.int64).reshape(shape),
         rewards=np.array([g.rewards for g in groups], np.float64).reshape(shape),
-        surprise=np.array([[_surprise(c) for c in g.completions] for g in groups], np.float64).reshape(shape),
+        score_norms=np.array([[_score_norm(c) for c in g.completions] for g in groups], np.float64).reshape(shape),
         versions=np.array([[c.oldest_version for c in g.completions] for g in groups], np.int64).reshape(shape),
         owners=np.full(len(groups), owner, np.int64),
         window=0.0,
     )
 
 
-def _surprise(completion: Completion) -> float:
+def _score_norm(completion: Completion) -> float:
     """√Σ_t (1 − p_t)², a proxy for the norm of the completion's score that costs nothing."""
     return float(np.linalg.norm(-np.expm1(completion.logprobs[completion.sampled].astype(np.float64))))

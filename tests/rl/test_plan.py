@@ -198,7 +198,7 @@ def test_metrics_of_a_step_written_out():
         rewards=np.array([[1.0, 0, 0, 0], [1, 1, 1, 1]]),
         response_lengths=np.full((2, 4), 10),
         prompt_lengths=np.array([10, 30]),
-        surprise=np.ones((2, 4)),
+        score_norms=np.ones((2, 4)),
         window=3.0,
     )
     metrics = plan(metadata, step_config(rule="none"), replicas=1).metrics
@@ -226,7 +226,7 @@ def test_metrics_of_a_step_written_out():
 def test_variance_inflation_is_that_of_independent_draws():
     """One mixed group of |A| √3, 1/√3 ×3 under the paper's rule at 1 − r = 0.5: (3 + 2 · 3 · 1/3) / (3 + 3 · 1/3)."""
     metadata = step_metadata(
-        1, 4, rewards=np.array([[1.0, 0, 0, 0]]), response_lengths=np.full((1, 4), 10), surprise=np.ones((1, 4))
+        1, 4, rewards=np.array([[1.0, 0, 0, 0]]), response_lengths=np.full((1, 4), 10), score_norms=np.ones((1, 4))
     )
     result = plan(metadata, step_config(rule="threshold", keep=0.5))
     assert result.metrics["prune/variance_inflation"] == pytest.approx(5 / 4)
@@ -240,7 +240,7 @@ def test_variance_inflation_runs_over_the_window_and_not_over_what_was_rolled_ou
         prompt_inclusion=np.array([0.5, 1.0]),
         rewards=np.array([[1.0, 0, 0, 0]] * 2),
         response_lengths=np.full((2, 4), 10),
-        surprise=np.ones((2, 4)),
+        score_norms=np.ones((2, 4)),
     )
     result = plan(metadata, step_config(rule="none"))
     assert result.metrics["prune/variance_inflation"] == pytest.approx(5 / 3)
@@ -288,7 +288,7 @@ def test_every_minibatch_has_a_draw_of_its_own(rule: str):
         rewards=np.tile([1.0, 1, 1, 0, 0, 0, 0, 0], (12, 1)),
         prompt_lengths=np.full(12, 10),
         response_lengths=np.tile(np.arange(20, 100, 10), (12, 1)),
-        surprise=np.ones((12, 8)),
+        score_norms=np.ones((12, 8)),
     )
     config = step_config(rule=rule, keep=0.37, updates_per_rollout=2)
 

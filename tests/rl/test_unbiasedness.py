@@ -68,7 +68,7 @@ class World:
             response_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
             sampled_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
             rewards=self.rewards[ids],
-            surprise=np.array([[np.sqrt(((1 - np.exp(lp)) ** 2).sum()) for lp in group] for group in logprobs]),
+            score_norms=np.array([[np.sqrt(((1 - np.exp(lp)) ** 2).sum()) for lp in group] for group in logprobs]),
             versions=np.zeros((len(ids), SAMPLES), dtype=np.int64),
             owners=np.zeros(len(ids), dtype=np.int64),
             window=float(selection.window),

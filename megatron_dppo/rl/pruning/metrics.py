@@ -130,7 +130,7 @@ def gradient_noise(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Noise:
 
 def _squares(part: StepMetadata, pruned: Pruned) -> Floats:
     """[Q, G], h²/π_prompt: a completion's part in an estimate of Σ h² over the window."""
-    h = np.abs(pruned.advantage) * pruned.coefficient * part.surprise
+    h = np.abs(pruned.advantage) * pruned.coefficient * part.score_norms
     squares: Floats = h**2 / part.prompt_inclusion[:, None]
     return squares
 
@@ -197,7 +197,7 @@ def _table(x: Floats, y: Floats, inclusion: Floats, kept: Bools) -> tuple[Cell, 
 
 def _score(part: StepMetadata, pruned: Pruned) -> Floats:
     """[Q, G]"""
-    score: Floats = np.abs(pruned.advantage) * pruned.coefficient * part.surprise / part.prompt_inclusion[:, None]
+    score: Floats = np.abs(pruned.advantage) * pruned.coefficient * part.score_norms / part.prompt_inclusion[:, None]
     return score
 
 

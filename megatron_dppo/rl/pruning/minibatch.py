@@ -93,12 +93,12 @@ def completion_candidates(part: StepMetadata, config: Config, objective: Objecti
     """What rules may know of a minibatch's completions."""
     advantage = advantages(part.rewards, normalise=objective.normalise)
     prompt_inclusion = part.prompt_inclusion[:, None]
-    surprise = 1.0 if config.pruning.completions.score == "advantage" else part.surprise
+    score_norms = 1.0 if config.pruning.completions.score == "advantage" else part.score_norms
     return CompletionCandidates(
         advantage=advantage,
         score=np.abs(advantage)
         * coefficient(objective.aggregation, part.sampled_lengths)
-        * surprise
+        * score_norms
         / prompt_inclusion,
         cost=(part.prompt_lengths[:, None] + part.response_lengths).astype(np.float64),
         floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),

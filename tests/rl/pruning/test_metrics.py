@@ -54,7 +54,7 @@ def _rolled_out(metadata: StepMetadata, pruned: Pruned, groups: np.ndarray) -> t
 def test_noise_is_estimated_without_bias_and_is_the_variance_of_independent_draws() -> None:
     """Terms of norm h in directions of their own: the variance is integrated over all draws of both levels, 2^12."""
     metadata, pruned = _window()
-    h = np.abs(pruned.advantage) * pruned.coefficient * metadata.surprise
+    h = np.abs(pruned.advantage) * pruned.coefficient * metadata.score_norms
     variance = 0.0
     estimates = np.zeros(3)
     for chance, prompts in _draws(metadata.prompt_inclusion):
@@ -196,13 +196,13 @@ def test_the_papers_rule_shows_as_what_it_is_the_majority_of_each_group_at_half(
 
 
 def test_a_score_is_placed_by_octaves_of_the_median_and_a_length_by_its_own() -> None:
-    """One group of |A| = 1, 1/L = 1/16: surprises of 1, 2, 4 and 8 about their median, 3."""
+    """One group of |A| = 1, 1/L = 1/16: score norms of 1, 2, 4 and 8 about their median, 3."""
     metadata = step_metadata(
         1,
         4,
         rewards=np.array([[1.0, 0, 1, 0]]),
         response_lengths=np.full((1, 4), 16),
-        surprise=np.array([[1.0, 2, 4, 8]]),
+        score_norms=np.array([[1.0, 2, 4, 8]]),
     )
     counted = census([_draw(metadata, rule="none")])
     assert [cell[:3] for cell in counted.by_cause] == [(4.0, -1.5, 1), (4.0, -0.5, 1), (4.0, 0.5, 1), (4.0, 1.5, 1)]
