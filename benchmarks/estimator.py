@@ -130,9 +130,9 @@ class Window:
 
         return draw
 
-    def uniform(self, share: float, *, idle: bool) -> Draw:
+    def uniform(self, share: float, *, all_of_them: bool) -> Draw:
         """Independent draws with equal probabilities, of all completions or of those with an advantage."""
-        candidates = np.ones_like(self.cost) if idle else (self.advantage != 0.0).astype(np.float64)
+        candidates = np.ones_like(self.cost) if all_of_them else (self.advantage != 0.0).astype(np.float64)
         inclusion = np.minimum(share * self.cost.sum() / (candidates * self.cost).sum(), 1.0) * candidates
 
         def draw(rng: np.random.Generator) -> tuple[Floats, float]:
@@ -194,8 +194,8 @@ def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
         "neyman, true norms": replace(stage.metadata, score_norms=norms),
     }
     for budget in BUDGETS:
-        for idle, name in ((True, "uniform"), (False, "uniform without A=0")):
-            yield row("completions", name, math.inf, budget, window.uniform(budget, idle=idle))
+        for all_of_them, name in ((True, "uniform"), (False, "uniform without A=0")):
+            yield row("completions", name, math.inf, budget, window.uniform(budget, all_of_them=all_of_them))
         for weight in (5.0, 20.0):
             for name, metadata in told.items():
                 pruning = PruningConfig(*_rules("none", "neyman"), max_weight=weight)

@@ -185,7 +185,7 @@ class Census:
     """Completions trained on, and their tokens, the prompt's counted with each."""
     pruned: tuple[int, int]
     """Those that were not, although they have a gradient."""
-    idle: tuple[int, int]
+    zero_advantage: tuple[int, int]
     """Those that were not, and have none: A = 0 and no KL term, or a group that a rule threw away."""
     binary: bool
     """Whether no group has more than two different rewards, so that its answers are right or wrong."""
@@ -199,8 +199,9 @@ class Census:
     over the step's median (whatever ``pruning.completions.score`` is), to 1/PER_OCTAVE_OF_SCORE."""
 
     def as_row(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self)
+        """A line of ``pruning.jsonl``, which has kept an older name of ``zero_advantage``."""
+        line = asdict(self)
+        return line | {"idle": line.pop("zero_advantage")}
 
 
 @dataclass(frozen=True, slots=True)

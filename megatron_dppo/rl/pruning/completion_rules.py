@@ -28,7 +28,7 @@ class CompletionCandidates:
     """Tokens of the row that a pack needs for it, prompt and response."""
     floor: Floats
     """Least inclusion probability, so that the weight 1/(π_prompt·π_completion) stays bounded."""
-    idle: Bools
+    zero_advantage: Bools
     """Whose gradient is exactly 0: they are dropped under every rule, and nothing is weighted up for them."""
 
 
@@ -57,7 +57,7 @@ def threshold(candidates: CompletionCandidates, keep: float) -> Floats:
 
 def neyman(candidates: CompletionCandidates, keep: float) -> Floats:
     """The least variance at a budget of tokens: min(1, c·score/√cost), spending ``keep`` of all that was rolled out."""
-    live = ~candidates.idle
+    live = ~candidates.zero_advantage
     probabilities = np.zeros_like(candidates.score)
     probabilities[live] = capped_proportional(
         candidates.score[live], candidates.cost[live], keep * candidates.cost.sum(), candidates.floor[live]
@@ -114,7 +114,7 @@ COMPLETION_RULES: Mapping[str, Rule[CompletionCandidates]] = {
 
 
 def completion_inclusion(rule: str, candidates: CompletionCandidates, keep: float) -> Floats:
-    """Inclusion probabilities [Q, G] under ``pruning.completions.rule``: 0 for idle rows, else at least the floor.
+    """Inclusion probabilities [Q, G] under ``pruning.completions.rule``: 0 for zero advantage, else at least the floor.
 
     A biased rule has its 0 and 1 as they are: a floor would make another rule of it.
     """
@@ -122,7 +122,7 @@ def completion_inclusion(rule: str, candidates: CompletionCandidates, keep: floa
     probabilities = chosen.inclusion(candidates, keep)
     if not chosen.biased:
         probabilities = np.maximum(probabilities, candidates.floor)
-    return np.where(candidates.idle, 0.0, probabilities)
+    return np.where(candidates.zero_advantage, 0.0, probabilities)
 
 
 def completion_weight(rule: str, candidates: CompletionCandidates, inclusion: Floats, keep: float) -> Floats:

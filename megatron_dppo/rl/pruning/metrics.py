@@ -48,7 +48,7 @@ def prune_metrics(
     """
     prompts = sum(len(part.prompt_ids) for part, _ in parts)
     kept = np.concatenate([pruned.kept.ravel() for _, pruned in parts])
-    idle = np.concatenate([pruned.idle.ravel() for _, pruned in parts])
+    zero_advantage = np.concatenate([pruned.zero_advantage.ravel() for _, pruned in parts])
     advantage = np.concatenate([pruned.advantage.ravel() for _, pruned in parts])
     tokens = np.concatenate([(part.prompt_lengths[:, None] + part.response_lengths).ravel() for part, _ in parts])
     weight = np.concatenate([pruned.weight.ravel() for _, pruned in parts])[kept]
@@ -64,8 +64,8 @@ def prune_metrics(
         "prune/saved_tokens_prompts": _at_the_mean(window - prompts, prompts, tokens)
         if biased_prompts
         else sum(_tokens_not_rolled_out(part) for part, _ in parts),
-        "prune/saved_tokens_completions": float(tokens[~kept & ~idle].sum()),
-        "prune/zero_advantage_tokens": float(tokens[~kept & idle].sum()),
+        "prune/saved_tokens_completions": float(tokens[~kept & ~zero_advantage].sum()),
+        "prune/zero_advantage_tokens": float(tokens[~kept & zero_advantage].sum()),
     }
     if not biased_prompts and all(_weighted_by_inclusion(part, pruned) for part, pruned in parts):
         noise = gradient_noise(parts)
@@ -80,7 +80,7 @@ def prune_metrics(
 def thrown_away(part: StepMetadata) -> Pruned:
     """Groups that a rule discarded after their rollouts, as statistics see them: nothing of them is trained on."""
     zeros, nothing = np.zeros(part.rewards.shape), np.zeros(part.rewards.shape, dtype=np.bool_)
-    return Pruned(zeros, zeros, zeros, zeros, kept=nothing, idle=~nothing, normaliser=0.0)
+    return Pruned(zeros, zeros, zeros, zeros, kept=nothing, zero_advantage=~nothing, normaliser=0.0)
 
 
 def variance_inflation(parts: Sequence[tuple[StepMetadata, Pruned]]) -> float:
@@ -160,7 +160,7 @@ def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
     advantage = np.concatenate([pruned.advantage for _, pruned in parts])
     inclusion = np.concatenate([pruned.inclusion for _, pruned in parts])
     kept = np.concatenate([pruned.kept for _, pruned in parts])
-    idle = np.concatenate([pruned.idle for _, pruned in parts])
+    zero_advantage = np.concatenate([pruned.zero_advantage for _, pruned in parts])
     teaches = advantage != 0.0
 
     def total(which: Bools) -> tuple[int, int]:
@@ -174,8 +174,8 @@ def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
     octaves = np.clip(_log2(score / (typical or 1.0)), -WIDEST_SCORE, WIDEST_SCORE)
     return Census(
         kept=total(kept),
-        pruned=total(~kept & ~idle),
-        idle=total(~kept & idle),
+        pruned=total(~kept & ~zero_advantage),
+        zero_advantage=total(~kept & zero_advantage),
         binary=_two_valued(rewards),
         by_group=table(_rounded(_share_better(side), min(side.shape[1], SHARES)), side),
         by_reward=table(_rounded(_deviations(rewards), PER_DEVIATION), side),

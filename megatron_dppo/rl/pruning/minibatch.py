@@ -32,7 +32,7 @@ class Pruned:
     """1/(π_prompt·π), the Horvitz-Thompson weight that it has if it is kept; 0 where its gradient is exactly 0. A
     biased rule has weights of its own in place of its factor."""
     kept: Bools
-    idle: Bools
+    zero_advantage: Bools
     """Whose gradient is exactly 0: not trained on, whatever the rule, and so no saving of the rule's."""
     normaliser: float
     """Z"""
@@ -84,7 +84,7 @@ def prune_minibatch(
         inclusion=inclusion,
         weight=completion_weight(pruning.rule, candidates, inclusion, keep) / part.prompt_inclusion[:, None],
         kept=kept,
-        idle=candidates.idle,
+        zero_advantage=candidates.zero_advantage,
         normaliser=z,
     )
 
@@ -102,5 +102,5 @@ def completion_candidates(part: StepMetadata, config: Config, objective: Objecti
         / prompt_inclusion,
         cost=(part.prompt_lengths[:, None] + part.response_lengths).astype(np.float64),
         floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
-        idle=(advantage == 0.0) & (config.loss.kl_coef == 0.0),
+        zero_advantage=(advantage == 0.0) & (config.loss.kl_coef == 0.0),
     )

@@ -46,7 +46,7 @@ def _draws(chances: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
 def _rolled_out(metadata: StepMetadata, pruned: Pruned, groups: np.ndarray) -> tuple[StepMetadata, Pruned]:
     part = Pruned(
         pruned.advantage[groups], pruned.coefficient[groups], pruned.inclusion[groups], pruned.weight[groups],
-        pruned.kept[groups], pruned.idle[groups], pruned.normaliser,
+        pruned.kept[groups], pruned.zero_advantage[groups], pruned.normaliser,
     )  # fmt: skip
     return take_groups(metadata, groups), part
 
@@ -94,9 +94,9 @@ def test_tokens_rolled_out_are_trained_on_or_saved_or_of_zero_advantage() -> Non
     metrics = prune_metrics(32.0, parts)
     rows = [(part.prompt_lengths[:, None] + part.response_lengths, pruned.kept) for part, pruned in parts]
     kept, total = sum(int(t[k].sum()) for t, k in rows), sum(int(t.sum()) for t, _ in rows)
-    idle = sum(int(t[pruned.advantage == 0.0].sum()) for (t, _), (_, pruned) in zip(rows, parts, strict=True))
-    assert metrics["prune/zero_advantage_tokens"] == idle > 0
-    assert kept + metrics["prune/saved_tokens_completions"] + idle == total
+    zero_advantage = sum(int(t[pruned.advantage == 0.0].sum()) for (t, _), (_, pruned) in zip(rows, parts, strict=True))
+    assert metrics["prune/zero_advantage_tokens"] == zero_advantage > 0
+    assert kept + metrics["prune/saved_tokens_completions"] + zero_advantage == total
     assert metrics["prune/kept_token_fraction"] == kept / total
 
 
@@ -169,11 +169,11 @@ def test_every_completion_is_counted_once_in_every_table() -> None:
     part, pruned = _draw(step_metadata(48))
     counted = census([(part, pruned)])
     teaches = pruned.advantage != 0.0
-    assert counted.kept[0] + counted.pruned[0] + counted.idle[0] == teaches.size
-    assert counted.idle[0] == (~teaches).sum() > 0
+    assert counted.kept[0] + counted.pruned[0] + counted.zero_advantage[0] == teaches.size
+    assert counted.zero_advantage[0] == (~teaches).sum() > 0
     assert counted.pruned[0] > 0
     rows = part.prompt_lengths[:, None] + part.response_lengths
-    assert counted.kept[1] + counted.pruned[1] + counted.idle[1] == rows.sum()
+    assert counted.kept[1] + counted.pruned[1] + counted.zero_advantage[1] == rows.sum()
     for table in (counted.by_group, counted.by_reward, counted.by_cause):
         completions, chance, kept = _sums(table)
         assert (completions, kept) == (teaches.sum(), counted.kept[0])
@@ -213,7 +213,7 @@ def test_rewards_of_any_kind_have_deviations_from_their_groups_mean() -> None:
     counted = census([_draw(step_metadata(1, 4, rewards=np.array([[1.0, 2.0, 3.0, 6.0]])), rule="none")])
     assert not counted.binary
     assert [cell[:3] for cell in counted.by_reward] == [(-1.0, -1.0, 1), (-0.5, -1.0, 1), (1.5, 1.0, 1)]
-    assert counted.idle[0] == 1
+    assert counted.zero_advantage[0] == 1
     assert {cell[0] for cell in counted.by_group} == {0.25}  # one of four is better than the mean
 
 
