@@ -63,7 +63,7 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         prompt_inclusion=np.array([1.0, 0.5, 0.25, 0.2, 0.7, 1.0]),
         prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups]),
         response_lengths=lengths,
-        sampled_lengths=np.array([[c.sampled.sum() for c in g.completions] for g in groups]),
+        sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups]),
         rewards=np.array([g.rewards for g in groups]),
         score_norms=rng.uniform(0.5, 2.0, lengths.shape),
         versions=np.zeros(lengths.shape, np.int64),

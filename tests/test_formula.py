@@ -74,7 +74,7 @@ def objective(
             difference = reference - logprobs
             term = term - 0.1 * (difference.exp() - difference - 1)
         c = 1 / lengths[row, sample] if name == "grpo" else 1.0
-        sampled = torch.from_numpy(groups[row].completions[sample].sampled)
+        sampled = torch.from_numpy(groups[row].completions[sample].loss_mask)
         total = total - weight * c / z * term[sampled].sum()
     return total
 

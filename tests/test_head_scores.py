@@ -39,7 +39,7 @@ def expected(path: Path) -> np.ndarray:
             start = len(group.prompt.token_ids)
             logits = model(tokens[None]).logits[0, start - 1 : -1] / TEMPERATURE
             residue = torch.nn.functional.one_hot(tokens[start:], logits.shape[1]) - logits.softmax(dim=-1)
-            score_norms[q, i] = residue[torch.from_numpy(completion.sampled)].norm()
+            score_norms[q, i] = residue[torch.from_numpy(completion.loss_mask)].norm()
     return score_norms
 
 

@@ -102,7 +102,7 @@ def test_engine_that_disagrees_stops_every_rank_and_leaves_evidence(
     _, groups = step_of_groups(2)
     kept = [(each["prompt_ids"], each["response_ids"], each["engine_logprobs"]) for each in evidence["completions"]]
     made = [
-        (groups[FRESH].prompt.token_ids.tolist(), c.token_ids[c.sampled].tolist(), c.logprobs[c.sampled].tolist())
+        (groups[FRESH].prompt.token_ids.tolist(), c.token_ids[c.loss_mask].tolist(), c.logprobs[c.loss_mask].tolist())
         for c in groups[FRESH].completions
     ]
     assert kept and all(each in made for each in kept), "those of the weights that the step starts from, and no others"

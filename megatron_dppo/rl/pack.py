@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.types import NOT_SAMPLED, Pack
+from megatron_dppo.rl.types import NOT_SAMPLED, Bools, Pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,11 @@ class TrainingSample:
     scale: float
     version: int
     """The oldest weights that made any of the response."""
+
+    @property
+    def loss_mask(self) -> Bools:
+        """[L], True for the tokens that are trained on."""
+        return self.engine_logprobs != NOT_SAMPLED
 
 
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:
@@ -57,7 +62,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     for sample, start in zip(samples, starts.tolist(), strict=False):
         tokens = np.concatenate([sample.prompt_ids, sample.response_ids])
         token_ids[start : start + len(tokens)] = tokens
-    sampled = [np.flatnonzero(sample.engine_logprobs != NOT_SAMPLED) for sample in samples]
+    sampled = [np.flatnonzero(sample.loss_mask) for sample in samples]
     owner = np.repeat(np.arange(len(samples)), [len(steps) for steps in sampled])
     predictors = starts[owner] + prompts[owner] - 1 + np.concatenate([np.empty(0, np.int64), *sampled])
     return Pack(

@@ -69,8 +69,8 @@ class Completion:
     finish_reason: Literal["stop", "length"]
 
     @property
-    def sampled(self) -> Bools:
-        """Which tokens the policy sampled: those that are trained on."""
+    def loss_mask(self) -> Bools:
+        """[L], True for the tokens that the policy sampled: those that are trained on."""
         return self.logprobs != NOT_SAMPLED
 
     @property

@@ -227,7 +227,7 @@ class Collector:
         part = _Part(
             metadata=_metadata(groups, np.array(inclusion), samples, self._world.rank),
             raw_reward=float(raw),
-            surprisal=-float(sum(c.logprobs[c.sampled].sum(dtype=np.float64) for g in groups for c in g.completions)),
+            surprisal=-float(sum(c.logprobs[c.loss_mask].sum(dtype=np.float64) for g in groups for c in g.completions)),
             correct=correct,
             truncated=truncated,
             failed_weight=float(sum(1.0 / pi for pi in failed)),
@@ -303,7 +303,7 @@ def _metadata(groups: Sequence[Group], inclusion: np.ndarray, samples: int, owne
         prompt_inclusion=inclusion.astype(np.float64),
         prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups], np.int64),
         response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups], np.int64).reshape(shape),
-        sampled_lengths=np.array([[c.sampled.sum() for c in g.completions] for g in groups], np.int64).reshape(shape),
+        sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups], np.int64).reshape(shape),
         rewards=np.array([g.rewards for g in groups], np.float64).reshape(shape),
         score_norms=np.array([[_score_norm(c) for c in g.completions] for g in groups], np.float64).reshape(shape),
         versions=np.array([[c.oldest_version for c in g.completions] for g in groups], np.int64).reshape(shape),
@@ -314,4 +314,4 @@ def _metadata(groups: Sequence[Group], inclusion: np.ndarray, samples: int, owne
 
 def _score_norm(completion: Completion) -> float:
     """√Σ_t (1 − p_t)², a proxy for the norm of the completion's score that costs nothing."""
-    return float(np.linalg.norm(-np.expm1(completion.logprobs[completion.sampled].astype(np.float64))))
+    return float(np.linalg.norm(-np.expm1(completion.logprobs[completion.loss_mask].astype(np.float64))))
