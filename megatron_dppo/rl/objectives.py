@@ -1,4 +1,10 @@
-"""The losses that pruning is a guest of, as a table: one row per member of the GRPO family."""
+"""The losses of the GRPO family: a table of objectives, their advantages, and how token losses become one number.
+
+    J = (1/Z) Σ_q Σ_i c_qi Σ_t ℓ_qit
+
+c is the coefficient of a completion and Z the normaliser of a minibatch. Z is that of the full, unpruned minibatch, and
+depends on no draw of completions. Divided by what was kept instead, the weighted sum would be a ratio, which is biased.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +22,23 @@ Aggregation = Literal["seq_mean", "token_mean", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What tells one policy-gradient loss of the family from another."""
+    """What tells one loss of the family from another.
+
+        Objective("dapo", aggregation="token_mean", clip_high=0.28)
+
+    is a mean over tokens, whose ratios are clipped to [0.8, 1.28].
+    """
 
     name: str
     aggregation: Aggregation
     normalise: bool = True
     """Whether advantages are divided by the group's standard deviation."""
     ratio: Literal["token", "sequence"] = "token"
-    """Of each token's probabilities, or one for the sequence: the geometric mean of its tokens' ratios."""
+    """The ratio of each token's probabilities, or one for the sequence: the geometric mean of its tokens' ratios."""
     clip_low: float = 0.2
-    """The ratio is clipped at 1 − clip_low …"""
+    """The ratio is clipped below 1 − clip_low."""
     clip_high: float = 0.2
-    """… and at 1 + clip_high."""
+    """The ratio is clipped above 1 + clip_high."""
     overlong_share: float = 0.0
     """Share of the response limit over which long responses are penalised, softly."""
 
@@ -48,24 +59,24 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def objective_for(loss: LossConfig) -> Objective:
-    """The objective of a run, with the run's own clips where it sets them."""
-    objective = OBJECTIVES[loss.name]
+    """The objective of a run, with the clips that the run sets."""
+    usual = OBJECTIVES[loss.name]
     return replace(
-        objective,
-        clip_low=objective.clip_low if loss.clip_low is None else loss.clip_low,
-        clip_high=objective.clip_high if loss.clip_high is None else loss.clip_high,
+        usual,
+        clip_low=usual.clip_low if loss.clip_low is None else loss.clip_low,
+        clip_high=usual.clip_high if loss.clip_high is None else loss.clip_high,
     )
 
 
 def advantages(rewards: Floats, *, normalise: bool) -> Floats:
-    """How much better each completion was than its group: r − mean, over the group's standard deviation if wanted.
+    """How much better each completion was than its group: r − mean, or (r − mean)/std of the group.
 
     DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO (arXiv:2503.20783). Whether a group is
-    mixed is asked of the rewards themselves: the mean of equal numbers need not equal them in floating point, and a
-    deviation of rounding errors divided by its own standard deviation is of size one.
+    mixed is decided on the rewards themselves: the mean of equal numbers need not equal them in floating point, and
+    rounding errors divided by their own standard deviation would be of size one.
 
     Args:
-        rewards: [Q, G], one row per group.
+        rewards: [Q, G].
         normalise: divide by the population standard deviation of the group.
 
     Returns:
@@ -80,12 +91,12 @@ def advantages(rewards: Floats, *, normalise: bool) -> Floats:
 
 
 def soft_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> Floats:
-    """DAPO's soft punishment of overlong responses (arXiv:2503.14476, equation 13), to be added to the reward.
+    """DAPO's soft penalty of overlong responses (arXiv:2503.14476, equation 13), to be added to the reward.
 
     Args:
         lengths: response lengths in tokens, of any shape.
         limit: longest response allowed, in tokens.
-        buffer: over the last so many tokens below the limit the penalty falls linearly from 0 to −1; 0: no penalty.
+        buffer: the penalty falls linearly from 0 to −1 over this many tokens below the limit; 0: no penalty.
 
     Returns:
         Values in [−1, 0], of the shape of ``lengths``.
@@ -103,7 +114,7 @@ def coefficient(aggregation: Aggregation, sampled_lengths: Ints) -> Floats:
 
 
 def kept_share(aggregation: Aggregation, *, sampled_lengths: Ints, prompt_inclusion: Floats, kept: Bools) -> float:
-    """The share of Z that belongs to kept completions [Q, G]: what dividing by them alone divides by instead."""
+    """The share of Z that belongs to the kept completions [Q, G]: Z times it is what CPPO divides by."""
     size = sampled_lengths if aggregation == "token_mean" else np.ones_like(sampled_lengths)
     parts = size / prompt_inclusion[:, None]
     return float(parts[kept].sum() / parts.sum()) if kept.any() else 1.0
@@ -119,15 +130,15 @@ def normaliser(
 ) -> float:
     """Z of a minibatch, before any completion is pruned.
 
-    Where prompts were pruned, the tokens that ``token_mean`` divides by are known for the rolled-out prompts only. They
-    are then estimated, each prompt's counted with 1/π: the objective becomes a ratio of two unbiased estimates, whose
-    bias vanishes as 1/(number of prompts).
+    If prompts were pruned, the tokens that ``token_mean`` divides by are known of the rolled-out prompts only. Their
+    sum is then estimated with each prompt's tokens times 1/π. The objective becomes a ratio of two unbiased estimates,
+    whose bias vanishes as 1/(number of prompts).
 
     Args:
-        aggregation: of the objective.
+        aggregation: the objective's.
         sampled_lengths: [Q, G] of the rolled-out groups, tokens that the policy sampled.
         prompt_inclusion: [Q], their inclusion probabilities.
-        prompts: how many candidate prompts the minibatch stands for, those pruned included.
+        prompts: number of candidate prompts that the minibatch stands for, the pruned ones included.
         max_response_tokens: L_max, the longest response allowed.
     """
     match aggregation:

@@ -1,4 +1,4 @@
-"""From the samples of a pack to its arrays: one microbatch in THD form."""
+"""From training samples to a pack: the arrays of one microbatch in THD form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from megatron_dppo.rl.types import NOT_SAMPLED, Bools, Pack
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """A kept completion with its tokens, on the rank that trains on it."""
+    """A kept completion with its tokens, on the rank that trains on it.
+
+        TrainingSample(prompt_ids=[12, 4], response_ids=[6, 6, 2], engine_logprobs=[-0.7, -0.3, -0.1], ...)
+
+    is a response of three tokens to a prompt of two. The lists stand for arrays.
+    """
 
     prompt_ids: NDArray[np.int32]
     """[P], at least one."""
@@ -35,15 +40,8 @@ class TrainingSample:
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:
     """Lay samples back to back, each padded to a multiple of ``align``; what is left is one last segment of padding.
 
-    The token at position P − 1 + t of a segment predicts response token t, so that scoring needs no shifted labels; a
-    token that the policy did not sample is read, and has no predictor. For P = 2, L = 2 and a capacity of 6, one sample
-    gives
-
-        tokens     p p r r . .
-        positions  0 1 2 3 0 1      cu_seqlens 0 4 6, predictors 1 2
-
-    A pack without samples is all padding. ``max_seqlen`` equals the capacity only where the pack is a single segment,
-    the one case in which rotary positions that do not reset are right.
+    The token at position P − 1 + t of a segment predicts response token t, so that scoring needs no shifted labels. A
+    token that the policy did not sample is read, and has no predictor. A pack without samples is all padding.
 
     Raises:
         ValueError: the samples need more than ``capacity`` tokens.

@@ -1,6 +1,6 @@
-"""Which completions are trained on, chosen after rewards and before the backward pass.
+"""The rules by which completions are kept, after their rewards are known and before the backward pass.
 
-A new rule is a function from candidates and a share to keep to inclusion probabilities, and a row of
+A new rule is a function from candidates and a share to keep to inclusion probabilities, and an entry of
 ``COMPLETION_RULES``.
 """
 
@@ -12,24 +12,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dppo.rl.pruning.sampling import DRAWS, Rule, all_alike, below_mean, capped_proportional, draw_bernoulli
+from megatron_dppo.rl.pruning.sampling import DRAWS, ROUNDING, Rule, below_mean, capped_proportional, draw_bernoulli
 from megatron_dppo.rl.types import Bools, Floats
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionCandidates:
-    """The completions of one minibatch, whole groups. All [Q, G]."""
+    """What a rule may know of the completions of one minibatch, whole groups: nothing that depends on the draw. [Q, G].
+
+    A group of one right and three wrong answers has ``advantage`` [[1.73, −0.58, −0.58, −0.58]]. With 100 tokens each
+    ``cost`` is [[100, 100, 100, 100]]. At ``pruning.max_weight`` 5 ``floor`` is [[0.2, 0.2, 0.2, 0.2]].
+    """
 
     advantage: Floats
     score: Floats
     """A proxy of the norm of the term that enters the sum, |A|·c·√Σ_t(1−p_t)²/π_prompt (``pruning.completions.score``
-    chooses another). It carries the first draw's 1/π: without that, too little would be kept of what is heavy."""
+    chooses another). It has the first draw's 1/π, since the completions of seldom kept prompts weigh more."""
     cost: Floats
-    """Tokens of the row that a pack needs for it, prompt and response."""
+    """Tokens that it takes up in a pack, prompt and response."""
     floor: Floats
-    """Least inclusion probability, so that the weight 1/(π_prompt·π_completion) stays bounded."""
+    """Least inclusion probability. It bounds the weight 1/(π_prompt·π_completion)."""
     zero_advantage: Bools
-    """Whose gradient is exactly 0: they are dropped under every rule, and nothing is weighted up for them."""
+    """A = 0 and no KL term: the gradient is exactly 0. Every rule drops these, and weighs nothing up for them."""
 
 
 def keep_all(candidates: CompletionCandidates, keep: float) -> Floats:
@@ -38,25 +42,26 @@ def keep_all(candidates: CompletionCandidates, keep: float) -> Floats:
 
 
 def prunable(advantage: Floats) -> Bools:
-    """[Q, G], where |A| is strictly below its group's mean |A|; all of a group whose |A| are all equal.
+    """[Q, G], True if |A| is strictly below its group's mean |A|, and for all of a group whose |A| are all equal.
 
     For rewards of 0 and 1 that is the majority outcome of each group.
     """
     magnitude = np.abs(advantage)
-    low: Bools = below_mean(magnitude, magnitude.mean(axis=1, keepdims=True)) | all_alike(magnitude)
+    alike = np.ptp(magnitude, axis=1, keepdims=True) <= ROUNDING * magnitude.max(axis=1, keepdims=True)
+    low: Bools = below_mean(magnitude, magnitude.mean(axis=1, keepdims=True)) | alike
     return low
 
 
 def threshold(candidates: CompletionCandidates, keep: float) -> Floats:
-    """The DPPO paper's rule (arXiv:2603.04135): ``keep``, its 1 − r, for the prunable, else 1.
+    """The DPPO paper's rule (arXiv:2603.04135): ``keep``, which is its 1 − r, for the prunable, else 1.
 
-    The share kept follows from the rewards: no budget.
+    It meets no budget: the share kept follows from the rewards.
     """
     return np.where(prunable(candidates.advantage), keep, 1.0)
 
 
 def neyman(candidates: CompletionCandidates, keep: float) -> Floats:
-    """The least variance at a budget of tokens: min(1, c·score/√cost), spending ``keep`` of all that was rolled out."""
+    """The least variance at a budget of tokens: min(1, c·score/√cost), with c such that Σ π·cost is keep·Σ cost."""
     live = ~candidates.zero_advantage
     probabilities = np.zeros_like(candidates.score)
     probabilities[live] = capped_proportional(
@@ -66,10 +71,10 @@ def neyman(candidates: CompletionCandidates, keep: float) -> Floats:
 
 
 def threshold_deterministic(candidates: CompletionCandidates, keep: float) -> Floats:
-    """What the DPPO paper's Appendix A prunes, by rank and not by chance.
+    """The rule of the DPPO paper's Appendix A, which drops by rank and not by chance.
 
-    0 for the lowest |A| among each group's prunable, floor((1 − keep)·their number) of them; 1 for all others. Equal
-    |A| go in the order of sampling.
+    0 for the lowest |A| among each group's prunable, floor((1 − keep)·their number) of them; 1 for all others. Of equal
+    |A| those sampled first are dropped first.
     """
     kept = np.ones_like(candidates.advantage)
     low = prunable(candidates.advantage)
@@ -81,20 +86,20 @@ def threshold_deterministic(candidates: CompletionCandidates, keep: float) -> Fl
 
 
 def draws_weight(candidates: CompletionCandidates, keep: float) -> Floats:
-    """The weights that the paper's draw would have had, 1/keep for the prunable; their share is another one here."""
+    """1/keep for the prunable: the weights of the paper's draw, which keeps another share of them."""
     return np.where(prunable(candidates.advantage), 1.0 / keep, 1.0)
 
 
 def top_k(candidates: CompletionCandidates, keep: float) -> Floats:
     """CPPO's rule (arXiv:2503.22342): 1 for the ``keep`` of the minibatch with the largest |A|, else 0, and no weights.
 
-    Of equal |A|, which binary rewards have many of, first samples go before second ones: no prompt is preferred by more
-    than one completion. Equal is what differs by rounding alone, or the order of a group's rewards would decide.
+    Of equal |A|, which binary rewards give many of, each group's first completions are kept before its second ones, so
+    that no prompt is preferred by more than one. |A| that differ by rounding alone count as equal.
     """
     magnitude = np.abs(candidates.advantage)
     magnitude = np.round(magnitude / max(magnitude.max(initial=0.0), np.finfo(float).tiny), 9)
-    sample = np.broadcast_to(np.arange(magnitude.shape[1]), magnitude.shape)
-    order = np.lexsort((sample.ravel(), -magnitude.ravel()))
+    turn = np.broadcast_to(np.arange(magnitude.shape[1]), magnitude.shape)
+    order = np.lexsort((turn.ravel(), -magnitude.ravel()))
     kept = np.zeros(magnitude.size)
     kept[order[: max(1, round(keep * magnitude.size))]] = 1.0
     return kept.reshape(magnitude.shape)
@@ -116,7 +121,7 @@ COMPLETION_RULES: Mapping[str, Rule[CompletionCandidates]] = {
 def completion_inclusion(rule: str, candidates: CompletionCandidates, keep: float) -> Floats:
     """Inclusion probabilities [Q, G] under ``pruning.completions.rule``: 0 for zero advantage, else at least the floor.
 
-    A biased rule has its 0 and 1 as they are: a floor would make another rule of it.
+    The 0 and 1 of a biased rule have no floor, which would make another rule of it.
     """
     chosen = COMPLETION_RULES[rule]
     probabilities = chosen.inclusion(candidates, keep)
@@ -126,8 +131,8 @@ def completion_inclusion(rule: str, candidates: CompletionCandidates, keep: floa
 
 
 def completion_weight(rule: str, candidates: CompletionCandidates, inclusion: Floats, keep: float) -> Floats:
-    """What multiplies a completion if it is kept, given its prompt [Q, G]: 1/π, or a biased rule's own weight; 0 where
-    it is never kept."""
+    """The factor [Q, G] of each completion that is kept, given its prompt: 1/π, or a biased rule's own weight; 0 for
+    those that are never kept."""
     chosen = COMPLETION_RULES[rule]
     ever = inclusion > 0.0
     if chosen.biased:
@@ -141,8 +146,8 @@ def draw_completions(
 ) -> Bools:
     """What is kept [Q, G], given the inclusion probabilities [Q, G], by the rule's own draw or the one named.
 
-    Units go through the draw sorted by (prompt, A): a systematic draw then spreads what it keeps over the prompts, and
-    within each over bad and good completions.
+    Completions are sorted by (prompt, A). A systematic draw then spreads what it keeps over the prompts, and within
+    each over bad and good completions.
     """
     decide = DRAWS[draw] if draw else COMPLETION_RULES[rule].draw
     group = np.repeat(np.arange(len(inclusion)), inclusion.shape[1])

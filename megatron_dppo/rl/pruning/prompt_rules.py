@@ -1,6 +1,7 @@
-"""Which prompts of a window are rolled out, chosen from earlier visits: what is pruned here is not even generated.
+"""The rules by which prompts of a window are rolled out, and their draw. What is pruned here is not even generated.
 
-A new rule is a function from candidates and a share to keep to inclusion probabilities, and a row of ``PROMPT_RULES``.
+A new rule is a function from candidates and a share to keep to inclusion probabilities, and an entry of
+``PROMPT_RULES``.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import numpy as np
 from megatron_dppo.config import PromptPruningConfig
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.sampling import DRAWS, Rule, below_mean, capped_proportional, draw_bernoulli
-from megatron_dppo.rl.pruning.schedule import inflation, least_share
+from megatron_dppo.rl.pruning.schedule import adapted_keep
 from megatron_dppo.rl.types import Floats, Ints, Selection
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCandidates:
-    """The N prompts of a window, as earlier visits left them."""
+    """What a rule may know of the N prompts of a window: earlier visits, and nothing of this step.
+
+    Of two prompts, the first seen once with one right answer of four and the second never, ``last_magnitude`` is
+    [0.87, nan] and ``equal_visits`` [0, 0].
+    """
 
     last_magnitude: Floats
     """[N], mean |A| of the last visit; NaN for prompts never seen."""
@@ -28,7 +33,7 @@ class PromptCandidates:
     equal_visits: Ints
     """[N], how many of the latest visits, without a break, gave equal rewards."""
     explore: Floats
-    """[N], GRESO's p: of easy prompts where the last visit's rewards were all 1, of hard ones elsewhere."""
+    """[N], GRESO's p: that of easy prompts if the last visit's rewards were all 1, else that of hard ones."""
     floor: float
     """Least inclusion probability."""
 
@@ -39,10 +44,10 @@ def keep_all(candidates: PromptCandidates, keep: float) -> Floats:
 
 
 def threshold(candidates: PromptCandidates, keep: float) -> Floats:
-    """The DPPO paper's rule (arXiv:2603.04135): ``keep`` (1 − r) for scores below the window's mean, else 1.
+    """The DPPO paper's rule (arXiv:2603.04135): ``keep``, its 1 − r, for scores below the window's mean, else 1.
 
-    The paper gives no formula for the history score; here it is the mean |A| of the last visit. A prompt never seen has
-    none, is left out of the mean, and is always kept.
+    The paper gives no formula for the history score. Here it is the mean |A| of the last visit. A prompt never seen has
+    none: it is left out of the mean, and always kept.
     """
     seen = ~np.isnan(candidates.last_magnitude)
     if not seen.any():
@@ -52,36 +57,30 @@ def threshold(candidates: PromptCandidates, keep: float) -> Floats:
 
 
 def neyman(candidates: PromptCandidates, keep: float) -> Floats:
-    """The least variance at a number of prompts: ∝ √E[Σ A²] between the floor and 1.
+    """The least variance at a number of prompts: proportional to √E[Σ A²], between the floor and 1.
 
-    Σ π is the whole number nearest to keep·N, and at least 1. A systematic draw then keeps exactly so many, and every
-    step rolls out the same number of prompts.
+    Σ π is the whole number nearest to keep·N, and at least 1. A systematic draw keeps exactly that number.
     """
     budget = max(1, round(keep * len(candidates.expected_square)))
     score = np.sqrt(candidates.expected_square)
     return capped_proportional(score, np.ones_like(score), budget, candidates.floor)
 
 
-LEAST = 0.01
-"""No prompt is skipped with a higher chance than 1 less this."""
-
-
 def greso(candidates: PromptCandidates, keep: float) -> Floats:
-    """GRESO's rule (arXiv:2506.02177): max(p^z, 0.01), z the trailing visits with equal rewards.
+    """GRESO's rule (arXiv:2506.02177): max(p^z, 0.01), where the latest z visits, without a break, gave equal rewards.
 
-    Prompts that gave equal rewards again and again are skipped more and more often. A skipped one is not made up for:
-    what is kept has weight 1, and the objective drifts toward prompts of mixed reward. ``keep`` only turns the rule
-    off, where it is 1.
+    The more often a prompt gave equal rewards, the more often it is skipped. What is kept has weight 1, so that the
+    objective drifts toward prompts of mixed reward. ``keep`` has one use: the rule is off if it is 1.
     """
     if keep == 1.0:
         return np.ones_like(candidates.explore)
-    return np.maximum(candidates.explore**candidates.equal_visits, LEAST)
+    return np.maximum(candidates.explore**candidates.equal_visits, 0.01)
 
 
 def dynamic_sampling(candidates: PromptCandidates, keep: float) -> Floats:
     """DAPO's rule (arXiv:2503.14476, section 3.2): 1, since groups of equal reward are dropped after their rollouts.
 
-    ``megatron_dppo.rl.pruning.schedule`` says how many more prompts are rolled out in their place.
+    ``next_round`` in ``schedule.py`` says how many more prompts are rolled out in their place.
     """
     return np.ones_like(candidates.expected_square)
 
@@ -112,7 +111,7 @@ def select(
 
     Args:
         window: [N], ids of the candidate prompts, in the epoch's order.
-        history: of earlier visits, and of them only.
+        history: of earlier visits, without this step's.
         config: names the rule and its floor.
         group_size: G, completions per prompt.
         normalised: whether the objective divides advantages by their standard deviation.
@@ -120,8 +119,8 @@ def select(
         rng: the step's generator for ``Purpose.PROMPTS``.
 
     Returns:
-        The prompts kept, in the window's order, each with its inclusion probability; 1 under a biased rule, which
-        weighs nothing up.
+        The prompts kept, in the window's order, each with its inclusion probability. Under a biased rule, which weighs
+        nothing up, the probabilities are given as 1.
     """
     rule = PROMPT_RULES[config.rule]
     candidates = PromptCandidates(
@@ -132,10 +131,8 @@ def select(
         floor=config.floor,
     )
     if config.schedule.shape == "adaptive":
-        keep = least_share(
-            lambda share: inflation(candidates.expected_square, rule.inclusion(candidates, share)),
-            keep,
-            config.schedule.max_inflation,
+        keep = adapted_keep(
+            keep, config.schedule, candidates.expected_square, lambda share: rule.inclusion(candidates, share)
         )
     inclusion = rule.inclusion(candidates, keep)
     kept = (DRAWS[config.draw] if config.draw else rule.draw)(inclusion, rng)

@@ -1,4 +1,4 @@
-"""Draws with given inclusion probabilities, and how a budget is shared out as such."""
+"""Sampling with unequal probabilities: from scores and a budget to inclusion probabilities, and from them to a draw."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def systematic(inclusion: Floats, offset: float) -> Bools:
     """Madow's systematic draw: lay the probabilities end to end, keep the units that contain offset, offset + 1, …
 
     Every unit is kept with its own probability. The number kept is the sum of the probabilities to within one, and the
-    sum itself where that is a whole number. Neighbours are seldom kept together, so the order of the units stratifies
-    the draw. All rests on sums that end where they should, hence on integers: in floating point the last interval ends
-    a hair early or late, and a unit of probability 1 can be missed.
+    sum itself if that is a whole number. Neighbours are seldom kept together, so the order of the units stratifies the
+    draw. The sums are sums of integers, which are exact. In floating point the last interval would end a little early
+    or late, and a unit of probability 1 could be missed.
 
     Args:
         inclusion: [n], in [0, 1].
@@ -42,17 +42,12 @@ def systematic(inclusion: Floats, offset: float) -> Bools:
 
 
 def _complete(shares: NDArray[np.int64]) -> None:
-    """Where rounding alone keeps the shares from adding up to a multiple of GRID, make them do so, in place."""
+    """If the shares miss a multiple of GRID by no more than rounding, make them add up to it, in place."""
     fractional = np.flatnonzero((shares > 0) & (shares < GRID))
     total = int(shares.sum())
     missing = (total + GRID // 2) // GRID * GRID - total
     if 0 < abs(missing) <= len(fractional):
         shares[fractional[: abs(missing)]] += np.sign(missing)
-
-
-def bernoulli(inclusion: Floats, uniforms: Floats) -> Bools:
-    """Independent draws, one uniform number in [0, 1) for each unit. [n], [n] in, [n] out."""
-    return uniforms < inclusion
 
 
 def draw_systematic(inclusion: Floats, rng: np.random.Generator) -> Bools:
@@ -61,47 +56,51 @@ def draw_systematic(inclusion: Floats, rng: np.random.Generator) -> Bools:
 
 
 def draw_bernoulli(inclusion: Floats, rng: np.random.Generator) -> Bools:
-    """``bernoulli`` with random numbers."""
-    return bernoulli(inclusion, rng.random(inclusion.shape))
+    """Independent draws, one uniform number in [0, 1) for each unit."""
+    return rng.random(inclusion.shape) < inclusion
 
 
 DRAWS: Mapping[str, Draw] = {"systematic": draw_systematic, "bernoulli": draw_bernoulli}
-
 
 Candidates = TypeVar("Candidates")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[Candidates]):
-    """A row of ``PROMPT_RULES`` or ``COMPLETION_RULES``."""
+    """What a pruning rule is: an entry of ``PROMPT_RULES`` or ``COMPLETION_RULES``.
+
+        Rule(threshold, draw_bernoulli)
+
+    keeps each unit by itself with the probability that ``threshold`` gives it, and is unbiased.
+    """
 
     inclusion: Callable[[Candidates, float], Floats]
-    """From candidates and ``keep`` to inclusion probabilities, in the candidates' shape. For completions, floors and
-    what teaches nothing are seen to by the caller."""
+    """From candidates and ``keep`` to inclusion probabilities, in the candidates' shape. For completions the caller
+    applies the floors, and drops what has zero advantage."""
     draw: Draw = draw_systematic
-    """Unless ``pruning.….draw`` names another."""
+    """How units are drawn, unless ``pruning.….draw`` names another way."""
     biased: str = ""
-    """Why the gradient's expectation is not the full batch's, for the log; empty where it is. What an unbiased rule
-    keeps is weighted with 1/π."""
+    """Why the expected gradient is not the full batch's, for the log. Empty for an unbiased rule, whose kept units are
+    weighted with 1/π."""
     weight: Callable[[Candidates, float], Floats] | None = None
-    """Of a biased rule: the weights of what it keeps; None: 1."""
+    """The weights of what a biased rule keeps; None: 1."""
 
 
 def capped_proportional(scores: Floats, costs: Floats, budget: float, floor: Floats | float) -> Floats:
     """Neyman allocation: π = clip(c·s/√cost, floor, 1), with c such that Σ π·cost is the budget.
 
-    With s the norm of a unit's term these probabilities minimise the variance Σ s²(1/π − 1) of independent draws that
-    cost the budget in expectation; floor and cap are the constraints that bound the weights 1/π.
+    If s is the norm of a unit's term, these probabilities minimise the variance Σ s²(1/π − 1) of independent draws that
+    cost the budget in expectation. The floor bounds the weights 1/π.
 
     Args:
         scores: [n], not negative.
         costs: [n], positive, in the budget's unit (tokens, or prompts).
-        budget: what Σ π·cost is to be. Where all fit into it, π is 1; where the floors alone exceed it, they stand.
+        budget: what Σ π·cost is to be. If all fit into it, π is 1. If the floors alone exceed it, π is the floor.
         floor: least probability, for all or for each.
 
     Returns:
-        [n], in [floor, 1]. Units of score 0 get their floor, and what units of positive score leave over (each being at
-        1), shared as if their scores were equal.
+        [n], in [floor, 1]. Units of score 0 get their floor. If units of positive score, each at 1, leave some of the
+        budget over, units of score 0 share that as if their scores were equal.
     """
     least: Floats = np.minimum(np.broadcast_to(floor, scores.shape), 1.0)
     if costs.sum() <= budget:
@@ -145,15 +144,9 @@ def _proportional(rate: Floats, costs: Floats, budget: float, floor: Floats) -> 
 
 
 ROUNDING = 1e-9
-"""Relative difference below which two scores are the same number, computed along two ways."""
+"""Two scores that differ by less than this share are the same number, computed in two ways."""
 
 
 def below_mean(scores: Floats, mean: Floats | float) -> Bools:
-    """Whether scores (not negative) are strictly below their mean, rounding apart; False for NaN."""
+    """Whether scores (not negative) are below their mean by more than rounding; False for NaN."""
     return scores < mean * (1.0 - ROUNDING)
-
-
-def all_alike(scores: Floats) -> Bools:
-    """[Q, 1], whether each row of the scores [Q, G] holds one number only, rounding apart."""
-    alike: Bools = np.ptp(scores, axis=1, keepdims=True) <= ROUNDING * scores.max(axis=1, keepdims=True)
-    return alike

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import take_groups
-from megatron_dppo.rl.pruning.metrics import census, gradient_noise, prune_metrics, thrown_away
+from megatron_dppo.rl.pruning.metrics import census, gradient_noise, left_out, prune_metrics
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
 from megatron_dppo.rl.types import Cell, StepMetadata
 from tests.rl.steps import step_config, step_metadata
@@ -133,7 +133,7 @@ def test_a_biased_rule_for_prompts_has_no_variance_and_saves_its_prompts_at_the_
     assert metrics["prune/saved_tokens_prompts"] == pytest.approx(6 * tokens[:4].mean())
     assert not {"prune/variance_inflation", *SHARES} & set(metrics)
 
-    metrics = prune_metrics(6.0, [(used, _pruned(used)), (discarded, thrown_away(discarded))], biased_prompts=True)
+    metrics = prune_metrics(6.0, [(used, _pruned(used)), (discarded, left_out(discarded))], biased_prompts=True)
     assert metrics["prune/kept_prompt_fraction"] == 1.0
     assert metrics["prune/saved_tokens_prompts"] == 0.0
     assert metrics["prune/zero_advantage_tokens"] >= tokens[4:].sum()
@@ -143,7 +143,7 @@ def test_groups_that_no_one_threw_away_change_nothing() -> None:
     metadata = step_metadata(8)
     nothing = take_groups(metadata, np.arange(0))
     seen = [(metadata, _pruned(metadata))]
-    assert prune_metrics(8.0, [*seen, (nothing, thrown_away(nothing))]) == prune_metrics(8.0, seen)
+    assert prune_metrics(8.0, [*seen, (nothing, left_out(nothing))]) == prune_metrics(8.0, seen)
 
 
 @pytest.mark.parametrize("rewards", [np.ones((4, 8)), np.ones((0, 8))])

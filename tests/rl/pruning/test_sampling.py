@@ -1,13 +1,14 @@
 """Samplers keep what they say with the probability they say: integrated or enumerated, never sampled."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.rl.pruning.sampling import bernoulli, capped_proportional, systematic
+from megatron_dppo.rl.pruning.sampling import capped_proportional, draw_bernoulli, systematic
 from tests.rl.integration import outcomes
 
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))
@@ -78,13 +79,23 @@ def test_systematic_spreads_what_it_keeps_over_neighbours():
     assert (kept.reshape(10, 4).sum(axis=1) == 1).all()
 
 
+class Fixed:
+    """Stands in for a random generator whose next numbers are known."""
+
+    def __init__(self, uniforms: Sequence[float]) -> None:
+        self.uniforms = np.array(uniforms)
+
+    def random(self, shape: tuple[int, ...]) -> np.ndarray:
+        return self.uniforms.reshape(shape)
+
+
 def test_bernoulli_draws_are_independent_with_the_given_probabilities():
     inclusion = np.array([0.25, 0.5, 1.0, 0.0])
     grid = (np.arange(4) + 0.5) / 4  # every uniform number takes four values, of which floor(4π) keep
-    draws = np.array([bernoulli(inclusion, np.array(u)) for u in itertools.product(grid, repeat=4)])
+    draws = np.array([draw_bernoulli(inclusion, Fixed(u)) for u in itertools.product(grid, repeat=4)])
     np.testing.assert_array_equal(draws.mean(axis=0), inclusion)
     assert (draws[:, 0] & draws[:, 1]).mean() == 0.25 * 0.5
-    assert bernoulli(np.array([0.0, 1.0]), np.array([0.0, ALMOST_ONE])).tolist() == [False, True]
+    assert draw_bernoulli(np.array([0.0, 1.0]), Fixed([0.0, ALMOST_ONE])).tolist() == [False, True]
 
 
 @st.composite
