@@ -27,13 +27,12 @@ from training_stages import Stage, training_stages
 
 from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, PromptPruningConfig, PruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.hosts import HOSTS
+from megatron_dppo.rl.objectives import OBJECTIVES, advantages
 from megatron_dppo.rl.plan import take_groups
-from megatron_dppo.rl.pruning.draw import draw_bernoulli
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
-from megatron_dppo.rl.refill import mixed
-from megatron_dppo.rl.select import select
+from megatron_dppo.rl.pruning.prompt_rules import select
+from megatron_dppo.rl.pruning.sampling import draw_bernoulli
+from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Floats, StepMetadata
 
 BUDGETS = (0.5, 0.3, 0.15)
@@ -52,7 +51,7 @@ class Row:
     """One estimator at one budget."""
 
     stage: str
-    host: str
+    objective: str
     level: str
     rule: str
     max_weight: float
@@ -69,16 +68,16 @@ class Row:
 
 
 class Window:
-    """A stage under a host: what any scales make of its gradients."""
+    """A stage under an objective: what any scales make of its gradients."""
 
-    def __init__(self, stage: Stage, host: str) -> None:
-        self.stage, self.host = stage, HOSTS[host]
+    def __init__(self, stage: Stage, objective: str) -> None:
+        self.stage, self.objective = stage, OBJECTIVES[objective]
         metadata = self.metadata = stage.metadata
-        self.advantage = advantages(metadata.rewards, normalise=self.host.normalise)
+        self.advantage = advantages(metadata.rewards, normalise=self.objective.normalise)
         self.gram = stage.unit_gram * np.outer(self.advantage, self.advantage)
         self.cost = (metadata.prompt_lengths[:, None] + metadata.response_lengths).astype(np.float64)
         everything = prune_minibatch(
-            metadata, self.config(PruningConfig(*_rules("none", "none"))), self.host, keep=1.0, rng=_any()
+            metadata, self.config(PruningConfig(*_rules("none", "none"))), self.objective, keep=1.0, rng=_any()
         )
         self.full = (everything.coefficient / everything.normaliser).ravel()
         self.length = float(norm(self.gram, self.full))
@@ -87,7 +86,7 @@ class Window:
             raise UserError("--prompts", len(metadata.rewards), problem, "Give more, or raise sft.steps")
 
     def config(self, pruning: PruningConfig) -> Config:
-        return Config(loss=LossConfig(name=self.host.name), pruning=pruning)
+        return Config(loss=LossConfig(name=self.objective.name), pruning=pruning)
 
     @property
     def sampling_noise(self) -> float:
@@ -121,19 +120,19 @@ class Window:
         }
 
     def completions(self, pruning: PruningConfig, keep: float, metadata: StepMetadata | None = None) -> Draw:
-        """Draws of a rule for completions; ``metadata`` may tell it other surprises."""
+        """Draws of a rule for completions; ``metadata`` may tell it other score norms."""
         config, known = self.config(pruning), metadata or self.metadata
 
         def draw(rng: np.random.Generator) -> tuple[Floats, float]:
-            pruned = prune_minibatch(known, config, self.host, keep=keep, rng=rng)
+            pruned = prune_minibatch(known, config, self.objective, keep=keep, rng=rng)
             scale = np.where(pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0)
             return scale.ravel(), float(self.cost[pruned.kept].sum())
 
         return draw
 
-    def uniform(self, share: float, *, idle: bool) -> Draw:
+    def uniform(self, share: float, *, all_of_them: bool) -> Draw:
         """Independent draws with equal probabilities, of all completions or of those with an advantage."""
-        candidates = np.ones_like(self.cost) if idle else (self.advantage != 0.0).astype(np.float64)
+        candidates = np.ones_like(self.cost) if all_of_them else (self.advantage != 0.0).astype(np.float64)
         inclusion = np.minimum(share * self.cost.sum() / (candidates * self.cost).sum(), 1.0) * candidates
 
         def draw(rng: np.random.Generator) -> tuple[Floats, float]:
@@ -154,7 +153,7 @@ class Window:
                 self.stage.history,
                 rule,
                 group_size=self.cost.shape[1],
-                normalised=self.host.normalise,
+                normalised=self.objective.normalise,
                 keep=keep,
                 rng=rng,
             )
@@ -162,7 +161,7 @@ class Window:
             part = replace(part, prompt_inclusion=selection.inclusion, window=float(selection.window))
             if rule.rule == "dynamic_sampling":
                 part = take_groups(part, mixed(part))
-            pruned = prune_minibatch(part, config, self.host, keep=pruning.completions.keep, rng=rng)
+            pruned = prune_minibatch(part, config, self.objective, keep=pruning.completions.keep, rng=rng)
             scale, kept = np.zeros_like(self.cost), np.zeros_like(self.cost)
             scale[part.prompt_ids] = np.where(pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0)
             kept[part.prompt_ids] = pruned.kept if pruning.completions.rule != "none" else 1.0
@@ -179,24 +178,24 @@ def _any() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-def rows_of(stage: Stage, host: str, draws: int) -> Iterator[Row]:
+def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
     """Every estimator at every budget, at the completions' level, the prompts' and both."""
-    window = Window(stage, host)
+    window = Window(stage, objective)
 
     def row(level: str, rule: str, weight: float, budget: float, draw: Draw | None) -> Row:
-        empty = Row(stage.name, host, level, rule, weight, round(budget, 3), None)
+        empty = Row(stage.name, objective, level, rule, weight, round(budget, 3), None)
         return empty if draw is None else replace(empty, **window.judge(draw, draws))
 
     norms = stage.unit_norms
     told = {
         "neyman": None,
-        "neyman, head": replace(stage.metadata, surprise=stage.head_surprise),
-        "neyman, advantage": replace(stage.metadata, surprise=np.ones_like(norms)),
-        "neyman, true norms": replace(stage.metadata, surprise=norms),
+        "neyman, head": replace(stage.metadata, score_norms=stage.head_score_norms),
+        "neyman, advantage": replace(stage.metadata, score_norms=np.ones_like(norms)),
+        "neyman, true norms": replace(stage.metadata, score_norms=norms),
     }
     for budget in BUDGETS:
-        for idle, name in ((True, "uniform"), (False, "uniform without A=0")):
-            yield row("completions", name, math.inf, budget, window.uniform(budget, idle=idle))
+        for all_of_them, name in ((True, "uniform"), (False, "uniform without A=0")):
+            yield row("completions", name, math.inf, budget, window.uniform(budget, all_of_them=all_of_them))
         for weight in (5.0, 20.0):
             for name, metadata in told.items():
                 pruning = PruningConfig(*_rules("none", "neyman"), max_weight=weight)
@@ -261,8 +260,8 @@ def correlations(stage: Stage) -> dict[str, float]:
     live = np.ptp(stage.metadata.rewards, axis=1) > 0.0
     lengths = stage.metadata.response_lengths[live].astype(np.float64)
     proxies = {
-        "engine": stage.metadata.surprise[live],
-        "head": stage.head_surprise[live],
+        "engine": stage.metadata.score_norms[live],
+        "head": stage.head_score_norms[live],
         "√length": np.sqrt(lengths),
     }
     norms = stage.unit_norms[live].ravel()
@@ -273,23 +272,23 @@ def weighed_correlations(stage: Stage) -> dict[str, float]:
     """The same of what enters the sums of ``seq_mean``: |A|/L times each of them, and times 1 for ``advantage``."""
     live = np.ptp(stage.metadata.rewards, axis=1) > 0.0
     share = np.abs(advantages(stage.metadata.rewards, normalise=True)) / stage.metadata.response_lengths
-    proxies = {"engine": stage.metadata.surprise, "head": stage.head_surprise, "advantage": np.ones_like(share)}
+    proxies = {"engine": stage.metadata.score_norms, "head": stage.head_score_norms, "advantage": np.ones_like(share)}
     norms = (share * stage.unit_norms)[live].ravel()
     return {name: float(np.corrcoef(norms, (share * proxy)[live].ravel())[0, 1]) for name, proxy in proxies.items()}
 
 
 def neyman_over_threshold(rows: Sequence[Row], max_weight: float) -> dict[str, object]:
-    """Geometric mean of the errors' ratio over hosts, stages and budgets at which both are feasible, and each."""
+    """Geometric mean of the errors' ratio over objectives, stages and budgets at which both are feasible, and each."""
     errors = {
-        (row.rule, row.stage, row.host, row.budget): max(row.error, LEAST_ERROR)
+        (row.rule, row.stage, row.objective, row.budget): max(row.error, LEAST_ERROR)
         for row in rows
         if row.level == "completions" and row.max_weight == max_weight and row.error is not None
     }
     ratios = {
-        f"{stage} {host} {budget:g}": error / other
-        for (rule, stage, host, budget), error in errors.items()
+        f"{stage} {objective} {budget:g}": error / other
+        for (rule, stage, objective, budget), error in errors.items()
         if rule == "neyman"
-        and (other := errors.get(("threshold", stage, host, budget)))
+        and (other := errors.get(("threshold", stage, objective, budget)))
         and other > LEAST_ERROR  # else the budget holds all that teaches, and nothing is compared
     }
     mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios)) if ratios else None
@@ -297,14 +296,14 @@ def neyman_over_threshold(rows: Sequence[Row], max_weight: float) -> dict[str, o
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    for stage, host in dict.fromkeys((row.stage, row.host) for row in rows):
-        print(f"\n{stage}, {host}", file=sys.stderr)
+    for stage, objective in dict.fromkeys((row.stage, row.objective) for row in rows):
+        print(f"\n{stage}, {objective}", file=sys.stderr)
         print(
             f"{'level':<12}{'rule':<26}{'w max':>6}{'budget':>8}{'kept':>7}{'error':>9}{'bias':>8}{'± ':>7}"
             f"{'cosine':>8}{'batch':>7}{'spread':>8}",
             file=sys.stderr,
         )
-        for row in (row for row in rows if (row.stage, row.host) == (stage, host)):
+        for row in (row for row in rows if (row.stage, row.objective) == (stage, objective)):
             start = f"{row.level:<12}{row.rule:<26}{row.max_weight:>6g}{row.budget:>8g}"
             if row.error is None:
                 print(f"{start}  infeasible", file=sys.stderr)
@@ -332,7 +331,7 @@ def main() -> None:
     stages = []
     with tempfile.TemporaryDirectory() as folder:
         for stage in training_stages(options.prompts, options.samples, options.steps, Path(folder), options.settings):
-            measured = [row for host in HELD for row in rows_of(stage, host, options.draws)]
+            measured = [row for objective in HELD for row in rows_of(stage, objective, options.draws)]
             rows += measured
             stages.append(
                 {
@@ -340,7 +339,7 @@ def main() -> None:
                     "step": stage.step,
                     "accuracy": float((stage.metadata.rewards == 1.0).mean()),
                     "mixed_groups": float((np.ptp(stage.metadata.rewards, axis=1) > 0.0).mean()),
-                    "sampling_noise": {host: Window(stage, host).sampling_noise for host in HELD},
+                    "sampling_noise": {objective: Window(stage, objective).sampling_noise for objective in HELD},
                     "correlation_with_true_norms": correlations(stage),
                     "correlation_of_terms": weighed_correlations(stage),
                 }

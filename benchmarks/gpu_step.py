@@ -74,8 +74,8 @@ from megatron_dppo.plan.assumptions import Assumptions
 from megatron_dppo.plan.hardware import GIB, GPUS
 from megatron_dppo.plan.memory import actor_memory
 from megatron_dppo.plan.placement import Placement
-from megatron_dppo.rl.hosts import host_for
-from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import CostModel, pack_sequences
 from megatron_dppo.rl.types import Pack
 
@@ -121,7 +121,7 @@ class Way:
     planned_peak_gib: float
 
 
-def make_rows(setting: Setting, vocabulary: int) -> list[PackedRow]:
+def make_rows(setting: Setting, vocabulary: int) -> list[TrainingSample]:
     rng = np.random.default_rng(0)
     longest, prompt = LONGEST // setting.scale, PROMPT // setting.scale
     lengths = rng.lognormal(np.log(TYPICAL / setting.scale), SPREAD, setting.sequences)
@@ -129,11 +129,11 @@ def make_rows(setting: Setting, vocabulary: int) -> list[PackedRow]:
     for length in np.clip(lengths, 1, longest - prompt).astype(int):
         ids = rng.integers(1, vocabulary, prompt + length).astype(np.int32)
         engine = np.full(length, -np.log(vocabulary), np.float32)
-        rows.append(PackedRow(ids[:prompt], ids[prompt:], engine, float(rng.normal()), 1.0 / length, version=0))
+        rows.append(TrainingSample(ids[:prompt], ids[prompt:], engine, float(rng.normal()), 1.0 / length, version=0))
     return rows
 
 
-def packed(rows: list[PackedRow], setting: Setting, hidden: int) -> list[Pack]:
+def packed(rows: list[TrainingSample], setting: Setting, hidden: int) -> list[Pack]:
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
     limit = setting.pack_tokens // setting.scale
     packing = pack_sequences(
@@ -146,7 +146,7 @@ def packed(rows: list[PackedRow], setting: Setting, hidden: int) -> list[Pack]:
     return [build_pack([rows[i] for i in pack], packing.capacity, pad_id=0, align=1) for pack in packing.packs[0]]
 
 
-def padded(rows: list[PackedRow], setting: Setting) -> list[Pack]:
+def padded(rows: list[TrainingSample], setting: Setting) -> list[Pack]:
     longest = max(len(row.prompt_ids) + len(row.response_ids) for row in rows)
     together = max(1, setting.pack_tokens // setting.scale // longest)
     batches = [rows[start : start + together] for start in range(0, len(rows), together)]
@@ -157,12 +157,12 @@ def padded(rows: list[PackedRow], setting: Setting) -> list[Pack]:
 
 def update(actor: Actor, packs: list[Pack]) -> None:
     """The trainer's own, by so small a rate that the next one's figures are no others."""
-    loss = PolicyLoss(host_for(LossConfig()), kl_coef=0.0, tis_cap=None, version=0)
+    loss = PolicyLoss(objective_for(LossConfig()), kl_coef=0.0, tis_cap=None, version=0)
     loss.take_scored()  # of which a run compares those of a step's first update
     actor.update([Microbatch(pack) for pack in packs], loss, lr=1e-7)
 
 
-def forward_flops(shape: PolicyShape, rows: list[PackedRow]) -> float:
+def forward_flops(shape: PolicyShape, rows: list[TrainingSample]) -> float:
     """Of the products of matrices, and of causal attention, for real tokens; the head's for responses."""
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     layer = shape.hidden * (2 * heads + 2 * kv + 3 * shape.ffn)
@@ -217,7 +217,7 @@ def planned_gib(setting: Setting, shape: PolicyShape, pack_tokens: int) -> float
     return sum(size for part, size in parts.items() if part not in NOT_ALLOCATED) / GIB
 
 
-def measure_way(actor: Actor, packs: list[Pack], rows: list[PackedRow], rate: float, setting: Setting) -> Way:
+def measure_way(actor: Actor, packs: list[Pack], rows: list[TrainingSample], rate: float, setting: Setting) -> Way:
     device = actor.world.device
     tokens = sum(len(row.prompt_ids) + len(row.response_ids) for row in rows)
     if device.type == "cuda":

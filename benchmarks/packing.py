@@ -31,7 +31,7 @@ from statistics import median
 import numpy as np
 
 from megatron_dppo.config import Config
-from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.packing import QWEN3_4B, pack_sequences
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.types import Floats, Ints, StepMetadata
@@ -69,13 +69,13 @@ def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
         response_lengths=responses,
         sampled_lengths=responses,
         rewards=(rng.random((groups, GROUP)) < rng.random((groups, 1))).astype(float),
-        surprise=np.sqrt(responses * rng.uniform(0.1, 0.5, responses.shape)),
+        score_norms=np.sqrt(responses * rng.uniform(0.1, 0.5, responses.shape)),
         versions=np.zeros(responses.shape, np.int64),
         owners=np.zeros(groups, np.int64),
         window=float(groups),
     )
     config = Config()
-    kept = prune_minibatch(step, config, host_for(config.loss), keep=config.pruning.completions.keep, rng=rng).kept
+    kept = prune_minibatch(step, config, objective_for(config.loss), keep=config.pruning.completions.keep, rng=rng).kept
     sequences = prompts[:, None] + responses
     return {"whole": sequences.ravel(), "pruned": sequences[kept]}
 

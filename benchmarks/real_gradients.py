@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.models.actor import Actor, Loss, Microbatch
-from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Floats, Group, Pack
 
 BLOCK = 1 << 16
@@ -31,7 +31,7 @@ def single_packs(groups: Sequence[Group], advantage: Floats, pad_id: int) -> lis
     packs = []
     for group, values in zip(groups, advantage.tolist(), strict=True):
         for completion, value in zip(group.completions, values, strict=True):
-            row = PackedRow(
+            row = TrainingSample(
                 prompt_ids=group.prompt.token_ids,
                 response_ids=completion.token_ids,
                 engine_logprobs=completion.logprobs,

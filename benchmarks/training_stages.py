@@ -18,10 +18,9 @@ from megatron_dppo.learner import PolicyLoss
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.hosts import HOSTS
+from megatron_dppo.rl.objectives import OBJECTIVES, advantages
 from megatron_dppo.rl.pruning.history import PromptHistory
-from megatron_dppo.rl.refill import mixed
+from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Floats, Selection, StepMetadata
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.settings import load_config
@@ -52,11 +51,11 @@ class Stage:
     name: str
     step: int
     metadata: StepMetadata
-    head_surprise: Floats
+    head_score_norms: Floats
     """[N, G], √Σ_t ‖e_t − p_t‖² by the policy head."""
     unit_gram: Floats
     """[n, n], inner products of the gradients of Σ_t log p_t; 0 for completions of groups of equal rewards, whose
-    advantage is 0. On-policy every host's g_i is A_i times that gradient."""
+    advantage is 0. On-policy every objective's g_i is A_i times that gradient."""
     history: PromptHistory
 
     @property
@@ -122,15 +121,15 @@ def _measure(trainer: Trainer, name: str) -> Stage:
     metadata, actor = rollouts.metadata, trainer.policy.actor
     groups = [rollouts.held[row] for row in range(len(metadata.prompt_ids))]
     packs = single_packs(groups, np.ones_like(metadata.rewards), trainer.policy.pad_id)
-    loss = PolicyLoss(HOSTS["grpo"], kl_coef=0.0, tis_cap=None, version=trainer.version)
+    loss = PolicyLoss(OBJECTIVES["grpo"], kl_coef=0.0, tis_cap=None, version=trainer.version)
     loss.take_scored()
     samples = metadata.rewards.shape[1]
     live = (mixed(metadata)[:, None] * samples + np.arange(samples)).ravel()
     products = np.zeros((metadata.rewards.size, metadata.rewards.size))
     if len(live):
         products[np.ix_(live, live)] = gram(gradients(actor, [Microbatch(packs[i]) for i in live], loss))
-    surprise = np.array(actor.score_norms(packs), np.float64).reshape(metadata.rewards.shape)
-    return Stage(name, trainer.step, metadata, surprise, products, history)
+    score_norms = np.array(actor.score_norms(packs), np.float64).reshape(metadata.rewards.shape)
+    return Stage(name, trainer.step, metadata, score_norms, products, history)
 
 
 def _roll_out(trainer: Trainer, visit: int) -> Collected:

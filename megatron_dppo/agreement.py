@@ -12,7 +12,7 @@ import numpy as np
 from megatron_dppo.assemble import PolicyParts
 from megatron_dppo.disagreement import Compared, check_disagreement
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences
 from megatron_dppo.rl.seeds import Purpose, sequence
 from megatron_dppo.rl.types import Prompt
@@ -123,15 +123,15 @@ def _scored(policy: PolicyParts, answers: Sequence[Compared]) -> list[Compared]:
     if world.tp_rank or world.cp_rank:
         return []
     return [
-        replace(answers[i], trainer=scores[pack.row == row])
+        replace(answers[i], trainer=scores[pack.sample == row])
         for rows, pack, scores in zip(packing.packs[0], packs, logprobs, strict=True)
         if scores is not None
         for row, i in enumerate(rows)
     ]
 
 
-def _row(each: Compared) -> PackedRow:
-    return PackedRow(
+def _row(each: Compared) -> TrainingSample:
+    return TrainingSample(
         prompt_ids=each.prompt_ids.astype(np.int32),
         response_ids=each.response_ids.astype(np.int32),
         engine_logprobs=each.engine,

@@ -7,13 +7,11 @@ from typing import Any
 from megatron_dppo.config import Config
 from megatron_dppo.data.order import PromptOrder
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.objectives import advantages, objective_for
 from megatron_dppo.rl.pruning.history import PromptHistory
-from megatron_dppo.rl.pruning.schedule import scheduled_keep
-from megatron_dppo.rl.refill import in_rounds, mixed, next_round, window_size
+from megatron_dppo.rl.pruning.prompt_rules import select
+from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
-from megatron_dppo.rl.select import select
 from megatron_dppo.rl.types import Ints, Selection, StepMetadata
 
 
@@ -35,7 +33,7 @@ class Curriculum:
                 "Lower it, or give more prompts",
             )
         self._config, self._pool_size = config, pool_size
-        self._normalised = host_for(config.loss).normalise
+        self._normalised = objective_for(config.loss).normalise
         self._order = PromptOrder(pool_size, config.run.seed)
         self._history = PromptHistory(config.pruning.prompts.decay)
 

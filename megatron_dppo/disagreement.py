@@ -66,8 +66,8 @@ class Compared:
 
 def compared_rows(pack: Pack, trainer: NDArray[np.float32], version: int) -> Iterator[Compared]:
     """The completions of a pack that ``version`` has made, as the trainer ([R]) and the engine have scored them."""
-    for row in np.unique(pack.row[pack.versions == version]):
-        (targets,) = np.nonzero(pack.row == row)
+    for row in np.unique(pack.sample[pack.versions == version]):
+        (targets,) = np.nonzero(pack.sample == row)
         start, end = pack.cu_seqlens[row], pack.predictors[targets[0]] + 1
         yield Compared(
             source="rollouts",

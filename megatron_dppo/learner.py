@@ -17,8 +17,8 @@ from megatron_dppo.models.microbatch import Microbatch, Responses
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.hosts import Host, host_for
 from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
+from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepMetadata, StepPlan
 
@@ -37,14 +37,14 @@ class Learned:
 
 
 class PolicyLoss:
-    """The loss of a step's packs under one host: Σ scale · token loss, nothing divided.
+    """The loss of a step's packs under one objective: Σ scale · token loss, nothing divided.
 
     Args:
         version: of the weights that the step starts from: what they have generated, the trainer has to agree with.
     """
 
-    def __init__(self, host: Host, *, kl_coef: float, tis_cap: float | None, version: int) -> None:
-        self._host, self._kl_coef, self._tis_cap, self._version = host, kl_coef, tis_cap, version
+    def __init__(self, objective: Objective, *, kl_coef: float, tis_cap: float | None, version: int) -> None:
+        self._objective, self._kl_coef, self._tis_cap, self._version = objective, kl_coef, tis_cap, version
         self._scored: list[tuple[Pack, torch.Tensor]] | None = []
 
     def take_scored(self) -> list[tuple[Pack, torch.Tensor]]:
@@ -58,7 +58,7 @@ class PolicyLoss:
             start = logprobs.detach() if responses.old_logprobs is None else responses.old_logprobs
             self._scored.append((pack, start))
         losses = token_losses(
-            self._host,
+            self._objective,
             logprobs=logprobs,
             old_logprobs=responses.old_logprobs,
             engine_logprobs=responses.engine_logprobs,
@@ -66,8 +66,8 @@ class PolicyLoss:
             advantage=responses.advantage,
             kl_coef=self._kl_coef,
             tis_cap=self._tis_cap,
-            row=responses.row,
-            rows=int(pack.row.max(initial=-1)) + 1,
+            sample=responses.row,
+            samples=int(pack.sample.max(initial=-1)) + 1,
             fresh=responses.versions == self._version,
         )
         loss = (losses.loss * responses.scale).sum()
@@ -110,7 +110,7 @@ class Learner:
             microbatches = {i: self._microbatches(p) for i, p in packs.items()}
         settings = self._config.loss
         cap = settings.tis_cap or (TIS_CAP_AHEAD if self._config.rollout.ahead else None)
-        loss = PolicyLoss(host_for(settings), kl_coef=settings.kl_coef, tis_cap=cap, version=version)
+        loss = PolicyLoss(objective_for(settings), kl_coef=settings.kl_coef, tis_cap=cap, version=version)
         totals: dict[str, float] = {}
         norms: list[float] = []
         for i, batch in microbatches.items():
@@ -131,11 +131,11 @@ class Learner:
             metrics |= {name: value / fresh for name, value in mismatch.items() if fresh}
             metrics |= {"train/loss": total / len(norms), "train/grad_norm": sum(norms) / len(norms), "train/lr": lr}
             metrics["train/tokens"] = float(
-                sum((m.rows.prompt_length + m.rows.response_length).sum() for m in plan.minibatches)
+                sum((m.samples.prompt_length + m.samples.response_length).sum() for m in plan.minibatches)
             )
         return Learned(bool(norms), metrics)
 
-    def measure_surprise(self, metadata: StepMetadata, plan: StepPlan, held: Mapping[int, Group]) -> StepMetadata:
+    def measure_score_norms(self, metadata: StepMetadata, plan: StepPlan, held: Mapping[int, Group]) -> StepMetadata:
         """The metadata with the exact norms √Σ_t ‖e_t − p_t‖² of all scores, by a forward pass. Collective.
 
         Args:
@@ -149,16 +149,16 @@ class Learner:
         with self._timers("score_norms"):
             norms = self._actor.score_norms(self._packs(minibatch, held))
             mine = list(zip(minibatch.packs[self._world.dp_rank], norms, strict=True)) if norms[0] is not None else []
-            surprise = metadata.surprise.copy()
+            score_norms = metadata.score_norms.copy()
             for pack, values in itertools.chain.from_iterable(self._world.gather(mine)):
-                rows = np.array(pack, np.int64)
-                surprise[minibatch.rows.group[rows], minibatch.rows.sample[rows]] = values
-        return replace(metadata, surprise=surprise)
+                which = np.array(pack, np.int64)
+                score_norms[minibatch.samples.group[which], minibatch.samples.completion[which]] = values
+        return replace(metadata, score_norms=score_norms)
 
     def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:
         return [
-            build_pack(rows, minibatch.capacity, self._pad_id, align=self._config.layout.row_multiple)
-            for rows in deliver(self._world, minibatch, held)
+            build_pack(samples, minibatch.capacity, self._pad_id, align=self._config.layout.row_multiple)
+            for samples in deliver(self._world, minibatch, held)
         ]
 
     def _microbatches(self, packs: list[Pack]) -> list[Microbatch]:

@@ -20,7 +20,7 @@ from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import MetricsLog
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize, shut_down
-from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences, packs_wanted
 from megatron_dppo.rl.types import Pack
 
@@ -107,9 +107,9 @@ def _packs(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], to
     ]
 
 
-def _row(answer: WorkedAnswer, tokens: int) -> PackedRow:
+def _row(answer: WorkedAnswer, tokens: int) -> TrainingSample:
     unknown = np.zeros(len(answer.response_ids), np.float32)  # no engine made these tokens
-    return PackedRow(answer.prompt_ids, answer.response_ids, unknown, advantage=1.0, scale=1.0 / tokens, version=0)
+    return TrainingSample(answer.prompt_ids, answer.response_ids, unknown, advantage=1.0, scale=1.0 / tokens, version=0)
 
 
 def _negative_log_likelihood(responses: Responses) -> tuple[torch.Tensor, Sums]:

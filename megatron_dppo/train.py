@@ -172,7 +172,7 @@ class Trainer:
         )
         if self.config.pruning.completions.score == "head":
             everything = self.world.from_leader(lambda: plan_with(metadata, unpruned(self.config)))
-            metadata = self.learner.measure_surprise(metadata, everything, rollouts.held)
+            metadata = self.learner.measure_score_norms(metadata, everything, rollouts.held)
 
         def decide() -> StepPlan:
             plan = plan_with(metadata, self.config)

@@ -33,15 +33,14 @@ from megatron_dppo.init import write_model
 from megatron_dppo.learner import PolicyLoss
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.parallel.exchange import deliver
-from megatron_dppo.rl.advantages import advantages, soft_overlong_penalty
-from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.objectives import advantages, objective_for, soft_overlong_penalty
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.plan import plan_step, take_groups
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
-from megatron_dppo.rl.refill import mixed
+from megatron_dppo.rl.pruning.prompt_rules import select
+from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, generator
-from megatron_dppo.rl.select import select
 from megatron_dppo.rl.types import Floats, Group, Selection, StepMetadata, StepPlan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.sft import sft
@@ -66,7 +65,7 @@ LOSSES = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One window under one host. Completions are in the order of the metadata, n = PROMPTS · SAMPLES of them."""
+    """One window under one objective. Completions are in the order of the metadata, n = PROMPTS · SAMPLES of them."""
 
     loss: LossConfig
     metadata: StepMetadata
@@ -84,7 +83,7 @@ class Measurements:
     """All that was measured of one policy."""
 
     windows: dict[tuple[str, str], Measured]
-    """By stage and host. After the warm-up, on-policy; half-way through training, some updates after the rollouts;
+    """By stage and objective. After the warm-up, on-policy; half-way through training, some updates after the rollouts;
     ``graded`` is the half-way one with rewards that are not binary."""
     unit_gram: Floats
     """[n, n], of the window after the warm-up, with advantages of 1."""
@@ -190,7 +189,7 @@ def unit_packs(trainer: Trainer, rollouts: Collected) -> list[Microbatch]:
 
 
 def plain_loss() -> PolicyLoss:
-    return PolicyLoss(host_for(LOSSES["grpo"]), kl_coef=0.0, tis_cap=None, version=0)
+    return PolicyLoss(objective_for(LOSSES["grpo"]), kl_coef=0.0, tis_cap=None, version=0)
 
 
 def window(
@@ -200,22 +199,22 @@ def window(
     history: PromptHistory,
     old: Sequence[np.ndarray | None],
 ) -> Measured:
-    """Every completion's gradient under a host, and how well they add up to those of real plans."""
+    """Every completion's gradient under an objective, and how well they add up to those of real plans."""
     actor, pad_id, groups = trainer.policy.actor, trainer.policy.pad_id, groups_of(rollouts)
-    host, metadata = host_for(loss), rollouts.metadata
-    packs = single_packs(groups, advantages(metadata.rewards, normalise=host.normalise), pad_id)
+    objective, metadata = objective_for(loss), rollouts.metadata
+    packs = single_packs(groups, advantages(metadata.rewards, normalise=objective.normalise), pad_id)
     reference = [None] * len(packs)
     if loss.kl_coef and trainer.learner.reference:
         reference = trainer.learner.reference.log_probabilities(packs)
     singles = [Microbatch(*parts) for parts in zip(packs, old, reference, strict=True)]
-    policy_loss = PolicyLoss(host, kl_coef=loss.kl_coef, tis_cap=loss.tis_cap, version=0)
+    policy_loss = PolicyLoss(objective, kl_coef=loss.kl_coef, tis_cap=loss.tis_cap, version=0)
     policy_loss.take_scored()
     rows, errors = gradients(actor, singles, policy_loss), []
     for seed in range(2):
         selection, plan = draw_plan(trainer.config, loss, metadata, history, seed)
         held = {row: groups[prompt] for row, prompt in enumerate(selection.prompt_ids)}
         for minibatch in (m for m in plan.minibatches if m.capacity):
-            which = selection.prompt_ids[minibatch.rows.group] * SAMPLES + minibatch.rows.sample
+            which = selection.prompt_ids[minibatch.samples.group] * SAMPLES + minibatch.samples.completion
             delivered = deliver(trainer.world, minibatch, held)
             full = [build_pack(part, capacity=minibatch.capacity, pad_id=pad_id, align=1) for part in delivered]
             parts = [[singles[i] for i in which[list(members)]] for members in minibatch.packs[0]]
@@ -224,7 +223,7 @@ def window(
                 for pack, part in zip(full, parts, strict=True)
             ]
             packed = gradient(actor, batches, policy_loss).double()
-            summed = torch.from_numpy(minibatch.rows.scale) @ rows[which].double()
+            summed = torch.from_numpy(minibatch.samples.scale) @ rows[which].double()
             errors.append(float((packed - summed).norm() / packed.norm()))
     return Measured(loss, metadata, deepcopy(history), gram(rows), tuple(errors))
 
@@ -245,7 +244,7 @@ def draw_plan(
         history,
         config.pruning.prompts,
         group_size=SAMPLES,
-        normalised=host_for(loss).normalise,
+        normalised=objective_for(loss).normalise,
         keep=0.7,
         rng=generator(seed, 0, Purpose.PROMPTS),
     )
@@ -265,12 +264,12 @@ def joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
 
 def offsets(part: StepMetadata, config: Config) -> Iterator[tuple[Pruned, float]]:
     """Every outcome of a systematic draw of completions, with its probability."""
-    host, keep = host_for(config.loss), config.pruning.completions.keep
-    known = prune_minibatch(part, config, host, keep=keep, rng=FixedOffset(0.5))
+    objective, keep = objective_for(config.loss), config.pruning.completions.keep
+    known = prune_minibatch(part, config, objective, keep=keep, rng=FixedOffset(0.5))
     groups = np.repeat(np.arange(len(known.advantage)), SAMPLES)
     order = np.lexsort((known.advantage.ravel(), groups))
     for offset, length in outcomes(known.inclusion.ravel()[order]):
-        yield prune_minibatch(part, config, host, keep=keep, rng=FixedOffset(offset)), length
+        yield prune_minibatch(part, config, objective, keep=keep, rng=FixedOffset(offset)), length
 
 
 def second_update(trainer: Trainer, rollouts: Collected, old: Sequence[np.ndarray | None]) -> tuple[float, float]:

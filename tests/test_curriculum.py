@@ -21,7 +21,7 @@ from megatron_dppo.curriculum import Curriculum
 from megatron_dppo.data.order import PromptOrder
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.plan import gather_metadata
-from megatron_dppo.rl.refill import mixed
+from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Selection, StepMetadata
 from tests.rl.steps import step_metadata
 
@@ -91,7 +91,7 @@ def test_prompts_that_taught_nothing_come_back_less_often() -> None:
 
 
 def test_paper_rule_scores_a_prompt_by_its_normalised_advantages() -> None:
-    """Of groups one in eight and four in eight right, |A| is 0.66 and 1 with the host's normalisation."""
+    """Of groups one in eight and four in eight right, |A| is 0.66 and 1 with the objective's normalisation."""
     curriculum = Curriculum(curriculum_config(rule="threshold", keep=0.3), WINDOW)
     ids = np.arange(WINDOW)
     rewards = (np.arange(SAMPLES) < np.where(ids % 2 == 0, 1, 4)[:, None]).astype(float)

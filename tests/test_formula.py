@@ -60,7 +60,9 @@ def objective(
     z = metadata.window * SAMPLES if name == "grpo" else float((lengths.sum(1) / pi).sum())
     (minibatch,) = plan.minibatches
     total = torch.zeros(())
-    for row, sample, weight in zip(minibatch.rows.group, minibatch.rows.sample, minibatch.rows.weight, strict=True):
+    for row, sample, weight in zip(
+        minibatch.samples.group, minibatch.samples.completion, minibatch.samples.weight, strict=True
+    ):
         logprobs = response_logprobs(model, groups[row], sample)
         engine = torch.from_numpy(groups[row].completions[sample].logprobs)
         ratio = (logprobs - logprobs.detach()).exp()
@@ -72,7 +74,7 @@ def objective(
             difference = reference - logprobs
             term = term - 0.1 * (difference.exp() - difference - 1)
         c = 1 / lengths[row, sample] if name == "grpo" else 1.0
-        sampled = torch.from_numpy(groups[row].completions[sample].sampled)
+        sampled = torch.from_numpy(groups[row].completions[sample].loss_mask)
         total = total - weight * c / z * term[sampled].sum()
     return total
 

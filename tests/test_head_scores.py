@@ -24,7 +24,7 @@ def measured(rank: int, size: int, path: Path, layout: LayoutConfig) -> np.ndarr
     world, learner, _ = build(config)
     metadata, groups = step_of_groups(size)
     plan = plan_for(world, unpruned(config), metadata)
-    return learner.measure_surprise(metadata, plan, held_by(rank, metadata, groups)).surprise
+    return learner.measure_score_norms(metadata, plan, held_by(rank, metadata, groups)).score_norms
 
 
 @torch.no_grad()
@@ -32,15 +32,15 @@ def expected(path: Path) -> np.ndarray:
     """√Σ_t ‖e_t − p_t‖² from transformers' logits; what no gradient can come from keeps the engine's figure."""
     model = AutoModelForCausalLM.from_pretrained(path).double()
     metadata, groups = step_of_groups(1)
-    surprise = metadata.surprise.copy()
+    score_norms = metadata.score_norms.copy()
     for q, group in enumerate(groups):
         for i, completion in enumerate(group.completions if np.ptp(group.rewards) else ()):
             tokens = torch.from_numpy(np.concatenate([group.prompt.token_ids, completion.token_ids])).long()
             start = len(group.prompt.token_ids)
             logits = model(tokens[None]).logits[0, start - 1 : -1] / TEMPERATURE
             residue = torch.nn.functional.one_hot(tokens[start:], logits.shape[1]) - logits.softmax(dim=-1)
-            surprise[q, i] = residue[torch.from_numpy(completion.sampled)].norm()
-    return surprise
+            score_norms[q, i] = residue[torch.from_numpy(completion.loss_mask)].norm()
+    return score_norms
 
 
 @pytest.mark.parametrize(

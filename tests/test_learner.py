@@ -50,8 +50,8 @@ def learn_from_nan(rank: int, size: int, config: Config) -> tuple[str, bool]:
     metadata, groups = step_of_groups(size)
     plan = plan_for(world, config, metadata)
     (minibatch,) = plan.minibatches
-    rows = replace(minibatch.rows, advantage=np.where(np.arange(len(minibatch.rows.owner)) == 1, np.nan, 1.0))
-    plan = replace(plan, minibatches=(replace(minibatch, rows=rows),))
+    samples = replace(minibatch.samples, advantage=np.where(np.arange(len(minibatch.samples.owner)) == 1, np.nan, 1.0))
+    plan = replace(plan, minibatches=(replace(minibatch, samples=samples),))
     before = weights_of(policy, world)
     with pytest.raises(UserError, match="not finite") as error:
         learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
@@ -102,7 +102,7 @@ def test_engine_that_disagrees_stops_every_rank_and_leaves_evidence(
     _, groups = step_of_groups(2)
     kept = [(each["prompt_ids"], each["response_ids"], each["engine_logprobs"]) for each in evidence["completions"]]
     made = [
-        (groups[FRESH].prompt.token_ids.tolist(), c.token_ids[c.sampled].tolist(), c.logprobs[c.sampled].tolist())
+        (groups[FRESH].prompt.token_ids.tolist(), c.token_ids[c.loss_mask].tolist(), c.logprobs[c.loss_mask].tolist())
         for c in groups[FRESH].completions
     ]
     assert kept and all(each in made for each in kept), "those of the weights that the step starts from, and no others"

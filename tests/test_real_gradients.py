@@ -20,15 +20,12 @@ import pytest
 
 from benchmarks.real_gradients import norm
 from megatron_dppo.config import CompletionPruningConfig, Config, PromptPruningConfig, PruningConfig
-from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.aggregation import normaliser
-from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.objectives import advantages, normaliser, objective_for
 from megatron_dppo.rl.plan import plan_step
-from megatron_dppo.rl.pruning.completions import COMPLETION_RULES
-from megatron_dppo.rl.pruning.draw import draw_bernoulli
+from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
-from megatron_dppo.rl.pruning.prompts import PROMPT_RULES
-from megatron_dppo.rl.select import select
+from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, select
+from megatron_dppo.rl.pruning.sampling import draw_bernoulli
 from megatron_dppo.rl.types import Floats, Selection, StepMetadata
 from tests.ranks import RankPool
 from tests.real_windows import (
@@ -48,7 +45,7 @@ from tests.real_windows import (
 from tests.rl.integration import FixedOffset, outcomes
 
 Windows = dict[tuple[str, str], Measured]
-CASES = [*((stage, host) for stage in ("warm", "half-way") for host in LOSSES), ("graded", "grpo")]
+CASES = [*((stage, objective) for stage in ("warm", "half-way") for objective in LOSSES), ("graded", "grpo")]
 DRAWS = 1000
 
 
@@ -82,14 +79,14 @@ def choose(window: Measured, config: Config, rng: object) -> Selection:
         window.history,
         config.pruning.prompts,
         group_size=SAMPLES,
-        normalised=host_for(config.loss).normalise,
+        normalised=objective_for(config.loss).normalise,
         keep=config.pruning.prompts.keep,
         rng=rng,
     )
 
 
 def prune(part: StepMetadata, config: Config, rng: object) -> Pruned:
-    return prune_minibatch(part, config, host_for(config.loss), keep=config.pruning.completions.keep, rng=rng)
+    return prune_minibatch(part, config, objective_for(config.loss), keep=config.pruning.completions.keep, rng=rng)
 
 
 def scales(part: StepMetadata, pruned: Pruned) -> Floats:
@@ -100,7 +97,7 @@ def scales(part: StepMetadata, pruned: Pruned) -> Floats:
 
 
 def full_scales(window: Measured) -> Floats:
-    """[n], c/Z of the unpruned window, from the table of the hosts."""
+    """[n], c/Z of the unpruned window, from the table of the objectives."""
     lengths = window.metadata.response_lengths.astype(float)
     count = PROMPTS * SAMPLES
     by_host = {
@@ -196,10 +193,10 @@ def test_gradients_of_real_plans_are_sums_of_those_of_their_rows(windows):
 
 
 def test_the_half_way_window_has_ratios_past_the_clip(measurements):
-    """Else no clip would be in force, and the hosts' gradients alike, as they are on-policy."""
+    """Else no clip would be in force, and the objectives' gradients alike, as they are on-policy."""
 
     def apart(stage: str) -> float:
-        token, sequence = (measurements.windows[stage, host].gram for host in ("grpo", "gspo"))
+        token, sequence = (measurements.windows[stage, objective].gram for objective in ("grpo", "gspo"))
         return float(np.abs(token - sequence).max() / token.max())
 
     assert measurements.clipped > 0.02
@@ -208,7 +205,7 @@ def test_the_half_way_window_has_ratios_past_the_clip(measurements):
 
 
 def unbiased(cases: list[tuple[str, str]], levels: list[tuple[str, str]]) -> list[tuple[str, str, str, str]]:
-    """(stage, host, prompts, completions). token_mean with pruned prompts is left out: a ratio, for which see below."""
+    """(stage, objective, prompts, completions). token_mean with pruned prompts is left out: a ratio, see below."""
     return [(*case, *level) for case in cases for level in levels if case[1] != "dapo" or level[0] == "none"]
 
 
@@ -216,24 +213,24 @@ RULES = ("none", "threshold", "neyman")
 
 
 @pytest.mark.parametrize(
-    ("stage", "host", "prompts", "completions"), unbiased(CASES, list(itertools.product(RULES, RULES)))
+    ("stage", "objective", "prompts", "completions"), unbiased(CASES, list(itertools.product(RULES, RULES)))
 )
-def test_the_expected_pruned_gradient_is_the_full_one(windows, stage, host, prompts, completions):
-    error, allowed = bias(windows[stage, host], Way(prompts, completions))
+def test_the_expected_pruned_gradient_is_the_full_one(windows, stage, objective, prompts, completions):
+    error, allowed = bias(windows[stage, objective], Way(prompts, completions))
     assert allowed == 1e-6
     assert error <= allowed
 
 
 @pytest.mark.parametrize(
-    ("stage", "host", "prompts", "completions"),
+    ("stage", "objective", "prompts", "completions"),
     unbiased(
-        [("half-way", host) for host in LOSSES],
+        [("half-way", objective) for objective in LOSSES],
         [level for level in itertools.product(RULES, RULES) if "threshold" in level],
     ),
 )
-def test_so_it_is_where_units_are_drawn_by_themselves(windows, stage, host, prompts, completions):
+def test_so_it_is_where_units_are_drawn_by_themselves(windows, stage, objective, prompts, completions):
     """The draw that the paper's rule has in a run, sampled."""
-    error, allowed = bias(windows[stage, host], Way(prompts, completions, draw=None))
+    error, allowed = bias(windows[stage, objective], Way(prompts, completions, draw=None))
     assert 1e-6 < allowed < 0.25
     assert error <= allowed
 
@@ -260,9 +257,9 @@ def test_dynamic_sampling_is_biased(windows):
     window = windows["warm", "grpo"]
     config = settings(window, "dynamic_sampling", "none")
     plan = plan_step(window.metadata, config, replicas=1, align=1, capacity_multiple=1, step=0, pipeline=1)
-    (rows,) = (minibatch.rows for minibatch in plan.minibatches)
+    (samples,) = (minibatch.samples for minibatch in plan.minibatches)
     drawn = np.zeros((PROMPTS, SAMPLES))
-    drawn[rows.group, rows.sample] = rows.scale
+    drawn[samples.group, samples.completion] = samples.scale
     assert PROMPT_RULES["dynamic_sampling"].biased
     assert relative_error(window, drawn.ravel()) > 0.02
 
@@ -308,7 +305,7 @@ def weighted_by_later_history(window: Measured, selection: Selection) -> Selecti
 
 
 @pytest.mark.parametrize(
-    ("host", "way"),
+    ("objective", "way"),
     [
         ("dapo", Way("none", "neyman", rescale=divided_by_kept_tokens)),
         ("dapo", Way("neyman", "none", rescale=divided_by_what_was_rolled_out)),
@@ -318,8 +315,8 @@ def weighted_by_later_history(window: Measured, selection: Selection) -> Selecti
     ],
     ids=["kept tokens", "rolled-out tokens", "weights cut off", "refilled", "later history"],
 )
-def test_each_classic_mistake_is_biased(windows, host, way):
-    error, allowed = bias(windows["warm", host], way)
+def test_each_classic_mistake_is_biased(windows, objective, way):
+    error, allowed = bias(windows["warm", objective], way)
     assert error > max(allowed, 0.02)
 
 
@@ -355,14 +352,14 @@ def test_second_stage_scores_that_forget_the_first_stage_cost_variance(windows):
     advantage = np.abs(advantages(window.metadata.rewards, normalise=True))
     squares = np.diag(window.gram).reshape(advantage.shape)
     norms = np.divide(np.sqrt(squares), advantage, out=np.zeros_like(advantage), where=advantage > 0.0)
-    known = replace(window, metadata=replace(window.metadata, surprise=norms))
+    known = replace(window, metadata=replace(window.metadata, score_norms=norms))
     config = settings(window, "neyman", "neyman", keep=0.4)
     few = replace(config.pruning.prompts, keep=0.5)
     config = replace(config, pruning=replace(config.pruning, prompts=few, max_weight=100.0))
     right = wrong = 0.0
     for selection, chosen in selections(known, config):
         part = selected(known.metadata, selection)
-        forgetful = replace(part, surprise=part.surprise * part.prompt_inclusion[:, None])
+        forgetful = replace(part, score_norms=part.score_norms * part.prompt_inclusion[:, None])
         terms = squares[selection.prompt_ids] / (part.response_lengths * part.prompt_inclusion[:, None]) ** 2
         for told in (part, forgetful):
             inclusion = prune(told, config, FixedOffset(0.5)).inclusion

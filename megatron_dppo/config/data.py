@@ -99,4 +99,4 @@ class RewardConfig:
     """Share of a step's completions whose scoring may fail (hang, raise, NaN) before the run stops."""
     overlong_buffer: Count | None = None
     """DAPO's soft penalty: over this many tokens up to the response limit the reward falls linearly by up to 1; null:
-    the host's (dapo a fifth of the limit, grpo none)."""
+    the objective's (dapo a fifth of the limit, grpo none)."""

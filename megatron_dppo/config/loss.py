@@ -15,12 +15,12 @@ class LossConfig:
     __pydantic_config__ = STRICT
 
     name: Literal["grpo", "dr_grpo", "dapo", "gspo"] = "grpo"
-    """The host. grpo: mean over each sequence, then over sequences; dr_grpo: sums over one constant, advantages not
-    divided by their deviation; dapo: mean over tokens, a higher upper clip; gspo: one ratio for a whole sequence."""
+    """The objective. grpo: mean over each sequence, then over sequences; dr_grpo: sums over one constant, advantages
+    not divided by their deviation; dapo: mean over tokens, a higher upper clip; gspo: one ratio for a sequence."""
     clip_low: NonNegative | None = None
-    """Clip of the ratio below 1; null: the host's (0.2; gspo 3e-4)."""
+    """Clip of the ratio below 1; null: the objective's (0.2; gspo 3e-4)."""
     clip_high: NonNegative | None = None
-    """Clip of the ratio above 1; null: the host's (0.2; dapo 0.28; gspo 4e-4)."""
+    """Clip of the ratio above 1; null: the objective's (0.2; dapo 0.28; gspo 4e-4)."""
     kl_coef: NonNegative = 0.0
     """Weight of the k3 estimate of KL(policy || initial policy), per token; 0 keeps no reference model."""
     tis_cap: Annotated[float, Field(ge=1.0)] | None = None

@@ -69,7 +69,7 @@ class Policy:
         """√Σ_t ‖e_t − p_t‖² of each row of a pack, [rows]; None but on the last stage. Collective over the replica."""
 
         def norms(responses: Responses) -> torch.Tensor:
-            rows = int(responses.pack.row.max(initial=-1)) + 1
+            rows = int(responses.pack.sample.max(initial=-1)) + 1
             assert responses.score_norm is not None
             squares = responses.score_norm.square()
             return squares.new_zeros(rows).index_add(0, responses.row, squares).sqrt()

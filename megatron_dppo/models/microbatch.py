@@ -107,7 +107,7 @@ def place(batch: Microbatch, device: torch.device, share: Share | None) -> Place
         "position_ids": np.asarray(pack.position_ids, np.int64),
         "predictors": np.asarray(pack.predictors, np.int64),
         "targets": np.asarray(pack.targets, np.int64),
-        "row": np.asarray(pack.row, np.int64),
+        "row": np.asarray(pack.sample, np.int64),
         "versions": np.asarray(pack.versions, np.int64),
         **({f"share {name}": getattr(share, name).numpy() for name in SHARE} if share else {}),
         "cu_seqlens": np.asarray(pack.cu_seqlens, np.int32),

@@ -10,36 +10,36 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.pack import PackedRow
-from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, Rows
+from megatron_dppo.rl.pack import TrainingSample
+from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, TrainingSamples
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """The rows that one rank sends to another, in the order in which the receiver trains on them."""
+    """The training samples that one rank sends to another, in the order in which the receiver trains on them."""
 
-    rows: list[int]
+    samples: list[int]
     words: int
     """Length of their encoding, in int32."""
 
 
-def deliver(world: World, plan: MinibatchPlan, held: Mapping[int, Group]) -> list[list[PackedRow]]:
-    """Send the kept rows of a minibatch to their replicas. Collective over all ranks.
+def deliver(world: World, plan: MinibatchPlan, held: Mapping[int, Group]) -> list[list[TrainingSample]]:
+    """Send the training samples of a minibatch to their replicas. Collective over all ranks.
 
     Every length is known from the plan, so one all-to-all carries all: token ids, and log-probabilities bit-cast.
 
     Args:
         world: this rank's place.
         plan: the same on every rank.
-        held: the groups that this rank generated, by prompt row of the step's metadata.
+        held: the groups that this rank generated, by their index in the step's metadata.
 
     Returns:
-        The rows of each pack that this rank trains on, in the plan's order.
+        The samples of each pack that this rank trains on, in the plan's order.
     """
-    mine = [row for pack in plan.packs[world.dp_rank] for row in pack]
-    outgoing = [_route(plan.rows, world.rank, [r for p in plan.packs[d] for r in p]) for d in world.replica_of]
-    incoming = [_route(plan.rows, source, mine) for source in range(world.size)]
-    parts = [_encode(plan.rows, row, held) for route in outgoing for row in route.rows]
+    mine = [k for pack in plan.packs[world.dp_rank] for k in pack]
+    outgoing = [_route(plan.samples, world.rank, [r for p in plan.packs[d] for r in p]) for d in world.replica_of]
+    incoming = [_route(plan.samples, source, mine) for source in range(world.size)]
+    parts = [_encode(plan.samples, k, held) for route in outgoing for k in route.samples]
     sent = torch.from_numpy(np.concatenate([np.empty(0, np.int32), *parts]))
     received = torch.empty(sum(route.words for route in incoming), dtype=torch.int32)
     if world.size == 1:
@@ -52,36 +52,36 @@ def deliver(world: World, plan: MinibatchPlan, held: Mapping[int, Group]) -> lis
             input_split_sizes=[route.words for route in outgoing],
             group=world.control,
         )
-    by_row = dict(_decode(plan.rows, [row for route in incoming for row in route.rows], received.numpy()))
-    return [[by_row[row] for row in pack] for pack in plan.packs[world.dp_rank]]
+    received_samples = dict(_decode(plan.samples, [k for route in incoming for k in route.samples], received.numpy()))
+    return [[received_samples[k] for k in pack] for pack in plan.packs[world.dp_rank]]
 
 
-def _route(rows: Rows, source: int, wanted: list[int]) -> _Route:
-    chosen = [row for row in wanted if rows.owner[row] == source]
-    words = sum(int(rows.prompt_length[row] + 2 * rows.response_length[row]) for row in chosen)
+def _route(samples: TrainingSamples, source: int, wanted: list[int]) -> _Route:
+    chosen = [k for k in wanted if samples.owner[k] == source]
+    words = sum(int(samples.prompt_length[k] + 2 * samples.response_length[k]) for k in chosen)
     return _Route(chosen, words)
 
 
-def _encode(rows: Rows, row: int, held: Mapping[int, Group]) -> np.ndarray:
-    group = held[int(rows.group[row])]
-    completion: Completion = group.completions[int(rows.sample[row])]
+def _encode(samples: TrainingSamples, k: int, held: Mapping[int, Group]) -> np.ndarray:
+    group = held[int(samples.group[k])]
+    completion: Completion = group.completions[int(samples.completion[k])]
     return np.concatenate([group.prompt.token_ids, completion.token_ids, completion.logprobs.view(np.int32)])
 
 
-def _decode(rows: Rows, order: list[int], words: np.ndarray) -> Iterator[tuple[int, PackedRow]]:
+def _decode(samples: TrainingSamples, order: list[int], words: np.ndarray) -> Iterator[tuple[int, TrainingSample]]:
     position = 0
-    for row in order:
-        prompt, response = int(rows.prompt_length[row]), int(rows.response_length[row])
+    for k in order:
+        prompt, response = int(samples.prompt_length[k]), int(samples.response_length[k])
         a, b, c = position + prompt, position + prompt + response, position + prompt + 2 * response
         yield (
-            row,
-            PackedRow(
+            k,
+            TrainingSample(
                 prompt_ids=words[position:a],
                 response_ids=words[a:b],
                 engine_logprobs=words[b:c].view(np.float32),
-                advantage=float(rows.advantage[row]),
-                scale=float(rows.scale[row]),
-                version=int(rows.version[row]),
+                advantage=float(samples.advantage[k]),
+                scale=float(samples.scale[k]),
+                version=int(samples.version[k]),
             ),
         )
         position = c

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron_dppo.config import CompletionPruningConfig, Config, PromptPruningConfig
 from megatron_dppo.plan.assumptions import Assumptions
-from megatron_dppo.rl.pruning.schedule import scheduled_keep
-from megatron_dppo.rl.refill import window_size
+from megatron_dppo.rl.pruning.schedule import scheduled_keep, window_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from megatron_dppo.report.parts import Part, Plots, Section
 from megatron_dppo.report.plot import Layer, Line, cell_plot, line_plot, stack_plot
 from megatron_dppo.report.reading import Run
 from megatron_dppo.report.shapes import Key, Plot
-from megatron_dppo.rl.pruning.completions import COMPLETION_RULES
-from megatron_dppo.rl.pruning.prompts import PROMPT_RULES
-from megatron_dppo.rl.pruning.rule import Rule
+from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
+from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
+from megatron_dppo.rl.pruning.sampling import Rule
 from megatron_dppo.rl.types import Floats
 
 RULES: Mapping[str, Mapping[str, Rule[Any]]] = {"prompts": PROMPT_RULES, "completions": COMPLETION_RULES}

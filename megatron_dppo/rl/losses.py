@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_dppo.rl.hosts import HOSTS, Host, host_for
-
-__all__ = ["FRESH_TOKENS", "HOSTS", "MISMATCH", "Host", "TokenLosses", "host_for", "token_losses"]
+from megatron_dppo.rl.objectives import Objective
 
 MISMATCH = ("train/rollout_logprob_abs_diff", "train/token_mult_prob_error")
 FRESH_TOKENS = "fresh_tokens"
@@ -22,14 +20,14 @@ class TokenLosses:
     """What ``token_losses`` returns."""
 
     loss: Tensor
-    """[R], to be multiplied by the rows' ``scale`` and summed; nothing else is to be divided by."""
+    """[R], to be multiplied by the samples' ``scale`` and summed; nothing else is to be divided by."""
     sums: Mapping[str, Tensor]
     """Sums over the R tokens, without gradient, by the metric they become once divided by the number of tokens, or by
     ``FRESH_TOKENS``, which is among them, those of ``MISMATCH``."""
 
 
 def token_losses(
-    host: Host,
+    objective: Objective,
     *,
     logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -38,22 +36,23 @@ def token_losses(
     advantage: Tensor,
     kl_coef: float,
     tis_cap: float | None,
-    row: Tensor | None = None,
-    rows: int | None = None,
+    sample: Tensor | None = None,
+    samples: int | None = None,
     fresh: Tensor | None = None,
 ) -> TokenLosses:
     """−ℓ of R response tokens: the clipped surrogate of PPO, corrected for the engine, plus the KL to a reference.
 
         ℓ = w · min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) − β KL,    ρ = exp(log p − log p_old)
 
-    A host with one ratio for a sequence (GSPO) has ρ = exp(mean over its tokens of log p − log p_old) on each of them,
-    with the gradient of the token's own log p: summed over a sequence that is the gradient of the sequence's ratio.
+    An objective with one ratio for a sequence (GSPO) has ρ = exp(mean over its tokens of log p − log p_old) on each of
+    them, with the gradient of the token's own log p: summed over a sequence that is the gradient of the sequence's
+    ratio.
 
     The pruning weight has no place in here. It multiplies the finished term: inside the minimum it would move the
     clip, and a clipped completion's expectation would no longer be what it is without pruning.
 
     Args:
-        host: gives the clips and the kind of ratio.
+        objective: gives the clips and the kind of ratio.
         logprobs: [R], of the policy, with gradient.
         old_logprobs: [R], of the policy that the rollout's first update started from; None: of this very policy, so
             that ρ is 1 with the gradient of log p.
@@ -64,19 +63,19 @@ def token_losses(
         tis_cap: cap of the truncated importance weight w = min(p_old / p_engine, cap), a constant to the gradient;
             None: w is 1. It corrects the surrogate for an engine that samples from a slightly different distribution,
             or with weights that are older.
-        row: [R], which sequence of the pack a token belongs to, from 0; whole sequences. Needed for a host with one
-            ratio per sequence.
-        rows: how many sequences there are; None: they are counted, for which the host waits where a GPU has them.
+        sample: [R], which sequence of the pack a token belongs to, from 0; whole sequences. Needed for an
+            objective with one ratio per sequence.
+        samples: how many sequences there are; None: they are counted, for which the CPU waits where a GPU has them.
         fresh: [R] of bool, the tokens that the engine made with the very weights of ``old_logprobs``: on the others it
             differs rightly, and they are left out of the sums of its mismatch. None: all of them.
 
     Raises:
-        ValueError: ``kl_coef`` is positive and there is no reference, or ``row`` is needed and not given.
+        ValueError: ``kl_coef`` is positive and there is no reference, or ``sample`` is needed and not given.
     """
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    ratio = torch.exp(logprobs - old) if host.ratio == "token" else _sequence_ratio(logprobs, old, row, rows)
+    ratio = torch.exp(logprobs - old) if objective.ratio == "token" else _sequence_ratio(logprobs, old, sample, samples)
     unclipped = ratio * advantage
-    clipped = ratio.clamp(1.0 - host.clip_low, 1.0 + host.clip_high) * advantage
+    clipped = ratio.clamp(1.0 - objective.clip_low, 1.0 + objective.clip_high) * advantage
     policy_loss = -torch.minimum(unclipped, clipped)
     if tis_cap is not None:
         policy_loss = policy_loss * torch.exp(old - engine_logprobs).clamp(max=tis_cap).detach()
@@ -105,17 +104,17 @@ def token_losses(
     return TokenLosses(loss=loss, sums=sums)
 
 
-def _sequence_ratio(logprobs: Tensor, old: Tensor, row: Tensor | None, rows: int | None) -> Tensor:
+def _sequence_ratio(logprobs: Tensor, old: Tensor, sample: Tensor | None, samples: int | None) -> Tensor:
     """GSPO's ratio in its form for tokens (arXiv:2507.18071, equation 14): the value of the sequence, and through each
     token's log p the gradient that the token would have by itself."""
-    if row is None:
+    if sample is None:
         raise ValueError("a ratio per sequence needs to know which tokens make up a sequence")
     logprobs_now = logprobs.detach()
-    rows = int(row.max()) + 1 if rows is None and len(row) else rows or 0
-    none = logprobs_now.new_zeros(rows)
-    total = none.index_add(0, row, logprobs_now - old)
-    mean = total / none.index_add(0, row, torch.ones_like(logprobs_now)).clamp(min=1)
-    return torch.exp(mean[row] + logprobs - logprobs_now)
+    samples = int(sample.max()) + 1 if samples is None and len(sample) else samples or 0
+    none = logprobs_now.new_zeros(samples)
+    total = none.index_add(0, sample, logprobs_now - old)
+    mean = total / none.index_add(0, sample, torch.ones_like(logprobs_now)).clamp(min=1)
+    return torch.exp(mean[sample] + logprobs - logprobs_now)
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

@@ -1,29 +1,30 @@
-"""The plan of a step: from what is known of its rollouts to what is trained on, with which weight, in which pack.
+"""The plan of a step: what is trained on, with which weight, in which pack.
 
-A pure function of metadata, configuration and step. One rank computes it and all obey it, so that no decision is taken
-twice, and none depends on how the tokens happen to be spread over the ranks.
+It is a pure function of metadata, configuration and step. One rank computes it and all ranks follow it, so that no
+decision depends on how the tokens are spread over the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import numpy as np
 
 from megatron_dppo.config import CompletionPruningConfig, Config
-from megatron_dppo.rl.hosts import Host, host_for
+from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
-from megatron_dppo.rl.pruning.census import census
-from megatron_dppo.rl.pruning.completions import COMPLETION_RULES
-from megatron_dppo.rl.pruning.metrics import prune_metrics, thrown_away
+from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
+from megatron_dppo.rl.pruning.metrics import census, left_out, prune_metrics
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
-from megatron_dppo.rl.pruning.prompts import PROMPT_RULES
-from megatron_dppo.rl.pruning.schedule import scheduled_keep
-from megatron_dppo.rl.refill import in_rounds, mixed, window_size
+from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
+from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
-from megatron_dppo.rl.types import Ints, MinibatchPlan, Rows, StepMetadata, StepPlan
+from megatron_dppo.rl.types import Ints, MinibatchPlan, StepMetadata, StepPlan, TrainingSamples
+
+ARRAYS = [field.name for field in fields(StepMetadata) if field.name != "window"]
+"""The fields of StepMetadata that have a value for each group."""
 
 
 def plan_step(
@@ -45,14 +46,14 @@ def plan_step(
         replicas: data-parallel replicas that share the packs.
         align: what a sequence is padded to in a pack (tensor and context parallelism).
         capacity_multiple: what a pack's capacity is a multiple of (sequence parallelism).
-        step: counted from 0; with ``run.seed`` it settles every draw.
-        pipeline: pipeline stages, which want more packs than one.
+        step: counted from 0; it and ``run.seed`` give the seed of every draw.
+        pipeline: number of pipeline stages; several want several packs.
         costs: what replicas are balanced by.
 
     Raises:
         UserError: a kept sequence is longer than ``pack.max_tokens``.
     """
-    host = host_for(config.loss)
+    objective = objective_for(config.loss)
     pruning = config.pruning.completions
     keep = scheduled_keep(pruning.keep, pruning.schedule, step, config.run.steps)
     draws = generator(config.run.seed, step, Purpose.COMPLETIONS)
@@ -74,29 +75,29 @@ def plan_step(
     updates = max(1, min(config.loss.updates_per_rollout, len(usable)))
     for groups in split_groups(usable, updates, split):
         part = take_groups(metadata, groups)
-        pruned = prune_minibatch(part, config, host, keep=keep, rng=draws)
-        rows = kept_rows(part, groups, pruned)
-        packing = pack(rows.prompt_length + rows.response_length)
+        pruned = prune_minibatch(part, config, objective, keep=keep, rng=draws)
+        samples = training_samples(part, groups, pruned)
+        packing = pack(samples.prompt_length + samples.response_length)
         parts.append((part, pruned))
         packings.append(packing)
-        minibatches.append(MinibatchPlan(rows, pruned.normaliser, packing.capacity, packing.packs))
+        minibatches.append(MinibatchPlan(samples, pruned.normaliser, packing.capacity, packing.packs))
     discarded = np.setdiff1d(np.arange(len(metadata.prompt_ids)), usable)
     if len(discarded):
         rest = take_groups(metadata, discarded)
-        parts.append((rest, thrown_away(rest)))
+        parts.append((rest, left_out(rest)))
     biased = bool(PROMPT_RULES[config.pruning.prompts.rule].biased)
     return StepPlan(
         minibatches=tuple(minibatches),
         metrics=prune_metrics(metadata.window, parts, biased_prompts=biased)
         | {"prune/discarded_groups": float(len(discarded))}
         | pack_metrics(packings),
-        notes=(*notes(metadata, config, host, minibatches), *missing_groups(len(usable), config, step)),
+        notes=(*notes(metadata, config, objective, minibatches), *missing_groups(len(usable), config, step)),
         census=census(parts),
     )
 
 
 def unpruned(config: Config) -> Config:
-    """The configuration under which a plan holds every completion of use, in one minibatch: to look at them all."""
+    """The configuration under which a plan keeps every completion that has a gradient, in one minibatch."""
     pruning = replace(config.pruning, completions=CompletionPruningConfig(rule="none"))
     return replace(config, pruning=pruning, loss=replace(config.loss, updates_per_rollout=1))
 
@@ -111,48 +112,40 @@ def split_groups(groups: Ints, minibatches: int, rng: np.random.Generator) -> li
 def take_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
     """The metadata of some groups, with the part of the window that they stand for.
 
-    It goes by rolled-out groups: the expectation of every minibatch over the permutation is then what the whole window
-    estimates, also where minibatches are unequal.
+    That part is proportional to the number of rolled-out groups. The expectation of each minibatch over the permutation
+    is then what the whole window estimates, also if minibatches are unequal.
     """
-    return StepMetadata(
-        prompt_ids=metadata.prompt_ids[groups],
-        prompt_inclusion=metadata.prompt_inclusion[groups],
-        prompt_lengths=metadata.prompt_lengths[groups],
-        response_lengths=metadata.response_lengths[groups],
-        sampled_lengths=metadata.sampled_lengths[groups],
-        rewards=metadata.rewards[groups],
-        surprise=metadata.surprise[groups],
-        versions=metadata.versions[groups],
-        owners=metadata.owners[groups],
-        window=metadata.window * len(groups) / max(1, len(metadata.prompt_ids)),
-    )
+    arrays = {name: getattr(metadata, name)[groups] for name in ARRAYS}
+    return StepMetadata(**arrays, window=metadata.window * len(groups) / max(1, len(metadata.prompt_ids)))
 
 
-def kept_rows(part: StepMetadata, groups: Ints, pruned: Pruned) -> Rows:
-    """The completions that were kept, with all that multiplies their token losses in one number.
+def training_samples(part: StepMetadata, groups: Ints, pruned: Pruned) -> TrainingSamples:
+    """The completions that a minibatch keeps, each with the one factor of its token losses.
 
     Args:
         part: the minibatch.
-        groups: [Q], where its groups stand in the step's metadata.
+        groups: [Q], the index of each of its groups in the step's metadata.
         pruned: its draw.
     """
-    group, sample = np.nonzero(pruned.kept)
-    weight = pruned.weight[group, sample]
-    return Rows(
+    group, completion = np.nonzero(pruned.kept)
+    weight = pruned.weight[group, completion]
+    return TrainingSamples(
         group=groups[group],
-        sample=sample,
+        completion=completion,
         owner=part.owners[group],
-        version=part.versions[group, sample],
+        version=part.versions[group, completion],
         prompt_length=part.prompt_lengths[group],
-        response_length=part.response_lengths[group, sample],
-        advantage=pruned.advantage[group, sample],
+        response_length=part.response_lengths[group, completion],
+        advantage=pruned.advantage[group, completion],
         weight=weight,
-        scale=weight * pruned.coefficient[group, sample] / pruned.normaliser,
+        scale=weight * pruned.coefficient[group, completion] / pruned.normaliser,
     )
 
 
-def notes(metadata: StepMetadata, config: Config, host: Host, minibatches: Sequence[MinibatchPlan]) -> Iterator[str]:
-    """What the numbers of the log do not say by themselves."""
+def notes(
+    metadata: StepMetadata, config: Config, objective: Objective, minibatches: Sequence[MinibatchPlan]
+) -> Iterator[str]:
+    """The sentences that the log has beside its numbers."""
     pruning = config.pruning
     for level, rule, biased in (
         ("prompts", pruning.prompts.rule, PROMPT_RULES[pruning.prompts.rule].biased),
@@ -160,9 +153,9 @@ def notes(metadata: StepMetadata, config: Config, host: Host, minibatches: Seque
     ):
         if biased:
             yield f"pruning.{level}.rule = {rule} is biased: {biased}"
-    if host.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
+    if objective.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
         yield "token_mean with pruned prompts: the normaliser is estimated, the gradient a ratio (bias O(1/prompts))"
-    heaviest = max(minibatch.rows.weight.max(initial=0.0) for minibatch in minibatches)
+    heaviest = max(minibatch.samples.weight.max(initial=0.0) for minibatch in minibatches)
     if heaviest > pruning.max_weight * (1.0 + 1e-9) and not COMPLETION_RULES[pruning.completions.rule].biased:
         yield (
             f"a weight of {heaviest:.2f} exceeds pruning.max_weight = {pruning.max_weight:g}: "
@@ -175,7 +168,7 @@ def notes(metadata: StepMetadata, config: Config, host: Host, minibatches: Seque
 
 
 def missing_groups(found: int, config: Config, step: int) -> Iterator[str]:
-    """Words for a step whose rounds of rollouts did not find as many groups of mixed reward as it wants."""
+    """A sentence for the log of a step whose rounds of rollouts did not find enough groups of mixed reward."""
     if in_rounds(config.pruning) and found < window_size(config, step):
         yield (
             "a step trains on fewer groups than its window has prompts: no more of mixed reward were found in "
@@ -184,24 +177,13 @@ def missing_groups(found: int, config: Config, step: int) -> Iterator[str]:
 
 
 def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMetadata:
-    """The metadata of all ranks as one, sorted by prompt id, so that it does not depend on who rolled out what.
+    """The metadata of all ranks as one, sorted by prompt id, so that it does not depend on which rank holds what.
 
     Args:
         parts: one per rank, in the order of the ranks; some may hold no group.
-        window: of the whole step; the parts' own are not looked at.
+        window: of the whole step; those of the parts are not used.
     """
     parts = [part for part in parts if len(part.prompt_ids)] or list(parts[:1])
-    prompt_ids = np.concatenate([part.prompt_ids for part in parts])
-    order = np.argsort(prompt_ids, kind="stable")
-    return StepMetadata(
-        prompt_ids=prompt_ids[order],
-        prompt_inclusion=np.concatenate([part.prompt_inclusion for part in parts])[order],
-        prompt_lengths=np.concatenate([part.prompt_lengths for part in parts])[order],
-        response_lengths=np.concatenate([part.response_lengths for part in parts])[order],
-        sampled_lengths=np.concatenate([part.sampled_lengths for part in parts])[order],
-        rewards=np.concatenate([part.rewards for part in parts])[order],
-        surprise=np.concatenate([part.surprise for part in parts])[order],
-        versions=np.concatenate([part.versions for part in parts])[order],
-        owners=np.concatenate([part.owners for part in parts])[order],
-        window=window,
-    )
+    order = np.argsort(np.concatenate([part.prompt_ids for part in parts]), kind="stable")
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts])[order] for name in ARRAYS}
+    return StepMetadata(**arrays, window=window)

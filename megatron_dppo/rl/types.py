@@ -1,49 +1,51 @@
-"""What flows through a step. Plain NumPy: everything here can be made, sent and tested without a process group.
+"""The types of a step, in plain NumPy: each can be made, sent and tested without a process group.
 
-Notation: N candidate prompts in the window, Q of them rolled out, G completions each, L a response's length in tokens.
+The examples follow one step: a window of N = 2 candidate prompts, Q = 1 of them rolled out with G = 2 completions. L is
+the number of tokens of a response.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from megatron_dppo.rl.pruning.census import Census
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Label = str | dict[str, Any] | list[Any]
-"""A reference answer: text, or what a data set keeps in its place, such as the tests that a program is to pass."""
+"""A reference answer: a text, or what a data set keeps in its place, such as the tests that a program has to pass."""
 NOT_SAMPLED = np.float32(np.inf)
-"""In place of a log-probability, for a token of a response that the policy did not sample, such as a tool's answer: no
-probability has this logarithm."""
+"""Stands in place of a log-probability for a token that the policy did not sample, such as one of a tool's answer. No
+probability has this logarithm. ``loss_mask`` is False for such a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A problem, as the data set gave it and as the policy reads it."""
+    """A problem, as the data set gave it and as the policy reads it.
+
+        Prompt(id=7, token_ids=np.array([12, 4], np.int32), text="2+3=", label="5")
+
+    is row 7 of the pool, which the policy reads as two tokens.
+    """
 
     id: int
     """Row in the pool: the key of pruning history, order and seeds."""
     token_ids: NDArray[np.int32]
-    """[P], chat template applied."""
+    """[P], with the chat template applied."""
     text: str
     """The rendered prompt, for logs."""
     label: Label
-    """The reference answer."""
     data_source: str = ""
     extra: Mapping[str, object] = field(default_factory=dict)
     asked: str | list[Mapping[str, Any]] = ""
-    """The prompt as the data set has it: text, or chat messages."""
+    """The prompt as the data set has it: a text, or chat messages."""
     place: str = ""
-    """File and row, for complaints."""
+    """File and row, for error messages."""
 
     @property
     def label_text(self) -> str:
@@ -61,7 +63,12 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One response; the arrays have its length, the stop token included if there was one."""
+    """One response. The arrays have its length L, the stop token included if there was one.
+
+        Completion(np.array([5, 2], np.int32), np.log([0.5, 0.75]).astype(np.float32), (VersionSpan(3, 2),), "stop")
+
+    is two tokens, sampled with probabilities 0.5 and 0.75 by the weights of version 3.
+    """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -72,31 +79,41 @@ class Completion:
     finish_reason: Literal["stop", "length"]
 
     @property
-    def sampled(self) -> Bools:
-        """Which tokens the policy sampled: those that are trained on."""
+    def loss_mask(self) -> Bools:
+        """[L], True for the tokens that the policy sampled: those that are trained on."""
         return self.logprobs != NOT_SAMPLED
 
     @property
     def oldest_version(self) -> int:
-        """What a completion counts as whose tokens several weights have made."""
+        """The version of the oldest weights that made any of the tokens."""
         return min(span.version for span in self.versions)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a verifier said of one completion."""
+    """What a verifier said of one completion.
+
+        Score(reward=1.0, correct=True, answer="5.0", by=("number",))
+
+    took "5.0" for the answer, and the rule ``number`` made it equal to the label "5".
+    """
 
     reward: float
     correct: bool
     answer: str | None = None
-    """What it took for the completion's answer, where it says so."""
+    """The answer that the verifier found in the completion, where it tells it."""
     by: tuple[str, ...] = ()
-    """The equivalences that made the answer the label, where it says so."""
+    """The equivalences by which the answer is equal to the label, where the verifier tells them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt with its G completions and their rewards: what advantages are computed on, always whole."""
+    """A prompt with its G completions and their rewards. Advantages are always computed on the whole group.
+
+        Group(prompt, (right, wrong), rewards=np.array([1.0, 0.0]))
+
+    has the advantages 1 and −1 under GRPO.
+    """
 
     prompt: Prompt
     completions: tuple[Completion, ...]
@@ -106,19 +123,28 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The prompts of one step, drawn before anything is generated."""
+    """The prompts of one step, drawn before anything is generated.
+
+        Selection(prompt_ids=np.array([7]), inclusion=np.array([0.5]), window=2)
+
+    kept prompt 7, which had a chance of one half, out of two candidates.
+    """
 
     prompt_ids: Ints
     """[Q], in the epoch's order."""
     inclusion: Floats
-    """[Q], each prompt's probability of having been selected; 1 where nothing was pruned."""
+    """[Q], the probability with which each prompt was selected; 1 where nothing was pruned."""
     window: int
-    """N, the candidates among which was drawn."""
+    """N, the number of candidates."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """All that the planner knows of a step: no tokens. Rows are groups, sorted by prompt id."""
+    """All that the planner knows of a step: no tokens. Groups are sorted by prompt id.
+
+    The example's group has ``prompt_ids`` [7], ``prompt_inclusion`` [0.5], ``prompt_lengths`` [2], ``response_lengths``
+    and ``sampled_lengths`` [[2, 3]], ``rewards`` [[1, 0]], ``owners`` [0] if rank 0 generated it, and ``window`` 2.
+    """
 
     prompt_ids: Ints
     """[Q]"""
@@ -127,73 +153,127 @@ class StepMetadata:
     prompt_lengths: Ints
     """[Q], tokens."""
     response_lengths: Ints
-    """[Q, G], tokens: what a completion takes up in a pack beside its prompt."""
+    """[Q, G], all tokens of a response: what it takes up in a pack beside its prompt."""
     sampled_lengths: Ints
-    """[Q, G], those of them that the policy sampled: L of the loss."""
+    """[Q, G], the tokens among them that the policy sampled: L of the loss."""
     rewards: Floats
     """[Q, G]"""
-    surprise: Floats
-    """[Q, G], √Σ_t (1 − p_t)² of the engine's probabilities p_t; ones where an engine reports none."""
+    score_norms: Floats
+    """[Q, G], a proxy of the norm of each completion's score ∇ log π: √Σ_t (1 − p_t)², p_t the engine's probabilities;
+    ones where an engine reports none."""
     versions: Ints
     """[Q, G], the oldest weights that made any of a completion's tokens."""
     owners: Ints
     """[Q], the rank that holds the group's tokens."""
     window: float
-    """N, less what groups stood for that left because their scoring failed."""
+    """N, without the share of the groups that left because their scoring failed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """The kept completions of one minibatch, one entry each, sorted by (prompt, sample). K rows."""
+class TrainingSamples:
+    """The K kept completions of one minibatch, sorted by (group, completion).
+
+    If the example keeps its second completion with probability 1, then K = 1, ``group`` is [0], ``completion`` [1],
+    ``advantage`` [−1] and ``weight`` [1 / 0.5] = [2]. With c = 1/3 and Z = N·G = 4 ``scale`` is [2 · 1/3 / 4] = [1/6].
+    """
 
     group: Ints
-    """[K], row of StepMetadata."""
-    sample: Ints
-    """[K], column of StepMetadata."""
+    """[K], index of the group in StepMetadata."""
+    completion: Ints
+    """[K], index of the completion in its group."""
     owner: Ints
     """[K], the rank that holds the tokens."""
     version: Ints
-    """[K], of StepMetadata."""
+    """[K], as in StepMetadata."""
     prompt_length: Ints
     response_length: Ints
     advantage: Floats
     weight: Floats
     """[K], 1/(π_prompt·π_completion), the Horvitz-Thompson weight."""
     scale: Floats
-    """[K], weight · c / Z: what the sum of a row's token losses is multiplied by, once and for all."""
+    """[K], weight · c / Z: the sum of a sample's token losses is multiplied by this, and by nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
 class MinibatchPlan:
-    """One optimizer step: what is trained on, divided by what, and where."""
+    """One optimizer step: what is trained on, what it is divided by, and on which replica.
 
-    rows: Rows
+        MinibatchPlan(samples, normaliser=4.0, capacity=8, packs=(((0,),),))
+
+    has sample 0 in the only pack of the only replica.
+    """
+
+    samples: TrainingSamples
     normaliser: float
     """Z of the full, unpruned minibatch."""
     capacity: int
     """Tokens per pack, the same for all; 0 where nothing was kept."""
     packs: tuple[tuple[tuple[int, ...], ...], ...]
-    """packs[d][k] are the rows in pack k of data-parallel replica d, in order; every d has equally many packs."""
+    """packs[d][k] are the samples in pack k of data-parallel replica d, in order; every d has equally many packs."""
+
+
+Cell = tuple[float, float, int, float, int]
+"""Two coordinates, how many completions are there, the sum of their inclusion probabilities, how many were kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """A step's completions, counted: a line of ``pruning.jsonl``. The tables hold those with an advantage only.
+
+        Census(kept=(1, 5), pruned=(1, 4), by_group=((0.5, -1.0, 1, 1.0, 1), (0.5, 1.0, 1, 0.4, 0)), ...)
+
+    trains on one completion of 5 tokens. In groups that are half right it kept 1 of 1 wrong and 0 of 1 right answers.
+    """
+
+    kept: tuple[int, int]
+    """Completions trained on, and their tokens. The prompt's tokens count with each completion."""
+    pruned: tuple[int, int]
+    """Those that were not, although they have a gradient."""
+    zero_advantage: tuple[int, int]
+    """Those that were not, and have none: A = 0 and no KL term, or a group that a rule left out."""
+    binary: bool
+    """Whether no group has more than two different rewards, so that its answers are right or wrong."""
+    by_group: tuple[Cell, ...]
+    """By the share of the group's answers that are better than its mean (where rewards are 0 and 1: its accuracy), and
+    by the answer's own side, 1 or −1."""
+    by_reward: tuple[Cell, ...]
+    """By the reward's distance from the group's mean in its standard deviations, and by side."""
+    by_cause: tuple[Cell, ...]
+    """By log2 of the response's tokens; and by log2 of its score |A|·c·√Σ_t(1−p_t)²/π_prompt over the step's median
+    (whatever ``pruning.completions.score`` is)."""
+
+    def as_row(self) -> dict[str, Any]:
+        """For JSON. The file keeps an older name of ``zero_advantage``."""
+        line = asdict(self)
+        return line | {"idle": line.pop("zero_advantage")}
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything that a step trains on, decided by one rank and known to all."""
+    """Everything that a step trains on, decided by one rank and known to all.
+
+        StepPlan((minibatch,), {"prune/kept_completion_fraction": 0.5, "pack/fill": 0.625, ...})
+
+    makes one optimizer step, on half of the completions.
+    """
 
     minibatches: tuple[MinibatchPlan, ...]
     metrics: Mapping[str, float]
     """``prune/…`` and ``pack/…``, computed where the numbers are known."""
     notes: tuple[str, ...] = ()
-    """What the log must say in words: a biased rule, a ratio estimator, a step that kept nothing."""
+    """What the log has to say in words: a biased rule, an estimated normaliser, a step that kept nothing."""
     census: Census | None = None
-    """Which completions were kept and why, counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
     """One microbatch in THD form: T tokens of S segments back to back, R of which are responses to be scored.
 
-    The last segment is padding if the pack was not full; it has no targets.
+    The last segment is padding if the pack was not full; it has no targets. A prompt of 2 tokens p, a response of 3
+    tokens r and a capacity of 8 give
+
+        token_ids     p p r r r . . .
+        position_ids  0 1 2 3 4 0 1 2      cu_seqlens [0, 5, 8], predictors [1, 2, 3], sample [0, 0, 0]
     """
 
     token_ids: Ints
@@ -203,18 +283,19 @@ class Pack:
     cu_seqlens: NDArray[np.int32]
     """[S + 1], where segments start; ends with T."""
     max_seqlen: int
-    """Longest segment. Never T by habit: Megatron's rotary positions do not reset where it equals T."""
+    """The longest segment. It is T only if that is the one segment: where it is T, Megatron's rotary positions do not
+    start anew in each segment."""
     predictors: Ints
     """[R], positions in the pack whose *next* token is a response token."""
     targets: Ints
     """[R], those next tokens."""
-    row: Ints
-    """[R], which of the pack's rows (0 to its count − 1) a target belongs to."""
+    sample: Ints
+    """[R], which of the pack's training samples (0 to their number − 1) a target belongs to."""
     advantage: Floats
-    """[R], of the target's row."""
+    """[R], of the target's sample, as are ``scale`` and ``versions``."""
     scale: Floats
-    """[R], of the target's row."""
+    """[R]"""
     engine_logprobs: NDArray[np.float32]
     """[R]"""
     versions: Ints
-    """[R], of the target's row."""
+    """[R]"""

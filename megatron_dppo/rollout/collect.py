@@ -19,8 +19,7 @@ from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers, ScoreItem
-from megatron_dppo.rl.advantages import soft_overlong_penalty
-from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.seeds import Purpose, sequence
 from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, Score, Selection, StepMetadata
@@ -228,7 +227,7 @@ class Collector:
         part = _Part(
             metadata=_metadata(groups, np.array(inclusion), samples, self._world.rank),
             raw_reward=float(raw),
-            surprisal=-float(sum(c.logprobs[c.sampled].sum(dtype=np.float64) for g in groups for c in g.completions)),
+            surprisal=-float(sum(c.logprobs[c.loss_mask].sum(dtype=np.float64) for g in groups for c in g.completions)),
             correct=correct,
             truncated=truncated,
             failed_weight=float(sum(1.0 / pi for pi in failed)),
@@ -242,7 +241,7 @@ class Collector:
     def _penalty(self, completions: Sequence[Completion]) -> np.ndarray:
         limit, buffer = self._config.rollout.max_response_tokens, self._config.reward.overlong_buffer
         if buffer is None:
-            buffer = round(host_for(self._config.loss).overlong_share * limit)
+            buffer = round(objective_for(self._config.loss).overlong_share * limit)
         return soft_overlong_penalty([len(c.token_ids) for c in completions], limit=limit, buffer=buffer)
 
     def check_failures(self, parts: Sequence[Failures], total: int) -> None:
@@ -304,15 +303,15 @@ def _metadata(groups: Sequence[Group], inclusion: np.ndarray, samples: int, owne
         prompt_inclusion=inclusion.astype(np.float64),
         prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups], np.int64),
         response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups], np.int64).reshape(shape),
-        sampled_lengths=np.array([[c.sampled.sum() for c in g.completions] for g in groups], np.int64).reshape(shape),
+        sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups], np.int64).reshape(shape),
         rewards=np.array([g.rewards for g in groups], np.float64).reshape(shape),
-        surprise=np.array([[_surprise(c) for c in g.completions] for g in groups], np.float64).reshape(shape),
+        score_norms=np.array([[_score_norm(c) for c in g.completions] for g in groups], np.float64).reshape(shape),
         versions=np.array([[c.oldest_version for c in g.completions] for g in groups], np.int64).reshape(shape),
         owners=np.full(len(groups), owner, np.int64),
         window=0.0,
     )
 
 
-def _surprise(completion: Completion) -> float:
+def _score_norm(completion: Completion) -> float:
     """√Σ_t (1 − p_t)², a proxy for the norm of the completion's score that costs nothing."""
-    return float(np.linalg.norm(-np.expm1(completion.logprobs[completion.sampled].astype(np.float64))))
+    return float(np.linalg.norm(-np.expm1(completion.logprobs[completion.loss_mask].astype(np.float64))))

@@ -62,6 +62,8 @@ def read_batch(place: Path, pool: Sequence[Prompt], world: World) -> Batch | Non
     stored = world.from_leader(lambda: _arrays(folder / _STEP) if (folder / _STEP).exists() else None)
     if stored is None:
         return None
+    if "surprise" in stored:  # the score norms' name in checkpoints before they were called that
+        stored["score_norms"] = stored.pop("surprise")
     words = json.loads(str(stored["words"]))
     chosen = {name.removeprefix(_CHOSEN): value for name, value in stored.items() if name.startswith(_CHOSEN)}
     selection = Selection(**chosen | {"window": int(chosen["window"])})

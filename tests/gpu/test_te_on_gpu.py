@@ -19,8 +19,8 @@ from megatron_dppo.learner import PolicyLoss
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.models.layer_specs import transformer_engine_installed
 from megatron_dppo.parallel.adam_state import optimizer_parts
-from megatron_dppo.rl.hosts import host_for
-from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.pack import TrainingSample, build_pack
 from tests.models.test_offload import state_of
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -58,12 +58,12 @@ def over_nccl() -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def rows_of_a_step() -> list[PackedRow]:
+def rows_of_a_step() -> list[TrainingSample]:
     """Every completion of the made-up step, with advantages of both signs."""
     rng = np.random.default_rng(1)
     _, groups = step_of_groups(1)
     return [
-        PackedRow(group.prompt.token_ids, c.token_ids, c.logprobs, float(rng.normal()), 1.0 / len(c.token_ids), 0)
+        TrainingSample(group.prompt.token_ids, c.token_ids, c.logprobs, float(rng.normal()), 1.0 / len(c.token_ids), 0)
         for group in groups
         for c in group.completions
     ]
@@ -192,11 +192,11 @@ def gradients(rank: int, size: int, config: Config) -> tuple[torch.Tensor, torch
     """Of all completions in one pack; the weighted sum of each one's own; of one pack with those weights. fp32."""
     over_nccl()
     _, _, policy = build(config)
-    loss = PolicyLoss(host_for(config.loss), kl_coef=0.0, tis_cap=None, version=0)
+    loss = PolicyLoss(objective_for(config.loss), kl_coef=0.0, tis_cap=None, version=0)
     rows = rows_of_a_step()
     weights = np.random.default_rng(2).choice([0.0, 1.0, 3.0], len(rows))
 
-    def gradient(some: Sequence[PackedRow]) -> torch.Tensor:
+    def gradient(some: Sequence[TrainingSample]) -> torch.Tensor:
         pack = build_pack(some, capacity=1024, pad_id=0, align=1)
         policy.actor.accumulate([Microbatch(pack)], loss)
         return torch.cat([p.main_grad.flatten() for p in policy.actor.bare.parameters()]).double().cpu()

@@ -11,15 +11,15 @@ import torch
 
 from megatron_dppo.models.context import Share, share_of
 from megatron_dppo.models.microbatch import Microbatch, Placed, place
-from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Pack
 
 
-def row(prompt: int, response: int, seed: int) -> PackedRow:
+def row(prompt: int, response: int, seed: int) -> TrainingSample:
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 99, prompt + response).astype(np.int32)
     logprobs = rng.normal(size=response).astype(np.float32)
-    return PackedRow(ids[:prompt], ids[prompt:], logprobs, float(rng.normal()), float(rng.random()), version=seed)
+    return TrainingSample(ids[:prompt], ids[prompt:], logprobs, float(rng.normal()), float(rng.random()), version=seed)
 
 
 PACKS = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.rl.hosts import host_for
-from megatron_dppo.rl.pruning.census import census
+from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.pruning.metrics import census
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from tests.rl.steps import step_config, step_metadata
 
@@ -59,6 +59,8 @@ def made_up_census(steps: int, *, rule: str = "neyman", graded: bool = False) ->
         metadata = step_metadata(16, seed=step)
         if graded:
             metadata = step_metadata(16, seed=step, rewards=np.random.default_rng(step).normal(size=(16, 8)))
-        pruned = prune_minibatch(metadata, config, host_for(config.loss), keep=0.5, rng=np.random.default_rng(step))
+        pruned = prune_minibatch(
+            metadata, config, objective_for(config.loss), keep=0.5, rng=np.random.default_rng(step)
+        )
         rows.append({"step": step, **census([(metadata, pruned)]).as_row()})
     return rows

@@ -7,7 +7,7 @@ import numpy as np
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.parallel.world import initialize
-from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, Prompt, Rows, VersionSpan
+from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, Prompt, TrainingSamples, VersionSpan
 from tests.ranks import RankPool
 
 PROMPT_LENGTHS = (3, 1, 5)
@@ -30,20 +30,20 @@ def group(index: int) -> Group:
 
 
 def plan() -> MinibatchPlan:
-    """Five of six rows over two replicas, out of order; the second replica has an empty pack."""
-    groups, samples = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 1])
-    rows = Rows(
+    """Five of six completions over two replicas, out of order; the second replica has an empty pack."""
+    groups, completions = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 1])
+    kept = TrainingSamples(
         group=groups,
-        sample=samples,
+        completion=completions,
         owner=np.array(OWNERS)[groups],
         version=np.arange(5) + 20,
         prompt_length=np.array(PROMPT_LENGTHS)[groups],
-        response_length=np.array(RESPONSE_LENGTHS)[groups, samples],
+        response_length=np.array(RESPONSE_LENGTHS)[groups, completions],
         advantage=np.arange(5.0),
         weight=np.ones(5),
         scale=np.arange(5.0) / 10,
     )
-    return MinibatchPlan(rows, 1.0, 32, (((4, 0), (2,)), ((1, 3), ())))
+    return MinibatchPlan(kept, 1.0, 32, (((4, 0), (2,)), ((1, 3), ())))
 
 
 def received(rank: int, size: int, layout: LayoutConfig) -> tuple[int, list]:
@@ -52,15 +52,15 @@ def received(rank: int, size: int, layout: LayoutConfig) -> tuple[int, list]:
     return world.dp_rank, deliver(world, plan(), held)
 
 
-def test_every_rank_of_a_replica_gets_its_rows_in_the_planned_order(ranks: RankPool) -> None:
+def test_every_rank_of_a_replica_gets_its_samples_in_the_planned_order(ranks: RankPool) -> None:
     for size, layout in ((2, LayoutConfig(dp=2)), (4, LayoutConfig(tp=2, dp=2)), (4, LayoutConfig(pp=2, dp=2))):
         for replica, packs in ranks.run(size, received, layout):
             expected = plan().packs[replica]
             assert [len(pack) for pack in packs] == [len(pack) for pack in expected]
             for pack, rows in zip(packs, expected, strict=True):
                 for got, row in zip(pack, rows, strict=True):
-                    source = group(int(plan().rows.group[row]))
-                    completion = source.completions[int(plan().rows.sample[row])]
+                    source = group(int(plan().samples.group[row]))
+                    completion = source.completions[int(plan().samples.completion[row])]
                     np.testing.assert_array_equal(got.prompt_ids, source.prompt.token_ids)
                     np.testing.assert_array_equal(got.response_ids, completion.token_ids)
                     np.testing.assert_array_equal(got.engine_logprobs, completion.logprobs)

@@ -23,7 +23,7 @@ def step_metadata(
         "response_lengths": lengths,
         "sampled_lengths": fields.get("response_lengths", lengths),
         "rewards": (rng.random((groups, samples)) < rng.random((groups, 1))).astype(float),
-        "surprise": np.sqrt(lengths * rng.uniform(0.1, 0.5, (groups, samples))),
+        "score_norms": np.sqrt(lengths * rng.uniform(0.1, 0.5, (groups, samples))),
         "versions": np.zeros((groups, samples), np.int64),
         "owners": rng.integers(0, 4, groups),
     }

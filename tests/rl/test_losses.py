@@ -8,16 +8,19 @@ import pytest
 import torch
 
 from megatron_dppo.config import LossConfig
-from megatron_dppo.rl.losses import HOSTS, TokenLosses, host_for, token_losses
+from megatron_dppo.rl.losses import TokenLosses, token_losses
+from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
 
-GRPO, DAPO, GSPO = HOSTS["grpo"], HOSTS["dapo"], HOSTS["gspo"]
+GRPO, DAPO, GSPO = OBJECTIVES["grpo"], OBJECTIVES["dapo"], OBJECTIVES["gspo"]
 
 
 def log(*probabilities: float) -> torch.Tensor:
     return torch.tensor(probabilities, dtype=torch.float64).log()
 
 
-def evaluate(probabilities: tuple[float, ...], advantage: float, host=GRPO, **options: Any) -> tuple[TokenLosses, list]:
+def evaluate(
+    probabilities: tuple[float, ...], advantage: float, objective=GRPO, **options: Any
+) -> tuple[TokenLosses, list]:
     """Losses of tokens with the given probabilities, and the gradient of their sum."""
     logprobs = log(*probabilities).requires_grad_()
     given: dict[str, Any] = {
@@ -28,7 +31,7 @@ def evaluate(probabilities: tuple[float, ...], advantage: float, host=GRPO, **op
         "tis_cap": None,
     }
     result = token_losses(
-        host, logprobs=logprobs, advantage=torch.full_like(logprobs, advantage).detach(), **(given | options)
+        objective, logprobs=logprobs, advantage=torch.full_like(logprobs, advantage).detach(), **(given | options)
     )
     result.loss.sum().backward()
     assert logprobs.grad is not None
@@ -36,7 +39,7 @@ def evaluate(probabilities: tuple[float, ...], advantage: float, host=GRPO, **op
 
 
 @pytest.mark.parametrize(
-    ("host", "advantage", "loss", "gradient"),
+    ("objective", "advantage", "loss", "gradient"),
     [
         # ratios 1.25, 0.75, 1.0 against an old probability of 0.4
         (GRPO, 1.0, [-1.2, -0.75, -1.0], [0.0, -0.75, -1.0]),
@@ -44,27 +47,27 @@ def evaluate(probabilities: tuple[float, ...], advantage: float, host=GRPO, **op
         (DAPO, 1.0, [-1.25, -0.75, -1.0], [-1.25, -0.75, -1.0]),
     ],
 )
-def test_the_clipped_surrogate_has_the_loss_and_gradient_of_the_formula(host, advantage, loss, gradient):
-    result, actual = evaluate((0.5, 0.3, 0.4), advantage, host, old_logprobs=log(0.4, 0.4, 0.4))
+def test_the_clipped_surrogate_has_the_loss_and_gradient_of_the_formula(objective, advantage, loss, gradient):
+    result, actual = evaluate((0.5, 0.3, 0.4), advantage, objective, old_logprobs=log(0.4, 0.4, 0.4))
     assert result.loss.tolist() == pytest.approx(loss)
     assert actual == pytest.approx(gradient)
 
 
 def test_gspo_has_one_ratio_for_a_sequence_with_the_gradient_of_its_mean():
     """Two sequences of two tokens: log-ratios add up to log 1.21 and log 0.25, their means are log 1.1 and log 0.5."""
-    host = replace(GSPO, clip_low=0.2, clip_high=0.2)
-    probabilities, old, row = (0.5, 0.484, 0.2, 0.2), log(0.4, 0.5, 0.4, 0.4), torch.tensor([0, 0, 1, 1])
-    result, gradient = evaluate(probabilities, 1.0, host, old_logprobs=old, row=row)
+    objective = replace(GSPO, clip_low=0.2, clip_high=0.2)
+    probabilities, old, sample = (0.5, 0.484, 0.2, 0.2), log(0.4, 0.5, 0.4, 0.4), torch.tensor([0, 0, 1, 1])
+    result, gradient = evaluate(probabilities, 1.0, objective, old_logprobs=old, sample=sample)
     assert result.loss.tolist() == pytest.approx([-1.1, -1.1, -0.5, -0.5])
     assert gradient == pytest.approx([-1.1, -1.1, -0.5, -0.5])
-    result, gradient = evaluate(probabilities, -1.0, host, old_logprobs=old, row=row)
+    result, gradient = evaluate(probabilities, -1.0, objective, old_logprobs=old, sample=sample)
     assert result.loss.tolist() == pytest.approx([1.1, 1.1, 0.8, 0.8]), "the second sequence is clipped as a whole"
     assert gradient == pytest.approx([1.1, 1.1, 0.0, 0.0])
 
     logprobs = log(*probabilities).requires_grad_()  # the sequence's loss, written out: -s with s the geometric mean
-    by_hand = -torch.stack([(logprobs - old)[row == k].mean().exp() for k in (0, 1)])
+    by_hand = -torch.stack([(logprobs - old)[sample == k].mean().exp() for k in (0, 1)])
     (expected,) = torch.autograd.grad(by_hand.sum(), logprobs)
-    means = [g / 2 for g in evaluate(probabilities, 1.0, host, old_logprobs=old, row=row)[1]]  # c = 1/L
+    means = [g / 2 for g in evaluate(probabilities, 1.0, objective, old_logprobs=old, sample=sample)[1]]  # c = 1/L
     assert means == pytest.approx(expected.tolist())
 
 
@@ -197,6 +200,6 @@ def test_no_tokens_give_no_loss():
 
 
 def test_a_run_may_set_its_own_clips():
-    assert host_for(LossConfig(name="dapo")) == DAPO
-    host = host_for(LossConfig(name="dapo", clip_low=0.0, clip_high=0.5))
-    assert (host.clip_low, host.clip_high, host.aggregation) == (0.0, 0.5, "token_mean")
+    assert objective_for(LossConfig(name="dapo")) == DAPO
+    objective = objective_for(LossConfig(name="dapo", clip_low=0.0, clip_high=0.5))
+    assert (objective.clip_low, objective.clip_high, objective.aggregation) == (0.0, 0.5, "token_mean")

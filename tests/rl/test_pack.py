@@ -3,17 +3,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import NOT_SAMPLED
 
 PAD = 999
 
 
-def row(
+def sample(
     prompt: int, response: int, first: int = 0, advantage: float = 1.0, scale: float = 1.0, version: int = 0
-) -> PackedRow:
+) -> TrainingSample:
     """Prompt tokens first, first + 1, …, then response tokens from 100 + first on."""
-    return PackedRow(
+    return TrainingSample(
         prompt_ids=np.arange(first, first + prompt, dtype=np.int32),
         response_ids=np.arange(100 + first, 100 + first + response, dtype=np.int32),
         engine_logprobs=-np.arange(1, response + 1, dtype=np.float32),
@@ -23,9 +23,9 @@ def row(
     )
 
 
-def test_a_pack_of_two_rows_written_out():
+def test_a_pack_of_two_samples_written_out():
     pack = build_pack(
-        [row(2, 3, advantage=0.5, scale=0.1), row(1, 2, first=10, version=3)], capacity=12, pad_id=PAD, align=2
+        [sample(2, 3, advantage=0.5, scale=0.1), sample(1, 2, first=10, version=3)], capacity=12, pad_id=PAD, align=2
     )
     assert pack.token_ids.tolist() == [0, 1, 100, 101, 102, PAD, 10, 110, 111, PAD, PAD, PAD]
     assert pack.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1]
@@ -33,7 +33,7 @@ def test_a_pack_of_two_rows_written_out():
     assert pack.max_seqlen == 6
     assert pack.predictors.tolist() == [1, 2, 3, 6, 7]
     assert pack.targets.tolist() == [100, 101, 102, 110, 111]
-    assert pack.row.tolist() == [0, 0, 0, 1, 1]
+    assert pack.sample.tolist() == [0, 0, 0, 1, 1]
     assert pack.advantage.tolist() == [0.5, 0.5, 0.5, 1.0, 1.0]
     assert pack.scale.tolist() == [0.1, 0.1, 0.1, 1.0, 1.0]
     assert pack.engine_logprobs.tolist() == [-1, -2, -3, -1, -2]
@@ -41,39 +41,39 @@ def test_a_pack_of_two_rows_written_out():
 
 
 def test_what_the_policy_was_given_is_read_and_not_trained_on():
-    whole = row(2, 4)
-    given = PackedRow(
+    whole = sample(2, 4)
+    given = TrainingSample(
         whole.prompt_ids, whole.response_ids, np.array([-1, NOT_SAMPLED, NOT_SAMPLED, -4], np.float32), 1, 1, 0
     )
-    pack = build_pack([given, row(1, 2, first=10)], capacity=9, pad_id=PAD, align=1)
+    pack = build_pack([given, sample(1, 2, first=10)], capacity=9, pad_id=PAD, align=1)
     assert pack.token_ids.tolist() == [0, 1, 100, 101, 102, 103, 10, 110, 111]
     assert pack.predictors.tolist() == [1, 4, 6, 7]
     assert pack.targets.tolist() == [100, 103, 110, 111]
-    assert pack.row.tolist() == [0, 0, 1, 1]
+    assert pack.sample.tolist() == [0, 0, 1, 1]
     assert pack.engine_logprobs.tolist() == [-1, -4, -1, -2]
 
 
-rows = st.lists(st.builds(row, st.integers(1, 9), st.integers(1, 9), st.integers(0, 50)), max_size=6)
+samples = st.lists(st.builds(sample, st.integers(1, 9), st.integers(1, 9), st.integers(0, 50)), max_size=6)
 
 
-@given(rows, st.sampled_from([1, 2, 4]), st.integers(0, 20))
-def test_each_predictor_sees_its_own_row_up_to_the_token_before_its_target(rows, align, spare):
-    needed = sum(-(-(len(r.prompt_ids) + len(r.response_ids)) // align) * align for r in rows)
-    pack = build_pack(rows, max(1, needed + spare), PAD, align)
-    for predictor, target, index in zip(pack.predictors, pack.targets, pack.row, strict=True):
+@given(samples, st.sampled_from([1, 2, 4]), st.integers(0, 20))
+def test_each_predictor_sees_its_own_sample_up_to_the_token_before_its_target(samples, align, spare):
+    needed = sum(-(-(len(r.prompt_ids) + len(r.response_ids)) // align) * align for r in samples)
+    pack = build_pack(samples, max(1, needed + spare), PAD, align)
+    for predictor, target, index in zip(pack.predictors, pack.targets, pack.sample, strict=True):
         start = pack.cu_seqlens[np.searchsorted(pack.cu_seqlens, predictor, side="right") - 1]
-        sequence = np.concatenate([rows[index].prompt_ids, rows[index].response_ids])
+        sequence = np.concatenate([samples[index].prompt_ids, samples[index].response_ids])
         np.testing.assert_array_equal(pack.token_ids[start : predictor + 1], sequence[: predictor - start + 1])
         assert sequence[predictor - start + 1] == target
-    assert len(pack.targets) == sum(len(r.response_ids) for r in rows)
+    assert len(pack.targets) == sum(len(r.response_ids) for r in samples)
     assert PAD not in pack.targets
 
 
-@given(rows, st.sampled_from([1, 2, 4]), st.integers(0, 20))
-def test_segments_tile_the_pack_and_positions_restart_in_each(rows, align, spare):
-    needed = sum(-(-(len(r.prompt_ids) + len(r.response_ids)) // align) * align for r in rows)
+@given(samples, st.sampled_from([1, 2, 4]), st.integers(0, 20))
+def test_segments_tile_the_pack_and_positions_restart_in_each(samples, align, spare):
+    needed = sum(-(-(len(r.prompt_ids) + len(r.response_ids)) // align) * align for r in samples)
     capacity = max(1, needed + spare)
-    pack = build_pack(rows, capacity, PAD, align)
+    pack = build_pack(samples, capacity, PAD, align)
     assert (pack.cu_seqlens[0], pack.cu_seqlens[-1]) == (0, capacity)
     segments = np.diff(pack.cu_seqlens)
     assert (segments > 0).all()
@@ -82,13 +82,13 @@ def test_segments_tile_the_pack_and_positions_restart_in_each(rows, align, spare
     assert pack.max_seqlen < capacity or len(segments) == 1
 
 
-def test_a_pack_without_rows_is_all_padding():
+def test_a_pack_without_samples_is_all_padding():
     pack = build_pack([], capacity=8, pad_id=PAD, align=1)
     assert (pack.token_ids == PAD).all()
     assert pack.cu_seqlens.tolist() == [0, 8]
     assert len(pack.targets) == len(pack.engine_logprobs) == len(pack.scale) == 0
 
 
-def test_rows_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="rows of 6 tokens do not fit into a pack of 5"):
-        build_pack([row(2, 3)], capacity=5, pad_id=PAD, align=2)
+def test_samples_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="samples of 6 tokens do not fit into a pack of 5"):
+        build_pack([sample(2, 3)], capacity=5, pad_id=PAD, align=2)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_dppo.config import CompletionPruningConfig, Config, PackConfig, PruningConfig, RunConfig, ScheduleConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import advantages
+from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import gather_metadata, plan_step, split_groups, take_groups
 from megatron_dppo.rl.types import StepMetadata, StepPlan
@@ -27,7 +27,7 @@ def same(one: StepPlan, other: StepPlan) -> bool:
     return all(
         np.array_equal(a, b)
         for x, y in zip(one.minibatches, other.minibatches, strict=True)
-        for a, b in zip(asdict(x.rows).values(), asdict(y.rows).values(), strict=True)
+        for a, b in zip(asdict(x.samples).values(), asdict(y.samples).values(), strict=True)
     ) and [m.packs for m in one.minibatches] == [m.packs for m in other.minibatches]
 
 
@@ -41,35 +41,38 @@ def test_a_plan_is_a_function_of_metadata_configuration_and_step():
 @pytest.mark.parametrize("options", [{"replicas": 4}, {"align": 8}, {"capacity_multiple": 64}, {"pipeline": 4}])
 def test_what_is_trained_on_does_not_depend_on_the_layout(options: dict[str, int]):
     metadata, config = step_metadata(32), step_config()
-    here, there = plan(metadata, config).minibatches[0].rows, plan(metadata, config, **options).minibatches[0].rows
-    np.testing.assert_array_equal(here.group * 8 + here.sample, there.group * 8 + there.sample)
+    here, there = (
+        plan(metadata, config).minibatches[0].samples,
+        plan(metadata, config, **options).minibatches[0].samples,
+    )
+    np.testing.assert_array_equal(here.group * 8 + here.completion, there.group * 8 + there.completion)
     np.testing.assert_array_equal(here.scale, there.scale)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
-def test_rows_carry_the_numbers_of_their_completion(rule: str, name: str):
+def test_samples_carry_the_numbers_of_their_completion(rule: str, name: str):
     metadata = step_metadata(24)
     minibatch = plan(metadata, step_config(rule=rule, name=name)).minibatches[0]
-    rows = minibatch.rows
-    at = (rows.group, rows.sample)
-    assert np.all(np.diff(rows.group * 8 + rows.sample) > 0), "sorted by (prompt, sample)"
-    np.testing.assert_array_equal(rows.owner, metadata.owners[rows.group])
-    np.testing.assert_array_equal(rows.prompt_length, metadata.prompt_lengths[rows.group])
-    np.testing.assert_array_equal(rows.response_length, metadata.response_lengths[at])
-    np.testing.assert_array_equal(rows.advantage, advantages(metadata.rewards, normalise=True)[at])
-    c, z = (1 / rows.response_length, 24 * 8) if name == "grpo" else (1.0, metadata.response_lengths.sum())
+    samples = minibatch.samples
+    at = (samples.group, samples.completion)
+    assert np.all(np.diff(samples.group * 8 + samples.completion) > 0), "sorted by (prompt, completion)"
+    np.testing.assert_array_equal(samples.owner, metadata.owners[samples.group])
+    np.testing.assert_array_equal(samples.prompt_length, metadata.prompt_lengths[samples.group])
+    np.testing.assert_array_equal(samples.response_length, metadata.response_lengths[at])
+    np.testing.assert_array_equal(samples.advantage, advantages(metadata.rewards, normalise=True)[at])
+    c, z = (1 / samples.response_length, 24 * 8) if name == "grpo" else (1.0, metadata.response_lengths.sum())
     assert minibatch.normaliser == z
-    np.testing.assert_allclose(rows.scale, rows.weight * c / z, rtol=1e-15)
+    np.testing.assert_allclose(samples.scale, samples.weight * c / z, rtol=1e-15)
 
 
 def test_without_pruning_every_mixed_completion_has_weight_one():
     metadata = step_metadata(24)
-    rows = plan(metadata, step_config(rule="none")).minibatches[0].rows
+    samples = plan(metadata, step_config(rule="none")).minibatches[0].samples
     mixed = np.ptp(metadata.rewards, axis=1) > 0
-    np.testing.assert_array_equal(np.unique(rows.group), np.flatnonzero(mixed))
-    assert len(rows.group) == 8 * mixed.sum()
-    assert (rows.weight == 1.0).all()
+    np.testing.assert_array_equal(np.unique(samples.group), np.flatnonzero(mixed))
+    assert len(samples.group) == 8 * mixed.sum()
+    assert (samples.weight == 1.0).all()
 
 
 @settings(max_examples=50)
@@ -79,7 +82,7 @@ def test_the_product_of_both_levels_weights_stays_below_its_bound(seed, keep, ma
     inclusion = np.maximum(np.random.default_rng(seed).random(16) ** spread, floor)
     metadata = step_metadata(16, seed=seed, prompt_inclusion=inclusion)
     result = plan(metadata, step_config(rule=rule, keep=keep, max_weight=max_weight))
-    assert result.minibatches[0].rows.weight.max(initial=0.0) <= max_weight * (1 + 1e-12)
+    assert result.minibatches[0].samples.weight.max(initial=0.0) <= max_weight * (1 + 1e-12)
     assert not any("max_weight" in note for note in result.notes)
 
 
@@ -103,7 +106,7 @@ def test_a_step_of_equal_groups_keeps_nothing_and_says_so(rule: str, updates: in
     metadata = step_metadata(8, rewards=np.repeat([[0.0], [1.0]], 4, axis=0) * np.ones((8, 8)))
     result = plan(metadata, step_config(rule=rule, updates_per_rollout=updates))
     for minibatch in result.minibatches:
-        assert (minibatch.capacity, minibatch.packs, len(minibatch.rows.group)) == (0, ((), ()), 0)
+        assert (minibatch.capacity, minibatch.packs, len(minibatch.samples.group)) == (0, ((), ()), 0)
     assert len(result.notes) == updates
     assert "nothing" in result.notes[0]
     assert result.metrics["prune/zero_advantage_fraction"] == 1.0
@@ -119,19 +122,19 @@ def test_a_step_without_any_group_is_a_step_that_keeps_nothing():
 
 def test_with_a_kl_term_completions_without_advantage_are_trained_on():
     metadata = step_metadata(8, rewards=np.ones((8, 8)))
-    rows = plan(metadata, step_config(keep=0.5, kl_coef=0.01)).minibatches[0].rows
-    assert 0 < len(rows.group) < 64
-    assert (rows.advantage == 0.0).all()
+    samples = plan(metadata, step_config(keep=0.5, kl_coef=0.01)).minibatches[0].samples
+    assert 0 < len(samples.group) < 64
+    assert (samples.advantage == 0.0).all()
 
 
 def test_minibatches_are_whole_groups_each_with_its_share_of_the_window():
     metadata = step_metadata(30, prompt_inclusion=np.full(30, 0.6), window=50.0)
     result = plan(metadata, step_config(rule="none", updates_per_rollout=4, kl_coef=0.1))
-    groups = [np.unique(minibatch.rows.group) for minibatch in result.minibatches]
+    groups = [np.unique(minibatch.samples.group) for minibatch in result.minibatches]
     assert sorted(np.concatenate(groups).tolist()) == list(range(30))
     assert [minibatch.normaliser for minibatch in result.minibatches] == [50 * len(g) / 30 * 8 for g in groups]
     for group, minibatch in zip(groups, result.minibatches, strict=True):
-        assert len(minibatch.rows.group) == 8 * len(group)
+        assert len(minibatch.samples.group) == 8 * len(group)
 
 
 def test_a_minibatch_is_on_average_what_the_whole_window_is():
@@ -159,19 +162,19 @@ def test_only_an_estimated_normaliser_is_called_a_ratio():
     assert not plan(pruned, step_config(name="grpo")).notes
 
 
-def test_packs_hold_every_kept_row_once_within_the_capacity():
+def test_packs_hold_every_sample_once_within_the_capacity():
     result = plan(step_metadata(64), step_config(pack=PackConfig(max_tokens=1024)), replicas=3, align=4, pipeline=2)
     for minibatch in result.minibatches:
-        rows = minibatch.rows
-        slots = -(-(rows.prompt_length + rows.response_length) // 4) * 4
+        samples = minibatch.samples
+        slots = -(-(samples.prompt_length + samples.response_length) // 4) * 4
         packs = [pack for rank in minibatch.packs for pack in rank]
-        assert sorted(row for pack in packs for row in pack) == list(range(len(rows.group)))
+        assert sorted(sample for pack in packs for sample in pack) == list(range(len(samples.group)))
         assert max(slots[list(pack)].sum() for pack in packs) <= minibatch.capacity <= 1024
         assert {len(rank) for rank in minibatch.packs} == {len(packs) // 3}
         assert len(packs) // 3 >= 4, "twice the pipeline stages"
 
 
-def test_a_row_longer_than_a_pack_is_the_users_to_mend():
+def test_a_sample_longer_than_a_pack_is_the_users_to_mend():
     with pytest.raises(UserError, match=r"pack\.max_tokens"):
         plan(step_metadata(64), step_config(rule="none", pack=PackConfig(max_tokens=64)))
 
@@ -195,7 +198,7 @@ def test_metrics_of_a_step_written_out():
         rewards=np.array([[1.0, 0, 0, 0], [1, 1, 1, 1]]),
         response_lengths=np.full((2, 4), 10),
         prompt_lengths=np.array([10, 30]),
-        surprise=np.ones((2, 4)),
+        score_norms=np.ones((2, 4)),
         window=3.0,
     )
     metrics = plan(metadata, step_config(rule="none"), replicas=1).metrics
@@ -223,7 +226,7 @@ def test_metrics_of_a_step_written_out():
 def test_variance_inflation_is_that_of_independent_draws():
     """One mixed group of |A| √3, 1/√3 ×3 under the paper's rule at 1 − r = 0.5: (3 + 2 · 3 · 1/3) / (3 + 3 · 1/3)."""
     metadata = step_metadata(
-        1, 4, rewards=np.array([[1.0, 0, 0, 0]]), response_lengths=np.full((1, 4), 10), surprise=np.ones((1, 4))
+        1, 4, rewards=np.array([[1.0, 0, 0, 0]]), response_lengths=np.full((1, 4), 10), score_norms=np.ones((1, 4))
     )
     result = plan(metadata, step_config(rule="threshold", keep=0.5))
     assert result.metrics["prune/variance_inflation"] == pytest.approx(5 / 4)
@@ -237,7 +240,7 @@ def test_variance_inflation_runs_over_the_window_and_not_over_what_was_rolled_ou
         prompt_inclusion=np.array([0.5, 1.0]),
         rewards=np.array([[1.0, 0, 0, 0]] * 2),
         response_lengths=np.full((2, 4), 10),
-        surprise=np.ones((2, 4)),
+        score_norms=np.ones((2, 4)),
     )
     result = plan(metadata, step_config(rule="none"))
     assert result.metrics["prune/variance_inflation"] == pytest.approx(5 / 3)
@@ -270,11 +273,11 @@ def test_kept_tokens_follow_the_schedule_of_the_completions():
 def test_where_the_schedule_prunes_nothing_all_that_can_teach_is_kept_at_weight_one(rule: str, step: int):
     metadata = step_metadata(32)
     config = scheduled(ScheduleConfig("linear", ramp=0.5, off_last=0.1), rule=rule)
-    rows = plan(metadata, config, step=step).minibatches[0].rows
-    group, sample = np.nonzero(advantages(metadata.rewards, normalise=True))
-    np.testing.assert_array_equal(rows.group, group)
-    np.testing.assert_array_equal(rows.sample, sample)
-    assert (rows.weight == 1.0).all()
+    samples = plan(metadata, config, step=step).minibatches[0].samples
+    group, completion = np.nonzero(advantages(metadata.rewards, normalise=True))
+    np.testing.assert_array_equal(samples.group, group)
+    np.testing.assert_array_equal(samples.completion, completion)
+    assert (samples.weight == 1.0).all()
 
 
 @pytest.mark.parametrize("rule", ["threshold", "neyman"])
@@ -285,7 +288,7 @@ def test_every_minibatch_has_a_draw_of_its_own(rule: str):
         rewards=np.tile([1.0, 1, 1, 0, 0, 0, 0, 0], (12, 1)),
         prompt_lengths=np.full(12, 10),
         response_lengths=np.tile(np.arange(20, 100, 10), (12, 1)),
-        surprise=np.ones((12, 8)),
+        score_norms=np.ones((12, 8)),
     )
     config = step_config(rule=rule, keep=0.37, updates_per_rollout=2)
 
@@ -293,8 +296,8 @@ def test_every_minibatch_has_a_draw_of_its_own(rule: str):
         masks = []
         split = plan(metadata, step_config(rule="none", updates_per_rollout=2), step=step)
         for whole, minibatch in zip(split.minibatches, plan(metadata, config, step=step).minibatches, strict=True):
-            place = np.searchsorted(np.unique(whole.rows.group), minibatch.rows.group)
-            masks.append(list(zip(place.tolist(), minibatch.rows.sample.tolist(), strict=True)))
+            place = np.searchsorted(np.unique(whole.samples.group), minibatch.samples.group)
+            masks.append(list(zip(place.tolist(), minibatch.samples.completion.tolist(), strict=True)))
         return masks
 
     masks = [mask(step) for step in range(20)]
@@ -308,7 +311,7 @@ def test_who_shares_a_minibatch_does_not_depend_on_what_is_pruned(rule: str):
     whole = plan(metadata, step_config(rule="none", updates_per_rollout=3, kl_coef=0.1)).minibatches
     pruned = plan(metadata, step_config(rule=rule, keep=0.4, updates_per_rollout=3)).minibatches
     for one, other in zip(whole, pruned, strict=True):
-        assert set(other.rows.group.tolist()) <= set(one.rows.group.tolist())
+        assert set(other.samples.group.tolist()) <= set(one.samples.group.tolist())
 
 
 def test_dapo_divides_by_what_the_window_is_estimated_to_hold_and_says_so_once():

@@ -17,14 +17,13 @@ import torch
 
 from megatron_dppo.config import Config, PackConfig, PromptPruningConfig
 from megatron_dppo.rl import plan as planning
-from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.losses import host_for, token_losses
-from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.losses import token_losses
+from megatron_dppo.rl.objectives import advantages, objective_for
+from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
-from megatron_dppo.rl.pruning.prompts import PROMPT_RULES, PromptCandidates
-from megatron_dppo.rl.select import select
-from megatron_dppo.rl.types import MinibatchPlan, Rows, Selection, StepMetadata
+from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates, select
+from megatron_dppo.rl.types import MinibatchPlan, Selection, StepMetadata, TrainingSamples
 from tests.rl.integration import FixedMask, FixedOffset, outcomes
 from tests.rl.steps import step_config
 
@@ -69,7 +68,7 @@ class World:
             response_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
             sampled_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
             rewards=self.rewards[ids],
-            surprise=np.array([[np.sqrt(((1 - np.exp(lp)) ** 2).sum()) for lp in group] for group in logprobs]),
+            score_norms=np.array([[np.sqrt(((1 - np.exp(lp)) ** 2).sum()) for lp in group] for group in logprobs]),
             versions=np.zeros((len(ids), SAMPLES), dtype=np.int64),
             owners=np.zeros(len(ids), dtype=np.int64),
             window=float(selection.window),
@@ -102,16 +101,16 @@ def gradient(
 ) -> torch.Tensor:
     """The gradient of one minibatch, as a trainer computes it; [parameters]."""
     world.policy.zero_grad()
-    rows = minibatch.rows if mistake != "advantages of what was kept" else recomputed(metadata, minibatch.rows)
+    samples = minibatch.samples if mistake != "advantages of what was kept" else recomputed(metadata, minibatch.samples)
     total = torch.zeros((), dtype=torch.float64)
     for members in itertools.chain.from_iterable(minibatch.packs):
         packed = [
-            PackedRow(
-                prompt_ids=world.prompts[metadata.prompt_ids[rows.group[k]]],
-                response_ids=world.responses[metadata.prompt_ids[rows.group[k]]][rows.sample[k]],
-                engine_logprobs=world.engine_logprobs[metadata.prompt_ids[rows.group[k]]][rows.sample[k]],
-                advantage=float(rows.advantage[k]),
-                scale=float(rows.scale[k]),
+            TrainingSample(
+                prompt_ids=world.prompts[metadata.prompt_ids[samples.group[k]]],
+                response_ids=world.responses[metadata.prompt_ids[samples.group[k]]][samples.completion[k]],
+                engine_logprobs=world.engine_logprobs[metadata.prompt_ids[samples.group[k]]][samples.completion[k]],
+                advantage=float(samples.advantage[k]),
+                scale=float(samples.scale[k]),
                 version=0,
             )
             for k in members
@@ -124,10 +123,10 @@ def gradient(
 
         with torch.no_grad():
             old, reference = score(world.old), score(world.reference)
-        weight = torch.from_numpy(rows.weight[np.array(members, dtype=int)][pack.row])
+        weight = torch.from_numpy(samples.weight[np.array(members, dtype=int)][pack.sample])
         inside = mistake == "weight inside the clip"
         losses = token_losses(
-            host_for(config.loss),
+            objective_for(config.loss),
             logprobs=score(world.policy) + (weight.log() if inside else 0.0),
             old_logprobs=old,
             engine_logprobs=torch.from_numpy(pack.engine_logprobs),
@@ -137,20 +136,20 @@ def gradient(
             tis_cap=config.loss.tis_cap,
         )
         total = total + (losses.loss * torch.from_numpy(pack.scale) / (weight if inside else 1.0)).sum()
-    if mistake == "divided by what was kept" and len(rows.group):
-        total = total * minibatch.normaliser / len(rows.group)
+    if mistake == "divided by what was kept" and len(samples.group):
+        total = total * minibatch.normaliser / len(samples.group)
     if total.requires_grad:
         total.backward()
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in world.policy.parameters()])
 
 
-def recomputed(metadata: StepMetadata, rows: Rows) -> Rows:
-    """Rows whose advantages come from what is left of their groups."""
-    result = np.zeros(len(rows.group))
-    for group in np.unique(rows.group):
-        left = rows.group == group
-        result[left] = advantages(metadata.rewards[group, rows.sample[left]][None], normalise=True)[0]
-    return replace(rows, advantage=result)
+def recomputed(metadata: StepMetadata, samples: TrainingSamples) -> TrainingSamples:
+    """TrainingSamples whose advantages come from what is left of their groups."""
+    result = np.zeros(len(samples.group))
+    for group in np.unique(samples.group):
+        left = samples.group == group
+        result[left] = advantages(metadata.rewards[group, samples.completion[left]][None], normalise=True)[0]
+    return replace(samples, advantage=result)
 
 
 def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Selection, float]]:
@@ -184,7 +183,7 @@ def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Sele
 def draws(metadata: StepMetadata, config: Config) -> Iterator[tuple[FixedOffset | FixedMask, float]]:
     """Every outcome of the draw of completions, as the generator that brings it about, with its probability."""
     rule = config.pruning.completions
-    known = prune_minibatch(metadata, config, host_for(config.loss), keep=rule.keep, rng=np.random.default_rng())
+    known = prune_minibatch(metadata, config, objective_for(config.loss), keep=rule.keep, rng=np.random.default_rng())
     groups = np.repeat(np.arange(len(known.advantage)), SAMPLES)
     inclusion = known.inclusion.ravel()[np.lexsort((known.advantage.ravel(), groups))]
     if rule.rule != "threshold":
@@ -271,7 +270,7 @@ def test_the_second_draw_knows_of_the_first(world):
     alike = Selection(np.array([0, 0]), np.array([0.25, 1.0]), window=5)
     config = step_config(keep=0.15, max_weight=1e9, name="grpo")
     pruned = prune_minibatch(
-        world.metadata(alike), config, host_for(config.loss), keep=0.15, rng=np.random.default_rng(0)
+        world.metadata(alike), config, objective_for(config.loss), keep=0.15, rng=np.random.default_rng(0)
     )
     assert pruned.inclusion.max() < 1.0
     np.testing.assert_allclose(pruned.inclusion[0], 4 * pruned.inclusion[1], rtol=1e-12)

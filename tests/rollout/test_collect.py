@@ -112,7 +112,7 @@ def test_what_the_policy_was_given_is_part_of_the_response_and_of_no_figure_of_w
     result = bench.collect({4: [given, *said("score 0", "score 0")]})
     assert result.metadata.response_lengths.tolist() == [[8, 8, 8]]
     assert result.metadata.sampled_lengths.tolist() == [[6, 8, 8]]
-    assert result.metadata.surprise[0] == pytest.approx([math.sqrt(6) / 2, math.sqrt(8) / 2, math.sqrt(8) / 2])
+    assert result.metadata.score_norms[0] == pytest.approx([math.sqrt(6) / 2, math.sqrt(8) / 2, math.sqrt(8) / 2])
     assert result.metrics["rollout/generated_tokens"] == 6 + 8 + 8
     assert result.metrics["rollout/entropy"] == pytest.approx(math.log(2))
 
@@ -195,7 +195,7 @@ def test_buffer_is_the_hosts_unless_it_is_set(bench: Bench, loss: str, buffer: i
     np.testing.assert_allclose(result.metadata.rewards, [rewards], atol=1e-12)
 
 
-def test_surprise_and_entropy_are_those_of_the_engines_probabilities(bench: Bench) -> None:
+def test_score_norms_and_entropy_are_those_of_the_engines_probabilities(bench: Bench) -> None:
     p = np.linspace(0.1, 0.95, 8)
     script = {
         6: [Said("score 1", p), Said("score 0", 0.25), Said("score 0", 1.0)],
@@ -203,7 +203,7 @@ def test_surprise_and_entropy_are_those_of_the_engines_probabilities(bench: Benc
     }
     result = bench.collect(script)
     expected = [np.sqrt(((1 - p) ** 2).sum()), np.sqrt(8 * 0.75**2), 0.0]
-    np.testing.assert_allclose(result.metadata.surprise, [expected], rtol=1e-6)
+    np.testing.assert_allclose(result.metadata.score_norms, [expected], rtol=1e-6)
     nats = -np.log(p).sum() + 8 * np.log(4.0)
     assert result.metrics["rollout/entropy"] == pytest.approx(nats / 24, rel=1e-6), "a dropped group adds to neither"
 

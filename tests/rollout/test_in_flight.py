@@ -49,9 +49,9 @@ def batch_of(world: World) -> Batch:
         prompt_inclusion=np.array(list(groups)) / 7.0,
         prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups.values()], np.int64),
         response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups.values()]).reshape(shape),
-        sampled_lengths=np.array([[c.sampled.sum() for c in g.completions] for g in groups.values()]).reshape(shape),
+        sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups.values()]).reshape(shape),
         rewards=np.array([g.rewards for g in groups.values()]).reshape(shape),
-        surprise=np.random.default_rng(0).random(shape),
+        score_norms=np.random.default_rng(0).random(shape),
         versions=np.array([[c.oldest_version for c in g.completions] for g in groups.values()]).reshape(shape),
         owners=np.full(len(groups), world.rank),
         window=0.0,
@@ -133,6 +133,15 @@ def test_rollouts_of_another_version_are_told_with_a_way_on(tmp_path: Path) -> N
     with pytest.raises(UserError, match="without sampled_lengths") as raised:
         read(world, tmp_path)
     assert f"model.checkpoint={tmp_path}" in raised.value.remedy
+
+
+def test_rollouts_from_before_the_score_norms_had_their_name_are_read(tmp_path: Path) -> None:
+    batch = wrote(world_of(1, 0), tmp_path)
+    file = tmp_path / "rollouts" / "step.npz"
+    with np.load(file) as stored:
+        np.savez(file, **{"surprise" if name == "score_norms" else name: stored[name] for name in stored.files})
+    back = read(world_of(1, 0), tmp_path)
+    np.testing.assert_array_equal(back.rollouts.metadata.score_norms, batch.rollouts.metadata.score_norms)
 
 
 @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-99])])

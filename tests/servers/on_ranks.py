@@ -24,7 +24,7 @@ from megatron_dppo.bridge.stream import Consumers, weight_stream
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import initialize
-from megatron_dppo.rl.pack import PackedRow, build_pack
+from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Bucket, Groups, Sampling, generate
 from megatron_dppo.rollout.servers.api import Ask, Piece, ServerApi
@@ -314,7 +314,7 @@ def _after_the_update(rig: Rig, prompts: Sequence[Prompt], groups: Groups) -> fl
         return float("nan")
     packs = [
         build_pack(
-            [PackedRow(prompt.token_ids, completion.token_ids, completion.logprobs, 0.0, 0.0, 0)],
+            [TrainingSample(prompt.token_ids, completion.token_ids, completion.logprobs, 0.0, 0.0, 0)],
             capacity=len(prompt.token_ids) + len(completion.token_ids),
             pad_id=0,
             align=1,

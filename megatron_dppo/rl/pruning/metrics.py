@@ -1,4 +1,4 @@
-"""What pruning did to a step, in numbers for the log."""
+"""What pruning did to a step: ``prune/…`` for the log, and the census of its completions for the pictures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dppo.rl.pruning.minibatch import Pruned
-from megatron_dppo.rl.types import Floats, Ints, StepMetadata
+from megatron_dppo.rl.types import Bools, Cell, Census, Floats, StepMetadata
+
+# The coordinates of the census's tables are rounded, so that the tables stay small.
+PER_GROUP = 16
+"""The share of a group's answers that are better than its mean is exact for groups up to this size."""
+PER_DEVIATION = 2
+PER_OCTAVE_OF_LENGTH = 4
+PER_OCTAVE_OF_SCORE = 2
+WIDEST_SCORE = 4
+"""Octaves to either side of the median score. What lies beyond is counted with the last."""
 
 
 def prune_metrics(
@@ -16,31 +25,34 @@ def prune_metrics(
 ) -> dict[str, float]:
     """``prune/…`` of a step.
 
-    - ``kept_prompt_fraction``: prompts rolled out, over the window.
-    - ``kept_completion_fraction``, ``kept_token_fraction``: completions, and the tokens of their rows (prompt and
-      response), trained on over rolled out.
-    - ``zero_advantage_fraction``: completions that could teach nothing.
-    - ``max_weight``: the largest Horvitz-Thompson weight among what was kept.
-    - ``effective_sample_size``: (Σw)²/Σw² over the completions kept, as a share of their number (Kish).
-    - ``saved_tokens_prompts``: row tokens of the prompts that were not rolled out, estimated by Σ T_q·(1/π_q − 1), T_q
-      the row tokens of a group that was; under a biased rule, which tells no π, each by the mean of those that were.
-    - ``saved_tokens_completions``: row tokens of completions that were rolled out, have a gradient, and were pruned.
-    - ``zero_advantage_tokens``: row tokens of completions whose gradient is exactly 0. They are not trained on without
-      pruning either, so they count as no saving.
-    - ``variance_inflation``: see ``variance_inflation``.
-    - ``noise_share_prompts``, ``noise_share_completions``: see ``Noise``; what is left of 1 is sampling's.
+    The tokens of a completion are those of its prompt and of its response.
 
-    The last three are left out under a biased rule, at either level: its error is not its variance. For completions
-    the weights say so.
+    - ``kept_prompt_fraction``: prompts rolled out, over the window.
+    - ``kept_completion_fraction``, ``kept_token_fraction``: completions trained on, and their tokens, over those rolled
+      out.
+    - ``zero_advantage_fraction``: completions with an advantage of 0.
+    - ``max_weight``: the largest Horvitz-Thompson weight among the kept completions.
+    - ``effective_sample_size``: (Σw)²/Σw² over the kept completions, as a share of their number (Kish).
+    - ``saved_tokens_prompts``: tokens of the prompts that were not rolled out, estimated by Σ T_q·(1/π_q − 1), T_q the
+      tokens of a group that was. A biased rule gives no π; there each counts with the mean of those rolled out.
+    - ``saved_tokens_completions``: tokens of completions that were rolled out, have a gradient, and were pruned.
+    - ``zero_advantage_tokens``: tokens of completions whose gradient is exactly 0. They are not trained on without
+      pruning either, so that they are no saving.
+    - ``variance_inflation``: see the function of that name.
+    - ``noise_share_prompts``, ``noise_share_completions``: the shares of prompt and completion pruning in the
+      gradient's noise, see ``Noise``. The rest is the share of sampling.
+
+    The last three are left out if the rule of either level is biased, since the error of a biased rule is more than its
+    variance. A biased rule for completions is recognised by its weights.
 
     Args:
         window: N, the prompts that the step considered.
-        parts: its minibatches, each with its draw; and what was rolled out for none of them, see ``thrown_away``.
-        biased_prompts: whether the rule for prompts is.
+        parts: its minibatches, each with its draw; and the groups that a rule left out, see ``left_out``.
+        biased_prompts: whether the rule for prompts is biased.
     """
     prompts = sum(len(part.prompt_ids) for part, _ in parts)
     kept = np.concatenate([pruned.kept.ravel() for _, pruned in parts])
-    idle = np.concatenate([pruned.idle.ravel() for _, pruned in parts])
+    zero_advantage = np.concatenate([pruned.zero_advantage.ravel() for _, pruned in parts])
     advantage = np.concatenate([pruned.advantage.ravel() for _, pruned in parts])
     tokens = np.concatenate([(part.prompt_lengths[:, None] + part.response_lengths).ravel() for part, _ in parts])
     weight = np.concatenate([pruned.weight.ravel() for _, pruned in parts])[kept]
@@ -53,11 +65,11 @@ def prune_metrics(
         "prune/effective_sample_size": float(weight.sum() ** 2 / (weight.size * (weight**2).sum()))
         if weight.size
         else 0.0,
-        "prune/saved_tokens_prompts": _at_the_mean(window - prompts, prompts, tokens)
+        "prune/saved_tokens_prompts": max(window - prompts, 0.0) * float(tokens.sum()) / max(prompts, 1)
         if biased_prompts
         else sum(_tokens_not_rolled_out(part) for part, _ in parts),
-        "prune/saved_tokens_completions": float(tokens[~kept & ~idle].sum()),
-        "prune/zero_advantage_tokens": float(tokens[~kept & idle].sum()),
+        "prune/saved_tokens_completions": float(tokens[~kept & ~zero_advantage].sum()),
+        "prune/zero_advantage_tokens": float(tokens[~kept & zero_advantage].sum()),
     }
     if not biased_prompts and all(_weighted_by_inclusion(part, pruned) for part, pruned in parts):
         noise = gradient_noise(parts)
@@ -69,18 +81,18 @@ def prune_metrics(
     return metrics
 
 
-def thrown_away(part: StepMetadata) -> Pruned:
-    """Groups that a rule discarded after their rollouts, as statistics see them: nothing of them is trained on."""
+def left_out(part: StepMetadata) -> Pruned:
+    """The draw of groups that a rule left out after their rollouts: nothing of them is kept."""
     zeros, nothing = np.zeros(part.rewards.shape), np.zeros(part.rewards.shape, dtype=np.bool_)
-    return Pruned(zeros, zeros, zeros, zeros, kept=nothing, idle=~nothing, normaliser=0.0)
+    return Pruned(zeros, zeros, zeros, zeros, kept=nothing, zero_advantage=~nothing, normaliser=0.0)
 
 
 def variance_inflation(parts: Sequence[tuple[StepMetadata, Pruned]]) -> float:
     """By how much pruning multiplies the sum of squares of the terms: Σ h²/(π_prompt·π) over Σ h²; 1 without pruning.
 
-    h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm, and both sums, which run over the window, are estimated from the
-    prompts rolled out. This is the variance of *independent* draws with the same probabilities: a systematic draw has
-    less, but admits no unbiased estimate of it. 1 where no completion could teach anything.
+    h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm. Both sums run over the window, and are estimated from the
+    prompts rolled out. This is the variance of *independent* draws with the same probabilities. A systematic draw has
+    less, of which there is no unbiased estimate. 1 if every advantage is 0.
     """
     squares = [(_squares(part, pruned), pruned.weight) for part, pruned in parts]
     full = sum(float(square.sum()) for square, _ in squares)
@@ -89,18 +101,21 @@ def variance_inflation(parts: Sequence[tuple[StepMetadata, Pruned]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Where the noise of a step's gradient comes from: three sums over the window, in one unit that no one needs.
+    """Where the noise of a step's gradient comes from: three sums over the window. Only their ratios are of use.
 
-    Each is estimated without bias from the prompts rolled out, of terms that point in different directions and of
-    *independent* draws: a systematic draw adds less than is said here. With h as in ``variance_inflation``:
+        Noise(sampling=1.0, prompts=0.25, completions=0.0)
+
+    has a fifth of its noise from the pruning of prompts. Each sum is an unbiased estimate from the prompts rolled out.
+    It takes the terms for orthogonal and the draws for *independent*; a systematic draw adds less noise than that. h is
+    that of ``variance_inflation``.
     """
 
     sampling: float
-    """Σ h², the noise of the full batch: other completions would have been sampled. Estimated by Σ h²/π_q."""
+    """Σ h², the noise of the full batch, whose completions are sampled. Estimated by Σ h²/π_q."""
     prompts: float
-    """Σ h²·(1/π_q − 1), what the draw of prompts adds. Estimated by Σ (h²/π_q)·(1/π_q − 1)."""
+    """Σ h²·(1/π_q − 1), which the draw of prompts adds. Estimated by Σ (h²/π_q)·(1/π_q − 1)."""
     completions: float
-    """Σ (h²/π_q)·(1/π − 1), what the draw of completions adds. Estimated by Σ (h²/π_q)·(1/π_q)·(1/π − 1)."""
+    """Σ (h²/π_q)·(1/π − 1), which the draw of completions adds. Estimated by Σ (h²/π_q)·(1/π_q)·(1/π − 1)."""
 
     @property
     def total(self) -> float:
@@ -109,7 +124,7 @@ class Noise:
 
 
 def gradient_noise(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Noise:
-    """The three of a step. Only for weights 1/(π_prompt·π)."""
+    """The noise of a step whose weights are 1/(π_prompt·π)."""
     sampling = prompts = completions = 0.0
     for part, pruned in parts:
         square = _squares(part, pruned)
@@ -121,23 +136,88 @@ def gradient_noise(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Noise:
 
 
 def _squares(part: StepMetadata, pruned: Pruned) -> Floats:
-    """[Q, G], h²/π_prompt: a completion's part in an estimate of Σ h² over the window."""
-    h = np.abs(pruned.advantage) * pruned.coefficient * part.surprise
-    squares: Floats = h**2 / part.prompt_inclusion[:, None]
+    """[Q, G], h²/π_prompt: a completion's term in the estimate of Σ h² over the window."""
+    squares: Floats = _term_norm(part, pruned) ** 2 / part.prompt_inclusion[:, None]
     return squares
 
 
+def _term_norm(part: StepMetadata, pruned: Pruned) -> Floats:
+    """[Q, G], h."""
+    norm: Floats = np.abs(pruned.advantage) * pruned.coefficient * part.score_norms
+    return norm
+
+
 def _weighted_by_inclusion(part: StepMetadata, pruned: Pruned) -> bool:
-    """Whether all that could teach something has a chance to be kept, and then the weight that makes up for it."""
+    """Whether every completion with an advantage may be kept, and then has the weight 1/(π_prompt·π)."""
     teaches = pruned.advantage != 0.0
     back = (pruned.weight * pruned.inclusion * part.prompt_inclusion[:, None])[teaches]
     return bool(np.allclose(back, 1.0))
 
 
-def _at_the_mean(unseen: float, prompts: int, tokens: Ints) -> float:
-    return max(unseen, 0.0) * float(tokens.sum()) / max(prompts, 1)
-
-
 def _tokens_not_rolled_out(part: StepMetadata) -> float:
     group = (part.prompt_lengths[:, None] + part.response_lengths).sum(axis=1)
     return float((group * (1.0 / part.prompt_inclusion - 1.0)).sum())
+
+
+def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
+    """Count a step's completions: of all its minibatches, and of the groups that were ``left_out``."""
+    rewards = np.concatenate([part.rewards for part, _ in parts])
+    tokens = np.concatenate([part.prompt_lengths[:, None] + part.response_lengths for part, _ in parts])
+    lengths = np.concatenate([part.response_lengths for part, _ in parts]).astype(np.float64)
+    score = np.concatenate([_term_norm(part, pruned) / part.prompt_inclusion[:, None] for part, pruned in parts])
+    advantage = np.concatenate([pruned.advantage for _, pruned in parts])
+    inclusion = np.concatenate([pruned.inclusion for _, pruned in parts])
+    kept = np.concatenate([pruned.kept for _, pruned in parts])
+    zero_advantage = np.concatenate([pruned.zero_advantage for _, pruned in parts])
+    teaches = advantage != 0.0
+
+    def total(which: Bools) -> tuple[int, int]:
+        return int(which.sum()), int(tokens[which].sum())
+
+    def table(x: Floats, y: Floats) -> tuple[Cell, ...]:
+        return _table(x[teaches], y[teaches], inclusion[teaches], kept[teaches])
+
+    low, high = rewards.min(axis=1, keepdims=True), rewards.max(axis=1, keepdims=True)
+    side = np.sign(advantage)
+    better = np.broadcast_to((side > 0.0).sum(axis=1, keepdims=True) / max(side.shape[1], 1), side.shape)
+    typical = float(np.median(score[teaches])) if teaches.any() else 1.0
+    octaves = np.clip(_log2(score / (typical or 1.0)), -WIDEST_SCORE, WIDEST_SCORE)
+    return Census(
+        kept=total(kept),
+        pruned=total(~kept & ~zero_advantage),
+        zero_advantage=total(~kept & zero_advantage),
+        binary=bool(((rewards == low) | (rewards == high)).all()),
+        by_group=table(_rounded(better, min(side.shape[1], PER_GROUP)), side),
+        by_reward=table(_rounded(_deviations(rewards), PER_DEVIATION), side),
+        by_cause=table(_rounded(_log2(lengths), PER_OCTAVE_OF_LENGTH), _rounded(octaves, PER_OCTAVE_OF_SCORE)),
+    )
+
+
+def _table(x: Floats, y: Floats, inclusion: Floats, kept: Bools) -> tuple[Cell, ...]:
+    """One cell for each pair of coordinates that occurs, in ascending order. All [n]."""
+    places, cell = np.unique(np.stack([x, y], axis=1), axis=0, return_inverse=True)
+    counts, expected, drawn = (
+        np.bincount(cell.ravel(), weights, minlength=len(places)) for weights in (None, inclusion, kept)
+    )
+    return tuple(
+        (float(x), float(y), int(count), round(float(pi), 6), int(keep))
+        for (x, y), count, pi, keep in zip(places, counts, expected, drawn, strict=True)
+    )
+
+
+def _deviations(rewards: Floats) -> Floats:
+    """[Q, G], (r − mean) / std of its group; 0 where its rewards are equal. Whatever the objective normalises by."""
+    spread = rewards.std(axis=1, keepdims=True)
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    return np.divide(centred, spread, out=np.zeros_like(centred), where=spread > 0.0)
+
+
+def _log2(values: Floats) -> Floats:
+    """log2. A score of 0, of a completion whose tokens were all certain, is put far below all others."""
+    return np.log2(np.maximum(values, 1e-12))
+
+
+def _rounded(values: Floats, parts: int) -> Floats:
+    """To multiples of 1/parts."""
+    rounded: Floats = np.round(values * parts) / max(parts, 1) + 0.0  # −0.0 becomes 0.0
+    return rounded

@@ -1,4 +1,4 @@
-"""The draw of one minibatch: advantages and the normaliser of whole groups first, then what is kept of them."""
+"""The draw of one minibatch. Advantages and the normaliser come from whole groups, before anything is drawn."""
 
 from __future__ import annotations
 
@@ -7,61 +7,69 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dppo.config import Config
-from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.aggregation import coefficient, kept_share, normaliser
-from megatron_dppo.rl.hosts import Host
-from megatron_dppo.rl.pruning.adaptive import inflation, least_share
-from megatron_dppo.rl.pruning.candidates import CompletionCandidates
-from megatron_dppo.rl.pruning.completions import completion_inclusion, completion_weight, draw_completions
-from megatron_dppo.rl.pruning.prompts import PROMPT_RULES
+from megatron_dppo.rl.objectives import Objective, advantages, coefficient, kept_share, normaliser
+from megatron_dppo.rl.pruning.completion_rules import (
+    CompletionCandidates,
+    completion_inclusion,
+    completion_weight,
+    draw_completions,
+)
+from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
+from megatron_dppo.rl.pruning.schedule import adapted_keep
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """A minibatch of Q groups after its draw. Arrays are [Q, G]."""
+    """A minibatch of Q groups after its draw. Arrays are [Q, G].
+
+    The paper's rule at ``keep`` 0.5 on one right and two wrong answers has ``inclusion`` [[1, 0.5, 0.5]] and ``weight``
+    [[1, 2, 2]] if the prompt was kept for certain. Its draw may have ``kept`` [[True, False, True]].
+    """
 
     advantage: Floats
     coefficient: Floats
     """c, the weight of a completion's tokens in the aggregation."""
     inclusion: Floats
-    """π of the completion, given its prompt; 0 where its gradient is exactly 0."""
+    """π of the completion, given its prompt; 0 for zero advantage."""
     weight: Floats
-    """1/(π_prompt·π), the Horvitz-Thompson weight that it has if it is kept; 0 where its gradient is exactly 0. A
-    biased rule has weights of its own in place of its factor."""
+    """1/(π_prompt·π), the Horvitz-Thompson weight that it has if it is kept; 0 for zero advantage. A biased rule has
+    weights of its own in place of 1/π."""
     kept: Bools
-    idle: Bools
-    """Whose gradient is exactly 0: not trained on, whatever the rule, and so no saving of the rule's."""
+    zero_advantage: Bools
+    """A = 0 and no KL term: the gradient is exactly 0. No rule trains on these, so they are no saving of the rule's."""
     normaliser: float
     """Z"""
 
 
-def prune_minibatch(part: StepMetadata, config: Config, host: Host, *, keep: float, rng: np.random.Generator) -> Pruned:
+def prune_minibatch(
+    part: StepMetadata, config: Config, objective: Objective, *, keep: float, rng: np.random.Generator
+) -> Pruned:
     """Draw what a minibatch trains on.
 
-    A completion of advantage 0 contributes exactly nothing, unless there is a KL term, and is dropped under every rule.
     No weight exceeds ``pruning.max_weight``, since no completion's probability is below 1/(max_weight·π_prompt).
 
     Args:
         part: metadata of the minibatch's groups, with the part of the window that they stand for.
         config: of the run.
-        host: of the run.
+        objective: of the run.
         keep: ``pruning.completions.keep`` under its schedule.
         rng: for this one draw.
     """
     pruning = config.pruning.completions
-    c = coefficient(host.aggregation, part.sampled_lengths)
-    candidates = completion_candidates(part, config, host)
+    c = coefficient(objective.aggregation, part.sampled_lengths)
+    candidates = completion_candidates(part, config, objective)
     if pruning.schedule.shape == "adaptive":
-        keep = least_share(
-            lambda share: inflation(candidates.score**2, completion_inclusion(pruning.rule, candidates, share)),
+        keep = adapted_keep(
             keep,
-            pruning.schedule.max_inflation,
+            pruning.schedule,
+            candidates.score**2,
+            lambda share: completion_inclusion(pruning.rule, candidates, share),
         )
     inclusion = completion_inclusion(pruning.rule, candidates, keep)
     kept = draw_completions(pruning.rule, candidates, inclusion, rng, draw=pruning.draw)
     z = normaliser(
-        host.aggregation,
+        objective.aggregation,
         sampled_lengths=part.sampled_lengths,
         prompt_inclusion=part.prompt_inclusion,
         prompts=len(part.prompt_ids) if PROMPT_RULES[config.pruning.prompts.rule].biased else part.window,
@@ -69,7 +77,7 @@ def prune_minibatch(part: StepMetadata, config: Config, host: Host, *, keep: flo
     )
     if pruning.normaliser == "kept":
         z *= kept_share(
-            host.aggregation,
+            objective.aggregation,
             sampled_lengths=part.sampled_lengths,
             prompt_inclusion=part.prompt_inclusion,
             kept=kept,
@@ -80,20 +88,20 @@ def prune_minibatch(part: StepMetadata, config: Config, host: Host, *, keep: flo
         inclusion=inclusion,
         weight=completion_weight(pruning.rule, candidates, inclusion, keep) / part.prompt_inclusion[:, None],
         kept=kept,
-        idle=candidates.idle,
+        zero_advantage=candidates.zero_advantage,
         normaliser=z,
     )
 
 
-def completion_candidates(part: StepMetadata, config: Config, host: Host) -> CompletionCandidates:
-    """What rules may know of a minibatch's completions."""
-    advantage = advantages(part.rewards, normalise=host.normalise)
-    prompt_inclusion = part.prompt_inclusion[:, None]
-    surprise = 1.0 if config.pruning.completions.score == "advantage" else part.surprise
+def completion_candidates(part: StepMetadata, config: Config, objective: Objective) -> CompletionCandidates:
+    """What a rule may know of a minibatch's completions."""
+    advantage = advantages(part.rewards, normalise=objective.normalise)
+    c, prompt_inclusion = coefficient(objective.aggregation, part.sampled_lengths), part.prompt_inclusion[:, None]
+    score_norms = 1.0 if config.pruning.completions.score == "advantage" else part.score_norms
     return CompletionCandidates(
         advantage=advantage,
-        score=np.abs(advantage) * coefficient(host.aggregation, part.sampled_lengths) * surprise / prompt_inclusion,
+        score=np.abs(advantage) * c * score_norms / prompt_inclusion,
         cost=(part.prompt_lengths[:, None] + part.response_lengths).astype(np.float64),
         floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
-        idle=(advantage == 0.0) & (config.loss.kl_coef == 0.0),
+        zero_advantage=(advantage == 0.0) & (config.loss.kl_coef == 0.0),
     )

@@ -1,25 +1,29 @@
-"""How the kept share changes over a run."""
+"""How much of a step is kept, and how many prompts it looks at for that."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from megatron_dppo.config import ScheduleConfig
+import numpy as np
+
+from megatron_dppo.config import Config, PruningConfig, ScheduleConfig
+from megatron_dppo.rl.types import Floats, Ints, StepMetadata
 
 
 def scheduled_keep(keep: float, schedule: ScheduleConfig, step: int, total_steps: int) -> float:
     """The share to keep at one step.
 
-    It starts at 1 and goes to ``keep``, at once (``constant``), along a line or along half a cosine over the first
-    ``schedule.ramp`` of the run; ``adaptive`` solves for it at every step, from ``keep`` upwards. Over the last
-    ``schedule.off_last`` of the run nothing is pruned, as InfoBatch has it (arXiv:2303.04947), so that training ends on
-    the plain objective's own noise.
+    ``constant``: ``keep`` from the first step. ``linear``, ``cosine``: from 1 to ``keep`` over the first
+    ``schedule.ramp`` of the run. ``adaptive``: ``keep``, from which ``adapted_keep`` goes up. Over the last
+    ``schedule.off_last`` of the run nothing is pruned, as in InfoBatch (arXiv:2303.04947), so that training ends
+    without the noise of pruning.
 
     Args:
         keep: the share that the schedule goes to.
         schedule: its shape.
         step: counted from 0.
-        total_steps: of the whole run, so that a resumed run goes on where it was.
+        total_steps: of the whole run.
     """
     if total_steps - step <= round(schedule.off_last * total_steps):
         return 1.0
@@ -30,3 +34,79 @@ def scheduled_keep(keep: float, schedule: ScheduleConfig, step: int, total_steps
     if schedule.shape == "cosine":
         progress = (1.0 - math.cos(math.pi * progress)) / 2.0
     return 1.0 - (1.0 - keep) * progress
+
+
+def adapted_keep(
+    keep: float, schedule: ScheduleConfig, squares: Floats, inclusion_at: Callable[[float], Floats]
+) -> float:
+    """The least share in [keep, 1] whose estimated variance inflation is at most ``schedule.max_inflation``.
+
+    Scores, costs and probabilities are all known before the draw, so that the share is solved for at every step. It
+    needs no state, and the draw stays unbiased: its probabilities do not depend on its outcome.
+
+    Args:
+        keep: the least share that may be.
+        schedule: of shape ``adaptive``.
+        squares: s², the squared scores.
+        inclusion_at: from a share to inclusion probabilities, in the shape of ``squares``.
+    """
+
+    def bounded(share: float) -> bool:
+        return inflation(squares, inclusion_at(share)) <= schedule.max_inflation
+
+    if bounded(keep):
+        return keep
+    low, high = keep, 1.0
+    for _ in range(24):  # past the seventh digit no draw can tell
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if bounded(middle) else (middle, high)  # inflation falls as the share grows
+    return high
+
+
+def inflation(squares: Floats, inclusion: Floats) -> float:
+    """Σ s²/π over Σ s²: by how much independent draws multiply the sum of squares of the terms; 1 without pruning.
+
+    Args:
+        squares: s², of any shape.
+        inclusion: π, in the same shape; it may be 0 where s² is 0.
+    """
+    total = squares.sum()
+    ever = (squares > 0.0) & (inclusion > 0.0)
+    return float((squares[ever] / inclusion[ever]).sum() / total) if total > 0.0 else 1.0
+
+
+def window_size(config: Config, step: int) -> int:
+    """N of a step: ``rollout.prompts_per_step``, divided by the kept share of completions if prompts refill the step.
+
+    CPPO (arXiv:2503.22342, section 4.3) fills the place of pruned completions with those of further questions. Here the
+    window is fixed before any draw, and N and Z grow with it, so that an unbiased rule stays unbiased.
+    """
+    prompts, completions = config.rollout.prompts_per_step, config.pruning.completions
+    if config.pruning.refill == "none" or completions.rule == "none":
+        return prompts
+    return round(prompts / scheduled_keep(completions.keep, completions.schedule, step, config.run.steps))
+
+
+def in_rounds(pruning: PruningConfig) -> bool:
+    """Whether a step rolls out in rounds until it has enough groups of mixed reward, and leaves the others out."""
+    rule = pruning.prompts.rule
+    return rule == "dynamic_sampling" or (rule == "greso" and pruning.refill == "prompts")
+
+
+def mixed(metadata: StepMetadata) -> Ints:
+    """The groups, by their index, whose rewards differ."""
+    return np.flatnonzero((metadata.rewards != metadata.rewards[:, :1]).any(axis=1))
+
+
+def next_round(wanted: int, found: int, looked_at: int) -> int:
+    """How many prompts to look at next: the missing groups over the share of prompts that were mixed so far.
+
+    That is GRESO's adaptive batch (arXiv:2506.02177, section 4.2). DAPO takes a whole batch again.
+
+    Args:
+        wanted: groups of mixed reward that the step is to have.
+        found: those that it has.
+        looked_at: prompts that it took to find them.
+    """
+    missing = wanted - found
+    return 0 if missing <= 0 else min(wanted, math.ceil(missing * looked_at / max(found, 1)))

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.advantages import advantages
+from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.pruning.history import PromptHistory
 
 

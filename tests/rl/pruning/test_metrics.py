@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -9,11 +11,11 @@ from itertools import product
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.hosts import host_for
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import take_groups
-from megatron_dppo.rl.pruning.metrics import gradient_noise, prune_metrics, thrown_away
+from megatron_dppo.rl.pruning.metrics import census, gradient_noise, left_out, prune_metrics
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
-from megatron_dppo.rl.types import StepMetadata
+from megatron_dppo.rl.types import Cell, StepMetadata
 from tests.rl.steps import step_config, step_metadata
 
 SHARES = ("prune/noise_share_prompts", "prune/noise_share_completions")
@@ -21,7 +23,7 @@ SHARES = ("prune/noise_share_prompts", "prune/noise_share_completions")
 
 def _pruned(metadata: StepMetadata, *, rule: str = "neyman", keep: float = 0.5, kl_coef: float = 0.0) -> Pruned:
     config = step_config(rule=rule, keep=keep, kl_coef=kl_coef)
-    return prune_minibatch(metadata, config, host_for(config.loss), keep=keep, rng=np.random.default_rng(0))
+    return prune_minibatch(metadata, config, objective_for(config.loss), keep=keep, rng=np.random.default_rng(0))
 
 
 def _window() -> tuple[StepMetadata, Pruned]:
@@ -44,7 +46,7 @@ def _draws(chances: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
 def _rolled_out(metadata: StepMetadata, pruned: Pruned, groups: np.ndarray) -> tuple[StepMetadata, Pruned]:
     part = Pruned(
         pruned.advantage[groups], pruned.coefficient[groups], pruned.inclusion[groups], pruned.weight[groups],
-        pruned.kept[groups], pruned.idle[groups], pruned.normaliser,
+        pruned.kept[groups], pruned.zero_advantage[groups], pruned.normaliser,
     )  # fmt: skip
     return take_groups(metadata, groups), part
 
@@ -52,7 +54,7 @@ def _rolled_out(metadata: StepMetadata, pruned: Pruned, groups: np.ndarray) -> t
 def test_noise_is_estimated_without_bias_and_is_the_variance_of_independent_draws() -> None:
     """Terms of norm h in directions of their own: the variance is integrated over all draws of both levels, 2^12."""
     metadata, pruned = _window()
-    h = np.abs(pruned.advantage) * pruned.coefficient * metadata.surprise
+    h = np.abs(pruned.advantage) * pruned.coefficient * metadata.score_norms
     variance = 0.0
     estimates = np.zeros(3)
     for chance, prompts in _draws(metadata.prompt_inclusion):
@@ -92,9 +94,9 @@ def test_tokens_rolled_out_are_trained_on_or_saved_or_of_zero_advantage() -> Non
     metrics = prune_metrics(32.0, parts)
     rows = [(part.prompt_lengths[:, None] + part.response_lengths, pruned.kept) for part, pruned in parts]
     kept, total = sum(int(t[k].sum()) for t, k in rows), sum(int(t.sum()) for t, _ in rows)
-    idle = sum(int(t[pruned.advantage == 0.0].sum()) for (t, _), (_, pruned) in zip(rows, parts, strict=True))
-    assert metrics["prune/zero_advantage_tokens"] == idle > 0
-    assert kept + metrics["prune/saved_tokens_completions"] + idle == total
+    zero_advantage = sum(int(t[pruned.advantage == 0.0].sum()) for (t, _), (_, pruned) in zip(rows, parts, strict=True))
+    assert metrics["prune/zero_advantage_tokens"] == zero_advantage > 0
+    assert kept + metrics["prune/saved_tokens_completions"] + zero_advantage == total
     assert metrics["prune/kept_token_fraction"] == kept / total
 
 
@@ -131,7 +133,7 @@ def test_a_biased_rule_for_prompts_has_no_variance_and_saves_its_prompts_at_the_
     assert metrics["prune/saved_tokens_prompts"] == pytest.approx(6 * tokens[:4].mean())
     assert not {"prune/variance_inflation", *SHARES} & set(metrics)
 
-    metrics = prune_metrics(6.0, [(used, _pruned(used)), (discarded, thrown_away(discarded))], biased_prompts=True)
+    metrics = prune_metrics(6.0, [(used, _pruned(used)), (discarded, left_out(discarded))], biased_prompts=True)
     assert metrics["prune/kept_prompt_fraction"] == 1.0
     assert metrics["prune/saved_tokens_prompts"] == 0.0
     assert metrics["prune/zero_advantage_tokens"] >= tokens[4:].sum()
@@ -141,7 +143,7 @@ def test_groups_that_no_one_threw_away_change_nothing() -> None:
     metadata = step_metadata(8)
     nothing = take_groups(metadata, np.arange(0))
     seen = [(metadata, _pruned(metadata))]
-    assert prune_metrics(8.0, [*seen, (nothing, thrown_away(nothing))]) == prune_metrics(8.0, seen)
+    assert prune_metrics(8.0, [*seen, (nothing, left_out(nothing))]) == prune_metrics(8.0, seen)
 
 
 @pytest.mark.parametrize("rewards", [np.ones((4, 8)), np.ones((0, 8))])
@@ -150,3 +152,84 @@ def test_a_step_that_teaches_nothing_has_no_noise_of_pruning(rewards: np.ndarray
     metrics = prune_metrics(4.0, [(metadata, _pruned(metadata))])
     assert metrics["prune/variance_inflation"] == 1.0
     assert [metrics[share] for share in SHARES] == [0.0, 0.0]
+
+
+def _draw(metadata: StepMetadata, *, rule: str = "neyman", keep: float = 0.5) -> tuple[StepMetadata, Pruned]:
+    config = step_config(rule=rule, keep=keep)
+    return metadata, prune_minibatch(
+        metadata, config, objective_for(config.loss), keep=keep, rng=np.random.default_rng(0)
+    )
+
+
+def _sums(table: tuple[Cell, ...]) -> tuple[float, float, float]:
+    return tuple(sum(cell[i] for cell in table) for i in (2, 3, 4))
+
+
+def test_every_completion_is_counted_once_in_every_table() -> None:
+    part, pruned = _draw(step_metadata(48))
+    counted = census([(part, pruned)])
+    teaches = pruned.advantage != 0.0
+    assert counted.kept[0] + counted.pruned[0] + counted.zero_advantage[0] == teaches.size
+    assert counted.zero_advantage[0] == (~teaches).sum() > 0
+    assert counted.pruned[0] > 0
+    rows = part.prompt_lengths[:, None] + part.response_lengths
+    assert counted.kept[1] + counted.pruned[1] + counted.zero_advantage[1] == rows.sum()
+    for table in (counted.by_group, counted.by_reward, counted.by_cause):
+        completions, chance, kept = _sums(table)
+        assert (completions, kept) == (teaches.sum(), counted.kept[0])
+        assert chance == pytest.approx(pruned.inclusion[teaches].sum(), abs=1e-3)
+
+
+def test_the_papers_rule_shows_as_what_it_is_the_majority_of_each_group_at_half() -> None:
+    """Groups of eight with 1, 4 and 6 right answers, at keep 0.5."""
+    rewards = np.array([[1.0] * right + [0.0] * (8 - right) for right in (1, 4, 6)])
+    counted = census([_draw(step_metadata(3, rewards=rewards), rule="threshold")])
+    assert counted.binary
+    assert [cell[:4] for cell in counted.by_group] == [
+        (0.125, -1.0, 7, 3.5),
+        (0.125, 1.0, 1, 1.0),
+        (0.5, -1.0, 4, 2.0),
+        (0.5, 1.0, 4, 2.0),
+        (0.75, -1.0, 2, 2.0),
+        (0.75, 1.0, 6, 3.0),
+    ]
+
+
+def test_a_score_is_placed_by_octaves_of_the_median_and_a_length_by_its_own() -> None:
+    """One group of |A| = 1, 1/L = 1/16: score norms of 1, 2, 4 and 8 about their median, 3."""
+    metadata = step_metadata(
+        1,
+        4,
+        rewards=np.array([[1.0, 0, 1, 0]]),
+        response_lengths=np.full((1, 4), 16),
+        score_norms=np.array([[1.0, 2, 4, 8]]),
+    )
+    counted = census([_draw(metadata, rule="none")])
+    assert [cell[:3] for cell in counted.by_cause] == [(4.0, -1.5, 1), (4.0, -0.5, 1), (4.0, 0.5, 1), (4.0, 1.5, 1)]
+
+
+def test_rewards_of_any_kind_have_deviations_from_their_groups_mean() -> None:
+    """1, 2, 3, 6: mean 3, standard deviation √3.5; the third teaches nothing."""
+    counted = census([_draw(step_metadata(1, 4, rewards=np.array([[1.0, 2.0, 3.0, 6.0]])), rule="none")])
+    assert not counted.binary
+    assert [cell[:3] for cell in counted.by_reward] == [(-1.0, -1.0, 1), (-0.5, -1.0, 1), (1.5, 1.0, 1)]
+    assert counted.zero_advantage[0] == 1
+    assert {cell[0] for cell in counted.by_group} == {0.25}  # one of four is better than the mean
+
+
+def test_minibatches_are_counted_together() -> None:
+    whole = step_metadata(20, seed=4)
+    halves = [_draw(take_groups(whole, groups), rule="threshold") for groups in np.split(np.arange(20), 2)]
+    together, apart = census(halves), [census([half]) for half in halves]
+    assert together.kept == tuple(sum(part.kept[i] for part in apart) for i in (0, 1))
+    assert _sums(together.by_group) == tuple(sum(_sums(part.by_group)[i] for part in apart) for i in (0, 1, 2))
+
+
+@pytest.mark.parametrize("groups", [0, 64])
+def test_a_census_travels_as_it_is_and_is_small(groups: int) -> None:
+    counted = census([_draw(step_metadata(groups))])
+    assert pickle.loads(pickle.dumps(counted)) == counted
+    row = json.loads(json.dumps(counted.as_row()))
+    assert row["kept"] == list(counted.kept)
+    assert len(json.dumps(row)) < 6000
+    assert "-0.0" not in json.dumps(row)

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.advantages import advantages
-from megatron_dppo.rl.pruning.completions import (
+from megatron_dppo.rl.objectives import advantages
+from megatron_dppo.rl.pruning.completion_rules import (
     COMPLETION_RULES,
     CompletionCandidates,
     completion_inclusion,
@@ -18,7 +18,7 @@ def candidates(rewards: np.ndarray, *, floor: float = 0.2, needs_all: bool = Fal
         score=np.abs(advantage),
         cost=np.full(advantage.shape, 100.0),
         floor=np.full(advantage.shape, floor),
-        idle=(advantage == 0.0) & (not needs_all),
+        zero_advantage=(advantage == 0.0) & (not needs_all),
     )
 
 
@@ -74,14 +74,14 @@ def test_top_k_keeps_the_largest_advantages_and_spreads_ties_over_prompts():
 def test_what_an_unbiased_rule_keeps_weighs_the_reciprocal_of_its_probability(rule: str):
     given = candidates([*MIXED, [1, 1, 1, 1]])
     inclusion = completion_inclusion(rule, given, 0.4)
-    expected = np.where(given.idle, 0.0, 1.0)
+    expected = np.where(given.zero_advantage, 0.0, 1.0)
     np.testing.assert_allclose(inclusion * completion_weight(rule, given, inclusion, 0.4), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("rule", sorted(COMPLETION_RULES))
 def test_a_rule_says_that_it_is_biased_if_and_only_if_it_never_keeps_something_of_use(rule: str):
     given = candidates(MIXED, floor=0.01)
-    never = (completion_inclusion(rule, given, 0.3) == 0.0) & ~given.idle
+    never = (completion_inclusion(rule, given, 0.3) == 0.0) & ~given.zero_advantage
     assert bool(COMPLETION_RULES[rule].biased) == never.any() == (rule in BIASED)
 
 

@@ -1,0 +1,150 @@
+"""The losses of the GRPO family: a table of objectives, their advantages, and how token losses become one number.
+
+    J = (1/Z) Σ_q Σ_i c_qi Σ_t ℓ_qit
+
+c is the coefficient of a completion and Z the normaliser of a minibatch. Z is that of the full, unpruned minibatch, and
+depends on no draw of completions. Divided by what was kept instead, the weighted sum would be a ratio, which is biased.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from megatron_dppo.config import LossConfig
+from megatron_dppo.rl.types import Bools, Floats, Ints
+
+Aggregation = Literal["seq_mean", "token_mean", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What tells one loss of the family from another.
+
+        Objective("dapo", aggregation="token_mean", clip_high=0.28)
+
+    is a mean over tokens, whose ratios are clipped to [0.8, 1.28].
+    """
+
+    name: str
+    aggregation: Aggregation
+    normalise: bool = True
+    """Whether advantages are divided by the group's standard deviation."""
+    ratio: Literal["token", "sequence"] = "token"
+    """The ratio of each token's probabilities, or one for the sequence: the geometric mean of its tokens' ratios."""
+    clip_low: float = 0.2
+    """The ratio is clipped below 1 − clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above 1 + clip_high."""
+    overlong_share: float = 0.0
+    """Share of the response limit over which long responses are penalised, softly."""
+
+
+OBJECTIVES: dict[str, Objective] = {
+    objective.name: objective
+    for objective in (
+        # DeepSeekMath, arXiv:2402.03300
+        Objective("grpo", aggregation="seq_mean"),
+        # "Understanding R1-Zero-like training", arXiv:2503.20783
+        Objective("dr_grpo", aggregation="constant", normalise=False),
+        # DAPO, arXiv:2503.14476
+        Objective("dapo", aggregation="token_mean", clip_high=0.28, overlong_share=0.2),
+        # GSPO, arXiv:2507.18071
+        Objective("gspo", aggregation="seq_mean", ratio="sequence", clip_low=3e-4, clip_high=4e-4),
+    )
+}
+
+
+def objective_for(loss: LossConfig) -> Objective:
+    """The objective of a run, with the clips that the run sets."""
+    usual = OBJECTIVES[loss.name]
+    return replace(
+        usual,
+        clip_low=usual.clip_low if loss.clip_low is None else loss.clip_low,
+        clip_high=usual.clip_high if loss.clip_high is None else loss.clip_high,
+    )
+
+
+def advantages(rewards: Floats, *, normalise: bool) -> Floats:
+    """How much better each completion was than its group: r − mean, or (r − mean)/std of the group.
+
+    DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO (arXiv:2503.20783). Whether a group is
+    mixed is decided on the rewards themselves: the mean of equal numbers need not equal them in floating point, and
+    rounding errors divided by their own standard deviation would be of size one.
+
+    Args:
+        rewards: [Q, G].
+        normalise: divide by the population standard deviation of the group.
+
+    Returns:
+        [Q, G]; exactly 0.0 in every group whose rewards are all equal.
+    """
+    mixed = (rewards != rewards[:, :1]).any(axis=1, keepdims=True)
+    deviation = np.where(mixed, rewards - rewards.mean(axis=1, keepdims=True), 0.0)
+    if not normalise:
+        return deviation
+    deviation /= np.where(mixed, np.abs(deviation).max(axis=1, keepdims=True), 1.0)  # squares of tiny ones would vanish
+    return deviation / np.where(mixed, np.sqrt(np.mean(deviation**2, axis=1, keepdims=True)), 1.0)
+
+
+def soft_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> Floats:
+    """DAPO's soft penalty of overlong responses (arXiv:2503.14476, equation 13), to be added to the reward.
+
+    Args:
+        lengths: response lengths in tokens, of any shape.
+        limit: longest response allowed, in tokens.
+        buffer: the penalty falls linearly from 0 to −1 over this many tokens below the limit; 0: no penalty.
+
+    Returns:
+        Values in [−1, 0], of the shape of ``lengths``.
+    """
+    lengths = np.asarray(lengths, dtype=np.float64)
+    if buffer == 0:
+        return np.zeros_like(lengths)
+    return np.clip((limit - buffer - lengths) / buffer, -1.0, 0.0)
+
+
+def coefficient(aggregation: Aggregation, sampled_lengths: Ints) -> Floats:
+    """c of each completion, in the shape of ``sampled_lengths`` (tokens): 1/L for ``seq_mean``, else 1."""
+    lengths = sampled_lengths.astype(np.float64)
+    return 1.0 / lengths if aggregation == "seq_mean" else np.ones_like(lengths)
+
+
+def kept_share(aggregation: Aggregation, *, sampled_lengths: Ints, prompt_inclusion: Floats, kept: Bools) -> float:
+    """The share of Z that belongs to the kept completions [Q, G]: Z times it is what CPPO divides by."""
+    size = sampled_lengths if aggregation == "token_mean" else np.ones_like(sampled_lengths)
+    parts = size / prompt_inclusion[:, None]
+    return float(parts[kept].sum() / parts.sum()) if kept.any() else 1.0
+
+
+def normaliser(
+    aggregation: Aggregation,
+    *,
+    sampled_lengths: Ints,
+    prompt_inclusion: Floats,
+    prompts: float,
+    max_response_tokens: int,
+) -> float:
+    """Z of a minibatch, before any completion is pruned.
+
+    If prompts were pruned, the tokens that ``token_mean`` divides by are known of the rolled-out prompts only. Their
+    sum is then estimated with each prompt's tokens times 1/π. The objective becomes a ratio of two unbiased estimates,
+    whose bias vanishes as 1/(number of prompts).
+
+    Args:
+        aggregation: the objective's.
+        sampled_lengths: [Q, G] of the rolled-out groups, tokens that the policy sampled.
+        prompt_inclusion: [Q], their inclusion probabilities.
+        prompts: number of candidate prompts that the minibatch stands for, the pruned ones included.
+        max_response_tokens: L_max, the longest response allowed.
+    """
+    match aggregation:
+        case "seq_mean":
+            return float(prompts * sampled_lengths.shape[1])
+        case "token_mean":
+            return float((sampled_lengths.sum(axis=1) / prompt_inclusion).sum())
+        case "constant":
+            return float(prompts * sampled_lengths.shape[1] * max_response_tokens)

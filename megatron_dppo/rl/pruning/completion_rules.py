@@ -1,0 +1,157 @@
+"""The rules by which completions are kept, after their rewards are known and before the backward pass.
+
+A new rule is a function from candidates and a share to keep to inclusion probabilities, and an entry of
+``COMPLETION_RULES``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dppo.rl.pruning.sampling import DRAWS, ROUNDING, Rule, below_mean, capped_proportional, draw_bernoulli
+from megatron_dppo.rl.types import Bools, Floats
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionCandidates:
+    """What a rule may know of the completions of one minibatch, whole groups: nothing that depends on the draw. [Q, G].
+
+    A group of one right and three wrong answers has ``advantage`` [[1.73, −0.58, −0.58, −0.58]]. With 100 tokens each
+    ``cost`` is [[100, 100, 100, 100]]. At ``pruning.max_weight`` 5 ``floor`` is [[0.2, 0.2, 0.2, 0.2]].
+    """
+
+    advantage: Floats
+    score: Floats
+    """A proxy of the norm of the term that enters the sum, |A|·c·√Σ_t(1−p_t)²/π_prompt (``pruning.completions.score``
+    chooses another). It has the first draw's 1/π, since the completions of seldom kept prompts weigh more."""
+    cost: Floats
+    """Tokens that it takes up in a pack, prompt and response."""
+    floor: Floats
+    """Least inclusion probability. It bounds the weight 1/(π_prompt·π_completion)."""
+    zero_advantage: Bools
+    """A = 0 and no KL term: the gradient is exactly 0. Every rule drops these, and weighs nothing up for them."""
+
+
+def keep_all(candidates: CompletionCandidates, keep: float) -> Floats:
+    """``none``: probability 1, whatever the share."""
+    return np.ones_like(candidates.advantage)
+
+
+def prunable(advantage: Floats) -> Bools:
+    """[Q, G], True if |A| is strictly below its group's mean |A|, and for all of a group whose |A| are all equal.
+
+    For rewards of 0 and 1 that is the majority outcome of each group.
+    """
+    magnitude = np.abs(advantage)
+    alike = np.ptp(magnitude, axis=1, keepdims=True) <= ROUNDING * magnitude.max(axis=1, keepdims=True)
+    low: Bools = below_mean(magnitude, magnitude.mean(axis=1, keepdims=True)) | alike
+    return low
+
+
+def threshold(candidates: CompletionCandidates, keep: float) -> Floats:
+    """The DPPO paper's rule (arXiv:2603.04135): ``keep``, which is its 1 − r, for the prunable, else 1.
+
+    It meets no budget: the share kept follows from the rewards.
+    """
+    return np.where(prunable(candidates.advantage), keep, 1.0)
+
+
+def neyman(candidates: CompletionCandidates, keep: float) -> Floats:
+    """The least variance at a budget of tokens: min(1, c·score/√cost), with c such that Σ π·cost is keep·Σ cost."""
+    live = ~candidates.zero_advantage
+    probabilities = np.zeros_like(candidates.score)
+    probabilities[live] = capped_proportional(
+        candidates.score[live], candidates.cost[live], keep * candidates.cost.sum(), candidates.floor[live]
+    )
+    return probabilities
+
+
+def threshold_deterministic(candidates: CompletionCandidates, keep: float) -> Floats:
+    """The rule of the DPPO paper's Appendix A, which drops by rank and not by chance.
+
+    0 for the lowest |A| among each group's prunable, floor((1 − keep)·their number) of them; 1 for all others. Of equal
+    |A| those sampled first are dropped first.
+    """
+    kept = np.ones_like(candidates.advantage)
+    low = prunable(candidates.advantage)
+    for row, group in enumerate(np.abs(candidates.advantage)):
+        (members,) = np.nonzero(low[row])
+        dropped = math.floor((1.0 - keep) * len(members) + 1e-9)
+        kept[row, members[np.argsort(group[members], kind="stable")[:dropped]]] = 0.0
+    return kept
+
+
+def draws_weight(candidates: CompletionCandidates, keep: float) -> Floats:
+    """1/keep for the prunable: the weights of the paper's draw, which keeps another share of them."""
+    return np.where(prunable(candidates.advantage), 1.0 / keep, 1.0)
+
+
+def top_k(candidates: CompletionCandidates, keep: float) -> Floats:
+    """CPPO's rule (arXiv:2503.22342): 1 for the ``keep`` of the minibatch with the largest |A|, else 0, and no weights.
+
+    Of equal |A|, which binary rewards give many of, each group's first completions are kept before its second ones, so
+    that no prompt is preferred by more than one. |A| that differ by rounding alone count as equal.
+    """
+    magnitude = np.abs(candidates.advantage)
+    magnitude = np.round(magnitude / max(magnitude.max(initial=0.0), np.finfo(float).tiny), 9)
+    turn = np.broadcast_to(np.arange(magnitude.shape[1]), magnitude.shape)
+    order = np.lexsort((turn.ravel(), -magnitude.ravel()))
+    kept = np.zeros(magnitude.size)
+    kept[order[: max(1, round(keep * magnitude.size))]] = 1.0
+    return kept.reshape(magnitude.shape)
+
+
+COMPLETION_RULES: Mapping[str, Rule[CompletionCandidates]] = {
+    "none": Rule(keep_all),
+    "threshold": Rule(threshold, draw_bernoulli),
+    "neyman": Rule(neyman),
+    "threshold_deterministic": Rule(
+        threshold_deterministic,
+        biased="it drops the lowest |A| by rank, whose inclusion probability is 0",
+        weight=draws_weight,
+    ),
+    "top_k": Rule(top_k, biased="it drops the lowest |A|, whose inclusion probability is 0, and weighs nothing up"),
+}
+
+
+def completion_inclusion(rule: str, candidates: CompletionCandidates, keep: float) -> Floats:
+    """Inclusion probabilities [Q, G] under ``pruning.completions.rule``: 0 for zero advantage, else at least the floor.
+
+    The 0 and 1 of a biased rule have no floor, which would make another rule of it.
+    """
+    chosen = COMPLETION_RULES[rule]
+    probabilities = chosen.inclusion(candidates, keep)
+    if not chosen.biased:
+        probabilities = np.maximum(probabilities, candidates.floor)
+    return np.where(candidates.zero_advantage, 0.0, probabilities)
+
+
+def completion_weight(rule: str, candidates: CompletionCandidates, inclusion: Floats, keep: float) -> Floats:
+    """The factor [Q, G] of each completion that is kept, given its prompt: 1/π, or a biased rule's own weight; 0 for
+    those that are never kept."""
+    chosen = COMPLETION_RULES[rule]
+    ever = inclusion > 0.0
+    if chosen.biased:
+        own = chosen.weight(candidates, keep) if chosen.weight else np.ones_like(inclusion)
+        return np.where(ever, own, 0.0)
+    return np.divide(1.0, inclusion, out=np.zeros_like(inclusion), where=ever)
+
+
+def draw_completions(
+    rule: str, candidates: CompletionCandidates, inclusion: Floats, rng: np.random.Generator, *, draw: str | None = None
+) -> Bools:
+    """What is kept [Q, G], given the inclusion probabilities [Q, G], by the rule's own draw or the one named.
+
+    Completions are sorted by (prompt, A). A systematic draw then spreads what it keeps over the prompts, and within
+    each over bad and good completions.
+    """
+    decide = DRAWS[draw] if draw else COMPLETION_RULES[rule].draw
+    group = np.repeat(np.arange(len(inclusion)), inclusion.shape[1])
+    order = np.lexsort((candidates.advantage.ravel(), group))
+    kept = np.empty(inclusion.size, dtype=np.bool_)
+    kept[order] = decide(inclusion.ravel()[order], rng)
+    return kept.reshape(inclusion.shape)

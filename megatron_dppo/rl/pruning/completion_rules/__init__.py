@@ -1,1 +1,0 @@
-"""Rules for completions, one to a module."""

@@ -1,0 +1,140 @@
+"""The rules by which prompts of a window are rolled out, and their draw. What is pruned here is not even generated.
+
+A new rule is a function from candidates and a share to keep to inclusion probabilities, and an entry of
+``PROMPT_RULES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dppo.config import PromptPruningConfig
+from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.pruning.sampling import DRAWS, Rule, below_mean, capped_proportional, draw_bernoulli
+from megatron_dppo.rl.pruning.schedule import adapted_keep
+from megatron_dppo.rl.types import Floats, Ints, Selection
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCandidates:
+    """What a rule may know of the N prompts of a window: earlier visits, and nothing of this step.
+
+    Of two prompts, the first seen once with one right answer of four and the second never, ``last_magnitude`` is
+    [0.87, nan] and ``equal_visits`` [0, 0].
+    """
+
+    last_magnitude: Floats
+    """[N], mean |A| of the last visit; NaN for prompts never seen."""
+    expected_square: Floats
+    """[N], E[Σ_i A_i²] of the next group, up to a common factor; the prior's for prompts never seen."""
+    equal_visits: Ints
+    """[N], how many of the latest visits, without a break, gave equal rewards."""
+    explore: Floats
+    """[N], GRESO's p: that of easy prompts if the last visit's rewards were all 1, else that of hard ones."""
+    floor: float
+    """Least inclusion probability."""
+
+
+def keep_all(candidates: PromptCandidates, keep: float) -> Floats:
+    """``none``: probability 1, whatever the share."""
+    return np.ones_like(candidates.expected_square)
+
+
+def threshold(candidates: PromptCandidates, keep: float) -> Floats:
+    """The DPPO paper's rule (arXiv:2603.04135): ``keep``, its 1 − r, for scores below the window's mean, else 1.
+
+    The paper gives no formula for the history score. Here it is the mean |A| of the last visit. A prompt never seen has
+    none: it is left out of the mean, and always kept.
+    """
+    seen = ~np.isnan(candidates.last_magnitude)
+    if not seen.any():
+        return np.ones_like(candidates.last_magnitude)
+    low = below_mean(candidates.last_magnitude, candidates.last_magnitude[seen].mean())
+    return np.where(low, keep, 1.0)
+
+
+def neyman(candidates: PromptCandidates, keep: float) -> Floats:
+    """The least variance at a number of prompts: proportional to √E[Σ A²], between the floor and 1.
+
+    Σ π is the whole number nearest to keep·N, and at least 1. A systematic draw keeps exactly that number.
+    """
+    budget = max(1, round(keep * len(candidates.expected_square)))
+    score = np.sqrt(candidates.expected_square)
+    return capped_proportional(score, np.ones_like(score), budget, candidates.floor)
+
+
+def greso(candidates: PromptCandidates, keep: float) -> Floats:
+    """GRESO's rule (arXiv:2506.02177): max(p^z, 0.01), where the latest z visits, without a break, gave equal rewards.
+
+    The more often a prompt gave equal rewards, the more often it is skipped. What is kept has weight 1, so that the
+    objective drifts toward prompts of mixed reward. ``keep`` has one use: the rule is off if it is 1.
+    """
+    if keep == 1.0:
+        return np.ones_like(candidates.explore)
+    return np.maximum(candidates.explore**candidates.equal_visits, 0.01)
+
+
+def dynamic_sampling(candidates: PromptCandidates, keep: float) -> Floats:
+    """DAPO's rule (arXiv:2503.14476, section 3.2): 1, since groups of equal reward are dropped after their rollouts.
+
+    ``next_round`` in ``schedule.py`` says how many more prompts are rolled out in their place.
+    """
+    return np.ones_like(candidates.expected_square)
+
+
+PROMPT_RULES: Mapping[str, Rule[PromptCandidates]] = {
+    "none": Rule(keep_all),
+    "threshold": Rule(threshold, draw_bernoulli),
+    "neyman": Rule(neyman),
+    "greso": Rule(greso, draw_bernoulli, biased="prompts that it keeps seldom are not weighted up"),
+    "dynamic_sampling": Rule(
+        dynamic_sampling,
+        biased="groups of equal reward are replaced by others, so that the mean is over mixed ones only",
+    ),
+}
+
+
+def select(
+    window: Ints,
+    history: PromptHistory,
+    config: PromptPruningConfig,
+    *,
+    group_size: int,
+    normalised: bool,
+    keep: float,
+    rng: np.random.Generator,
+) -> Selection:
+    """Draw the prompts of a step.
+
+    Args:
+        window: [N], ids of the candidate prompts, in the epoch's order.
+        history: of earlier visits, without this step's.
+        config: names the rule and its floor.
+        group_size: G, completions per prompt.
+        normalised: whether the objective divides advantages by their standard deviation.
+        keep: the share to keep at this step, that is ``config.keep`` under its schedule.
+        rng: the step's generator for ``Purpose.PROMPTS``.
+
+    Returns:
+        The prompts kept, in the window's order, each with its inclusion probability. Under a biased rule, which weighs
+        nothing up, the probabilities are given as 1.
+    """
+    rule = PROMPT_RULES[config.rule]
+    candidates = PromptCandidates(
+        last_magnitude=history.last_magnitude(window),
+        expected_square=history.expected_square(window, group_size=group_size, normalised=normalised),
+        equal_visits=history.equal_visits(window),
+        explore=history.explore(window),
+        floor=config.floor,
+    )
+    if config.schedule.shape == "adaptive":
+        keep = adapted_keep(
+            keep, config.schedule, candidates.expected_square, lambda share: rule.inclusion(candidates, share)
+        )
+    inclusion = rule.inclusion(candidates, keep)
+    kept = (DRAWS[config.draw] if config.draw else rule.draw)(inclusion, rng)
+    weighted = np.ones_like(inclusion) if rule.biased else inclusion
+    return Selection(prompt_ids=window[kept], inclusion=weighted[kept], window=len(window))

@@ -1,1 +1,0 @@
-"""Rules for prompts, one to a module."""
