@@ -13,11 +13,11 @@ from megatron_dppo.data.rows import as_text, is_blank
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.rewards.adapters import RewardFunction, Scorer, UnfitFunctionError, adapted
-from megatron_dppo.rewards.stated import stated_answer
+from megatron_dppo.rewards.math.completion import stated_answer
 
 SETTING = "reward.function"
 BUILTIN = {
-    "math": "megatron_dppo.rewards.mathematics:math_verdict",
+    "math": "megatron_dppo.rewards.math.verdict:math_verdict",
     "exact": "megatron_dppo.rewards.exact:exact_score",
     "reasoning_gym": "megatron_dppo.rewards.reasoning_gym:reasoning_gym_score",
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.rewards.verdict import judge
+from megatron_dppo.rewards.math.verdict import judge
 from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
 
 LIMIT_S = 2.0

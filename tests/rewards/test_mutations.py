@@ -12,7 +12,7 @@ import pytest
 from benchmarks.mutated_labels import CHANGES, Pair, mutated
 from benchmarks.respelled_labels import SPELLINGS, respelled
 from benchmarks.sympy_equivalence import equivalent
-from megatron_dppo.rewards.verdict import judge
+from megatron_dppo.rewards.math.verdict import judge
 
 LABELS = [
     "7",

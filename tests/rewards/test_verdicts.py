@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.rewards.verdict import RULES, judge
+from megatron_dppo.rewards.math.verdict import RULES, judge
 
 DOCUMENTATION = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text("utf-8")
 ENTRY = re.compile(r"^\| (\w+) \| [^|]+ \| `(.+)`, `(.+)` \| `(.+)`, `(.+)` \|$", re.MULTILINE)

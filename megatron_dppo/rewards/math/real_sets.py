@@ -7,10 +7,9 @@ from fractions import Fraction
 from functools import cmp_to_key
 from itertools import pairwise
 
-from megatron_dppo.rewards.algebra import constant
-from megatron_dppo.rewards.spelling import OPEN_SET
-from megatron_dppo.rewards.structure import bracketed, enclosed, split
-from megatron_dppo.rewards.values import Value
+from megatron_dppo.rewards.math.algebra import constant
+from megatron_dppo.rewards.math.notation import OPEN_SET, bracketed, enclosed, split
+from megatron_dppo.rewards.math.values import Value
 
 End = tuple[int, Value]
 """-1, 0 or 1 for minus infinity, a number and infinity; and the number."""

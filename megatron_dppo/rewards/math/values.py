@@ -10,7 +10,7 @@ from typing import Any
 
 from mpmath import MPContext  # type: ignore[import-untyped]
 
-from megatron_dppo.rewards.expressions import NUMBERS, Node
+from megatron_dppo.rewards.math.expressions import NUMBERS, Node
 
 Value = Any
 """A Fraction, or a real or complex number of ``mpmath``."""

@@ -5,25 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_dppo.rewards.algebra import same_algebra
-from megatron_dppo.rewards.numerals import numeral_of
-from megatron_dppo.rewards.quantity import same_amount, same_number, same_share
-from megatron_dppo.rewards.real_sets import same_real_set
-from megatron_dppo.rewards.spelling import OPEN_SET, spelled, unspaced
-from megatron_dppo.rewards.structure import (
+from megatron_dppo.rewards.math.algebra import same_algebra
+from megatron_dppo.rewards.math.completion import plain_number, said_answer, stated_answer, stated_boxes
+from megatron_dppo.rewards.math.notation import (
+    OPEN_SET,
     Bracketed,
     bracketed,
+    choice_of,
     enclosed,
     is_name,
     links,
     matrix,
     members,
     sides,
+    spelled,
     split,
     unpacked,
+    unspaced,
+    words_of,
 )
-from megatron_dppo.rewards.words import choice_of, words_of
+from megatron_dppo.rewards.math.quantities import numeral_of, same_amount, same_number, same_share
+from megatron_dppo.rewards.math.real_sets import same_real_set
 
 LONGEST = 1000
 """Characters of an answer that is read at all; a longer one is right only if it is the label letter by letter."""
@@ -284,3 +288,34 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("algebra", _algebra),
 )
 """In the order in which they are asked: the first that knows both sides decides. None: it is not that rule's case."""
+
+
+def math_verdict(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+    r"""``score``: 1 if the answer equals the label as mathematics, else 0; ``pred``: the answer; ``by``: why it is.
+
+    The answer is what stands in the last ``\boxed{}`` (in all of them, where several are listed), else after the last
+    ``####`` or ``#``, else what :func:`~megatron_dppo.rewards.math.completion.said_answer` finds. The label may be
+    marked in the same way, or be the bare answer. This function has no time limit: the process that it runs in is
+    killed when the time is over.
+
+    Raises:
+        ValueError: if the label is empty: a fault of the data, not of the answer.
+    """
+    label = stated_answer(ground_truth) or ground_truth
+    answer = stated_answer(solution_str)
+    if answer is None:
+        answer = said_answer(solution_str)
+    numbers = plain_number(label), plain_number(answer)
+    if numbers[0] is not None and numbers[1] is not None and numbers[0] == numbers[1]:
+        # Spares the great majority of answers all that follows.
+        return {"score": 1.0, "pred": answer, "by": () if label.strip() == answer.strip() else ("number",)}
+    verdict = judge(label, answer)
+    boxes = stated_boxes(solution_str)
+    if not verdict.right and len(boxes) > 1:  # one answer in several forms
+        forms = [judge(label, box) for box in boxes]
+        verdict = forms[-1] if all(form.right for form in forms) else verdict
+    return {"score": float(verdict.right), "pred": answer, "by": verdict.by}
+
+
+# The first call builds grammars, which takes longer than many verdicts: not at the expense of the first completion.
+judge(r"\sqrt{4}", r"2^{1}")

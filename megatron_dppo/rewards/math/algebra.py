@@ -6,11 +6,10 @@ import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
-from megatron_dppo.rewards.expressions import MINUS_ONE, Node, functions_of, product, read
-from megatron_dppo.rewards.numerals import Number, number_of
-from megatron_dppo.rewards.structure import parts, split
-from megatron_dppo.rewards.tokens import UnreadableError
-from megatron_dppo.rewards.values import (
+from megatron_dppo.rewards.math.expressions import MINUS_ONE, Node, UnreadableError, functions_of, product, read
+from megatron_dppo.rewards.math.notation import parts, split
+from megatron_dppo.rewards.math.quantities import Number, number_of
+from megatron_dppo.rewards.math.values import (
     DIGITS,
     MOST_DIGITS,
     Point,
