@@ -18,8 +18,8 @@ from megatron_dppo.rewards.math.completion import stated_answer
 SETTING = "reward.function"
 BUILTIN = {
     "math": "megatron_dppo.rewards.math.verdict:math_verdict",
-    "exact": "megatron_dppo.rewards.exact:exact_score",
-    "reasoning_gym": "megatron_dppo.rewards.reasoning_gym:reasoning_gym_score",
+    "exact": "megatron_dppo.rewards.verifiers:exact_score",
+    "reasoning_gym": "megatron_dppo.rewards.verifiers:reasoning_gym_score",
 }
 OF_TEXT = ("math", "exact")
 """Those that compare an answer with the label, letter by letter or as mathematics."""

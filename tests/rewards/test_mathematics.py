@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dppo.rewards.exact import exact_score
+from megatron_dppo.rewards.verifiers import exact_score
 from megatron_dppo.rewards.math.completion import said_answer, stated_answer
 from megatron_dppo.rewards.math.verdict import math_verdict
 
