@@ -44,8 +44,8 @@ class InvalidScoreError(ValueError):
 def resolve(spec: str) -> Scorer:
     """The function that ``reward.function`` names: ``math``, ``exact``, ``module:function`` or ``file.py:function``.
 
-    Modules are looked for in the working directory too; a file can import its neighbours. What is returned has verl's
-    signature, whichever trainer the function was written for (:func:`~megatron_dppo.rewards.adapters.adapted`).
+    Modules are looked for in the working directory too; a file can import its neighbours. What is returned takes one
+    :class:`~megatron_dppo.rewards.adapters.ScoreItem`, whichever trainer the function was written for.
 
     Raises:
         UserError: if it cannot be found, imported or called so.

@@ -17,15 +17,16 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.types import Label, Prompt, Score
+from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rl.types import Score
 
 START_LIMIT_S = 300.0
 """How long the import of a reward function may take. Does not count against the time limit of a completion."""
@@ -36,41 +37,6 @@ END_LIMIT_S = 5.0
 """How long a worker may take to end what its function has started, before it is killed itself."""
 CHUNK = 32
 """Most completions that a worker is given at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreItem:
-    """One completion to be scored."""
-
-    data_source: str
-    solution: str
-    """The decoded response."""
-    label: Label
-    extra: Mapping[str, object] = field(default_factory=dict)
-    asked: object = None
-    """The prompt as the row has it."""
-    rendered: str = ""
-    """The prompt as the policy read it."""
-    place: str = ""
-    """File and row, for complaints."""
-
-    @classmethod
-    def of(cls, prompt: Prompt, solution: str) -> ScoreItem:
-        """A completion of a prompt."""
-        return cls(prompt.data_source, solution, prompt.label, prompt.extra, prompt.asked, prompt.text, prompt.place)
-
-    def pickled(self) -> bytes:
-        """The arguments of a reward function."""
-        return pickle.dumps(
-            {
-                "data_source": self.data_source,
-                "solution_str": self.solution,
-                "ground_truth": self.label,
-                "extra_info": dict(self.extra),
-                "prompt": self.asked,
-                "rendered": self.rendered,
-            }
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +194,7 @@ class _Batch:
         worker.deadline = time.monotonic() + self._owner._limit_s
         try:
             # The worker is idle, thus reading: this cannot block on a full pipe.
-            worker.pipe.send([(i, self._items[i].pickled()) for i in chunk])
+            worker.pipe.send([(i, pickle.dumps(self._items[i])) for i in chunk])
         except (BrokenPipeError, ConnectionResetError):
             self._put_back(worker)  # it died while it had nothing to do
             self._owner._replace(worker)

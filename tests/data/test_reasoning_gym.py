@@ -16,8 +16,9 @@ from megatron_dppo.data.reasoning_gym import check_tasks, make_problems
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.init import write_model
+from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.verifiers import reasoning_gym_score
-from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
+from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Score
 
 pytest.importorskip("reasoning_gym")
