@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config import DataConfig, ReasoningGymConfig
+from megatron_dppo.data.generators import check_tasks, make_problems
 from megatron_dppo.data.prompts import load_prompts
-from megatron_dppo.data.reasoning_gym import check_tasks, make_problems
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.init import write_model
@@ -25,7 +25,7 @@ pytest.importorskip("reasoning_gym")
 
 PRINT = """
 from megatron_dppo.config import ReasoningGymConfig
-from megatron_dppo.data.reasoning_gym import make_problems
+from megatron_dppo.data.generators import make_problems
 print([row["prompt"] for split in ("train", "eval") for row in make_problems({config!r}, split=split)])
 """
 TASKS = {"chain_sum": {"max_terms": 3}, "leg_counting": {}, "bitwise_arithmetic": {"difficulty": 1}}
