@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_dppo.config import DataConfig
-from megatron_dppo.data.generators import GENERATORS, Split, columns_of_generators
+from megatron_dppo.data.generators import GENERATORS, Split
 from megatron_dppo.data.rows import Row, as_text, is_blank, is_too_deep, read_rows
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Label
@@ -60,10 +60,11 @@ def read_examples(source: Source, data: DataConfig, split: Split, *, responses: 
         UserError: for a file that is absent, empty or malformed, and whatever ``example_of`` refuses.
     """
     if source.name in GENERATORS:
-        rows, columns = GENERATORS[source.name].rows(data, split), columns_of_generators(data)
+        rows = GENERATORS[source.name].rows(data, split)
+        data = replace(data, prompt_key="prompt", label_key="label", response_key="response")
     else:
-        rows, columns = read_rows(source.name, source.setting), data
-    return [example_of(row, columns, responses=responses) for row in rows]
+        rows = read_rows(source.name, source.setting)
+    return [example_of(row, data, responses=responses) for row in rows]
 
 
 def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Example:
@@ -87,13 +88,13 @@ def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Exampl
 
 
 def _label(row: Row, key: str) -> Label:
-    value = row.require_text(key, "data.label_key")
+    value = row.require(key, "data.label_key")
     return value if isinstance(value, dict | list) else _as_text(row, key, value)
 
 
 def _response(row: Row, data: DataConfig) -> str:
     key, setting = data.response_key or data.label_key, "data.response_key" if data.response_key else "data.label_key"
-    text = _as_text(row, key, row.require_text(key, setting))
+    text = _as_text(row, key, row.require(key, setting))
     if is_blank(text):
         raise row.complaint(f"has an empty answer in column {key!r}", "Remove the row")
     return text
@@ -120,7 +121,7 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
             "has no place without a chat template",
             "Remove it, or set data.chat_template=true",
         )
-    prompt = row.require_text(data.prompt_key, "data.prompt_key")
+    prompt = row.require(data.prompt_key, "data.prompt_key")
     if isinstance(prompt, str):
         prompt = _read_text(row, prompt, data.prompt_key)
     if isinstance(prompt, str):

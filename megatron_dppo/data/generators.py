@@ -24,7 +24,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import cycle, islice
 from typing import Any, Literal
@@ -35,9 +35,9 @@ from megatron_dppo.errors import UserError
 
 Split = Literal["train", "eval"]
 REASONING_GYM = "reasoning_gym"
-"""What ``data.train`` says; and, before a slash, the ``data_source`` of each prompt."""
+"""The name in ``data.train``, and what stands before a slash in the ``data_source`` of each prompt."""
 REPEATS = 20
-"""Of so many problems in a row that are known already: the family has no more, or hardly any."""
+"""Known problems in a row after which a family is taken to have no more, or hardly any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,8 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
 
 
 def check_tasks(config: ReasoningGymConfig) -> None:
-    """
+    """Make sure that every task of ``data.reasoning_gym.tasks`` can make problems.
+
     Raises:
         UserError: reasoning-gym is not installed, a family or one of its settings does not exist, or has a value that
             its generator refuses.
@@ -131,12 +132,12 @@ def check_tasks(config: ReasoningGymConfig) -> None:
 
 
 def make_problems(config: ReasoningGymConfig, *, split: Split) -> list[Row]:
-    """Problems of all families in turn, each as a row of a file: ``prompt``, ``label``, ``response`` (the answer alone:
-    no way to it is known; None where a task has no reference answer), ``data_source`` and ``extra_info``.
+    """Problems of all families in turn, each as a row of a file: ``prompt``, ``label``, ``response``, ``data_source``
+    and ``extra_info``. The response is the bare answer, and None where a task has no reference answer.
 
     Held-out problems are drawn first, and no question occurs twice in the two splits together. Some families walk
-    through sets, whose order is another one in each process: a process of its own, told how to hash, makes the same
-    problems on every rank and after every resume.
+    through sets, and the order of a set differs between processes. Therefore a process with a fixed hash seed draws the
+    problems: they are the same on every rank and after every resume.
 
     Raises:
         UserError: as ``check_tasks``; and where there are fewer distinct problems than asked for.
@@ -155,7 +156,7 @@ def make_problems(config: ReasoningGymConfig, *, split: Split) -> list[Row]:
     return rows
 
 
-def _make(config: ReasoningGymConfig, split: Split) -> list[Row]:
+def _draw_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
     wanted = config.eval_problems + (config.problems if split == "train" else 0)
     each = math.ceil((config.eval_problems + config.problems) / len(config.tasks))
     seen: set[str] = set()
@@ -212,18 +213,13 @@ def _dataset(task: str, settings: Mapping[str, Any], *, size: int, seed: int) ->
         ) from error
 
 
-def _answer() -> None:
+def _main() -> None:
     config, split = pickle.load(sys.stdin.buffer)
     try:
-        made: list[Row] | UserError = _make(config, split)
+        made: list[Row] | UserError = _draw_problems(config, split)
     except UserError as error:
         made = error
     sys.stdout.buffer.write(pickle.dumps(made))
-
-
-def columns_of_generators(data: DataConfig) -> DataConfig:
-    """The settings under which the rows of generators are read, whatever ``data.*_key`` say of files."""
-    return replace(data, prompt_key="prompt", label_key="label", response_key="response")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +227,7 @@ class Generator:
     """A task. Both splits are functions of the settings alone, and have no problem in common."""
 
     check: Callable[[DataConfig], object]
-    """Raises UserError for settings that make no problems; cheap."""
+    """Raises UserError for settings that make no problems."""
     problems: Callable[[DataConfig], int]
     """Size of the training pool."""
     rows: Callable[[DataConfig, Split], list[Row]]
@@ -240,21 +236,17 @@ class Generator:
 
 def _sums(data: DataConfig, split: Split) -> list[Row]:
     train, held_out = make_sums(data.arithmetic)
-    problems: list[Sum] = train if split == "train" else held_out
-    return [
-        Row(
-            {
-                "prompt": problem.question,
-                "label": problem.label,
-                "response": problem.worked_answer,
-                "data_source": "arithmetic",
-                "extra_info": {},
-            },
-            "data.arithmetic",
-            f"arithmetic, problem {number}",
-        )
-        for number, problem in enumerate(problems, 1)
-    ]
+    rows = []
+    for number, problem in enumerate(train if split == "train" else held_out, 1):
+        values = {
+            "prompt": problem.question,
+            "label": problem.label,
+            "response": problem.worked_answer,
+            "data_source": "arithmetic",
+            "extra_info": {},
+        }
+        rows.append(Row(values, "data.arithmetic", f"arithmetic, problem {number}"))
+    return rows
 
 
 GENERATORS: Mapping[str, Generator] = {
@@ -271,4 +263,4 @@ GENERATORS: Mapping[str, Generator] = {
 }
 
 if __name__ == "__main__":
-    _answer()
+    _main()

@@ -102,7 +102,7 @@ def _load(data: DataConfig, tokenizer: Tokenizer, split: Split, *, responses: bo
 
 
 def _rendered(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer) -> list[_Rendered]:
-    texts = _texts([(e.row, e.prompt) for e in examples], data, tokenizer)
+    texts = _texts(examples, data, tokenizer)
     token_ids = _tokenise(tokenizer, texts)
     return [
         _Rendered(example, text, np.array(tokens, np.int32))
@@ -110,25 +110,20 @@ def _rendered(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenize
     ]
 
 
-def _texts(prompts: Sequence[tuple[Row, str | Messages]], data: DataConfig, tokenizer: Tokenizer) -> list[str]:
-    """The text of every prompt that ``read_prompt`` returned, each with the row it comes from.
-
-    The template's own switches (``enable_thinking``) are left at their defaults.
-
-    Raises:
-        UserError: if there is no template, or it fails.
-    """
+def _texts(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    """What the policy reads: the prompts in the chat template, whose own switches (``enable_thinking``) are left at
+    their defaults, or the prompts as they stand."""
     if not data.chat_template:
-        return [str(prompt) for _, prompt in prompts]
+        return [str(example.prompt) for example in examples]
     if not tokenizer.chat_template:
         raise UserError(
             "data.chat_template", True, "the tokenizer has no chat template", "Set data.chat_template=false, or add one"
         )
-    chats = [_chat(prompt, data.system) for _, prompt in prompts]
+    chats = [_chat(example.prompt, data.system) for example in examples]
     try:
         return _apply(tokenizer, chats)
-    except Exception:  # a template may raise anything; it is found again below, with its row
-        return [_apply_to_one(tokenizer, row, chat) for (row, _), chat in zip(prompts, chats, strict=True)]
+    except Exception:  # a template may raise anything; one by one tells which row it was
+        return [_apply_to_one(tokenizer, example.row, chat) for example, chat in zip(examples, chats, strict=True)]
 
 
 def _apply(tokenizer: Tokenizer, chats: Sequence[Messages]) -> list[str]:
