@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
-from megatron_dppo.rewards.math.expressions import MINUS_ONE, Node, UnreadableError, functions_of, product, read
+from megatron_dppo.rewards.math.expressions import MINUS_ONE, Node, UnreadableError, product, read
 from megatron_dppo.rewards.math.notation import parts, split
 from megatron_dppo.rewards.math.quantities import Number, number_of
 from megatron_dppo.rewards.math.values import (
@@ -52,10 +52,9 @@ def same_algebra(label: str, answer: str) -> bool:
             return _same_ratio(label, answer)
         if len(expected) != len(found) or len(expected) == 1:
             return False
-        functions = functions_of([text for _, text in (*expected, *found)])
-        sides = [[read(text, functions) for _, text in chain] for chain in (expected, found)]
+        sides = read(*(text for _, text in (*expected, *found)))
         signs = [[sign for sign, _ in chain[1:]] for chain in (expected, found)]
-        return _same_chain(signs[0], sides[0], signs[1], sides[1], label)
+        return _same_chain(signs[0], sides[: len(expected)], signs[1], sides[len(expected) :], label)
     except (UnreadableError, TooLargeError):
         return False
 
@@ -63,7 +62,7 @@ def same_algebra(label: str, answer: str) -> bool:
 def constant(text: str) -> Value | None:
     """The value of an expression without unknowns that is a real number; None for any other text."""
     try:
-        node = read(text)
+        (node,) = read(text)
         if symbols(node):
             return None
         found = next(_values(node, node, text), None)
@@ -84,8 +83,7 @@ def _same_ratio(label: str, answer: str) -> bool:
 
 
 def _same_expression(label: str, answer: str) -> bool:
-    functions = functions_of([label, answer])
-    one, other = read(label, functions), read(answer, functions)
+    one, other = read(label, answer)
     if one == other:
         return True
     if symbols(one) != symbols(other) and not (symbols(one) and symbols(other)) and _plain(one) and _plain(other):
