@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.rewards.math.algebra import same_algebra
+from megatron_dppo.rewards.math.algebra import same_algebra, same_real_set
 from megatron_dppo.rewards.math.completion import plain_number, said_answer, stated_answer, stated_boxes
 from megatron_dppo.rewards.math.notation import (
     OPEN_SET,
@@ -27,7 +27,6 @@ from megatron_dppo.rewards.math.notation import (
     words_of,
 )
 from megatron_dppo.rewards.math.quantities import numeral_of, same_amount, same_number, same_share
-from megatron_dppo.rewards.math.real_sets import same_real_set
 
 LONGEST = 1000
 """Characters of an answer that is read at all; a longer one is right only if it is the label letter by letter."""
