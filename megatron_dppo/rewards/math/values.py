@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
@@ -37,28 +38,18 @@ class TooLargeError(Exception):
     """The value is past all bounds that are worked out."""
 
 
-def symbols(node: Node) -> set[str]:
-    """The unknowns of an expression."""
-    if node[0] == "symbol":
-        return set() if node[1] in NUMBERS else {node[1]}
-    found: set[str] = set()
-    if node[0] == "call" and (node[1].startswith("\\") or node[1] not in WORKED_OUT):
-        found.add(node[1])
+def subexpressions(node: Node) -> Iterator[Node]:
+    """The expression itself and all within it."""
+    yield node
     for part in node[1:]:
         if isinstance(part, tuple):
-            found |= symbols(part)
-    return found
+            yield from subexpressions(part)
 
 
-def names(node: Node, name: str) -> bool:
-    """Whether a symbol stands somewhere in an expression."""
-    return node == ("symbol", name) or any(isinstance(part, tuple) and names(part, name) for part in node[1:])
-
-
-def calls(node: Node, *names: str) -> bool:
-    """Whether one of these functions is called somewhere in an expression."""
-    called = node[0] == "call" and node[1] in names
-    return called or any(isinstance(part, tuple) and calls(part, *names) for part in node[1:])
+def symbols(expression: Node) -> set[str]:
+    """The unknowns of an expression, and the functions in it that are not worked out."""
+    known = {"symbol": NUMBERS, "call": WORKED_OUT}
+    return {node[1] for node in subexpressions(expression) if node[0] in known and node[1] not in known[node[0]]}
 
 
 class Point:
