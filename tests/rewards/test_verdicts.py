@@ -32,7 +32,7 @@ def test_every_right_answer_is_right_by_the_equivalence_that_the_table_names(nam
 
 
 def test_table_has_answers_of_both_kinds_for_every_equivalence() -> None:
-    assert {name for name, _ in RULES} | {"spelling"} == set(EQUIVALENCES)
+    assert {*RULES, "spelling"} == set(EQUIVALENCES)
     assert {(row["equivalence"], row["right"]) for row in ROWS} == {(n, v) for n in EQUIVALENCES for v in (True, False)}
     assert len({(row["label"], row["answer"]) for row in ROWS}) == len(ROWS) >= 800
     assert 0.45 < sum(row["right"] for row in ROWS) / len(ROWS) < 0.55
