@@ -32,8 +32,10 @@ class Number:
     """Digits behind the point; None unless it was a decimal without a power of ten."""
 
     def same(self, other: Number) -> bool:
-        """Equal; or one is a decimal of six or more digits behind the point, six of them after the noughts, and the
-        other is it before rounding or before its further digits were cut off."""
+        """Whether two numbers are equal, or one is the other with decimals rounded or cut off.
+
+        The shorter one must have six or more decimals, and six digits after the leading zeros.
+        """
         if self.value == other.value:
             return True
         if (self.decimals is None) == (other.decimals is None):

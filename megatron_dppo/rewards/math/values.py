@@ -17,7 +17,7 @@ Value = Any
 """A Fraction, or a real or complex number of ``mpmath``."""
 
 MOST_BITS = 1_000_000
-"""Of a number's size: what is larger, or nearer to nought, is not worked out."""
+"""Of a number's size: no number that is larger, or nearer to zero, is worked out."""
 EXACT_BITS = 40_000
 """Of a fraction that is kept exact."""
 DIGITS = 50
@@ -31,7 +31,7 @@ LARGEST_FACTORIAL = 3000
 
 
 class UndefinedError(Exception):
-    """The expression has no value at this point: a quotient by nought, a root of a negative number."""
+    """The expression has no value at this point: a quotient by zero, a root of a negative number."""
 
 
 class TooLargeError(Exception):
@@ -67,7 +67,7 @@ class Point:
         self.seed, self.sign, self.scale, self.imaginary, self.digits = seed, sign, scale, imaginary, digits
         self.mp = _context(digits)
         self.rounding = self.mp.mpf(10) ** (ROUNDED - digits)
-        """Relative size of what may be left of nought."""
+        """Relative size below which a result counts as zero: rounding alone is left of it."""
         self.unlike = 0.0
         """Bits by which terms of a sum differ in size, added up: as many are lost in what is not rational."""
 
@@ -251,7 +251,7 @@ class Point:
         return self.mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
     def size(self, value: Value) -> float:
-        """The binary logarithm of a value other than nought, to the next integer."""
+        """The binary logarithm of a value other than zero, to the next integer."""
         if isinstance(value, Fraction):
             return value.numerator.bit_length() - value.denominator.bit_length()
         return float(self.mp.mag(value)) if value != 0 else 0.0
