@@ -55,23 +55,9 @@ def test_nothing_is_never_the_label(label: str, answer: str) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        r"\cup",
-        r"[\cup",
-        "{=",
-        "A=2=",
-        "[=5",
-        "5$y+",
-        r"\cup x",
-        r"\text{\cup}",
-        r"1\cup",
-        "⦃",
-        "⟩(",
-        r"0.5$\overline{%%e5",
-        "(",
-        "1)",
-    ],
-)
+    [r"\cup", r"[\cup", "{=", "A=2=", "[=5", "5$y+", r"\cup x", r"\text{\cup}", r"1\cup", "⦃", "⟩(",
+     r"0.5$\overline{%%e5", "(", "1)"],
+)  # fmt: skip
 def test_malformed_answer_is_wrong_and_no_error(answer: str) -> None:
     for label in ("5", r"\frac{1}{2}", r"50\%", "(3, 4]", r"\{1, 2\}"):
         assert not judge(label, answer).right
