@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dppo.data.arithmetic import Sum
+from megatron_dppo.data.generators import Sum
 from megatron_dppo.init import write_model
 
 

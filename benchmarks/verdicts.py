@@ -32,9 +32,8 @@ from megatron_dppo.evaluation.benchmarks import (
     find_file,
     read_benchmark,
 )
-from megatron_dppo.rewards.mathematics import math_verdict
-from megatron_dppo.rewards.stated import stated_answer
-from megatron_dppo.rewards.verdict import judge
+from megatron_dppo.rewards.math.completion import stated_answer
+from megatron_dppo.rewards.math.verdict import judge, math_verdict
 
 TRAINING = ("gsm8k_train.jsonl", "math_train_rllm.json")
 """Files to train on, whose labels count where they are there."""

@@ -16,9 +16,8 @@ from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.config import Config
 from megatron_dppo.config.types import Command
-from megatron_dppo.data import reasoning_gym
 from megatron_dppo.data.examples import Example, Source, example_of, read_examples
-from megatron_dppo.data.generators import GENERATORS
+from megatron_dppo.data.generators import GENERATORS, REASONING_GYM
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
 from megatron_dppo.history import check_resume, check_warm_up
@@ -325,12 +324,12 @@ def _check_reward(function: str) -> None:
 
 def _check_task_is_rewarded(config: Config) -> None:
     function, task = config.reward.function, config.data.train
-    if function == reasoning_gym.NAME != task:
-        problem = f"judges what data.train={reasoning_gym.NAME} generates, and data.train is {task}"
+    if function == REASONING_GYM != task:
+        problem = f"judges what data.train={REASONING_GYM} generates, and data.train is {task}"
         raise UserError("reward.function", function, problem, "Set one of the two")
-    if task == reasoning_gym.NAME and function in BUILTIN and function != reasoning_gym.NAME:
+    if task == REASONING_GYM and function in BUILTIN and function != REASONING_GYM:
         problem = "does not know how answers to reasoning-gym's tasks are judged, and they do"
-        raise UserError("reward.function", function, problem, f"Set reward.function={reasoning_gym.NAME}")
+        raise UserError("reward.function", function, problem, f"Set reward.function={REASONING_GYM}")
 
 
 def _check_own(place: Path, folder: Path, run_dir: Path) -> None:

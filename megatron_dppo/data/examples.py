@@ -5,15 +5,23 @@ Imports neither torch nor transformers, so that a bad row is known before a rank
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_dppo.config import DataConfig
-from megatron_dppo.data.generators import GENERATORS, Split, columns_of_generators
-from megatron_dppo.data.render import Messages, read_prompt
-from megatron_dppo.data.rows import Row, as_text, is_blank, read_rows
+from megatron_dppo.data.generators import GENERATORS, Split
+from megatron_dppo.data.rows import Row, as_text, is_blank, is_too_deep, read_rows
+from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Label
+
+Messages = list[Mapping[str, Any]]
+ROLES = ("system", "user", "assistant", "tool")
+"""What Qwen's chat templates render. They leave out messages of another role, without a word."""
+PLAIN = "Give a string, or set data.chat_template=true"
+OF_A_CHAT = re.compile(r"\s*\[?\s*\{\s*[\"'](?:role|content)[\"']\s*:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +60,11 @@ def read_examples(source: Source, data: DataConfig, split: Split, *, responses: 
         UserError: for a file that is absent, empty or malformed, and whatever ``example_of`` refuses.
     """
     if source.name in GENERATORS:
-        rows, columns = GENERATORS[source.name].rows(data, split), columns_of_generators(data)
+        rows = GENERATORS[source.name].rows(data, split)
+        data = replace(data, prompt_key="prompt", label_key="label", response_key="response")
     else:
-        rows, columns = read_rows(source.name, source.setting), data
-    return [example_of(row, columns, responses=responses) for row in rows]
+        rows = read_rows(source.name, source.setting)
+    return [example_of(row, data, responses=responses) for row in rows]
 
 
 def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Example:
@@ -79,13 +88,13 @@ def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Exampl
 
 
 def _label(row: Row, key: str) -> Label:
-    value = row.require_text(key, "data.label_key")
+    value = row.require(key, "data.label_key")
     return value if isinstance(value, dict | list) else _as_text(row, key, value)
 
 
 def _response(row: Row, data: DataConfig) -> str:
     key, setting = data.response_key or data.label_key, "data.response_key" if data.response_key else "data.label_key"
-    text = _as_text(row, key, row.require_text(key, setting))
+    text = _as_text(row, key, row.require(key, setting))
     if is_blank(text):
         raise row.complaint(f"has an empty answer in column {key!r}", "Remove the row")
     return text
@@ -96,3 +105,79 @@ def _as_text(row: Row, key: str, value: Any) -> str:
         return as_text(value)
     except ValueError as error:
         raise row.complaint(f"holds {error} in column {key!r}", "Write it as text, or remove the row") from error
+
+
+def read_prompt(row: Row, data: DataConfig) -> str | Messages:
+    """The prompt of a row: text, or chat messages, also where a column holds them as JSON text. Needs no tokenizer.
+
+    Raises:
+        UserError: if it is neither, blank, or a chat that the template would not render whole or that answers itself;
+            for messages under ``data.chat_template = false``, and a ``data.system`` there.
+    """
+    if data.system is not None and not data.chat_template:
+        raise UserError(
+            "data.system",
+            data.system,
+            "has no place without a chat template",
+            "Remove it, or set data.chat_template=true",
+        )
+    prompt = row.require(data.prompt_key, "data.prompt_key")
+    if isinstance(prompt, str):
+        prompt = _read_text(row, prompt, data.prompt_key)
+    if isinstance(prompt, str):
+        if is_blank(prompt):
+            raise row.complaint("has an empty prompt", "Remove the row")
+        return prompt
+    if not data.chat_template:
+        raise row.complaint(f"has a {type(prompt).__name__} as prompt, while data.chat_template is false", PLAIN)
+    if not _is_chat(prompt):
+        raise row.complaint(
+            "has a prompt that is neither a string nor a list of messages",
+            'Give text, or a list like [{"role": "user", "content": "..."}]',
+        )
+    for message in prompt:
+        _check_message(row, message)
+    if prompt[-1]["role"] == "assistant":
+        raise row.complaint(
+            "has a prompt that ends with an answer, a message of the assistant: the policy would be shown it",
+            "Take that message out of the prompt; data.response_key names a column of answers for sft",
+        )
+    if not any(message["role"] == "user" for message in prompt):
+        raise row.complaint("has a prompt without a message of the user", "Add one, or remove the row")
+    return prompt
+
+
+def _read_text(row: Row, text: str, key: str) -> str | Messages:
+    """The messages that a text writes down, or the text where it is none of those."""
+    if text.lstrip().startswith(("[", "{")):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if _is_chat(value) and not is_too_deep(value):
+            row.check_strings(value, key)
+            return value
+        if _is_chat(value) or OF_A_CHAT.match(text):
+            raise row.complaint(
+                f"holds chat messages in column {key!r} as text that is no plain JSON list of them",
+                'Give a list like [{"role": "user", "content": "..."}], or JSON text of one',
+            )
+    return text
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
+
+
+def _check_message(row: Row, message: Mapping[str, Any]) -> None:
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        remedy = f"Call it one of {', '.join(ROLES)}: chat templates leave out any other"
+        raise row.complaint(f"has a prompt with a message of the role {role!r:.60}", remedy)
+    if role == "assistant" and message.get("tool_calls") and not content:
+        return
+    if not isinstance(content, str):
+        kind = "no content" if content is None else f"a {type(content).__name__} for its content"
+        raise row.complaint(f"has a prompt with a message of the {role} that has {kind}", "Give its text as a string")
+    if is_blank(content):
+        raise row.complaint(f"has a prompt with an empty message of the {role}", "Fill it in, or remove it")

@@ -1,22 +1,225 @@
-"""Tasks that make their own problems, by the names that ``data.train`` may say in place of a file."""
+"""Tasks that make their own problems, by the names that ``data.train`` may say in place of a file.
+
+``arithmetic`` makes sums with worked answers, a task that a policy of a million parameters learns in minutes::
+
+    12+7+55=        the question
+    12+7=19         one line for each addition, so that the length of an answer varies with the problem
+    19+55=74
+    #74             the label
+
+``reasoning_gym`` (github.com/open-thought/reasoning-gym) has a hundred families of tasks. Each has a generator, and a
+verifier of its own, which ``reward.function=reasoning_gym`` calls. It is an extra:
+``pip install megatron-dppo[reasoning-gym]``.
+
+Both pools are finite: prompts come back, and pruning by history has a history.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+import json
+import math
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import cycle, islice
+from typing import Any, Literal
 
-from megatron_dppo.config import DataConfig
-from megatron_dppo.data import reasoning_gym
-from megatron_dppo.data.arithmetic import Sum, make_sums
+from megatron_dppo.config import ArithmeticConfig, DataConfig, ReasoningGymConfig
 from megatron_dppo.data.rows import Row
+from megatron_dppo.errors import UserError
 
 Split = Literal["train", "eval"]
+REASONING_GYM = "reasoning_gym"
+"""The name in ``data.train``, and what stands before a slash in the ``data_source`` of each prompt."""
+REPEATS = 20
+"""Known problems in a row after which a family is taken to have no more, or hardly any."""
 
 
-def columns_of_generators(data: DataConfig) -> DataConfig:
-    """The settings under which the rows of generators are read, whatever ``data.*_key`` say of files."""
-    return replace(data, prompt_key="prompt", label_key="label", response_key="response")
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """One problem."""
+
+    terms: tuple[int, ...]
+    slips: tuple[bool, ...]
+    """[terms − 1], whether the worked answer forgets the carry of that addition, if it has one."""
+    short: bool = False
+    """Whether the worked answer is the result alone."""
+
+    @property
+    def question(self) -> str:
+        return "+".join(map(str, self.terms)) + "="
+
+    @property
+    def label(self) -> str:
+        return str(sum(self.terms))
+
+    @property
+    def worked_answer(self) -> str:
+        """One line per addition, then the result; wrong from the first forgotten carry on. Or the label at once."""
+        if self.short:
+            return f"#{self.label}"
+        lines, total = [], self.terms[0]
+        for term, slip in zip(self.terms[1:], self.slips, strict=True):
+            carries = total % 10 + term % 10 >= 10
+            after = total + term - (10 if carries and slip else 0)
+            lines.append(f"{total}+{term}={after}")
+            total = after
+        return "\n".join([*lines, f"#{total}"])
+
+
+def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
+    """The training pool and the held-out problems. No question occurs twice in the two together.
+
+    Held-out problems are drawn first, so that they stay the same, and unseen, for every size of the training pool: a
+    supervised warm-up may take a larger pool than the training that follows it.
+
+    Raises:
+        UserError: if there are fewer distinct problems than asked for.
+    """
+    lengths = range(config.min_terms, config.max_terms + 1)
+    if not lengths:
+        raise UserError(
+            "data.arithmetic.min_terms",
+            config.min_terms,
+            f"is more than data.arithmetic.max_terms = {config.max_terms}",
+            "Lower it, or raise max_terms",
+        )
+    wanted = config.problems + config.eval_problems
+    left = {length: config.max_operand**length for length in lengths}
+    if sum(left.values()) < wanted:
+        raise UserError(
+            "data.arithmetic.problems",
+            config.problems,
+            f"with {config.eval_problems} held-out ones more than the {sum(left.values())} distinct sums of "
+            f"{config.min_terms} to {config.max_terms} numbers up to {config.max_operand}",
+            "Lower problems or eval_problems, or raise max_operand or max_terms",
+        )
+    draw = random.Random(config.seed)
+    drawn: dict[tuple[int, ...], None] = {}
+    while len(drawn) < wanted:
+        # Every number of terms is as likely as another while its sums last: short ones are soon used up.
+        length = draw.choice([length for length in lengths if left[length]])
+        terms = tuple(draw.randint(1, config.max_operand) for _ in range(length))
+        if terms not in drawn:
+            drawn[terms] = None
+            left[length] -= 1
+    teacher, style = random.Random(config.seed + 1), random.Random(config.seed + 2)
+    sums = [
+        Sum(
+            terms,
+            slips=tuple(teacher.random() < config.forgotten_carries for _ in terms[1:]),
+            short=style.random() < config.short_answers,
+        )
+        for terms in drawn
+    ]
+    return sums[config.eval_problems :], sums[: config.eval_problems]
+
+
+def check_tasks(config: ReasoningGymConfig) -> None:
+    """Make sure that every task of ``data.reasoning_gym.tasks`` can make problems.
+
+    Raises:
+        UserError: reasoning-gym is not installed, a family or one of its settings does not exist, or has a value that
+            its generator refuses.
+    """
+    for task, settings in config.tasks.items():
+        _dataset(task, settings, size=1, seed=0)
+
+
+def make_problems(config: ReasoningGymConfig, *, split: Split) -> list[Row]:
+    """Problems of all families in turn, each as a row of a file: ``prompt``, ``label``, ``response``, ``data_source``
+    and ``extra_info``. The response is the bare answer, and None where a task has no reference answer.
+
+    Held-out problems are drawn first, and no question occurs twice in the two splits together. Some families walk
+    through sets, and the order of a set differs between processes. Therefore a process with a fixed hash seed draws the
+    problems: they are the same on every rank and after every resume.
+
+    Raises:
+        UserError: as ``check_tasks``; and where there are fewer distinct problems than asked for.
+    """
+    check_tasks(config)
+    made = subprocess.run(
+        [sys.executable, "-m", "megatron_dppo.data.generators"],
+        env=os.environ | {"PYTHONHASHSEED": "0"},
+        input=pickle.dumps((config, split)),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    rows = pickle.loads(made.stdout)
+    if isinstance(rows, UserError):
+        raise rows
+    return rows
+
+
+def _draw_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
+    wanted = config.eval_problems + (config.problems if split == "train" else 0)
+    each = math.ceil((config.eval_problems + config.problems) / len(config.tasks))
+    seen: set[str] = set()
+    streams = [
+        _distinct(task, settings, _dataset(task, settings, size=2 * each + REPEATS, seed=config.seed), seen)
+        for task, settings in config.tasks.items()
+    ]
+    rows = [next(stream) for stream in islice(cycle(streams), wanted)]
+    return rows if split == "eval" else rows[config.eval_problems :]
+
+
+def _distinct(task: str, settings: Mapping[str, Any], dataset: Any, seen: set[str]) -> Iterator[Row]:
+    number = repeats = 0
+    for number, entry in enumerate(dataset):
+        if entry["question"] in seen:
+            repeats += 1
+            if repeats == REPEATS:
+                break
+            continue
+        repeats = 0
+        seen.add(entry["question"])
+        label = None if entry["answer"] is None else str(entry["answer"])
+        values = {
+            "prompt": entry["question"],
+            "label": label or "",
+            "response": label and f"<answer>{label}</answer>",
+            "data_source": f"{REASONING_GYM}/{task}",
+            "extra_info": {"entry": entry, "settings": dict(settings)},
+        }
+        yield Row(values, "data.reasoning_gym", f"{task}, problem {number}")
+    raise UserError(
+        "data.reasoning_gym.tasks",
+        task,
+        f"has no more than about {number + 1} distinct problems",
+        "Ask for fewer problems, name more tasks, or give it settings with more variety",
+    )
+
+
+def _dataset(task: str, settings: Mapping[str, Any], *, size: int, seed: int) -> Any:
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        remedy = "pip install megatron-dppo[reasoning-gym]"
+        raise UserError("data.train", REASONING_GYM, f"reasoning-gym is not installed ({error})", remedy) from error
+    if task not in DATASETS:
+        near = get_close_matches(task, DATASETS, 1)
+        remedy = f"Perhaps {near[0]!r} was meant" if near else f"Take some of its {len(DATASETS)} tasks"
+        raise UserError("data.reasoning_gym.tasks", task, "is no task of reasoning-gym", remedy)
+    try:
+        return create_dataset(task, size=size, seed=seed, **settings)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise UserError(
+            f"data.reasoning_gym.tasks.{task}", json.dumps(dict(settings)), str(error), "Look into reasoning-gym's docs"
+        ) from error
+
+
+def _main() -> None:
+    config, split = pickle.load(sys.stdin.buffer)
+    try:
+        made: list[Row] | UserError = _draw_problems(config, split)
+    except UserError as error:
+        made = error
+    sys.stdout.buffer.write(pickle.dumps(made))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +227,7 @@ class Generator:
     """A task. Both splits are functions of the settings alone, and have no problem in common."""
 
     check: Callable[[DataConfig], object]
-    """Raises UserError for settings that make no problems; cheap."""
+    """Raises UserError for settings that make no problems."""
     problems: Callable[[DataConfig], int]
     """Size of the training pool."""
     rows: Callable[[DataConfig, Split], list[Row]]
@@ -33,21 +236,17 @@ class Generator:
 
 def _sums(data: DataConfig, split: Split) -> list[Row]:
     train, held_out = make_sums(data.arithmetic)
-    problems: list[Sum] = train if split == "train" else held_out
-    return [
-        Row(
-            {
-                "prompt": problem.question,
-                "label": problem.label,
-                "response": problem.worked_answer,
-                "data_source": "arithmetic",
-                "extra_info": {},
-            },
-            "data.arithmetic",
-            f"arithmetic, problem {number}",
-        )
-        for number, problem in enumerate(problems, 1)
-    ]
+    rows = []
+    for number, problem in enumerate(train if split == "train" else held_out, 1):
+        values = {
+            "prompt": problem.question,
+            "label": problem.label,
+            "response": problem.worked_answer,
+            "data_source": "arithmetic",
+            "extra_info": {},
+        }
+        rows.append(Row(values, "data.arithmetic", f"arithmetic, problem {number}"))
+    return rows
 
 
 GENERATORS: Mapping[str, Generator] = {
@@ -56,9 +255,12 @@ GENERATORS: Mapping[str, Generator] = {
         problems=lambda data: data.arithmetic.problems,
         rows=_sums,
     ),
-    reasoning_gym.NAME: Generator(
-        check=lambda data: reasoning_gym.check_tasks(data.reasoning_gym),
+    REASONING_GYM: Generator(
+        check=lambda data: check_tasks(data.reasoning_gym),
         problems=lambda data: data.reasoning_gym.problems,
-        rows=lambda data, split: reasoning_gym.make_problems(data.reasoning_gym, split=split),
+        rows=lambda data, split: make_problems(data.reasoning_gym, split=split),
     ),
 }
+
+if __name__ == "__main__":
+    _main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -49,20 +50,10 @@ class PromptOrder:
             )
         seen = set() if besides is None else set(besides.tolist())
         window: list[int] = []
-        waiting, self._deferred = self._deferred, []
-        for prompt in waiting:
+        waiting, self._deferred = deque(self._deferred), []
+        while waiting or len(window) < n:
+            prompt = waiting.popleft() if waiting else self._next()
             if prompt in seen or len(window) == n:
-                self._deferred.append(prompt)
-            else:
-                seen.add(prompt)
-                window.append(prompt)
-        while len(window) < n:
-            if self._position == self._size:
-                self._epoch, self._position = self._epoch + 1, 0
-                self._permutation = self._permute()
-            prompt = int(self._permutation[self._position])
-            self._position += 1
-            if prompt in seen:
                 self._deferred.append(prompt)
             else:
                 seen.add(prompt)
@@ -96,6 +87,13 @@ class PromptOrder:
         self._epoch, self._position = state["epoch"], state["position"]
         self._deferred = list(state["deferred"])
         self._permutation = self._permute()
+
+    def _next(self) -> int:
+        if self._position == self._size:
+            self._epoch, self._position = self._epoch + 1, 0
+            self._permutation = self._permute()
+        self._position += 1
+        return int(self._permutation[self._position - 1])
 
     def _permute(self) -> Ints:
         return generator(self._seed, self._epoch, Purpose.ORDER).permutation(self._size)

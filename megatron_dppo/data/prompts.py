@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import DataConfig
-from megatron_dppo.data.examples import Example, Source, example_of, read_examples, source_of
+from megatron_dppo.data.examples import Example, Messages, Source, example_of, read_examples, source_of
 from megatron_dppo.data.generators import Split
-from megatron_dppo.data.render import render
 from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.errors import UserError
@@ -103,12 +102,46 @@ def _load(data: DataConfig, tokenizer: Tokenizer, split: Split, *, responses: bo
 
 
 def _rendered(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer) -> list[_Rendered]:
-    texts = render([(e.row, e.prompt) for e in examples], data, tokenizer)
+    texts = _texts(examples, data, tokenizer)
     token_ids = _tokenise(tokenizer, texts)
     return [
         _Rendered(example, text, np.array(tokens, np.int32))
         for example, text, tokens in zip(examples, texts, token_ids, strict=True)
     ]
+
+
+def _texts(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    """What the policy reads: the prompts in the chat template, whose own switches (``enable_thinking``) are left at
+    their defaults, or the prompts as they stand."""
+    if not data.chat_template:
+        return [str(example.prompt) for example in examples]
+    if not tokenizer.chat_template:
+        raise UserError(
+            "data.chat_template", True, "the tokenizer has no chat template", "Set data.chat_template=false, or add one"
+        )
+    chats = [_chat(example.prompt, data.system) for example in examples]
+    try:
+        return _apply(tokenizer, chats)
+    except Exception:  # a template may raise anything; one by one tells which row it was
+        return [_apply_to_one(tokenizer, example.row, chat) for example, chat in zip(examples, chats, strict=True)]
+
+
+def _apply(tokenizer: Tokenizer, chats: Sequence[Messages]) -> list[str]:
+    return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False) if chats else []
+
+
+def _apply_to_one(tokenizer: Tokenizer, row: Row, chat: Messages) -> str:
+    try:
+        return _apply(tokenizer, [chat])[0]
+    except Exception as error:
+        raise row.complaint(f"fails in the chat template ({error})", "Mend the row's messages") from error
+
+
+def _chat(prompt: str | Messages, system: str | None) -> Messages:
+    chat: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system is None or any(message["role"] == "system" for message in chat):
+        return chat
+    return [{"role": "system", "content": system}, *chat]
 
 
 def _prompts(rendered: Sequence[_Rendered]) -> list[Prompt]:

@@ -46,10 +46,11 @@ class Row:
         return self.values[key] if key in self.values else _descend(self.values, key.split("."))
 
     def require(self, key: str, setting: str) -> Any:
-        """The value of a column that the row must have.
+        """The value of a column that the row must have, and that a tokenizer or a log can read.
 
         Raises:
-            UserError: if it lacks the column or holds null there; names the likeliest of those it has.
+            UserError: if the row lacks the column (names the likeliest of those it has), holds null there, or a lone
+                surrogate, half of a character, which JSON can write and no tokenizer or log can.
         """
         try:
             value = self[key]
@@ -62,15 +63,6 @@ class Row:
             raise self.complaint(f"has no column {key!r} (it has {', '.join(columns) or 'none'})", remedy) from None
         if value is None:
             raise self.complaint(f"holds null in column {key!r}", f"Remove the row, or set {setting} to another column")
-        return value
-
-    def require_text(self, key: str, setting: str) -> Any:
-        """As ``require``, for a value that is going to be read: none of its strings may hold half a character.
-
-        Raises:
-            UserError: as ``require``; and for lone surrogates, which JSON can write and no tokenizer or log can.
-        """
-        value = self.require(key, setting)
         self.check_strings(value, key)
         return value
 

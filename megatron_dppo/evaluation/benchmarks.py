@@ -15,7 +15,7 @@ from megatron_dppo.config import Config, DataConfig
 from megatron_dppo.data.generators import GENERATORS
 from megatron_dppo.data.rows import COLUMNS_IN_USE, Row, as_text, is_blank, read_rows
 from megatron_dppo.errors import UserError
-from megatron_dppo.rewards.stated import stated_answer
+from megatron_dppo.rewards.math.completion import stated_answer
 
 SETTING = "eval.benchmarks"
 PROBLEM, ANSWER = "problem", "answer"

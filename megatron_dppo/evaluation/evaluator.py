@@ -16,8 +16,9 @@ from megatron_dppo.config import Config
 from megatron_dppo.evaluation.problems import Problem
 from megatron_dppo.evaluation.vote import Pair, votes
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rewards.stated import said_answer, stated_answer
-from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
+from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rewards.math.completion import said_answer, stated_answer
+from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.seeds import Purpose, sequence
 from megatron_dppo.rl.types import Completion, Floats, Score
 from megatron_dppo.rollout.collect import Answers, Collector, Failures

@@ -17,12 +17,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.plugins.slime_sample import Arguments, Sample
 
-RewardFunction = Callable[..., Any]
-"""As somebody has written it."""
+if TYPE_CHECKING:
+    from megatron_dppo.rl.types import Label, Prompt  # imports NumPy
+
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 PROMPT = "prompt"
 """The column that TRL hands over as ``prompts``, whatever a row calls it."""
@@ -34,29 +36,35 @@ OF_TRAINERS = ("completion_ids", "trainer_state", "environments")
 """What TRL has besides, and a process that scores text has not."""
 
 
-class Scorer(Protocol):
-    """A reward function with verl's signature, and what functions of other forms want to know."""
+@dataclass(frozen=True, slots=True)
+class ScoreItem:
+    """One completion to be scored."""
 
-    def __call__(
-        self,
-        data_source: str,
-        solution_str: str,
-        ground_truth: Any,
-        extra_info: Mapping[str, Any] | None = None,
-        *,
-        prompt: Any = None,
-        rendered: str = "",
-    ) -> Any:
-        """What the function returned.
+    data_source: str
+    """The row's column of that name."""
+    solution: str
+    """The decoded response."""
+    label: Label
+    """Text, or the object or list that the row has."""
+    extra: Mapping[str, object] = field(default_factory=dict)
+    """The row's extra columns."""
+    asked: object = None
+    """The prompt as the row has it: text, or chat messages."""
+    rendered: str = ""
+    """The prompt as the policy read it."""
+    place: str = ""
+    """File and row, for complaints."""
 
-        Args:
-            data_source: the row's column of that name.
-            solution_str: the decoded response.
-            ground_truth: the label: text, or the object or list that the row has.
-            extra_info: the row's extra columns.
-            prompt: as the row has it: text, or chat messages.
-            rendered: the prompt as the policy read it.
-        """
+    @classmethod
+    def of(cls, prompt: Prompt, solution: str) -> ScoreItem:
+        """A completion of a prompt."""
+        return cls(prompt.data_source, solution, prompt.label, prompt.extra, prompt.asked, prompt.text, prompt.place)
+
+
+RewardFunction = Callable[..., Any]
+"""As somebody has written it."""
+Scorer = Callable[[ScoreItem], Any]
+"""A reward function of any form, called with one completion. It returns what the function returned."""
 
 
 class NotScoredError(ValueError):
@@ -84,50 +92,33 @@ def adapted(function: RewardFunction) -> Scorer:
     if len(named) > 1 and (named[0] == "args" or named[1] in ("sample", "samples")):
         if named[1].endswith(GROUPS):
             raise UnfitFunctionError(f"takes {named[1]!r}, a group of them; completions are scored one at a time")
-        _check(signature, "slime", Arguments(), Sample())
+        _check(signature, "(args, sample), as slime does", Arguments(), Sample())
         return _from_slime(function)
-    _check(signature, "verl", **dict.fromkeys(VERL))
+    _check(signature, f"({', '.join(VERL)}), each by its name, as verl does", **dict.fromkeys(VERL))
     return _from_verl(function)
 
 
-def _check(signature: inspect.Signature, caller: str, *by_position: Any, **by_keyword: Any) -> None:
+def _check(signature: inspect.Signature, call: str, *by_position: Any, **by_keyword: Any) -> None:
     try:
         signature.bind(*by_position, **by_keyword)
     except TypeError as error:
-        raise UnfitFunctionError(
-            f"cannot be called with ({', '.join(VERL)}), each by its name, as verl does ({error})"
-            if caller == "verl"
-            else f"cannot be called with (args, sample), as slime does ({error})"
-        ) from error
+        raise UnfitFunctionError(f"cannot be called with {call} ({error})") from error
 
 
 def _from_verl(function: RewardFunction) -> Scorer:
-    def compute_score(
-        data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **others: Any
-    ) -> Any:
-        return _awaited(
-            function(
-                data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
-            )
-        )
+    def score(item: ScoreItem) -> Any:
+        values = (item.data_source, item.solution, item.label, dict(item.extra))
+        return _awaited(function(**dict(zip(VERL, values, strict=True))))
 
-    return compute_score
+    return score
 
 
 def _from_slime(function: RewardFunction) -> Scorer:
-    def custom_rm(
-        data_source: str,
-        solution_str: str,
-        ground_truth: Any,
-        extra_info: Any = None,
-        *,
-        prompt: Any = None,
-        rendered: str = "",
-    ) -> Any:
-        sample = Sample(prompt=rendered, response=solution_str, label=ground_truth, metadata=dict(extra_info or {}))
+    def score(item: ScoreItem) -> Any:
+        sample = Sample(prompt=item.rendered, response=item.solution, label=item.label, metadata=dict(item.extra))
         return _awaited(function(Arguments(), sample))
 
-    return custom_rm
+    return score
 
 
 def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Parameter]) -> Scorer:
@@ -136,30 +127,22 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
         if name in parameters and parameters[name].default is inspect.Parameter.empty:
             raise UnfitFunctionError(f"needs {name!r}; completions are scored as text, apart from the trainer")
 
-    def reward(
-        data_source: str,
-        solution_str: str,
-        ground_truth: Any,
-        extra_info: Any = None,
-        *,
-        prompt: Any = None,
-        rendered: str = "",
-    ) -> Any:
-        row = dict.fromkeys(LABELS, ground_truth) | {"data_source": data_source} | dict(extra_info or {})
+    def score(item: ScoreItem) -> Any:
+        row = dict.fromkeys(LABELS, item.label) | {"data_source": item.data_source} | dict(item.extra)
         row.pop(PROMPT, None)
         # As in TRL: a prompt of chat messages has completions of chat messages, a prompt of text has text.
-        chat = isinstance(prompt, list)
+        chat = isinstance(item.asked, list)
         given: dict[str, Any] = {name: [value] for name, value in row.items()}
-        given["prompts"] = [prompt]
-        given["completions"] = [[{"role": "assistant", "content": solution_str}] if chat else solution_str]
+        given["prompts"] = [item.asked]
+        given["completions"] = [[{"role": "assistant", "content": item.solution}] if chat else item.solution]
         given |= {"log_extra": _not_logged, "log_metric": _not_logged}
         returned = function(**{name: value for name, value in given.items() if takes_all or name in parameters})
-        (score,) = _awaited(returned)
-        if score is None:
+        (reward,) = _awaited(returned)
+        if reward is None:
             raise NotScoredError("the reward function returned None: it does not score this completion")
-        return score
+        return reward
 
-    return reward
+    return score
 
 
 def _not_logged(*_: Any, **__: Any) -> None:

@@ -13,13 +13,13 @@ from megatron_dppo.data.rows import as_text, is_blank
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.rewards.adapters import RewardFunction, Scorer, UnfitFunctionError, adapted
-from megatron_dppo.rewards.stated import stated_answer
+from megatron_dppo.rewards.math.completion import stated_answer
 
 SETTING = "reward.function"
 BUILTIN = {
-    "math": "megatron_dppo.rewards.mathematics:math_verdict",
-    "exact": "megatron_dppo.rewards.exact:exact_score",
-    "reasoning_gym": "megatron_dppo.rewards.reasoning_gym:reasoning_gym_score",
+    "math": "megatron_dppo.rewards.math.verdict:math_verdict",
+    "exact": "megatron_dppo.rewards.verifiers:exact_score",
+    "reasoning_gym": "megatron_dppo.rewards.verifiers:reasoning_gym_score",
 }
 OF_TEXT = ("math", "exact")
 """Those that compare an answer with the label, letter by letter or as mathematics."""
@@ -44,8 +44,8 @@ class InvalidScoreError(ValueError):
 def resolve(spec: str) -> Scorer:
     """The function that ``reward.function`` names: ``math``, ``exact``, ``module:function`` or ``file.py:function``.
 
-    Modules are looked for in the working directory too; a file can import its neighbours. What is returned has verl's
-    signature, whichever trainer the function was written for (:func:`~megatron_dppo.rewards.adapters.adapted`).
+    Modules are looked for in the working directory too; a file can import its neighbours. What is returned takes one
+    :class:`~megatron_dppo.rewards.adapters.ScoreItem`, whichever trainer the function was written for.
 
     Raises:
         UserError: if it cannot be found, imported or called so.

@@ -6,7 +6,7 @@ function leaves behind, in whatever sessions, and ends them with the scoring: wh
 (SIGTERM), and when the trainer has died. It ends as the scoring ended.
 
 Messages out are ("ready",), ("refused", UserError), ("score", i, reward, correct, answer, by) and ("error", i, kind,
-text); a message in is a list of (i, pickled arguments of the function).
+text); a message in is a list of (i, pickled :class:`ScoreItem`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.lifetime import adopt_orphans, die_with, end_children
 from megatron_dppo.process.streams import outlive_readers
-from megatron_dppo.rewards.adapters import Scorer
+from megatron_dppo.rewards.adapters import ScoreItem, Scorer
 from megatron_dppo.rewards.functions import InvalidScoreError, details, resolve, to_score
 
 MEBIBYTE = 2**20
@@ -128,17 +128,17 @@ def _score_all(pipe: Connection, memory_mib: int, timeout_s: float, spec: str) -
             pipe.send(answer)
 
 
-def _score(function: Scorer, index: int, item: dict[str, Any], timeout_s: float) -> tuple[object, ...]:
+def _score(function: Scorer, index: int, item: ScoreItem, timeout_s: float) -> tuple[object, ...]:
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, timeout_s)  # the kernel ends the process, also within a call of C
         try:
-            returned = function(**item)
+            returned = function(item)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
         return "score", index, *to_score(returned), *details(returned)
     except InvalidScoreError as error:
-        return "error", index, error.kind, f"{error}\nfor the completion {item['solution_str']!r:.300}"
+        return "error", index, error.kind, f"{error}\nfor the completion {item.solution!r:.300}"
     except BaseException as error:  # a function that calls sys.exit has failed like any other
         return "error", index, _kind(error), traceback.format_exc()
 

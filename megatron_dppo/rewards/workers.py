@@ -17,15 +17,16 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.types import Label, Prompt, Score
+from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rl.types import Score
 
 START_LIMIT_S = 300.0
 """How long the import of a reward function may take. Does not count against the time limit of a completion."""
@@ -36,41 +37,6 @@ END_LIMIT_S = 5.0
 """How long a worker may take to end what its function has started, before it is killed itself."""
 CHUNK = 32
 """Most completions that a worker is given at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreItem:
-    """One completion to be scored."""
-
-    data_source: str
-    solution: str
-    """The decoded response."""
-    label: Label
-    extra: Mapping[str, object] = field(default_factory=dict)
-    asked: object = None
-    """The prompt as the row has it."""
-    rendered: str = ""
-    """The prompt as the policy read it."""
-    place: str = ""
-    """File and row, for complaints."""
-
-    @classmethod
-    def of(cls, prompt: Prompt, solution: str) -> ScoreItem:
-        """A completion of a prompt."""
-        return cls(prompt.data_source, solution, prompt.label, prompt.extra, prompt.asked, prompt.text, prompt.place)
-
-    def pickled(self) -> bytes:
-        """The arguments of a reward function."""
-        return pickle.dumps(
-            {
-                "data_source": self.data_source,
-                "solution_str": self.solution,
-                "ground_truth": self.label,
-                "extra_info": dict(self.extra),
-                "prompt": self.asked,
-                "rendered": self.rendered,
-            }
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +109,7 @@ class RewardWorkers:
         while starting := [w for w in self._workers if not w.ready]:
             wait([w.pipe for w in starting], timeout=max(min(w.deadline for w in starting) - time.monotonic(), 0.0))
             for worker in starting:
-                self._greet(worker)
+                self._await_ready(worker)
 
     def score(self, items: Sequence[ScoreItem], *, most_failures: int | None = None) -> Scored:
         """Score all items. A worker that hangs or dies is replaced, and what it had not begun goes to another.
@@ -156,7 +122,7 @@ class RewardWorkers:
         Raises:
             UserError: as ``wait_ready``.
         """
-        return _Batch(self, items, len(items) if most_failures is None else most_failures).run()
+        return _Scoring(self, items, len(items) if most_failures is None else most_failures).run()
 
     def close(self) -> None:
         """Kill the workers, and all that they have started. Safe to call twice."""
@@ -166,7 +132,7 @@ class RewardWorkers:
             worker.end()
         self._workers.clear()
 
-    def _greet(self, worker: _Worker) -> None:
+    def _await_ready(self, worker: _Worker) -> None:
         if not worker.pipe.poll(0):
             if time.monotonic() > worker.deadline:
                 self._refuse(f"its import did not end within {START_LIMIT_S:.0f} s", "Import it by hand and see why")
@@ -192,7 +158,7 @@ class RewardWorkers:
         return ON_THE_CLOCK * self._timeout_s
 
 
-class _Batch:
+class _Scoring:
     """The state of one call of ``RewardWorkers.score``."""
 
     def __init__(self, owner: RewardWorkers, items: Sequence[ScoreItem], most_failures: int) -> None:
@@ -202,7 +168,7 @@ class _Batch:
         self._scores: list[Score | None] = [None] * len(items)
         self._timeouts = self._errors = 0
         self._tracebacks: list[str] = []
-        self._bereaved: set[int] = set()
+        self._lost_once: set[int] = set()
         # Small enough that the last chunks leave no worker idle for long.
         self._chunk = max(1, min(CHUNK, len(items) // (4 * len(owner._workers))))
 
@@ -210,17 +176,17 @@ class _Batch:
         while self._left and self._timeouts + self._errors <= self._most_failures:
             for worker in list(self._owner._workers):
                 if worker.ready and not worker.pending:
-                    self._hand_out(worker)
+                    self._send_chunk(worker)
             busy = [w for w in self._owner._workers if w.pending or not w.ready]
             soonest = min(w.deadline for w in busy)
             wait([w.pipe for w in busy], timeout=max(soonest - time.monotonic(), 0.0))
             for worker in busy:
-                self._attend(worker)
+                self._receive(worker)
         for worker in [w for w in self._owner._workers if w.pending]:  # given up: what they are doing is of no use
             self._owner._replace(worker)
         return Scored(self._scores, self._timeouts, self._errors, self._tracebacks)
 
-    def _hand_out(self, worker: _Worker) -> None:
+    def _send_chunk(self, worker: _Worker) -> None:
         chunk = [self._queue.popleft() for _ in range(min(self._chunk, len(self._queue)))]
         if not chunk:
             return
@@ -228,29 +194,29 @@ class _Batch:
         worker.deadline = time.monotonic() + self._owner._limit_s
         try:
             # The worker is idle, thus reading: this cannot block on a full pipe.
-            worker.pipe.send([(i, self._items[i].pickled()) for i in chunk])
+            worker.pipe.send([(i, pickle.dumps(self._items[i])) for i in chunk])
         except (BrokenPipeError, ConnectionResetError):
             self._put_back(worker)  # it died while it had nothing to do
             self._owner._replace(worker)
 
-    def _attend(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         if not worker.ready:
-            self._owner._greet(worker)
+            self._owner._await_ready(worker)
             return
         while worker.pending:
             # What has arrived counts, however late this process comes to look; only then is a limit over.
             if not worker.pipe.poll(0):
                 if time.monotonic() > worker.deadline:
-                    self._give_up(worker)
+                    self._time_out(worker)
                 return
             try:
                 answer = worker.pipe.recv()
             except (EOFError, ConnectionResetError):
-                self._bury(worker)
+                self._replace_dead(worker)
                 return
-            self._take(worker, *answer)
+            self._record(worker, *answer)
 
-    def _take(self, worker: _Worker, kind: str, index: int, *said: Any) -> None:
+    def _record(self, worker: _Worker, kind: str, index: int, *said: Any) -> None:
         worker.pending.remove(index)
         worker.deadline = time.monotonic() + self._owner._limit_s
         self._left -= 1
@@ -266,26 +232,26 @@ class _Batch:
             of = f", for {self._items[index].place}" if self._items[index].place else ""
             self._tracebacks.append(f"reward.function = {self._owner._spec}{of}: {text}")
 
-    def _give_up(self, worker: _Worker) -> None:
+    def _time_out(self, worker: _Worker) -> None:
         worker.pending.popleft()
         self._timeouts += 1
         self._left -= 1
         self._put_back(worker)
         self._owner._replace(worker)
 
-    def _bury(self, worker: _Worker) -> None:
+    def _replace_dead(self, worker: _Worker) -> None:
         if _exit_code(worker) == -signal.SIGPROF:
-            self._give_up(worker)
+            self._time_out(worker)
             return
         index, end = worker.pending[0], _how_it_ended(worker)
-        if index in self._bereaved:
+        if index in self._lost_once:
             worker.pending.popleft()
             self._left -= 1
             self._fail(
                 index, end, f"the scoring process {end}, scoring the completion {self._items[index].solution!r:.300}"
             )
         # One death may have another cause, such as the kernel's need of memory; the second is the completion's own.
-        self._bereaved.add(index)
+        self._lost_once.add(index)
         self._put_back(worker)
         self._owner._replace(worker)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_dppo.config import ArithmeticConfig
-from megatron_dppo.data.arithmetic import Sum, make_sums
+from megatron_dppo.data.generators import Sum, make_sums
 from megatron_dppo.errors import UserError
 
 CONFIG = ArithmeticConfig(problems=300, eval_problems=50, max_terms=5, max_operand=30)

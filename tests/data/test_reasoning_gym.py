@@ -11,20 +11,21 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config import DataConfig, ReasoningGymConfig
+from megatron_dppo.data.generators import check_tasks, make_problems
 from megatron_dppo.data.prompts import load_prompts
-from megatron_dppo.data.reasoning_gym import check_tasks, make_problems
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.init import write_model
-from megatron_dppo.rewards.reasoning_gym import reasoning_gym_score
-from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
+from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rewards.verifiers import reasoning_gym_score
+from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Score
 
 pytest.importorskip("reasoning_gym")
 
 PRINT = """
 from megatron_dppo.config import ReasoningGymConfig
-from megatron_dppo.data.reasoning_gym import make_problems
+from megatron_dppo.data.generators import make_problems
 print([row["prompt"] for split in ("train", "eval") for row in make_problems({config!r}, split=split)])
 """
 TASKS = {"chain_sum": {"max_terms": 3}, "leg_counting": {}, "bitwise_arithmetic": {"difficulty": 1}}

@@ -23,7 +23,8 @@ from megatron_dppo.evaluation.benchmarks import (
     sources,
 )
 from megatron_dppo.evaluation.problems import held_out, names
-from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
+from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.settings import load_config
 
 SHAPES: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rewards.adapters import NotScoredError, UnfitFunctionError, adapted
+from megatron_dppo.rewards.adapters import NotScoredError, ScoreItem, UnfitFunctionError, adapted
 from megatron_dppo.rewards.functions import resolve, to_score
-from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
+from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Score
 
 THEIRS = """
@@ -195,7 +195,7 @@ def test_function_is_called_as_its_own_trainer_would(
     file: Path, name: str, solution: str, label: str, extra: dict[str, object], expected: tuple[float, bool]
 ) -> None:
     prompt = [{"role": "user", "content": "1+1"}] if name == "format_reward" else "1+1"
-    assert to_score(resolve(f"{file}:{name}")("here", solution, label, extra_info=extra, prompt=prompt)) == expected
+    assert to_score(resolve(f"{file}:{name}")(ScoreItem("here", solution, label, extra, prompt))) == expected
 
 
 def test_scoring_processes_take_all_three_forms(file: Path) -> None:
@@ -208,7 +208,7 @@ def test_scoring_processes_take_all_three_forms(file: Path) -> None:
 
 def test_none_of_trl_leaves_the_completion_unscored_and_never_makes_a_zero_of_it(file: Path) -> None:
     with pytest.raises(NotScoredError):
-        resolve(f"{file}:math_reward")("", "5", "5", extra_info={"task": "code"})
+        resolve(f"{file}:math_reward")(ScoreItem("", "5", "5", {"task": "code"}))
     pool = RewardWorkers(f"{file}:math_reward", workers=1, timeout_s=5.0)
     scored = pool.score([ScoreItem("", "5", "5", {"task": "code"}), ScoreItem("", "5", "5", {"task": "math"})])
     pool.close()
@@ -226,8 +226,8 @@ def test_what_needs_more_than_one_completion_as_text_is_refused(file: Path, name
 def test_verls_functions_are_called_by_keyword(tmp_path: Path, name: str) -> None:
     (tmp_path / "theirs.py").write_text(BY_KEYWORD)
     function = resolve(f"{tmp_path}/theirs.py:{name}")
-    assert function("here", "72", ["72"], extra_info={"level": 2}) == 1.0
-    assert function("there", "72", ["72"], extra_info={"level": 2}) == 0.0
+    assert function(ScoreItem("here", "72", ["72"], {"level": 2})) == 1.0
+    assert function(ScoreItem("there", "72", ["72"], {"level": 2})) == 0.0
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -253,7 +253,7 @@ def test_any_function_is_called_as_verl_calls_it_or_refused(data: st.DataObject)
         with pytest.raises(UnfitFunctionError):
             adapted(scope["f"])
         return
-    assert adapted(scope["f"])(*said.values()) == expected, source
+    assert adapted(scope["f"])(ScoreItem(*said.values())) == expected, source
 
 
 @pytest.mark.parametrize("name", ["other_names", "too_few", "one_more", "by_position_only"])
@@ -302,7 +302,7 @@ def test_function_of_a_lazy_module_is_found(tmp_path: Path, monkeypatch: pytest.
         "    raise AttributeError(name)\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert resolve("lazy_rewards:accuracy_reward")("", "72", "72") == 1.0
+    assert resolve("lazy_rewards:accuracy_reward")(ScoreItem("", "72", "72")) == 1.0
     with pytest.raises(UserError, match="Perhaps 'accuracy_reward' was meant"):
         resolve("lazy_rewards:accuracy_rewards")
     with pytest.raises(UserError, match=r"cannot be imported \(ModuleNotFoundError.*no_such_module_at_all"):
@@ -311,4 +311,4 @@ def test_function_of_a_lazy_module_is_found(tmp_path: Path, monkeypatch: pytest.
 
 def test_option_of_slime_that_a_function_reads_is_named(file: Path) -> None:
     with pytest.raises(AttributeError, match=r"args\.rollout_temperature"):
-        resolve(f"{file}:custom_rm_of_options")("", "", "")
+        resolve(f"{file}:custom_rm_of_options")(ScoreItem("", "", ""))

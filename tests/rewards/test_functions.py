@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.functions import LARGEST, InvalidScoreError, check_labels, details, resolve, to_score
 
 SOURCE = """
@@ -32,21 +33,21 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_builtin_rewards_go_by_their_names() -> None:
-    assert resolve("exact")("", "2+3=5\n#5", "5") == 1.0
-    assert to_score(resolve("math")("", r"\boxed{\frac{1}{2}}", "0.5")) == (1.0, True)
+    assert resolve("exact")(ScoreItem("", "2+3=5\n#5", "5")) == 1.0
+    assert to_score(resolve("math")(ScoreItem("", r"\boxed{\frac{1}{2}}", "0.5"))) == (1.0, True)
 
 
 def test_function_of_a_file_can_import_its_neighbours(source: Path) -> None:
-    assert resolve(f"{source}:compute_score")("", "", "") == 0.25
+    assert resolve(f"{source}:compute_score")(ScoreItem("", "", "")) == 0.25
 
 
 def test_coroutine_function_is_waited_for(source: Path) -> None:
-    assert resolve(f"{source}:later")("", "", "") == 0.125
+    assert resolve(f"{source}:later")(ScoreItem("", "", "")) == 0.125
 
 
 def test_function_of_a_module_in_the_working_directory(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(source.parent)
-    assert resolve("my_reward:compute_score")("", "", "") == 0.25
+    assert resolve("my_reward:compute_score")(ScoreItem("", "", "")) == 0.25
 
 
 @pytest.mark.parametrize(
@@ -131,8 +132,8 @@ def test_label_that_a_built_in_verifier_cannot_compare_is_refused_with_its_row(
 
 
 def test_only_label_of_a_list_is_the_label() -> None:
-    assert resolve("exact")("", "#5", ["5"]) == 1.0
-    assert to_score(resolve("math")("", r"\boxed{5}", [5.0])) == (1.0, True)
+    assert resolve("exact")(ScoreItem("", "#5", ["5"])) == 1.0
+    assert to_score(resolve("math")(ScoreItem("", r"\boxed{5}", [5.0]))) == (1.0, True)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_a_function_may_say_which_answer_it_took_and_why_it_is_right(returned: o
 
 def test_the_verifier_for_mathematics_says_both() -> None:
     verdict = resolve("math")
-    assert details(verdict("", r"So \boxed{5\text{ cm}}.", "5")) == (r"5\text{ cm}", ("unit",))
-    assert details(verdict("", "#### 72.0", "72")) == ("72.0", ("number",))
-    assert details(verdict("", "#### 72", "72")) == ("72", ())
-    assert details(verdict("", r"\boxed{6}", "5")) == ("6", ())
+    assert details(verdict(ScoreItem("", r"So \boxed{5\text{ cm}}.", "5"))) == (r"5\text{ cm}", ("unit",))
+    assert details(verdict(ScoreItem("", "#### 72.0", "72"))) == ("72.0", ("number",))
+    assert details(verdict(ScoreItem("", "#### 72", "72"))) == ("72", ())
+    assert details(verdict(ScoreItem("", r"\boxed{6}", "5"))) == ("6", ())

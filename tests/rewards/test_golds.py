@@ -13,9 +13,8 @@ from benchmarks.sympy_equivalence import equivalent
 from megatron_dppo.data.rows import read_rows
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import BENCHMARKS, find_file, read_benchmark
-from megatron_dppo.rewards.mathematics import math_verdict
-from megatron_dppo.rewards.stated import stated_answer
-from megatron_dppo.rewards.verdict import judge
+from megatron_dppo.rewards.math.completion import stated_answer
+from megatron_dppo.rewards.math.verdict import judge, math_verdict
 
 FOLDER = os.environ.get("MEGATRON_DPPO_BENCHMARKS")
 TRAINING: dict[str, tuple[int, int]] = {"gsm8k_train.jsonl": (7473, 0), "math_train_rllm.json": (7474, 2)}

@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.rewards.verdict import judge
-from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
+from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rewards.math.verdict import judge
+from megatron_dppo.rewards.workers import RewardWorkers
 
 LIMIT_S = 2.0
 MEBIBYTE = 2**20

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers, ScoreItem
+from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers
 from megatron_dppo.rl.types import Score
 
 FAILING = f"{Path(__file__).parent / 'rewards_that_fail.py'}:compute_score"
@@ -220,7 +221,8 @@ def test_five_hundred_sums_take_well_under_a_second() -> None:
 TRAINER = """
 import os, sys, threading, time
 print("main", flush=True)
-from megatron_dppo.rewards.workers import RewardWorkers, ScoreItem
+from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rewards.workers import RewardWorkers
 pool = RewardWorkers(sys.argv[1], workers=2, timeout_s=600.0)
 pool.wait_ready()
 print(*(worker.process.pid for worker in pool._workers), flush=True)

@@ -16,7 +16,8 @@ from megatron_dppo.config import Config, LossConfig, RewardConfig, RolloutConfig
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rewards.workers import Scored, ScoreItem
+from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rewards.workers import Scored
 from megatron_dppo.rl.types import Completion, Prompt, Score, VersionSpan
 from megatron_dppo.rollout.engine import Groups, RolloutEngine, Sampling
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import cmp_to_key
+from itertools import pairwise
+from typing import NamedTuple
 
-from megatron_dppo.rewards.expressions import MINUS_ONE, Node, functions_of, product, read
-from megatron_dppo.rewards.numerals import Number, number_of
-from megatron_dppo.rewards.structure import parts, split
-from megatron_dppo.rewards.tokens import UnreadableError
-from megatron_dppo.rewards.values import (
+from megatron_dppo.rewards.math.expressions import MINUS_ONE, Node, UnreadableError, product, read
+from megatron_dppo.rewards.math.notation import OPEN_SET, bracketed, enclosed, parts, split
+from megatron_dppo.rewards.math.quantities import Number, number_of
+from megatron_dppo.rewards.math.values import (
     DIGITS,
     MOST_DIGITS,
     Point,
     TooLargeError,
     UndefinedError,
     Value,
-    calls,
-    names,
+    subexpressions,
     symbols,
 )
 
@@ -34,6 +36,7 @@ POINTS: tuple[tuple[int, Fraction | int], ...] = (
     *((0, Fraction(1, 9)), (0, 1000), (0, 100), (1, Fraction(1, 9))),
 )
 """Signs and sizes of the unknowns at the points where two expressions are compared; 0: each has its own sign."""
+STEPPED = (("call", "floor"), ("call", "ceil"))
 STEPS = tuple((sign, size) for size in (10, 100, 1000) for sign in (1, -1, 0) for _ in range(6))
 """More of them, where values are rounded to integers."""
 ENOUGH, EXACTLY = 2, 4
@@ -41,6 +44,9 @@ ENOUGH, EXACTLY = 2, 4
 SPARE_BITS = 60
 """By which terms of a sum may differ before more digits are taken."""
 Pair = tuple[Value, Value, Point]
+UNEQUAL = re.compile(r"([a-zA-Z])\s*\\ne(?![a-zA-Z])(.+)")
+CLOSE = 30
+"""Digits that two ends have in common that are one."""
 
 
 def same_algebra(label: str, answer: str) -> bool:
@@ -53,10 +59,9 @@ def same_algebra(label: str, answer: str) -> bool:
             return _same_ratio(label, answer)
         if len(expected) != len(found) or len(expected) == 1:
             return False
-        functions = functions_of([text for _, text in (*expected, *found)])
-        sides = [[read(text, functions) for _, text in chain] for chain in (expected, found)]
+        sides = read(*(text for _, text in (*expected, *found)))
         signs = [[sign for sign, _ in chain[1:]] for chain in (expected, found)]
-        return _same_chain(signs[0], sides[0], signs[1], sides[1], label)
+        return _same_chain(signs[0], sides[: len(expected)], signs[1], sides[len(expected) :], label)
     except (UnreadableError, TooLargeError):
         return False
 
@@ -64,7 +69,7 @@ def same_algebra(label: str, answer: str) -> bool:
 def constant(text: str) -> Value | None:
     """The value of an expression without unknowns that is a real number; None for any other text."""
     try:
-        node = read(text)
+        (node,) = read(text)
         if symbols(node):
             return None
         found = next(_values(node, node, text), None)
@@ -85,32 +90,30 @@ def _same_ratio(label: str, answer: str) -> bool:
 
 
 def _same_expression(label: str, answer: str) -> bool:
-    functions = functions_of([label, answer])
-    one, other = read(label, functions), read(answer, functions)
+    one, other = read(label, answer)
     if one == other:
         return True
-    if symbols(one) != symbols(other) and not (symbols(one) and symbols(other)) and _plain(one) and _plain(other):
-        return False
+    if bool(symbols(one)) != bool(symbols(other)) and {one[0], other[0]} <= {"number", "symbol"}:
+        return False  # a number and an unknown; in a call an unknown might cancel out
     written = number_of(label), number_of(answer)
     for number, node in ((written[0], other), (written[1], one)):
         if number is not None and (number.decimals or 0) >= 6 and not symbols(node):
             value = constant(answer if node is other else label)
             return value is not None and number.same(Number(_fraction(value)))
-    return _identical(one, other, label)
-
-
-def _plain(node: Node) -> bool:
-    """Whether an expression has no calls in which an unknown might cancel out."""
-    return node[0] in ("number", "symbol")
+    return _compared(one, other, label, _equal)
 
 
 def _same_chain(signs: list[str], sides: list[Node], others: list[str], found: list[Node], seed: str) -> bool:
     turned = [TURNED.get(sign) for sign in reversed(others)]
-    closed = not symbols(("sum", *sides)) and not symbols(("sum", *found))
-    same = _same_written if closed else _identical
-    if signs == others and all(same(a, b, seed) for a, b in zip(sides, found, strict=True)):
+    closed = not symbols(("sum", *sides, *found))
+
+    def same(one: Node, other: Node) -> bool:
+        # All truths about numbers are worth the same, so that only their writing can tell them apart.
+        return _ordered(one) == _ordered(other) if closed else _compared(one, other, seed, _equal)
+
+    if signs == others and all(map(same, sides, found)):
         return True
-    if signs == turned and all(same(a, b, seed) for a, b in zip(sides, reversed(found), strict=True)):
+    if signs == turned and all(map(same, sides, reversed(found))):
         return True
     if closed or len(signs) != 1 or signs[0] not in TURNED or others[0] not in (signs[0], TURNED[signs[0]]):
         return False
@@ -127,11 +130,6 @@ def _same_chain(signs: list[str], sides: list[Node], others: list[str], found: l
     return False
 
 
-def _same_written(one: Node, other: Node, seed: str) -> bool:
-    """Whether two sides of truths about numbers are one: all of them are worth the same."""
-    return _ordered(one) == _ordered(other)
-
-
 def _ordered(node: Node) -> Node:
     """The expression with the terms of sums and the factors of products in one order, and numbers divided out."""
     parts = tuple(_ordered(part) if isinstance(part, tuple) else part for part in node[1:])
@@ -140,12 +138,9 @@ def _ordered(node: Node) -> Node:
         for part in parts:
             inner += part[1:] if part[0] == node[0] else [part]
         if node[0] == "product" and all(_is_number(part) for part in inner):
-            values = [part[1] if part[0] == "number" else 1 / part[1][1] for part in inner]
+            values = (part[1] if part[0] == "number" else 1 / part[1][1] for part in inner)
             if sum(part[0] == "number" and part != MINUS_ONE for part in inner) <= 1:
-                result = Fraction(1)
-                for value in values:
-                    result *= value
-                return ("number", result)
+                return ("number", math.prod(values, start=Fraction(1)))
         return (node[0], *sorted(inner, key=repr))
     return (node[0], *parts)
 
@@ -169,11 +164,6 @@ def _denominators(node: Node) -> Iterator[Node]:
             yield from _denominators(part)
 
 
-def _identical(one: Node, other: Node, seed: str) -> bool:
-    """Whether two expressions have one value wherever both have any."""
-    return _compared(one, other, seed, lambda first, second, point: _equal(first, second, point))
-
-
 def _factor(one: Node, other: Node, seed: str) -> Value | None:
     """The constant other than 0 by which the one is a multiple of the other."""
     factors: list[Value] = []
@@ -191,9 +181,10 @@ def _factor(one: Node, other: Node, seed: str) -> Value | None:
 
 def _compared(one: Node, other: Node, seed: str, same: Callable[[Value, Value, Point], bool]) -> bool:
     """Whether a comparison holds at all points; where roots and logarithms are real, if there are such points."""
-    imaginary = names(one, "i") or names(other, "i")
+    nodes = [*subexpressions(one), *subexpressions(other)]
+    imaginary = ("symbol", "i") in nodes
     closed = not symbols(one) and not symbols(other)
-    steps = any(calls(node, "floor", "ceil", "abs") for node in (one, other))
+    steps = any(node[:2] in STEPPED or node[:2] == ("call", "abs") for node in nodes)
     for complex_roots in (True,) if imaginary else (False, True):
         compared, rational = 0, True
         for first, second, point in _values(one, other, seed, imaginary=complex_roots):
@@ -211,7 +202,8 @@ def _compared(one: Node, other: Node, seed: str, same: Callable[[Value, Value, P
 def _values(one: Node, other: Node, seed: str, *, imaginary: bool = False) -> Iterator[Pair]:
     """The values of two expressions at the points where both have one, to as many digits as they need."""
     closed = not symbols(one) and not symbols(other)
-    points = (*POINTS, *STEPS) if any(calls(node, "floor", "ceil") for node in (one, other)) else POINTS
+    stepped = any(node[:2] in STEPPED for node in (*subexpressions(one), *subexpressions(other)))
+    points = (*POINTS, *STEPS) if stepped else POINTS
     for number, (sign, size) in enumerate(POINTS[:1] if closed else points):
         try:
             yield _at(one, other, Point(f"{seed}{number}", sign, Fraction(size), imaginary=imaginary))
@@ -251,3 +243,127 @@ def _fraction(value: Value) -> Fraction:
         return Fraction(value)
     sign, mantissa, exponent, _ = value._mpf_
     return Fraction((-1) ** sign * int(mantissa)) * Fraction(2) ** int(exponent)
+
+
+End = tuple[int, Value]
+"""-1, 0 or 1 for minus infinity, a number and infinity; and the number."""
+
+
+class Interval(NamedTuple):
+    """All real numbers between two ends; a single number where both ends are one."""
+
+    low: End
+    with_low: bool
+    high: End
+    with_high: bool
+
+
+def same_real_set(label: str, answer: str) -> bool | None:
+    """Whether two texts are one set of numbers; None where one is none that is read here."""
+    expected, found = _intervals(label), _intervals(answer)
+    if expected is None or found is None:
+        return None
+    if expected[1] and found[1] and expected[1] != found[1]:
+        return False
+    one, other = _joined(expected[0]), _joined(found[0])
+    return len(one) == len(other) and all(
+        _order(a.low, b.low) == _order(a.high, b.high) == 0 and (a.with_low, a.with_high) == (b.with_low, b.with_high)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _intervals(text: str) -> tuple[list[Interval], str | None] | None:
+    """The intervals of a set, and the name of its unknown."""
+    intervals: list[Interval] = []
+    unknowns: set[str] = set()
+    members = split(text, r"\\cup(?![a-zA-Z])|,")
+    unequal = [found for member in members if (found := UNEQUAL.fullmatch(member))]
+    if unequal and len(members) > 1:  # x ≠ 1, x ≠ 2 leaves both out, and is no union
+        same = len(unequal) == len(members) and len({found[1] for found in unequal}) == 1
+        return _without(unequal[0][1] + r"\ne " + ",".join(found[2] for found in unequal)) if same else None
+    for member in members:
+        some = _without(member) or _one_interval(member)
+        if some is None:
+            return None
+        intervals += some[0]
+        unknowns |= {some[1]} if some[1] else set()
+    return (intervals, next(iter(unknowns), None)) if len(unknowns) <= 1 else None
+
+
+def _without(text: str) -> tuple[list[Interval], str | None] | None:
+    r"""All real numbers but some: ``\mathbb{R} \setminus \{0\}``, ``x \ne 0``."""
+    unequal = UNEQUAL.fullmatch(text)
+    sides = split(text, r"\\setminus(?![a-zA-Z])|-(?=\s*⦃)")
+    if unequal is None and (len(sides) != 2 or re.sub(r"\s", "", sides[0]) != r"\mathbb{R}"):
+        return None
+    points = _points("⦃" + unequal[2] + "⦄" if unequal else sides[1])
+    if points is None:
+        return None
+    ends: list[End] = [(-1, 0), *sorted(points, key=cmp_to_key(_order)), (1, 0)]
+    return [Interval(low, False, high, False) for low, high in pairwise(ends)], unequal and unequal[1]
+
+
+def _one_interval(text: str) -> tuple[list[Interval], str | None] | None:
+    """An interval, or the points of a set, as intervals of one number each."""
+    points = _points(text)
+    if points is not None:
+        return [Interval(point, True, point, True) for point in points], None
+    found = bracketed(text)
+    if found is None or len(found.elements) != 2:
+        return None
+    low, high = (_end(part) for part in found.elements)
+    if low is None or high is None:
+        return None
+    return [Interval(low, found.opening == "[", high, found.closing == "]")], found.unknown
+
+
+def _points(text: str) -> list[End] | None:
+    whole = enclosed(text.strip())
+    if whole is None or whole[0] != OPEN_SET:
+        return None
+    ends = [_end(part) for part in split(whole[1], "[,;]")]
+    return None if None in ends else [end for end in ends if end is not None and end[0] == 0]
+
+
+def _end(text: str) -> End | None:
+    plain = re.sub(r"[\s+]", "", text)
+    if plain in (r"\infty", r"-\infty"):
+        return (-1 if plain[0] == "-" else 1, 0)
+    value = constant(text)
+    return None if value is None else (0, value)
+
+
+def _order(one: End, other: End) -> int:
+    """-1, 0 or 1, where the one is less than the other, equal, or more."""
+    if one[0] or other[0]:
+        return (one[0] > other[0]) - (one[0] < other[0])
+    a, b = one[1], other[1]
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        return (a > b) - (a < b)
+    context = (b if isinstance(a, Fraction) else a).context
+    first, second = (context.mpf(v.numerator) / v.denominator if isinstance(v, Fraction) else v for v in (a, b))
+    if abs(first - second) <= max(abs(first), abs(second)) * context.mpf(10) ** -CLOSE:
+        return 0
+    return 1 if first > second else -1
+
+
+def _earlier(one: Interval, other: Interval) -> int:
+    return _order(one.low, other.low) or other.with_low - one.with_low
+
+
+def _joined(intervals: list[Interval]) -> list[Interval]:
+    """The intervals in order, those that touch as one, without empty ones."""
+    joined: list[Interval] = []
+    for one in sorted(intervals, key=cmp_to_key(_earlier)):
+        order = _order(one.low, one.high)
+        if order > 0 or (order == 0 and not (one.with_low and one.with_high)):
+            continue
+        touch = _order(one.low, joined[-1].high) if joined else 1
+        if touch > 0 or (touch == 0 and not (one.with_low or joined[-1].with_high)):
+            joined.append(one)
+            continue
+        before = joined[-1]
+        order = _order(one.high, before.high)
+        high, with_high = (one.high, one.with_high) if order > 0 else (before.high, before.with_high)
+        joined[-1] = before._replace(high=high, with_high=with_high or (order == 0 and one.with_high))
+    return joined

@@ -1,4 +1,4 @@
-"""reasoning-gym's own verifiers, for prompts that it has generated."""
+"""The two small built-in verifiers: one spelling of an answer, and the verdict of reasoning-gym's own verifiers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
+
+
+def exact_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """1 if the text after the last number sign, or the whole answer where there is none, is the label; else 0."""
+    return float(solution_str.rpartition("#")[2].strip() == ground_truth.rpartition("#")[2].strip())
 
 
 @functools.cache

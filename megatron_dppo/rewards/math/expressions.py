@@ -13,20 +13,65 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from megatron_dppo.rewards.tokens import (
-    ACCENTS,
-    ALPHABETS,
-    FUNCTIONS,
-    INVERSES,
-    LARGE,
-    LETTERS,
-    ROUND,
-    UNREAD,
-    UnreadableError,
-    tokens,
+Node = tuple[Any, ...]
+
+TOKEN = re.compile(
+    r"\s*(?:(?P<number>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?"
+    r"|[0-9]+(?:\.[0-9]+(?:e-?|E[-+]?)|e|E[-+]?)[0-9]{1,4}(?![0-9.])|[0-9]+\.?[0-9]*|\.[0-9]+)"
+    r"|(?P<derivative>\\frac\{\s*d\s*(?:\^\{?[0-9]\}?)?\s*(?:\\?[a-zA-Z]+(?:_\{?\w+\}?)?)?\s*\}"
+    r"\{\s*d\s*(?:\\[a-zA-Z]+|[a-zA-Z])\s*(?:\^\{?[0-9]\}?)?\s*\}"
+    r"|d(?:\^\{?[0-9]\}?)?[a-zA-Z]?\s*/\s*d[a-zA-Z](?:\^\{?[0-9]\}?)?(?![a-zA-Z]))"
+    r"|(?P<text>\\text\{[^{}]*\})"
+    r"|(?P<block>\\begin\{([a-z]+)\}.*?\\end\{\5\})"
+    r"|(?P<command>\\[a-zA-Z]+)"
+    r"|(?P<word>[a-zA-Z]+)"
+    r"|(?P<sign>\\?[^\s\\]))"
 )
 
-Node = tuple[Any, ...]
+
+def _names(names: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", names))
+
+
+ROUND = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth")
+INVERSES = {f"{arc}{name}": f"a{name}" for name in ROUND for arc in ("arc", "ar", "a")}
+FUNCTIONS = {*ROUND, *INVERSES, "ln", "log", "lg", "exp", "sqrt"}
+UNREAD = _names("det gcd lcm max min deg dim ker arg Re Im sgn Arg mod pmod bmod")
+"""Functions that are not worked out: equal where their arguments are."""
+LARGE = _names("sum prod int iint oint lim sup inf limsup liminf bigcup bigcap")
+"""Operators on the whole term behind them, not worked out either."""
+ACCENTS = _names("overline bar hat tilde vec dot ddot underline widehat widetilde overrightarrow")
+ALPHABETS = {"mathbb", "mathcal", "mathfrak", "mathscr"}
+LETTERS = _names(
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi"
+    " omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega varepsilon vartheta varphi varrho varsigma varpi"
+    " ell hbar infty emptyset nabla aleph top bot complement star ast dagger"
+)
+"""Commands that are symbols."""
+
+
+class UnreadableError(Exception):
+    """The text is no expression, or none that is read here."""
+
+
+def tokens(text: str) -> list[tuple[str, str]]:
+    """Kind and text of each piece.
+
+    Raises:
+        UnreadableError: for a character that begins none.
+    """
+    pieces: list[tuple[str, str]] = []
+    place, text = 0, text.rstrip()
+    while place < len(text):
+        found = TOKEN.match(text, place)
+        if found is None:
+            raise UnreadableError(text[place:])
+        kind = found.lastgroup or ""
+        product_of_letters = kind == "word" and len(found[kind]) < 4 and found[kind] not in FUNCTIONS
+        pieces += [("word", letter) for letter in found[kind]] if product_of_letters else [(kind, found[kind])]
+        place = found.end()
+    return pieces
+
 
 DEEPEST = 60
 """Nested constructs that are read; a text with more is not readable."""
@@ -35,46 +80,35 @@ APPLIED = re.compile(r"(?:[fghpquvFGHPQT]|\\phi|\\psi|\\varphi|\\zeta|[a-zA-Z]'+
 VALUE = re.compile(r"\([0-9.]+(?:,[0-9.]+)*\)(?!\^)")
 NUMBERS = {"e", "i", r"\pi"}
 """Letters that are numbers."""
-PAIRS = {"(": ")", "[": "]", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", r"\lVert": r"\rVert"}
+PAIRS = {"(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", r"\lVert": r"\rVert"}
 WRAPS = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lVert": "norm"}
-NO_FACTOR = {
-    r"\cdot",
-    r"\times",
-    r"\div",
-    r"\ast",
-    r"\prime",
-    *(closing for closing in PAIRS.values() if closing[0] == "\\"),
-}
+TIMES, OVER = ("*", r"\cdot", r"\times", r"\ast"), ("/", ":", r"\div")
+NO_FACTOR = {*TIMES, *OVER, *PAIRS.values(), r"\prime"}
+PRIMES = (("'",), (r"\prime",), ("^", "'"), ("^", r"\prime"))
 DEGREE: Node = ("product", ("symbol", r"\pi"), ("number", Fraction(1, 180)))
 MINUS_ONE: Node = ("number", Fraction(-1))
 
 
-def read(text: str, functions: frozenset[str] = frozenset()) -> Node:
-    """The expression that the whole of a text in ``spelled``'s spelling is.
+def read(*texts: str) -> list[Node]:
+    """The expressions that whole texts are; in ``spelled``'s spelling, and without relations such as ``=``.
 
-    Args:
-        text: without relations such as ``=``.
-        functions: names that a bracket behind them makes a value of, and no product.
+    A name that stands before brackets in one of them, and without brackets in none, is a function in all of them.
+
+    Raises:
+        UnreadableError: if one is no expression that is read here.
     """
-    return _read(text, functions)[0]
-
-
-def functions_of(texts: list[str]) -> frozenset[str]:
-    """The names that stand before brackets in some of these texts, and nowhere without: functions, and no factors."""
-    called: set[str] = set()
-    bare: set[str] = set()
-    for text in texts:
-        _, calls, others = _read(text, frozenset())
-        called |= calls
-        bare |= others
-    return frozenset(name for name in called - bare if APPLIED.fullmatch(name))
+    readings = [_read(text, frozenset()) for text in texts]
+    called = {name for _, names, _ in readings for name in names}
+    bare = {name for _, _, names in readings for name in names}
+    functions = frozenset(name for name in called - bare if APPLIED.fullmatch(name))
+    return [_read(text, functions)[0] for text in texts]
 
 
 @lru_cache(maxsize=512)
 def _read(text: str, functions: frozenset[str]) -> tuple[Node, frozenset[str], frozenset[str]]:
     reader = _Reader(text, functions)
     node = reader.sum()
-    if reader.place < len(reader.tokens):
+    if reader.peek():
         raise UnreadableError(text)
     return node, frozenset(reader.called), frozenset(reader.bare)
 
@@ -95,17 +129,20 @@ class _Reader:
     """Descends from sums to atoms; ``place`` is the next token."""
 
     def __init__(self, text: str, functions: frozenset[str]) -> None:
-        self.tokens = tokens(text)
+        self.tokens = [*tokens(text), ("", "")]
         self.functions = functions
         self.place = self.depth = self.bars = 0
         self.called: set[str] = set()
         self.bare: set[str] = set()
 
     def peek(self) -> str:
-        return self.tokens[self.place][1] if self.place < len(self.tokens) else ""
+        return self.tokens[self.place][1]
 
     def kind(self) -> str:
-        return self.tokens[self.place][0] if self.place < len(self.tokens) else ""
+        return self.tokens[self.place][0]
+
+    def ahead(self, count: int) -> tuple[str, ...]:
+        return tuple(text for _, text in self.tokens[self.place : self.place + count])
 
     def take(self, wanted: str | None = None) -> str:
         text = self.peek()
@@ -124,12 +161,11 @@ class _Reader:
         """Signs, and factors between signs of multiplication and division."""
         negative = self.signs()
         node = self.run()
-        while (sign := self.peek()) in ("*", "/", ":") or sign in (r"\cdot", r"\times", r"\div", r"\ast"):
+        while (sign := self.peek()) in TIMES or sign in OVER:
             self.take()
             minus = self.signs()
-            right = self.run()
-            right = negated(right) if minus else right
-            node = quotient(node, right) if sign in ("/", ":", r"\div") else product(node, right)
+            right = negated(self.run()) if minus else self.run()
+            node = quotient(node, right) if sign in OVER else product(node, right)
         return negated(node) if negative else node
 
     def signs(self) -> bool:
@@ -141,7 +177,7 @@ class _Reader:
     def run(self, *, calls: bool = True) -> Node:
         """Factors without a sign between them."""
         factors = [self.factor()]
-        while self.begins_factor() and (calls or not self.begins_call()):
+        while self.begins_factor() and (calls or self.peek().removeprefix("\\") not in FUNCTIONS):
             start, before = self.place, self.tokens[self.place - 1][0]
             if self.kind() == "number" and self.tokens[self.place - 1][1] != ")":
                 raise UnreadableError("a number behind another factor")
@@ -150,16 +186,11 @@ class _Reader:
             factors[-1:] = [_mixed(factors[-1], right)] if mixed else [factors[-1], right]
         return product(*factors)
 
-    def begins_call(self) -> bool:
-        return self.peek().removeprefix("\\") in FUNCTIONS
-
     def begins_factor(self) -> bool:
         token, kind = self.peek(), self.kind()
-        if kind in ("number", "word", "text", "block", "derivative"):
-            return True
-        if kind == "command":
-            return token not in NO_FACTOR
-        return token in ("(", "[", "{", "°") or (token == "|" and not self.bars)
+        if kind in ("sign", ""):
+            return token in ("(", "[", "{", "°") or (token == "|" and not self.bars)
+        return token not in NO_FACTOR
 
     def factor(self) -> Node:
         """An atom with its factorials and its power."""
@@ -189,13 +220,16 @@ class _Reader:
         node = self.atom()
         return negated(node) if negative else node
 
-    def group(self) -> Node:
-        self.take("{")
+    def enclosed(self, closing: str, comma: str | None = None) -> list[Node]:
+        """One sum, or several between commas, and the bracket that closes them. A bar in here opens a pair of bars."""
         bars, self.bars = self.bars, 0
-        node = self.sum()
+        found = [self.sum()]
+        while self.peek() == comma:
+            self.take()
+            found.append(self.sum())
         self.bars = bars
-        self.take("}")
-        return node
+        self.take(closing)
+        return found
 
     def argument(self) -> Node:
         r"""What a command takes: a group, or one digit, letter or command."""
@@ -207,12 +241,9 @@ class _Reader:
         """The text of a group or token that only names something."""
         if self.peek() != "{":
             return self.take()
-        depth = 0
-        parts: list[str] = []
-        while depth or not parts:
-            token = self.take()
-            depth += (token == "{") - (token == "}")
-            parts.append(token)
+        parts = [self.take()]
+        while parts.count("{") > parts.count("}"):
+            parts.append(self.take())
         return "".join(parts[1:-1])
 
     def atom(self) -> Node:
@@ -236,10 +267,7 @@ class _Reader:
         if kind == "derivative":
             return ("symbol", re.sub(r"\\frac|[\s{}/]", "", token))
         if token in PAIRS:
-            bars, self.bars = self.bars, 0
-            node = self.sum()
-            self.bars = bars
-            self.take(PAIRS[token])
+            (node,) = self.enclosed(PAIRS[token])
             return ("call", WRAPS[token], node) if token in WRAPS else node
         if token == "|":
             self.bars += 1
@@ -247,9 +275,6 @@ class _Reader:
             self.bars -= 1
             self.take("|")
             return ("call", "abs", node)
-        if token == "{":
-            self.place -= 1
-            return self.group()
         if token == "°":
             return DEGREE
         if kind == "command":
@@ -260,12 +285,10 @@ class _Reader:
         text = " ".join(text.replace("~", " ").split())
         if text in FUNCTIONS:
             return self.call(text)
-        if re.fullmatch(r"[a-zA-Z]", text):
+        if re.fullmatch(r"[a-zA-Z]", text) or (text.startswith("\\") and text[1:] in LETTERS):
             return self.named(text)
         if written := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)|\(\s*([0-9]+(?:\.[0-9]+)?)\s*\)", text):
             return ("number", Fraction(written[1] or written[2]))
-        if text.startswith("\\") and text[1:] in LETTERS:
-            return self.named(text)
         if not text or "\\" in text:
             raise UnreadableError("nothing in words, or what is none")
         # Words have no case, letters have.
@@ -282,12 +305,11 @@ class _Reader:
             return ("call", "root", self.argument(), degree)
         if name in FUNCTIONS:
             return self.call(name)
-        if name in LARGE:
-            named = self.scripts("\\" + name)
-            return ("call", named, self.term())
-        if name in UNREAD:
-            named = self.scripts("\\" + name)
-            return ("call", named, *self.arguments())
+        if name in LARGE or name in UNREAD:
+            named = "\\" + name
+            while self.peek() in ("_", "^"):
+                named += self.take() + "{" + self.raw() + "}"
+            return ("call", named, *([self.term()] if name in LARGE else self.arguments()))
         if name in ACCENTS or name in ALPHABETS:
             start = self.place
             letters = self.raw()
@@ -307,46 +329,28 @@ class _Reader:
             return self.named("\\" + name)
         raise UnreadableError(name)
 
-    def scripts(self, name: str) -> str:
-        while self.peek() in ("_", "^"):
-            name += self.take() + "{" + self.raw() + "}"
-        return name
-
     def arguments(self) -> list[Node]:
         """In brackets and between commas; without brackets one term."""
         if self.peek() != "(":
             return [self.term()]
         self.take()
-        bars, self.bars = self.bars, 0
-        found = [self.sum()]
-        while self.peek() == ",":
-            self.take()
-            found.append(self.sum())
-        self.bars = bars
-        self.take(")")
-        return found
+        return self.enclosed(")", ",")
 
     def named(self, name: str) -> Node:
         """A symbol with its subscript and primes; or a function of what stands in the brackets behind it."""
         if self.peek() == "_":
             self.take()
             name += "_" + re.sub(r"\\text\{([^{}]*)\}", r"\1", self.raw())
-        primes = 0
-        while self.peek() in ("'", r"\prime") or self.tokens[self.place : self.place + 2] in PRIMES:
-            primes += 1
-            self.place += 1 if self.peek() != "^" else 2
-        if [text for _, text in self.tokens[self.place : self.place + 4]] == ["^", "{", r"\prime", "}"]:
-            primes, self.place = primes + 1, self.place + 4
-        name += "'" * primes
+        while prime := next((prime for prime in PRIMES if self.ahead(len(prime)) == prime), None):
+            name, self.place = name + "'", self.place + len(prime)
+        if self.ahead(4) == ("^", "{", r"\prime", "}"):
+            name, self.place = name + "'", self.place + 4
         if self.peek() != "(":
             self.bare.add(name)
             return ("symbol", name)
         self.called.add(name)
-        if name in self.functions:
-            return ("call", name, *self.arguments())
-        if VALUE.match("".join(token for _, token in self.tokens[self.place : self.place + 9])) and name not in NUMBERS:
-            return ("call", name, *self.arguments())  # I(0) is no product by nought
-        return ("symbol", name)
+        of_a_number = VALUE.match("".join(self.ahead(9))) and name not in NUMBERS  # I(0) is no product by zero
+        return ("call", name, *self.arguments()) if name in self.functions or of_a_number else ("symbol", name)
 
     def call(self, name: str) -> Node:
         """A function with a name of its own, with the power and the base that stand before its argument."""
@@ -364,7 +368,7 @@ class _Reader:
         else:
             node = self.run(calls=False)
             # cos 2pi/3 is the cosine of all of it; of ln 2/3 nobody knows
-            if self.peek() == "/" and self.place + 1 < len(self.tokens) and self.tokens[self.place + 1][0] == "number":
+            if self.peek() == "/" and self.tokens[self.place + 1][0] == "number":
                 if name not in ROUND:
                     raise UnreadableError("where does the argument end?")
                 self.take()
@@ -382,9 +386,6 @@ class _Reader:
         else:
             found = ("call", name, node)
         return found if power is None else ("power", found, power)
-
-
-PRIMES = ([("sign", "^"), ("sign", "'")], [("sign", "^"), ("command", r"\prime")])
 
 
 def _mixed(whole: Node, fraction: Node) -> Node:

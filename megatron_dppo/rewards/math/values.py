@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
@@ -10,13 +11,13 @@ from typing import Any
 
 from mpmath import MPContext  # type: ignore[import-untyped]
 
-from megatron_dppo.rewards.expressions import NUMBERS, Node
+from megatron_dppo.rewards.math.expressions import NUMBERS, Node
 
 Value = Any
 """A Fraction, or a real or complex number of ``mpmath``."""
 
 MOST_BITS = 1_000_000
-"""Of a number's size: what is larger, or nearer to nought, is not worked out."""
+"""Of a number's size: no number that is larger, or nearer to zero, is worked out."""
 EXACT_BITS = 40_000
 """Of a fraction that is kept exact."""
 DIGITS = 50
@@ -30,35 +31,25 @@ LARGEST_FACTORIAL = 3000
 
 
 class UndefinedError(Exception):
-    """The expression has no value at this point: a quotient by nought, a root of a negative number."""
+    """The expression has no value at this point: a quotient by zero, a root of a negative number."""
 
 
 class TooLargeError(Exception):
     """The value is past all bounds that are worked out."""
 
 
-def symbols(node: Node) -> set[str]:
-    """The unknowns of an expression."""
-    if node[0] == "symbol":
-        return set() if node[1] in NUMBERS else {node[1]}
-    found: set[str] = set()
-    if node[0] == "call" and (node[1].startswith("\\") or node[1] not in WORKED_OUT):
-        found.add(node[1])
+def subexpressions(node: Node) -> Iterator[Node]:
+    """The expression itself and all within it."""
+    yield node
     for part in node[1:]:
         if isinstance(part, tuple):
-            found |= symbols(part)
-    return found
+            yield from subexpressions(part)
 
 
-def names(node: Node, name: str) -> bool:
-    """Whether a symbol stands somewhere in an expression."""
-    return node == ("symbol", name) or any(isinstance(part, tuple) and names(part, name) for part in node[1:])
-
-
-def calls(node: Node, *names: str) -> bool:
-    """Whether one of these functions is called somewhere in an expression."""
-    called = node[0] == "call" and node[1] in names
-    return called or any(isinstance(part, tuple) and calls(part, *names) for part in node[1:])
+def symbols(expression: Node) -> set[str]:
+    """The unknowns of an expression, and the functions in it that are not worked out."""
+    known = {"symbol": NUMBERS, "call": WORKED_OUT}
+    return {node[1] for node in subexpressions(expression) if node[0] in known and node[1] not in known[node[0]]}
 
 
 class Point:
@@ -76,7 +67,7 @@ class Point:
         self.seed, self.sign, self.scale, self.imaginary, self.digits = seed, sign, scale, imaginary, digits
         self.mp = _context(digits)
         self.rounding = self.mp.mpf(10) ** (ROUNDED - digits)
-        """Relative size of what may be left of nought."""
+        """Relative size below which a result counts as zero: rounding alone is left of it."""
         self.unlike = 0.0
         """Bits by which terms of a sum differ in size, added up: as many are lost in what is not rational."""
 
@@ -260,7 +251,7 @@ class Point:
         return self.mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
     def size(self, value: Value) -> float:
-        """The binary logarithm of a value other than nought, to the next integer."""
+        """The binary logarithm of a value other than zero, to the next integer."""
         if isinstance(value, Fraction):
             return value.numerator.bit_length() - value.denominator.bit_length()
         return float(self.mp.mag(value)) if value != 0 else 0.0

@@ -1,4 +1,4 @@
-"""What answer a text states: the last box, the last number signs, and in their absence the declared fallbacks."""
+"""The answer in a completion: the last box, the last number signs, and in their absence the declared fallbacks."""
 
 from __future__ import annotations
 

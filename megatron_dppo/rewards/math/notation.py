@@ -1,0 +1,337 @@
+"""How answers are written: one spelling for LaTeX, Unicode and Markdown; lists, brackets, names and words in it."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+
+SIGNS = {
+    "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "∞": r"\infty ",
+    "±": r"\pm ", "∓": r"\mp ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ",
+    "∖": r"\setminus ", "∈": r"\in ", "∅": r"\emptyset ", "∠": r"\angle ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
+    "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "′": "'", "º": "°", "µm": "um", "μm": "um",
+}  # fmt: skip
+GREEK = re.compile(
+    "GREEK (SMALL|CAPITAL) LETTER (ALPHA|BETA|GAMMA|DELTA|EPSILON|ZETA|ETA|THETA|IOTA|KAPPA|LAMDA|MU|NU|XI|PI|RHO"
+    "|SIGMA|TAU|UPSILON|PHI|CHI|PSI|OMEGA)"
+)
+OPEN_SET, CLOSE_SET = "⦃", "⦄"
+"""Braces of a set, told apart from LaTeX's grouping."""
+
+REWRITINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r"(?<=[0-9])(?:,\\!|\{,\}(?:\\!)?)\s*(?=[0-9]{3}(?![0-9]))", ""),
+    (r",\\!\s*", ","),
+    (r"\\(?:dfrac|tfrac|cfrac)(?![a-zA-Z])", r"\\frac"),
+    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad)(?![a-zA-Z])\.?", " "),
+    (r"\\(?:lbrace(?![a-zA-Z])|\{)", OPEN_SET),
+    (r"\\(?:rbrace(?![a-zA-Z])|\})", CLOSE_SET),
+    (r"\\(?:mathbf|boldsymbol|bm|pmb|textbf|mathit)\s*\{\s*(\\?[a-zA-Z]|\\[a-zA-Z]+)\s*\}", r"{\1}"),
+    (r"\\(?:mathrm|mathbf|mathit|mathsf|mathtt|mathnormal|textbf|textit|textrm|textsf|texttt|textnormal|textup|mbox|hbox"
+     r"|operatorname\*?|boldsymbol|bm|pmb|rm|bf)\s*\{", r"\\text{"),
+    (r"\\text\{d\}(?=\s*[a-zA-Z^}])", "d"),
+    (r"\\[lr]?vert(?![a-zA-Z])", "|"),
+    (r"\\(?:backslash|smallsetminus)(?![a-zA-Z])", r"\\setminus "),
+    (r"\\(?:not\s*=)", r"\\ne "),
+    (r"\\vec\s*\{([a-zA-Z]+)\}|\\overline\s*\{([A-Z]{2})\}", lambda found: found[1] or found[2]),
+    (r"\\f?boxed\s*\{([^{}]*)\}", r"\1"),
+    (r"\\text\{([^{}]*[^{}\s~])[\s~]+\}", r"\\text{\1}"),
+    (r"\\text\{[\s~\\,]*(?:and|or)\s*\}|(?<=[\s\d})\]⦄$])\b(?:and|or)\b(?=[\s\\$(])", ","),
+    (r"(?<!\\)\\[!,;: ](?=\d{3}(?!\d))|\{,\}\s*", ","),
+    (r"(?<!\\)\\[!,;: ]|~", " "),
+    (r",\s*,", ","),
+    (r"\{\s*\}\s*\^", "^"),
+    (r"\s*\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![a-zA-Z]))", "°"),
+    (r"\\degree(?![a-zA-Z])|\s+degrees?\b|\\text\{\s*degrees?\}", "°"),
+    (r"\\%|\b(?:per ?cent|pct)\b|\\text\{\s*(?:per ?cent|pct)\}", "%"),
+    (r"\\leq(?:slant)?(?![a-zA-Z])|<=", r"\\le "),
+    (r"\\geq(?:slant)?(?![a-zA-Z])|>=", r"\\ge "),
+    (r"\\lt(?![a-zA-Z])", "<"),
+    (r"\\gt(?![a-zA-Z])", ">"),
+    (r"\\(?:approx|simeq)(?![a-zA-Z])|≈", "="),
+    (r"\\neq(?![a-zA-Z])", r"\\ne "),
+    (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
+    (r"(?i)(?<![a-zA-Z\\])(?:infinity|infty)(?![a-zA-Z])", r"\\infty "),
+    (r"\+\s*\\infty", r"\\infty"),
+    (r"\\[lr]angle(?![a-zA-Z])", lambda found: "⟨" if found[0][1] == "l" else "⟩"),
+    (r"(?i)(?:\\text\{\s*)?\ball real(?: number)?s?\b\}?", r"\\mathbb{R}"),
+    (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"√\s*(\d+|[a-z])", r"\\sqrt{\1}"),
+    (r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
+    (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+    (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+    (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+    (r"\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}", r"\\frac{\1}{\2}"),
+    (r"\s+", " "),
+)  # fmt: skip
+COMPILED = [(re.compile(pattern), into) for pattern, into in REWRITINGS]
+
+
+def spelled(text: str) -> str:
+    """The text in one spelling: typography, spacing, fraction forms, bracket sizes, fonts; no outer dollar signs."""
+    if not text.isascii():
+        text = _in_ascii(text)
+    text = _without_delimiters(text)
+    for pattern, into in COMPILED:
+        text = pattern.sub(into, text)
+    return _trimmed(text)
+
+
+def _in_ascii(text: str) -> str:
+    """LaTeX for Unicode's signs, Greek letters, fractions, and raised and lowered characters."""
+    for sign, latex in SIGNS.items():
+        text = text.replace(sign, latex)
+    parts = []
+    for kind, run in groupby(text, key=lambda character: unicodedata.decomposition(character).partition(" ")[0]):
+        if kind in ("<super>", "<sub>"):
+            parts.append(f"{'^' if kind == '<super>' else '_'}{{{unicodedata.normalize('NFKC', ''.join(run))}}}")
+        else:
+            parts += map(_latex, run)
+    text = unicodedata.normalize("NFKC", "".join(parts).replace("°", r"^\circ "))
+    return "".join(c for c in text if unicodedata.category(c) != "Cf").replace("−", "-")  # marks of no width
+
+
+def _latex(character: str) -> str:
+    kind, _, of = unicodedata.decomposition(character).partition(" ")
+    if kind == "<fraction>" and len(of.split()) == 3:
+        top, _, bottom = (chr(int(code, 16)) for code in of.split())
+        return f"\\frac{{{top}}}{{{bottom}}}"
+    named = GREEK.fullmatch(unicodedata.name(character, ""))
+    if named is None:
+        return character
+    letter = named[2].lower().replace("lamda", "lambda")
+    return f"\\{letter if named[1] == 'SMALL' else letter.capitalize()} "
+
+
+def unspaced(text: str) -> str:
+    """What two spellings are compared by: LaTeX passes over spaces, but for those that part two numbers."""
+    return re.sub(r"(?<![0-9]) | (?![0-9])", "", text)
+
+
+def _without_delimiters(text: str) -> str:
+    text = text.strip().strip("*`").strip()
+    for start, end in ((r"\(", r"\)"), (r"\[", r"\]")):
+        if text.startswith(start) and text.rstrip(".").endswith(end):
+            text = text.rstrip(".")[2:-2]
+    signs = len(re.findall(r"(?<!\\)\$", text))
+    if signs == 1:
+        return re.sub(r"(?<!\\)\$(?=\s*[0-9.])", r"\\$", text)
+    return re.sub(r"(?<!\\)\$", "", text)
+
+
+def _trimmed(text: str) -> str:
+    previous = None
+    while text != previous:
+        previous, text = text, text.lstrip(" ,;:=").rstrip(" .,;:")
+        text = re.sub(r"\\$", "", text)
+        whole = re.fullmatch(r"\{([^{}]*)\}", text)
+        text = whole[1] if whole else text
+    return text
+
+
+OPENING, CLOSING = "([{⟨" + OPEN_SET, ")]}⟩" + CLOSE_SET
+NAME = (
+    r"(?:\\text\{[^{}]*\}|\\(?!(?:in|log|ln|sqrt|lg|not)(?![a-zA-Z]))[a-zA-Z]++(?!\{)|[a-zA-Z](?:_\{?\w++\}?)?'*+"
+    r"|\([a-zA-Z, \\]+\)|(?<=[a-zA-Z])\([^()=]*\)|\|[a-zA-Z]+\||(?<=[a-zA-Z ]):(?=\s*[a-zA-Z])|\s)++"
+)
+GIVEN = r"(?:=|\\in(?![a-zA-Z]))"
+SIDE = re.compile(rf"({NAME}){GIVEN}(.+)")
+RELATION = re.compile(r"<|>|\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])")
+UNKNOWN = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?")
+BUILDER = re.compile(rf"{OPEN_SET}([^|:]*?)(?:\||:|\\mid)(.*){CLOSE_SET}")
+COMMA = r"(?:(?<![0-9]),|,(?!0[0-9]{2}(?![0-9]))|;)"
+"""Parts members of a list; in 12,000 it parts none."""
+MATRIX = re.compile(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Bracketed:
+    """What stands between two brackets; an interval where it has two ends and one of them is square."""
+
+    opening: str
+    elements: tuple[str, ...]
+    closing: str
+    unknown: str | None = None
+    """Of an inequality that was read as an interval."""
+
+    def same_brackets(self, other: Bracketed) -> bool:
+        """Whether the brackets say the same: of a vector of three or more they say nothing."""
+        if len(self.elements) != 2:
+            return True
+        return [b in "[]" for b in (self.opening, self.closing)] == [b in "[]" for b in (other.opening, other.closing)]
+
+
+def parts(text: str, separator: str) -> list[tuple[str, str]]:
+    """The parts of ``text`` between separators (a regular expression) that stand in no bracket, each behind its own."""
+    found, before, start, depth = [], "", 0, 0
+    for match in re.finditer(rf"(?P<separator>{separator})|[{re.escape(OPENING + CLOSING)}]", text):
+        if match["separator"] is None:
+            depth += 1 if match[0] in OPENING else -1
+        elif depth == 0:
+            found.append((before, text[start : match.start()].strip()))
+            before, start = match[0], match.end()
+    return [*found, (before, text[start:].strip())]
+
+
+def split(text: str, separator: str) -> list[str]:
+    """The parts without their separators."""
+    return [part for _, part in parts(text, separator)]
+
+
+def enclosed(text: str) -> tuple[str, str, str] | None:
+    """Opening bracket, contents and closing bracket, where one pair holds the whole text; ``(1, 2]`` is a pair."""
+    if len(text) < 2 or text[0] not in OPENING or text[-1] not in CLOSING:
+        return None
+    depth = 0
+    for place, character in enumerate(text):
+        depth += (character in OPENING) - (character in CLOSING)
+        if depth == 0:
+            return (text[0], text[1:-1], text[-1]) if place == len(text) - 1 else None
+    return None
+
+
+def sides(text: str) -> tuple[str | None, str]:
+    """The name before the one equals sign and what stands behind; None where not just one name is given a value."""
+    found = SIDE.fullmatch(text)
+    if found is None or RELATION.search(text) or len(split(found[2], GIVEN)) > 1:
+        return None, text
+    return unspaced(found[1].strip()), found[2].strip()
+
+
+def members(text: str) -> tuple[list[tuple[str | None, str]], bool]:
+    """The members of a list or set, each with its name, a plus-minus sign making two of one; and whether in braces.
+
+    A name counts for what is listed behind it: n is 3, too, in ``n = 2, 3``.
+    """
+    name, value = sides(text)
+    whole = enclosed(value)
+    if whole is not None and whole[0] == OPEN_SET:
+        return [(None, member) for part in split(whole[1], COMMA) if part for member in _signs(part)], True
+    found, name = [], None
+    for part in split(text, COMMA):
+        own, value = sides(part)
+        name = own if own is not None or "=" in part else name
+        found += [(name, member) for member in _signs(value) if part]
+    return found, False
+
+
+def unpacked(text: str) -> list[tuple[str | None, str]] | None:
+    """The members of a tuple of names that is given one of values: ``(x, y) = (1, 2)``; None for any other text."""
+    name, value = sides(text)
+    names, values = enclosed(name or ""), bracketed(value)
+    if names is None or values is None or len(split(names[1], ",")) != len(values.elements):
+        return None
+    return list(zip(split(names[1], ","), values.elements, strict=True))
+
+
+def links(text: str) -> list[str]:
+    """The sides of a chain of equations; the whole text where there is no equals sign, or another relation."""
+    return [text] if RELATION.search(text) else split(text, "=")
+
+
+def is_name(text: str) -> bool:
+    """Whether a text is what a value may be given to."""
+    return SIDE.fullmatch(text + "=0") is not None
+
+
+def bracketed(text: str) -> Bracketed | None:
+    """A tuple, vector or interval; an inequality in one unknown is the interval of its solutions."""
+    built = BUILDER.fullmatch(text)
+    text = built[2].strip() if built else text
+    if unspaced(text) == r"\mathbb{R}":
+        return Bracketed("(", (r"-\infty", r"\infty"), ")")
+    whole = enclosed(text)
+    if whole is not None and whole[0] in "([⟨" and whole[2] in ")]⟩":
+        inside = split(whole[1], "[,;]")
+        return Bracketed(whole[0], tuple(inside), whole[2]) if len(inside) > 1 else None
+    return _solutions(text)
+
+
+def matrix(text: str) -> list[list[str]] | None:
+    """The entries of a matrix, row by row."""
+    found = MATRIX.fullmatch(text) or MATRIX.fullmatch((enclosed(text) or ("", "", ""))[1].strip())
+    if found is None:
+        return None
+    rows = [row for row in re.split(r"\\\\", found[2]) if row.strip()]
+    return [[cell.strip() for cell in row.split("&")] for row in rows]
+
+
+def _signs(text: str) -> list[str]:
+    if r"\pm" not in text and r"\mp" not in text:
+        return [text]
+    return [
+        re.sub(r"^\s*\+", "", text.replace(r"\pm", up).replace(r"\mp", down).replace("=  +", "= "))
+        for up, down in (("+", "-"), ("-", "+"))
+    ]
+
+
+def _solutions(text: str) -> Bracketed | None:
+    sides = [part.strip() for part in RELATION.split(text)]
+    relations = RELATION.findall(text)
+    if not relations or len(relations) > 2 or not all(sides) or "=" in text:
+        return None
+    if all(r in (">", r"\ge") for r in relations):
+        sides, relations = sides[::-1], [{">": "<"}.get(r, r"\le") for r in reversed(relations)]
+    elif not all(r in ("<", r"\le") for r in relations):
+        return None
+    opening, closing = ("(" if relations[0] == "<" else "["), (")" if relations[-1] == "<" else "]")
+    if len(sides) == 3 and UNKNOWN.fullmatch(sides[1]):
+        return Bracketed(opening, (sides[0], sides[2]), closing, sides[1])
+    if len(sides) == 2 and UNKNOWN.fullmatch(sides[0]):
+        return Bracketed("(", (r"-\infty", sides[1]), closing, sides[0])
+    if len(sides) == 2 and UNKNOWN.fullmatch(sides[1]):
+        return Bracketed(opening, (sides[0], r"\infty"), ")", sides[1])
+    return None
+
+
+BARE = re.compile(r"\(\s*([A-J])\s*\)|([A-J])\s*\)?")
+CHOSEN = re.compile(
+    r"(?:(?:option|choice|answer)\s+)?(?:\(([A-J])\)|([A-J])(?:[.):]|$))(?:[\s:.)](?!\s*[,;]).*|$|[^\s+\-*/^=,;].*)",
+    re.IGNORECASE,
+)
+OTHER = re.compile(r"\([A-J]\)|(?<![a-zA-Z])[A-J](?:[.):]|$)")
+"""Another letter that is chosen behind the first one."""
+SHORT = {"yes", "no", "odd", "one", "two", "six", "ten", "red", "all", "any", "dne", "mon", "tue", "sun", "max", "min"}
+EMPTY = {"no solution", "none", "empty set", "no such", r"\emptyset", "⦃⦄", "⦃ ⦄"}
+
+
+def choice_of(text: str, *, bare: bool = False) -> frozenset[str] | None:
+    """The letters of a multiple choice.
+
+    Args:
+        text: as ``spelled`` returns it.
+        bare: whether the letters must be all there is; an answer may also say what stands behind its letter.
+    """
+    text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip(" .")
+    whole = re.fullmatch(r"\(([^()]*)\)", text)
+    letters = [BARE.fullmatch(part.strip()) for part in (whole[1] if whole else text).split(",")]
+    if all(letters):
+        return frozenset(letter[1] or letter[2] for letter in letters if letter)
+    if bare:
+        return None
+    found = CHOSEN.fullmatch(text)
+    if found and OTHER.search(text, found.end(1) if found[1] else found.end(2)):
+        return None
+    letter = found and (found[1] or found[2])
+    return frozenset(letter) if letter and letter.isupper() else None
+
+
+def words_of(text: str) -> str | None:
+    """What is said in words, without case, punctuation, articles and the s of the plural; None for a formula."""
+    if text in EMPTY:
+        return "no solution"
+    plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+    if not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9 '\-.!?\"]*", plain):
+        return None
+    if plain == text and not re.search(r"[a-zA-Z]{4}", plain) and plain.lower() not in SHORT:
+        return None  # letters that may be a product
+    if plain != text and not re.search(r"[a-zA-Z]{2}", plain):
+        return None
+    words = re.sub(r"[^a-zA-Z0-9 ]", " ", plain.replace("'", "")).split()
+    lowered = [word.lower() if len(word) > 1 or word == "A" else word for word in words]  # a letter is a name
+    said = " ".join(word.removesuffix("s") for word in lowered if word not in ("the", "a", "an"))
+    return "no solution" if said in EMPTY else said

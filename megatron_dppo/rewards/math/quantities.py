@@ -1,0 +1,327 @@
+"""Numbers as answers write them, read as exact fractions, and what they count: units, money, percent, degrees."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)?(?:\.[0-9]+)?"
+POWER = r"(?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*([-+]?[0-9]{1,4})\s*\}?|[eE]\{?([-+]?[0-9]{1,4})\}?)"
+DECIMAL = re.compile(rf"(-?)\+?({DIGITS}){POWER}?\.?")
+FRACTION = re.compile(rf"(-?)\+?\s*(?:([0-9]+)\s*)?\\frac\{{(-?{DIGITS})\}}\{{(-?{DIGITS})\}}")
+SLASHED = re.compile(r"(-?)\+?\s*(?:([0-9]+) )?\(?(-?[0-9,.]+)\)?\s*/\s*\(?(-?[0-9,.]+)\)?")
+TEN = re.compile(r"(-?)\+?10\s*\^\s*\{?\s*([-+]?[0-9]{1,4})\s*\}?")
+REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]{1,50})\}")
+NUMERAL = re.compile(r"([0-9A-Z]+)_(?:([a-z0-9]+)|\{([a-z0-9]+)\}|\{?\\text\{([a-z0-9]+)\}\}?)")
+BASES = {
+    name: str(base)
+    for base, name in enumerate(("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"), start=2)
+}
+MOST_DIGITS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number that was written out."""
+
+    value: Fraction
+    decimals: int | None = None
+    """Digits behind the point; None unless it was a decimal without a power of ten."""
+
+    def same(self, other: Number) -> bool:
+        """Whether two numbers are equal, or one is the other with decimals rounded or cut off.
+
+        The shorter one must have six or more decimals, and six digits after the leading zeros.
+        """
+        if self.value == other.value:
+            return True
+        if (self.decimals is None) == (other.decimals is None):
+            return False
+        short, full = (self, other) if self.decimals is not None else (other, self)
+        unit = Fraction(1, 10 ** (short.decimals or 0))
+        cut = 0 <= (full.value - short.value) * (1 if full.value > 0 else -1) < unit
+        told = (short.decimals or 0) >= 6 and abs(short.value) >= unit * 10**5
+        return told and (cut or abs(full.value - short.value) * 2 <= unit)
+
+
+def number_of(text: str) -> Number | None:
+    """The number that the whole of a spelled text writes out, else None."""
+    text = text.strip()
+    if len(text) > MOST_DIGITS or not any(c in "0123456789" for c in text):
+        return None
+    if found := TEN.fullmatch(text):
+        return Number((-1 if found[1] else 1) * Fraction(10) ** int(found[2]))
+    if found := REPEATING.fullmatch(text):
+        sign, whole, fixed, period = found.groups()
+        lead, tail = Fraction(f"{whole or 0}.{fixed or 0}"), Fraction(int(period), 10 ** len(period) - 1)
+        return Number((-1 if sign else 1) * (lead + tail / 10 ** len(fixed)))
+    if found := DECIMAL.fullmatch(text):
+        return _decimal(*found.groups())
+    if found := FRACTION.fullmatch(text) or SLASHED.fullmatch(text):
+        return _fraction(*found.groups())
+    return None
+
+
+def numeral_of(text: str) -> tuple[str, str] | None:
+    """Digits and base of a numeral such as ``2516_8``, else None."""
+    found = NUMERAL.fullmatch(text.replace(" ", ""))
+    if found is None or not found[1][0].isdigit():
+        return None
+    base = found[2] or found[3] or found[4]
+    return found[1].lstrip("0"), BASES.get(base, base)
+
+
+def _decimal(sign: str, digits: str, power: str | None, exponent: str | None) -> Number | None:
+    plain = re.sub(r"[, ]", "", digits)
+    if not plain:
+        return None
+    value = Fraction(plain) * (-1 if sign else 1)
+    raised = power or exponent
+    if raised is not None:
+        return Number(value * Fraction(10) ** int(raised))
+    return Number(value, len(plain.partition(".")[2]))
+
+
+def _fraction(sign: str, whole: str | None, top: str, bottom: str) -> Number | None:
+    numbers = [DECIMAL.fullmatch(part.strip()) for part in (top, bottom)]
+    read = [_decimal(*found.groups()) for found in numbers if found]
+    if len(read) < 2 or read[0] is None or read[1] is None or read[1].value == 0:
+        return None
+    above, below = read[0], read[1]
+    value = above.value / below.value
+    if whole is not None:
+        if not 0 < value < 1:  # 2\frac{5}{3} is a product, and read as algebra
+            return None
+        value += int(whole)
+    return Number(-value if sign else value)
+
+
+# A line is one dimension; each unit has its size in the first one and its names.
+TABLE: dict[str, dict[str, str]] = {
+    "length": {
+        "1": "m meter metre", "1/1000": "mm millimeter millimetre", "1/100": "cm centimeter centimetre",
+        "1/10": "dm decimeter decimetre", "1000": "km kilometer kilometre", "0.0254": "in inch inche",
+        "0.3048": "ft foot feet", "0.9144": "yd yard", "1609.344": "mi mile", "1/1000000000": "nm nanometer",
+        "1/1000000": "um micrometer micron",
+    },
+    "time": {
+        "1": "s sec second", "1/1000": "ms millisecond", "60": "min minute", "3600": "h hr hour", "86400": "day",
+        "604800": "week",
+    },
+    "month": {"1": "month", "12": "yr year"},
+    "mass": {"1": "g gram", "1000": "kg kilogram", "1/1000": "mg milligram", "1000000": "tonne"},
+    "weight": {"1": "oz ounce", "16": "lb lbs pound"},
+    "volume": {"1": "L l liter litre", "1/1000": "mL ml milliliter millilitre"},
+    "measure": {"1": "cup", "2": "pint", "4": "quart", "16": "gallon"},
+    "angle": {"1": "°", "1/60": "arcminute", "1/3600": "arcsecond arcsec"},
+    "radian": {"1": "rad radian"},
+    "money": {"1": r"\$ dollar usd", "1/100": "¢ cent"},
+    "euro": {"1": "€ euro"},
+    "pound sterling": {"1": "£"},
+    "share": {"1/100": "%"},
+    "energy": {"1": "J joule", "1000": "kJ kilojoule"},
+    "power": {"1": "W watt", "1000": "kW kilowatt"},
+    "force": {"1": "N newton"},
+    "voltage": {"1": "V volt"},
+    "temperature": {"1": "K kelvin"},
+    "electronvolt": {"1": "eV"},
+    "frequency": {"1": "Hz hertz"},
+    "quantity": {"1": "mol mole"},
+}  # fmt: skip
+MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+MULTIPLE = re.compile(rf"(\\text\{{)?\s*({'|'.join(MULTIPLES)})s?\b\s*")
+SPEEDS = {"mph": "mile/hour", "kph": "km/hour", "kmh": "km/hour"}
+NAMES = {
+    name: (dimension, Fraction(size))
+    for dimension, sizes in TABLE.items()
+    for size, names in sizes.items()
+    for name in names.split()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A product of powers of dimensions. A word that is no unit, such as ``apples``, is a dimension of its own."""
+
+    dimensions: frozenset[tuple[str, int]]
+    size: Fraction
+
+    @property
+    def dimension(self) -> str | None:
+        """The one dimension that it measures, where there is only one."""
+        return next((name for name, power in self.dimensions if power == 1 and len(self.dimensions) == 1), None)
+
+
+def unit_of(text: str) -> Unit | None:
+    r"""The unit that ``text`` names (``cm^2``, ``\text{km}/\text{h}``, ``miles per hour``); None if it is none."""
+    text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
+    text = re.sub(r"\s*\^\s*\{?\s*(-?[1-9])\s*\}?", r"^\1", text.replace(r"\cdot", " ").replace(r"\mu ", "u"))
+    text = re.sub(r"\bper\b", "/", text).strip(" .")
+    text = re.sub(r"\b(square|sq\.?|cubic)\s+([a-zA-Z]+)", lambda m: f"{m[2]}^{3 if m[1] == 'cubic' else 2}", text)
+    text = re.sub(r"\b([a-zA-Z]+)\s+(squared|cubed)\b", lambda m: f"{m[1]}^{3 if m[2] == 'cubed' else 2}", text)
+    for name, means in SPEEDS.items():
+        text = re.sub(rf"\b{name}\b", means, text)
+    powers: Counter[str] = Counter()
+    size = Fraction(1)
+    if not re.fullmatch(r"/?\s*[^\s/]+(?:\s*/\s*[^\s/]+|\s+[^\s/]+)*", text) or text.count("/") > 1:
+        return None
+    for sign, words in zip((1, -1), text.split("/"), strict=False):
+        for word in words.split():
+            named = re.fullmatch(r"([a-zA-Z°%¢€£'-]+|\\\$)(?:\^(-?[1-9]))?", word)
+            if named is None:
+                return None
+            power = sign * int(named[2] or 1)
+            if (len(word) == 1 or re.search("[°%¢€£]", word)) and named[1] not in NAMES:
+                return None  # a letter that is no unit is a factor
+            dimension, of = _named(named[1])
+            powers[dimension] += power
+            size *= of**power
+    if powers["share"] not in (0, 1):
+        return None
+    return Unit(frozenset((name, power) for name, power in powers.items() if power), size)
+
+
+def is_named(word: str) -> bool:
+    """Whether a bare word after a number is a unit of the table."""
+    return word in MULTIPLES or any(word in NAMES or word.lower() in NAMES for word in (word, word.removesuffix("s")))
+
+
+def multiple_of(text: str) -> tuple[int, str]:
+    r"""How many of it are meant, and what: ``5 million people`` are 5,000,000."""
+    many = 1
+    while found := MULTIPLE.match(text):
+        many *= MULTIPLES[found[2]]
+        text = (found[1] or "") + text[found.end() :] if text[found.end() :].strip(" }") else ""
+    return many, text
+
+
+def _named(word: str) -> tuple[str, Fraction]:
+    for spelling in (word, word.lower(), word.lower().removesuffix("s")) if len(word) > 1 else (word,):
+        if spelling in NAMES:
+            return NAMES[spelling]
+    return word.lower().removesuffix("s"), Fraction(1)
+
+
+START = re.compile(r"\\text\{|[°%¢€£]|\\\$|(?<![a-zA-Z\\{_])[a-zA-Z]+")
+CURRENCY = re.compile(r"(-?)\s*(\\\$|€|£)\s*(-?.+)")
+NO_NOUN = re.compile(
+    r"^(?:\\text\{\s*)?(?:squared|cubed)\b"
+    r"|\b(?:sin|cos|tan|log|exp|mod|sqrt|cot|csc|not|but|or|and|if|when|because|as|more|less|least|most|about"
+    r"|to|from|is|for|plus|minus|times|than|over|with|where|only|approximately|other|infinity|solutions?"
+    r"|factorial|choose|hal(?:f|ves)|thirds?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?"
+    r"|thousandths?|millionths?|base|below|above|under|short|wrong|false|incorrect|divided|multiplied|negative|inverse"
+    r"|reciprocal|root|power|missing|into|except)\b"
+)
+MOST_WORDS = 3
+
+
+Same = Callable[[str, str], bool]
+"""Compares two values that are no plain numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A value and its unit."""
+
+    text: str
+    number: Number | None
+    unit: Unit | None
+
+
+def same_number(label: str, answer: str) -> bool | None:
+    """Whether two written-out numbers are one; None if either is no number."""
+    one, other = number_of(label), number_of(answer)
+    if one is None or other is None:
+        return None
+    # 108,135,189 may be a number and a list: where it is not this number, it may be that list.
+    return one.same(other) or (None if "," in label or "," in answer else False)
+
+
+def same_share(label: str, answer: str, same: Same) -> bool | None:
+    """Whether two texts are one share, of which one at least is written with a percent sign; else None."""
+    one, other = quantity_of(label), quantity_of(answer)
+    units = [q.unit for q in (one, other) if q.unit is not None]
+    if "share" not in [unit.dimension for unit in units]:
+        return None
+    if len(units) == 2:
+        return units[0] == units[1] and _same_value(one, other, same)
+    percent, bare = (one, other) if one.unit is not None else (other, one)
+    if percent.number is None or bare.number is None:
+        return same(percent.text, bare.text) or same(rf"\frac{{{percent.text}}}{{100}}", bare.text)
+    if abs(bare.number.value) > 1 and percent.number.same(bare.number):
+        return True
+    return _scaled(percent, Fraction(1, 100)).same(bare.number)
+
+
+def same_amount(label: str, answer: str, same: Same) -> bool | None:
+    """Whether two texts are the same amount of the same; None if neither names a unit."""
+    one, other = quantity_of(label), quantity_of(answer)
+    if one.unit is None and other.unit is None:
+        multiple = one.number is not None and other.number is not None
+        return _same_value(one, other, same) if multiple and {one.text, other.text} != {label, answer} else None
+    if any(q.unit is None and "°" in q.text for q in (one, other)):  # the sign stands within: a sum of degrees
+        return None
+    dimensions = [q.unit.dimension for q in (one, other) if q.unit is not None]
+    in_radians = dimensions == ["angle"] and any(r"\pi" in q.text for q in (one, other) if q.unit is None)
+    if in_radians or {*dimensions} == {"angle", "radian"}:
+        return same(_radians(one), _radians(other))
+    if one.unit is None or other.unit is None or one.unit == other.unit:
+        return _same_value(one, other, same)
+    if one.unit.dimensions != other.unit.dimensions or one.number is None or other.number is None:
+        return False
+    return _scaled(one, one.unit.size).same(_scaled(other, other.unit.size))
+
+
+def quantity_of(text: str) -> Quantity:
+    """Value and unit of a text; without a unit the text is the value."""
+    if number := number_of(text):
+        return Quantity(text, number, None)
+    if money := CURRENCY.fullmatch(text):
+        amount = quantity_of(money[1] + money[3])
+        return replace(amount, unit=unit_of(money[2])) if amount.unit is None else Quantity(text, None, None)
+    for start in START.finditer(text):
+        value, named = text[: start.start()].strip(), text[start.start() :]
+        if not value or NO_NOUN.search(named) or not _may_name(text, start, value):
+            continue
+        many, named = multiple_of(named)
+        unit = unit_of(named) if named else None
+        if named and unit is None:
+            continue
+        number = number_of(value)
+        if many > 1:
+            value, number = rf"({value})\cdot {many}", number and Number(number.value * many)
+        return Quantity(value, number, unit)
+    return Quantity(text, None, None)
+
+
+def _may_name(text: str, start: re.Match[str], value: str) -> bool:
+    """Whether what begins here is a unit and no factor: ``5 m`` is five metres, ``5m`` a product."""
+    word = start[0]
+    if value[-1] in "%°¢€£":
+        return False
+    if not word.isalpha():
+        return word != r"\text{" or len(text[start.start() :].split()) <= MOST_WORDS + 2
+    spaced = text[start.start() - 1] == " "
+    if is_named(word):
+        return (spaced and number_of(value) is not None) or (len(word) > 1 and value[-1] in "0123456789)} ")
+    few = len(text[start.start() :].split()) <= MOST_WORDS
+    return spaced and few and len(word) >= 3 and number_of(value) is not None
+
+
+def _same_value(one: Quantity, other: Quantity, same: Same) -> bool:
+    if one.number is not None and other.number is not None:
+        return one.number.same(other.number)
+    return same(one.text, other.text)
+
+
+def _radians(angle: Quantity) -> str:
+    in_degrees = angle.unit is not None and angle.unit.dimension == "angle"
+    return rf"\frac{{({angle.text}) \pi}}{{180}}" if in_degrees else angle.text
+
+
+def _scaled(quantity: Quantity, size: Fraction) -> Number:
+    assert quantity.number is not None
+    return Number(quantity.number.value * size)

@@ -1,0 +1,311 @@
+"""Whether an answer is the label, by the declared equivalences and by no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dppo.rewards.math.algebra import same_algebra, same_real_set
+from megatron_dppo.rewards.math.completion import plain_number, said_answer, stated_answer, stated_boxes
+from megatron_dppo.rewards.math.notation import (
+    OPEN_SET,
+    Bracketed,
+    bracketed,
+    choice_of,
+    enclosed,
+    is_name,
+    links,
+    matrix,
+    members,
+    sides,
+    spelled,
+    split,
+    unpacked,
+    unspaced,
+    words_of,
+)
+from megatron_dppo.rewards.math.quantities import numeral_of, same_amount, same_number, same_share
+
+LONGEST = 1000
+"""Characters of an answer that is read at all; a longer one is right only if it is the label letter by letter."""
+DEEPEST = 24
+"""Brackets within brackets that are read."""
+MOST_MEMBERS = 64
+LETTER = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]")
+PRODUCT = re.compile(r"(?:[a-z](?:_\{?\w+\}?)?){2,}")
+"""A name that is a product: ``xy = 6`` is an equation."""
+OPERATORS = r"\\(?:cup|cap|setminus)(?![a-zA-Z])"
+SETS = rf"{OPERATORS}|\\ne(?![a-zA-Z])"
+Member = tuple[str | None, str]
+"""Name and value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Right or wrong, and why."""
+
+    right: bool
+    by: tuple[str, ...] = ()
+    """Names of the equivalences that were needed, outermost first."""
+
+
+def judge(label: str, answer: str) -> Verdict:
+    """Compare an answer with its label.
+
+    Raises:
+        ValueError: if the label is empty.
+    """
+    if not label.strip():
+        raise ValueError(f"the label {label!r:.200} cannot be read as mathematics")
+    if label.strip() == answer.strip():
+        return Verdict(True)
+    if len(answer) > LONGEST or not answer.strip() or _depth(answer) > DEEPEST:
+        return Verdict(False)
+    expected, found = spelled(label), spelled(answer)
+    if answer.count("{") != answer.count("}"):  # something was left out
+        return Verdict(unspaced(expected) == unspaced(found), ("spelling",))
+    comparison = _Comparison()
+    right = comparison.same(expected, found)
+    return Verdict(right, tuple(dict.fromkeys(comparison.used)) if right else ())
+
+
+class _Comparison:
+    """Compares one label with one answer, and their parts with each other.
+
+    Each ``by_`` method is a declared equivalence. It says whether two texts are the same by it, or None where they are
+    not its case.
+    """
+
+    def __init__(self) -> None:
+        self.used: list[str] = []
+        """Names of the equivalences that have made texts equal, outermost first."""
+
+    def same(self, label: str, answer: str) -> bool:
+        """Whether two texts in ``spelled``'s spelling are the same by some equivalence."""
+        if not answer or not label:
+            return False
+        if unspaced(label) == unspaced(answer):
+            self.used.append("spelling")
+            return True
+        for name, rule in RULES.items():
+            before = len(self.used)
+            verdict = rule(self, label, answer)
+            if verdict is not None:
+                self.used[before:] = [name, *self.used[before:]] if verdict else []
+                return verdict
+        return False
+
+    def by_choice(self, label: str, answer: str) -> bool | None:
+        expected = choice_of(label, bare=True)
+        if expected is None:
+            return None
+        return expected == (choice_of(answer) or choice_of(sides(answer)[1]))
+
+    def by_words(self, label: str, answer: str) -> bool | None:
+        expected, said = words_of(label), words_of(answer)
+        if expected is None and said is None:
+            return None
+        return expected == (said or words_of(sides(answer)[1]))
+
+    def by_base(self, label: str, answer: str) -> bool | None:
+        expected, found = numeral_of(label), numeral_of(answer)
+        if expected is None and found is None:
+            return None
+        if expected is None:  # 10 is no numeral of two, but it may be told that it is one of ten
+            return found == (label.lstrip("0"), "10")
+        return expected == (found or (answer.lstrip("0"), expected[1]))
+
+    def by_number(self, label: str, answer: str) -> bool | None:
+        return same_number(label, answer)
+
+    def by_percent(self, label: str, answer: str) -> bool | None:
+        return same_share(label, answer, self.same)
+
+    def by_unit(self, label: str, answer: str) -> bool | None:
+        return same_amount(label, answer, self.same)
+
+    def by_interval(self, label: str, answer: str) -> bool | None:
+        (name, expected), (other, found) = sides(label), sides(answer)
+        two_names = bool(name and other and name != other)
+        both = label + "\n" + answer
+        if re.search(SETS, both):
+            if two_names:
+                return False
+            same = same_real_set(expected, found)
+            return self.matched_sets(expected, found) if same is None and re.search(OPERATORS, both) else same
+        one, two = bracketed(expected), bracketed(found)
+        if one is None or two is None:
+            return None
+        if not (one.unknown or two.unknown):  # x in (1, 2) is not y in (1, 2)
+            return False if two_names else None
+        unknowns = {unknown for unknown in (name, other, one.unknown, two.unknown) if unknown}
+        return len(unknowns) == 1 and self.same_brackets(one, two)
+
+    def matched_sets(self, expected: str, found: str) -> bool:
+        """Unions of the same sets, and differences or intersections of the same in one order."""
+        for operator in ("setminus", "cup", "cap"):
+            ones, others = (split(text, rf"\\{operator}(?![a-zA-Z])") for text in (expected, found))
+            if max(len(ones), len(others)) > 1:
+                if operator == "setminus":
+                    return self.all_same(ones, others)
+                return self.matched([(None, one) for one in ones], [(None, other) for other in others])
+        return same_algebra(expected, found)
+
+    def by_list(self, label: str, answer: str) -> bool | None:
+        (expected, braces), (found, others) = members(label), members(answer)
+        if (len(expected) == len(found) == 1 and not (braces or others)) or (bracketed(label) and bracketed(answer)):
+            return None
+        if any(text.startswith(OPEN_SET) and re.search(r"\||:|\\mid", text) for text in (label, answer)):
+            return None
+        if max(len(expected), len(found)) > MOST_MEMBERS:
+            return False
+        if len(expected) != len(found) and 1 in (len(expected), len(found)) and not (braces or others):
+            expected, found = unpacked(label) or expected, unpacked(answer) or found
+        owners = [sides(text)[0] for text in (label, answer)] if braces and others else [None]
+        if None not in owners and len(set(owners)) > 1:
+            return False
+        if not (braces or others):
+            return self.matched(expected, found)
+        return all(any(self.same_member(one, two) for two in found) for one in expected) and all(
+            any(self.same_member(one, two) for one in expected) for two in found
+        )
+
+    def matched(self, expected: Sequence[Member], found: Sequence[Member]) -> bool:
+        """Whether each member of one is exactly one of the other; in order where one side lacks several names."""
+        if len(expected) != len(found) or len(found) > MOST_MEMBERS:
+            return False
+        missing = [any(name is None for name, _ in some) for some in (expected, found)]
+        several = [len({name for name, _ in some if name}) > 1 for some in (expected, found)]
+        if (several[0] and missing[1]) or (several[1] and missing[0]):
+            return all(self.same_member(one, two) for one, two in zip(expected, found, strict=True))
+        left = list(found)
+        for one in expected:
+            partner = next((i for i, two in enumerate(left) if self.same_member(one, two)), None)
+            if partner is None:
+                return False
+            del left[partner]
+        return True
+
+    def all_same(self, expected: Sequence[str], found: Sequence[str]) -> bool:
+        """Whether texts in order are the same."""
+        return len(expected) == len(found) and all(map(self.same, expected, found))
+
+    def same_member(self, one: Member, two: Member) -> bool:
+        named = one[0] is None or two[0] is None or one[0] == two[0]
+        return named and self.same(one[1], two[1])
+
+    def by_side(self, label: str, answer: str) -> bool | None:
+        (name, value), (other, found) = sides(label), sides(answer)
+        if name is not None and other is not None:
+            return self.same(value, found) if name == other else None
+        chains = links(label), links(answer)
+        if max(map(len, chains)) > 2:
+            return self.chain(*chains)
+        if name is not None or other is not None:
+            bare = answer if name is not None else label
+            if "=" in bare or (name is not None and PRODUCT.fullmatch(name)):
+                return None
+            return self.same(value, found)
+        if len(chains[0]) == len(chains[1]):
+            return None
+        return self.chain(*chains)
+
+    def chain(self, expected: list[str], found: list[str]) -> bool | None:
+        """Equations in a row. In front are the same names, or one name on one side; all the rest has one value."""
+        for chain in (expected, found):
+            named = [is_name(part) for part in chain]
+            if sorted(named, reverse=True) != named:
+                return None
+        names = [{unspaced(part) for part in chain if is_name(part)} for chain in (expected, found)]
+        values = [[part for part in chain if not is_name(part)] for chain in (expected, found)]
+        few = sorted(map(len, names)) in ([0, 0], [0, 1])
+        if not all(values) or not (names[0] == names[1] or few):
+            return False
+        if names == [set(), set()] and any(LETTER.search(part) for chain in (expected, found) for part in chain):
+            return False  # an equation is no value, unless it is a sum worked out: 2 + 3 = 5
+        return all(self.same(values[0][0], value) for value in (*values[0][1:], *values[1]))
+
+    def by_tuple(self, label: str, answer: str) -> bool | None:
+        expected, found = bracketed(label), bracketed(answer)
+        if expected is not None and found is not None:
+            return self.same_brackets(expected, found)
+        lone = expected or found
+        if lone is not None:  # a tuple is never a number; of an inequality algebra has the word
+            return None if lone.unknown else False
+        alone = [enclosed(text) for text in (label, answer)]
+        if not any(whole is not None and whole[0] in "([" for whole in alone):
+            return None
+        one, other = (whole[1].strip() if whole else text for whole, text in zip(alone, (label, answer), strict=True))
+        return self.same(one, other)
+
+    def same_brackets(self, expected: Bracketed, found: Bracketed) -> bool:
+        return expected.same_brackets(found) and self.all_same(expected.elements, found.elements)
+
+    def by_matrix(self, label: str, answer: str) -> bool | None:
+        expected, found = matrix(label), matrix(answer)
+        if expected is None and found is None:
+            return None
+        if expected is None or found is None or len(expected) != len(found):
+            return False
+        return all(map(self.all_same, expected, found))
+
+    def by_algebra(self, label: str, answer: str) -> bool:
+        return same_algebra(label, answer)
+
+
+RULES: Mapping[str, Callable[[_Comparison, str, str], bool | None]] = {
+    "choice": _Comparison.by_choice,
+    "words": _Comparison.by_words,
+    "base": _Comparison.by_base,
+    "number": _Comparison.by_number,
+    "percent": _Comparison.by_percent,
+    "unit": _Comparison.by_unit,
+    "interval": _Comparison.by_interval,
+    "list": _Comparison.by_list,
+    "side": _Comparison.by_side,
+    "tuple": _Comparison.by_tuple,
+    "matrix": _Comparison.by_matrix,
+    "algebra": _Comparison.by_algebra,
+}
+"""The equivalences in the order in which they are asked: the first whose case the two texts are decides."""
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def math_verdict(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+    r"""``score``: 1 if the answer equals the label as mathematics, else 0; ``pred``: the answer; ``by``: why it is.
+
+    The answer is what stands in the last ``\boxed{}`` (in all of them, where several are listed), else after the last
+    ``####`` or ``#``, else what :func:`~megatron_dppo.rewards.math.completion.said_answer` finds. The label may be
+    marked in the same way, or be the bare answer. This function has no time limit: the process that it runs in is
+    killed when the time is over.
+
+    Raises:
+        ValueError: if the label is empty: a fault of the data, not of the answer.
+    """
+    label = stated_answer(ground_truth) or ground_truth
+    answer = stated_answer(solution_str)
+    if answer is None:
+        answer = said_answer(solution_str)
+    numbers = plain_number(label), plain_number(answer)
+    if numbers[0] is not None and numbers[1] is not None and numbers[0] == numbers[1]:
+        # Spares the great majority of answers all that follows.
+        return {"score": 1.0, "pred": answer, "by": () if label.strip() == answer.strip() else ("number",)}
+    verdict = judge(label, answer)
+    boxes = stated_boxes(solution_str)
+    if not verdict.right and len(boxes) > 1:  # one answer in several forms
+        forms = [judge(label, box) for box in boxes]
+        verdict = forms[-1] if all(form.right for form in forms) else verdict
+    return {"score": float(verdict.right), "pred": answer, "by": verdict.by}
+
+
+# The first call takes longer than many verdicts. It is made here, so that no completion has to wait for it.
+judge(r"\sqrt{4}", r"2^{1}")
