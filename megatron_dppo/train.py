@@ -22,7 +22,6 @@ from megatron_dppo.curriculum import Curriculum
 from megatron_dppo.evaluation.evaluate import evaluate
 from megatron_dppo.evaluation.examiner import Examiner, open_verifiers
 from megatron_dppo.history import same_prompts
-from megatron_dppo.journal import Journal
 from megatron_dppo.launch import stop
 from megatron_dppo.lock import lock_run
 from megatron_dppo.observe.timers import PhaseTimers
@@ -35,6 +34,7 @@ from megatron_dppo.rl.types import Selection, StepPlan
 from megatron_dppo.rollout.collect import Begun, Collected
 from megatron_dppo.rollout.in_flight import Batch, read_batch, write_batch
 from megatron_dppo.rollout.staleness import staleness
+from megatron_dppo.run_logger import RunLogger
 
 
 def train(config: Config) -> None:
@@ -81,7 +81,7 @@ class Trainer:
         self.next: Selection | Begun | Batch | None = None
         """The next step's rollouts: selected, asked for, or there already."""
         self._resume()
-        self.journal = Journal(config, world, step=self.step, dropped_prompts=self.pool.dropped)
+        self.logger = RunLogger(config, world, step=self.step, dropped_prompts=self.pool.dropped)
 
     def run(self) -> None:
         """All the steps that are left."""
@@ -92,7 +92,7 @@ class Trainer:
         self.sync(self.version)
         agreement = self.check_agreement()
         if self.step == 0:  # a resumed run's rows are those of one that never stopped
-            self.journal.add(agreement)
+            self.logger.add(agreement)
             self.evaluate()
         while self.step < last:
             with self.timers("step"):
@@ -104,11 +104,11 @@ class Trainer:
                 metrics = self.train(plan, rollouts)
             self.step += 1
             events, notes = self.engine.take_events()
-            self.journal.record(rollouts, plan, metrics | events | self.timers.take(), notes)
+            self.logger.record(rollouts, plan, metrics | events | self.timers.take(), notes)
             if self.step == last or _due(self.step, self.config.eval.every):
                 self.evaluate()
             self.world.from_leader(self.check_lock)
-            self.journal.write(self.step)
+            self.logger.write(self.step)
             asked, written = zip(*self.world.gather((stop.asked(), self.checkpoints.written())), strict=True)
             if all(written):
                 self.checkpoints.finish()
@@ -121,7 +121,7 @@ class Trainer:
         self.checkpoints.finish()
         if self.config.run.export:
             self.policy.export(self.folder / "hf", setting="run.dir")
-        self.journal.finish(self.guard.best)
+        self.logger.finish(self.guard.best)
 
     def _show(self) -> None:
         """What a run has come to that was at its end already. Nothing is written but what a kill has left out."""
@@ -129,7 +129,7 @@ class Trainer:
         due = partial(_is_older, exported, tracker)
         if self.config.run.export and self.world.from_leader(due):
             self.policy.export(self.folder / "hf", setting="run.dir")
-        self.journal.finish()
+        self.logger.finish()
 
     def select(self, step: int) -> Selection:
         """Draw a step's prompts from the next window of candidates; the draw's probabilities come with them."""
@@ -211,9 +211,9 @@ class Trainer:
             with self.timers("eval"):
                 result = evaluate(self.examiner, self.held_out, self.config.eval)
             self.guard.evaluated(result.metrics.get("eval/accuracy"))
-            self.journal.evaluated(self.step, result, self.timers.take())
+            self.logger.evaluated(self.step, result, self.timers.take())
             if self.step == 0:
-                self.journal.write(0)
+                self.logger.write(0)
 
     def save(self) -> None:
         """Write a checkpoint. Rollouts in flight are waited for: they are part of it."""

@@ -29,7 +29,7 @@ CENSUS = "pruning.jsonl"
 """What was kept at each step and why, counted: a function of the settings and the seed alone."""
 
 
-class Journal:
+class RunLogger:
     """One row of metrics per step, gathered from the step's phases and written when the step is over."""
 
     def __init__(self, config: Config, world: World, *, step: int, dropped_prompts: int) -> None:
