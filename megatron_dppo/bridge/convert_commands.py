@@ -38,10 +38,9 @@ from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.strips import STRIP_BYTES
 from megatron_dppo.bridge.torch_dist import plan_checkpoint
 from megatron_dppo.bridge.verify import compare_tensors, logits_dtype
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.launch.rank import quieten
 from megatron_dppo.models.shape import PolicyShape, read_shape
-from megatron_dppo.observe.complaint import describe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GB = 10**9
@@ -52,11 +51,11 @@ def run(command: Callable[[argparse.Namespace], None], chosen: argparse.Namespac
     try:
         command(chosen)
     except UserError as error:
-        print(describe(error), file=sys.stderr)
+        print(error_text(error), file=sys.stderr)
         return 2
     except OSError as error:
         mended = UserError("file", error.filename, error.strerror or str(error), "Mend that, and convert again")
-        print(describe(mended), file=sys.stderr)
+        print(error_text(mended), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
