@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_dppo.report.parts import Folded, Note, Part, Section, Table
-from megatron_dppo.report.reading import Run, default_of
+from megatron_dppo.report.run import Run, default_of
 from megatron_dppo.settings import settings, short
 
 ALWAYS_DIFFERS = ("run.dir",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_dppo.report.shapes import Key, Plot
+from megatron_dppo.report.plot import Key, Plot
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    css: str
+    colour: str
     name: str
     percent: float
     """Of the room."""

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_dppo.report.learning import signs
 from megatron_dppo.report.parts import Note, Plots
 from megatron_dppo.report.plot import Layer, Line, line_plot, stack_plot
-from megatron_dppo.report.reading import read_runs
+from megatron_dppo.report.run import read_runs
 from tests.report.made_up import write_run
 
 

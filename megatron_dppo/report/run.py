@@ -15,8 +15,9 @@ import numpy as np
 import yaml
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.history import Change, Entry, changes, read_history
+from megatron_dppo.history import Change, changes, read_history
 from megatron_dppo.observe.metrics import FILE
+from megatron_dppo.report.plot import Line
 from megatron_dppo.rl.types import Floats
 from megatron_dppo.settings import settings, short
 
@@ -50,8 +51,8 @@ class Run:
     """When its last row of metrics was."""
 
     @property
-    def css(self) -> str:
-        """Its colour, and from the seventh on that its lines are broken."""
+    def colour(self) -> str:
+        """Its colour on the page, and from the seventh run on that its lines are broken."""
         return f"run{self.number % 6}" + " again" * (self.number >= 6)
 
     @property
@@ -68,6 +69,10 @@ class Run:
         found = [(row["step"], row[key]) for row in self.rows if key in row]
         steps, values = np.array(found, dtype=np.float64).reshape(-1, 2).T
         return steps, values
+
+    def line(self, key: str, *, noisy: bool = True) -> Line:
+        """Over the steps."""
+        return Line(self.name, self.colour, *self.series(key), noisy=noisy)
 
     def mean(self, key: str) -> float | None:
         values = self.series(key)[1]
@@ -114,12 +119,12 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: naming the first folder that holds neither a run nor results of an evaluation.
     """
-    return [
-        _read(folder, name, number) for number, (folder, name) in enumerate(zip(folders, _names(folders), strict=True))
-    ]
+    named = zip(folders, _names(folders), strict=True)
+    return [read_run(folder, name, number) for number, (folder, name) in enumerate(named)]
 
 
-def _read(folder: Path, name: str, number: int) -> Run:
+def read_run(folder: Path, name: str, number: int = 0) -> Run:
+    """One of them; the arguments are the fields of ``Run``."""
     metrics, scores = folder / FILE, list(_scores(folder))
     if not metrics.is_file() and not scores:
         remedy = f"Give folders that hold a {FILE} (run.dir of a training) or a scores.json"
@@ -129,19 +134,17 @@ def _read(folder: Path, name: str, number: int) -> Run:
         folder=folder,
         number=number,
         config=dict(_flat(_yaml(folder / "config.yaml"), "")),
-        changes=list(_changes(read_history(folder))),
+        changes=[
+            (entry.step, found)
+            for before, entry in pairwise(read_history(folder))
+            if (found := changes(before.settings, entry.settings))
+        ],
         rows=[_numbers(row) for row in _rows(metrics)],
         census=[row for row in _rows(folder / "pruning.jsonl") if _whole(row)],
         answers=[{**row, "answers": list(_shown(row))} for row in _rows(folder / "answers.jsonl")],
         scores=scores,
         written=datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.is_file() else None,
     )
-
-
-def _changes(entries: Sequence[Entry]) -> Iterator[tuple[int, Sequence[Change]]]:
-    for before, entry in pairwise(entries):
-        if found := changes(before.settings, entry.settings):
-            yield entry.step, found
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
