@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 
-from megatron_dppo import run_logger
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluate import Evaluation, Shown
@@ -42,7 +41,7 @@ def run(config: Config, first: int) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with mock.patch.object(run_logger, "draw_progress"), mock.patch.object(run_logger, "draw_pruning"):
+    with mock.patch("megatron_dppo.report.pictures.draw_pictures"):
         folder = tmp_path_factory.mktemp("run") / "run"
         run(settings(folder), 0)
         yield folder

@@ -9,20 +9,8 @@ from typing import TextIO
 import rich.console
 from rich.text import Text
 
+from megatron_dppo.observe.palette import colour_of
 from megatron_dppo.observe.timers import breakdown
-
-COLOURS: Mapping[str, str] = {
-    "rollout": "#4c78a8",
-    "reward": "#8c7ab8",
-    "norms": "#c9a94f",
-    "plan": "#9aa5b1",
-    "deliver": "#b8b0a4",
-    "log-probs": "#72a98f",
-    "train": "#e08e45",
-    "sync": "#c8553d",
-    "other": "#d5dade",
-}
-"""One colour per phase, here and in the picture."""
 
 HEADER_EVERY = 25
 BAR = 16
@@ -114,7 +102,7 @@ class Console:
         header = Text("  ".join(titles) + f"  {'left':>7}  ", style="bold")
         if self._out.is_terminal:
             for phase in breakdown(metrics):
-                header.append(f"■ {phase} ", style=f"not bold {COLOURS[phase]}")
+                header.append(f"■ {phase} ", style=f"not bold {colour_of(f'phase-{phase}')}")
         return header
 
     def _left(self, step: int, metrics: Mapping[str, float]) -> str:
@@ -138,7 +126,7 @@ class Console:
         bar, edge, drawn = Text(), 0.0, 0
         for name, part in parts.items():
             edge += part / total * BAR
-            bar.append("█" * (round(edge) - drawn), style=COLOURS[name])
+            bar.append("█" * (round(edge) - drawn), style=colour_of(f"phase-{name}"))
             drawn = round(edge)
         return bar
 

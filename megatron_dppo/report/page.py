@@ -47,7 +47,12 @@ def report(folders: Sequence[Path], out: Path, *, png: Path | None = None, price
     partial.replace(out)
     print(f"report               {out}")
     if png is not None:
-        _draw(runs, png)
+        from megatron_dppo.report.pictures import draw_pictures
+
+        png.mkdir(parents=True, exist_ok=True)
+        for run in runs:
+            draw_pictures(run, png, prefix=f"{run.name.replace('/', '-')}-", title=run.name)
+        print(f"pictures             {png}")
 
 
 def page(runs: Sequence[Run], price: float | None = None) -> str:
@@ -77,15 +82,3 @@ def page(runs: Sequence[Run], price: float | None = None) -> str:
         version=__version__,
         now=f"{datetime.now():%Y-%m-%d %H:%M}",
     )
-
-
-def _draw(runs: Sequence[Run], folder: Path) -> None:
-    from megatron_dppo.observe.picture import draw_progress
-    from megatron_dppo.observe.pruning_picture import draw_pruning
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for run in runs:
-        name, title = run.name.replace("/", "-"), run.name.replace("$", r"\$")  # between two $ is a formula
-        draw_progress(run.rows, folder / f"{name}-progress.png", title=title)
-        draw_pruning(run.rows, run.census, folder / f"{name}-pruning.png", title=title)
-    print(f"pictures             {folder}")
