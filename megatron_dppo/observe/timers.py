@@ -16,13 +16,13 @@ PHASES: Mapping[str, str] = {
     "actor_train": "train",
     "update_weights": "sync",
 }
-"""Phases that share a step out between them, in their order, with the words people read. Other phases may be timed too
-(``step`` holds all of these; ``eval`` lies outside of it); what none of these holds is shown as ``other``."""
+"""The phases of a step in their order, with the words that people read. Other phases are timed too: ``step`` holds all
+of these, and ``eval`` lies outside of it. What a step spends in none of these is shown as ``other``."""
 
 ROLLING_OUT = ("rollout", "score_norms")
-"""Phases that take as long as there are tokens rolled out."""
+"""Phases whose seconds grow with the tokens rolled out."""
 TRAINING = ("deliver", "log_probs", "actor_train")
-"""Phases that take as long as there are tokens to train on."""
+"""Phases whose seconds grow with the tokens trained on."""
 
 
 class PhaseTimers:
@@ -58,17 +58,10 @@ class PhaseTimers:
             self.moved = time.monotonic()
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    def metrics(self) -> dict[str, float]:
-        """``perf/<phase>_time`` in seconds, for the phases entered since the last reset."""
-        return {f"perf/{phase}_time": seconds for phase, seconds in self._seconds.items()}
-
-    def reset(self) -> None:
-        self._seconds.clear()
-
     def take(self) -> dict[str, float]:
-        """The metrics, and a fresh start."""
-        metrics = self.metrics()
-        self.reset()
+        """``perf/<phase>_time`` in seconds, for the phases entered since this was called last."""
+        metrics = {f"perf/{phase}_time": seconds for phase, seconds in self._seconds.items()}
+        self._seconds.clear()
         return metrics
 
 
