@@ -97,8 +97,8 @@ def _draw_plot(panel: Axes, plot: Plot) -> None:
     panel.set_ylim(0, 1)
     panel.spines[:].set_visible(False)
     panel.tick_params(length=0, labelcolor=SOFT)
-    panel.set_xticks([at / 100 for at, _ in plot.x_ticks], [words for _, words in plot.x_ticks])
-    panel.set_yticks([1 - at / 100 for at, _ in plot.y_ticks], [words for _, words in plot.y_ticks])
+    panel.set_xticks([at for at, _ in plot.x_ticks], [words for _, words in plot.x_ticks])
+    panel.set_yticks([at for at, _ in plot.y_ticks], [words for _, words in plot.y_ticks])
     if plot.empty:
         panel.text(0.5, 0.5, plot.empty, ha="center", va="center", color=SOFT, fontstyle="italic")
         return
@@ -107,7 +107,7 @@ def _draw_plot(panel: Axes, plot: Plot) -> None:
         _draw_mark(panel, mark)
     for label in plot.labels:
         panel.annotate(
-            label.value, (label.left / 100, 1 - label.top / 100), xytext=(9, 0), textcoords="offset points",
+            label.value, (label.x, label.y), xytext=(9, 0), textcoords="offset points",
             color=colour_of(label.colour), fontsize=10, fontweight="bold", va="center", annotation_clip=False,
             path_effects=[withStroke(linewidth=3, foreground="white")],
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Plots of lines, of stacked bars and of cells, as data: ``page.html`` draws them as SVG, ``pictures.py`` as PNG.
+"""Plots of lines and of stacked bars, as data: ``page.html`` draws them as SVG, ``pictures.py`` as PNG.
 
-Everything has its place here, and both renderers only draw: what is smoothed, thinned or labelled is so in both. Shapes
-lie in a square from 0 to 1 that a renderer stretches to the room it has; lines keep their width and words their size.
+Values are smoothed, thinned and placed here, and the two renderers only draw. All places are from 0 to 1, from the left
+and from the bottom. A renderer stretches this square to the room it has; lines keep their width, and words their size.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Mark:
     colour: str
     """A name in ``observe/palette.py``; empty for a limit."""
     shapes: Floats
-    """[shapes, points, 2], x and y from 0 to 1, y upwards: the points of a line, the outline of a band, a dot, or two
-    opposite corners of a box (``fill``). What lies outside the square is drawn at its edge."""
+    """[shapes, points, 2], x and y: the points of a line, the outline of a band, a dot, or opposite corners of a box
+    (``fill``). What lies outside the square is drawn at its edge."""
     name: str = ""
-    """Of a mark whose values are shown under the pointer; its ``x`` and ``y`` are then these values, equally many."""
+    """If it is not empty, the page shows values under the pointer: ``x`` and ``y``, equally many."""
     x: str = ""
     y: str = ""
     opacity: float | None = None
@@ -48,9 +48,9 @@ class Mark:
 
     @property
     def path(self) -> str:
-        """As SVG has it."""
-        down = np.stack([self.shapes[..., 0], 1.0 - self.shapes[..., 1]], axis=-1)
-        shapes = np.round(SIZE * np.clip(down, 0.0, 1.0), 1).tolist()
+        """In SVG's language, whose y points down."""
+        svg = np.stack([self.shapes[..., 0], 1.0 - self.shapes[..., 1]], axis=-1)
+        shapes = np.round(SIZE * np.clip(svg, 0.0, 1.0), 1).tolist()
         if self.kind == "fill":
             return "".join(f"M{a:g} {b:g}H{c:g}V{d:g}H{a:g}Z" for (a, b), (c, d) in shapes if b != d)
         if self.kind == "dots":
@@ -61,10 +61,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Words at the end of a line. Places in percent from the left and from the top."""
+    """Words at the end of a line."""
 
-    left: float
-    top: float
+    x: float
+    y: float
     value: str
     name: str
     colour: str
@@ -89,20 +89,19 @@ class Plot:
     x_label: str = ""
     form: Form = "number"
     empty: str = ""
-    """Said in place of the drawing, where there is nothing to draw."""
+    """What is said in place of the drawing, where there is nothing to draw."""
     x_ends: tuple[float, float] = (0.0, 1.0)
-    """Of the lower axis."""
+    """The least and the greatest value of the lower axis."""
     x_ticks: Sequence[tuple[float, str]] = ()
-    """In percent from the left."""
+    """Places and words."""
     y_ticks: Sequence[tuple[float, str]] = ()
-    """In percent from the top."""
     marks: Sequence[Mark] = ()
     labels: Sequence[Label] = ()
     key: Sequence[Key] = ()
     direct: bool = False
     """Whether the labels say all that the key says, where there is room for them."""
     aloud: str = ""
-    """The drawing in words, for who does not see it."""
+    """The drawing in words, for a reader who does not see it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +156,10 @@ def line_plot(
     """Lines over one axis, each labelled at its end.
 
     Args:
-        title, about: above the plot.
         lines: those without points are left out.
-        x_label, x_form: of the lower axis.
-        form: of the values.
-        low, high: ends of the axis of values; None: what they need.
+        low, high: ends of the axis of values; None: as the values need them.
         log: values in powers of ten; those that are not above 0 are left out.
         limit: a value to mark, and what it is.
-        empty: what to say where no line has points.
     """
     lines = [_above_zero(line) if log else line for line in lines]
     lines = [line for line in lines if len(line.x)]
@@ -180,15 +175,15 @@ def line_plot(
     if limit:
         at = float(down.place(np.array([limit[0]]))[0])
         marks.insert(0, Mark("limit", "", _points(np.array([0.0, 1.0]), np.full(2, at))))
-        labels.append(Label(0, 100 * (1 - at), "", limit[1], "of-limit"))
+        labels.append(Label(0.0, at, "", limit[1], "of-limit"))
     return Plot(
         title,
         about,
         x_label,
         form,
         x_ends=(along.low, along.high),
-        x_ticks=_percent(along.ticks(5)),
-        y_ticks=_percent_down(down.ticks(4)),
+        x_ticks=along.ticks(5),
+        y_ticks=down.ticks(4),
         marks=marks,
         labels=labels,
         key=[Key(line.colour, line.name, say(line.last, form)) for line in lines] * several,
@@ -210,12 +205,9 @@ def stack_plot(
     """Bars of layers on top of each other, the first at the bottom; of many, each stands for its neighbours' mean.
 
     Args:
-        title, about: above the plot.
         x: steps, [n].
-        layers: as many values each.
-        form: of the values.
-        top: of the axis; None: as ``usual_top`` of these layers has it.
-        empty: what to say where there is no step.
+        layers: of n values each.
+        top: where the axis ends; None: at ``usual_top`` of these layers.
     """
     if not len(x):
         return Plot(title, about, empty=empty)
@@ -228,7 +220,7 @@ def stack_plot(
     floor, marks = np.zeros(len(places)), []
     for layer, points in zip(layers, thinned, strict=True):
         bottom, floor = floor, floor + points.mean
-        shapes = _boxes(along.place(left + gap), along.place(right - gap), down.place(bottom), down.place(floor))
+        shapes = boxes(along.place(left + gap), along.place(right - gap), down.place(bottom), down.place(floor))
         marks.append(Mark("fill", layer.colour, shapes, layer.name, _numbers(places), _numbers(points.mean)))
     return Plot(
         title,
@@ -236,8 +228,8 @@ def stack_plot(
         "step",
         form,
         x_ends=(along.low, along.high),
-        x_ticks=_percent(along.ticks(5)),
-        y_ticks=_percent_down(down.ticks(4)),
+        x_ticks=along.ticks(5),
+        y_ticks=down.ticks(4),
         marks=marks,
         key=[Key(layer.colour, layer.name, layer.said) for layer in layers if layer.said != "<1%"],
         aloud=f"{title}, {about}: " + "; ".join(f"{layer.name} {layer.said}" for layer in layers),
@@ -250,38 +242,9 @@ def usual_top(layers: Sequence[Layer]) -> float:
     return 1.06 * float(np.quantile(ends, 0.98) if len(ends) > 20 else ends.max(initial=0.0))
 
 
-def cell_plot(
-    title: str,
-    about: str,
-    sides: tuple[Floats, Floats, Floats, Floats],
-    cells: Sequence[tuple[str, float]],
-    *,
-    x_label: str,
-    x_ticks: Sequence[tuple[float, str]],
-    y_ticks: Sequence[tuple[float, str]],
-    key: Sequence[Key],
-) -> Plot:
-    """Coloured cells.
-
-    Args:
-        title, about: above the plot.
-        sides: left, right, bottom and top of each cell, from 0 to 1. [n] each.
-        cells: colour and opacity of each.
-        x_label: of the lower axis.
-        x_ticks, y_ticks: where, from 0 to 1, and their words.
-        key: of the colours.
-    """
-    boxes = _boxes(*sides)
-    return Plot(
-        title,
-        about,
-        x_label,
-        x_ticks=_percent(x_ticks),
-        y_ticks=_percent_down(y_ticks),
-        marks=[Mark("fill", colour, boxes[i : i + 1], opacity=opacity) for i, (colour, opacity) in enumerate(cells)],
-        key=key,
-        aloud=f"{title}, {about}",
-    )
+def boxes(left: Floats, right: Floats, bottom: Floats, top: Floats) -> Floats:
+    """Shapes of a ``fill``, [n, 2, 2], from their sides, [n] each."""
+    return np.stack([np.stack([left, bottom], axis=-1), np.stack([right, top], axis=-1)], axis=1)
 
 
 def _marks(line: Line, along: Axis, down: Axis, *, alone: bool) -> list[Mark]:
@@ -316,22 +279,17 @@ def _marks_around(line: Line, points: Thinned, along: Axis, down: Axis) -> list[
 
 def _labels(lines: Sequence[Line], along: Axis, down: Axis, *, named: bool) -> list[Label]:
     """Each line's last value, where the line ends."""
-    across = 100 * along.place(np.array([line.x[-1] for line in lines]))
+    across = along.place(np.array([line.x[-1] for line in lines])).tolist()
     heights = spread(down.place(np.array([line.last for line in lines])).tolist(), LABEL)
     return [
-        Label(float(left), 100 * (1 - height), say(line.last, down.form), line.name * named, line.colour)
-        for line, left, height in zip(lines, across, heights, strict=True)
+        Label(x, y, say(line.last, down.form), line.name * named, line.colour)
+        for line, x, y in zip(lines, across, heights, strict=True)
     ]
 
 
 def _points(x: Floats, y: Floats) -> Floats:
     """One shape, [1, n, 2]."""
     return np.stack([x, y], axis=-1)[None]
-
-
-def _boxes(left: Floats, right: Floats, bottom: Floats, top: Floats) -> Floats:
-    """[n, 2, 2]"""
-    return np.stack([np.stack([left, bottom], axis=-1), np.stack([right, top], axis=-1)], axis=1)
 
 
 def _numbers(values: Floats) -> str:
@@ -358,11 +316,3 @@ def _powers_of_ten(values: Floats) -> Axis:
 def _along(x: Floats, form: Form) -> Axis:
     low, high = float(x.min()), float(x.max())
     return Axis(low, high if high > low else low + 1.0, form)
-
-
-def _percent(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    return [(100 * at, words) for at, words in ticks]
-
-
-def _percent_down(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    return [(100 - 100 * at, words) for at, words in ticks]

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_dppo.report.axes import Form
 from megatron_dppo.report.parts import Part, Plots, Section
-from megatron_dppo.report.plot import Key, Layer, Line, Plot, cell_plot, line_plot, stack_plot
+from megatron_dppo.report.plot import Key, Layer, Line, Mark, Plot, boxes, line_plot, stack_plot
 from megatron_dppo.report.run import Run
 from megatron_dppo.rl.pruning.completions import COMPLETION_RULES
 from megatron_dppo.rl.pruning.prompts import PROMPT_RULES
@@ -77,19 +77,22 @@ def causes_plot(run: Run) -> Plot:
     left, right, bottom, top = x.min() - wide, x.max() + wide, y.min() - tall, y.max() + tall
     across, up = right - left, top - bottom
     sides = (x - wide - left) / across, (x + wide - left) / across, (y - tall - bottom) / up, (y + tall - bottom) / up
+    shapes = boxes(*sides)
     colours = np.round(4 * np.clip(chance, 0.0, 1.0)).astype(int)
     strength = 0.25 + 0.75 * np.sqrt(count / count.max())
     powers = range(int(np.ceil(left)), int(np.floor(right)) + 1, 1 + int(across // 7))
     octaves = [power for power in range(-4, 5, 2) if bottom < power < top]
-    return cell_plot(
+    return Plot(
         title,
         about,
-        sides,
-        [(f"chance{colour}", float(opacity)) for colour, opacity in zip(colours, strength, strict=True)],
-        x_label="tokens of the response",
+        "tokens of the response",
         x_ticks=[((power - left) / across, f"{2**power:,}" if power >= 0 else "") for power in powers],
         y_ticks=[((p - bottom) / up, f"{2**p}×" if p >= 0 else f"1/{2**-p}") for p in octaves],
+        marks=[
+            Mark("fill", f"chance{colours[i]}", shapes[i : i + 1], opacity=float(strength[i])) for i in range(len(x))
+        ],
         key=[Key(f"chance{i}", word) for i, word in enumerate(CHANCES)],
+        aloud=f"{title}, {about}",
     )
 
 

@@ -25,7 +25,7 @@ def test_a_line_goes_through_its_values() -> None:
     (drawn,) = [mark for mark in plot.marks if mark.x]
     assert points(drawn.path) == [(0, 1000), (500, 0), (1000, 500)]
     assert (drawn.x, drawn.y) == ("0 5 10", "0 1 0.5")
-    assert [(label.left, label.top, label.value) for label in plot.labels] == [(100.0, 50.0, "0.5")]
+    assert [(label.x, label.y, label.value) for label in plot.labels] == [(1.0, 0.5, "0.5")]
 
 
 def test_a_logarithmic_axis_has_equal_steps_for_equal_factors() -> None:
