@@ -25,8 +25,11 @@ from megatron_dppo.history import same_prompts
 from megatron_dppo.launch import stop
 from megatron_dppo.lock import lock_run
 from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.observe.usage import Usage
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
+from megatron_dppo.plan.hardware import GPUS
+from megatron_dppo.plan.parameters import parameters_of
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import plan_step, unpruned
@@ -68,6 +71,8 @@ class Trainer:
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
         self.pool, self.held_out = load_pools(self.policy)  # a bad row is named before any server is started
         self.learner = assemble_learner(self.policy, self.timers)
+        weights, gpu = parameters_of(self.policy.shape), GPUS[config.cluster.gpu]
+        self.usage = Usage(world, self.policy.shape, weights.matrices, weights.head, gpu.rate(config.model.dtype))
         self.engine = to_close.enter_context(closing(self.policy.engine()))
         self.collector = self.policy.collector(self.engine, workers)
         verifiers = open_verifiers(config, world, self.held_out, to_close, {config.reward.function: workers})
@@ -104,7 +109,9 @@ class Trainer:
                 metrics = self.train(plan, rollouts)
             self.step += 1
             events, notes = self.engine.take_events()
-            self.logger.record(rollouts, plan, metrics | events | self.timers.take(), notes)
+            seconds = self.timers.take()
+            usage = self.usage.measure(plan, seconds)
+            self.logger.record(rollouts, plan, metrics | events | seconds | usage, notes)
             if self.step == last or _due(self.step, self.config.eval.every):
                 self.evaluate()
             self.world.from_leader(self.check_lock)

@@ -23,6 +23,8 @@ ROLLING_OUT = ("rollout", "score_norms")
 """Phases whose seconds grow with the tokens rolled out."""
 TRAINING = ("deliver", "log_probs", "actor_train")
 """Phases whose seconds grow with the tokens trained on."""
+COMPUTING = ("score_norms", "log_probs", "actor_train")
+"""Phases in which the trainer passes tokens through the policy."""
 
 
 class PhaseTimers:

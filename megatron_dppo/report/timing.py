@@ -8,13 +8,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dppo.observe.timers import PHASES, breakdown
-from megatron_dppo.report.axes import duration, say
+from megatron_dppo.report.axes import Form, duration, say
 from megatron_dppo.report.learning import step_numbers
 from megatron_dppo.report.parts import Bars, Plots, Section, Segment, Table
-from megatron_dppo.report.plot import Key, Layer, Plot, stack_plot, usual_top
+from megatron_dppo.report.plot import Key, Layer, Plot, line_plot, stack_plot, usual_top
 from megatron_dppo.report.run import Run
 from megatron_dppo.settings import settings
 
+USAGE: Sequence[tuple[str, str, str, Form]] = (
+    (
+        "Waiting",
+        "share of a step in which the trainer passes no tokens through the policy",
+        "perf/wait_time_ratio",
+        "share",
+    ),
+    ("Training rate", "TFLOPS of a rank during training", "perf/actor_train_tflops", "number"),
+    ("Share of the peak", "of a GPU's rate by its data sheet, during training", "perf/actor_train_peak_share", "share"),
+    ("GPU memory", "GiB, of the rank that held the most", "perf/gpu_memory_gib", "number"),
+    ("Host memory", "GiB in use, of the machine that used the most", "perf/host_memory_gib", "number"),
+)
+"""Title, what is drawn, metric and form of each plot."""
 NAMES = (*PHASES.values(), "other")
 NARROWEST = 0.07
 """Share of the scale that a part of a bar must have to be labelled within."""
@@ -42,6 +55,8 @@ def timing(runs: Sequence[Run]) -> Section:
     key = [Key(f"phase-{phase}", phase) for phase in phases]
     top = max(usual_top(of) for of in layers.values())
     plots = [phase_plot(run, run.name, "seconds per step, by phase", top) for run in runs if run.name in layers]
+    usage = [line_plot(title, about, [run.line(key) for run in runs], form=form) for title, about, key, form in USAGE]
+    plots += [plot for plot in usage if not plot.empty]
     return Section("time", title, lead, [Bars(bars, key), _table(means, phases), Plots(plots)])
 
 

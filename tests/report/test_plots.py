@@ -12,6 +12,7 @@ from megatron_dppo.report.learning import signs
 from megatron_dppo.report.parts import Note, Plots
 from megatron_dppo.report.plot import Layer, Line, line_plot, stack_plot
 from megatron_dppo.report.run import read_runs
+from megatron_dppo.report.timing import timing
 from tests.report.made_up import write_run
 
 
@@ -66,6 +67,14 @@ def test_many_runs_are_lines_and_nothing_around_them(tmp_path: Path) -> None:
     assert [label.name for label in few.labels] == ["run 0", "run 1", "run 2"]
     assert [label.name for label in many.labels] == [""] * 4
     assert [key.name for key in many.key] == [line.name for line in lines]
+
+
+def test_the_use_of_the_machines_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
+    without = write_run(tmp_path / "without")
+    measured = write_run(tmp_path / "measured", held={"perf/wait_time_ratio": 0.25, "perf/actor_train_tflops": 400.0})
+    drawn = timing(read_runs([without, measured])).parts[-1]
+    assert isinstance(drawn, Plots)
+    assert [plot.title for plot in drawn.plots] == ["without", "measured", "Waiting", "Training rate"]
 
 
 def test_what_never_happened_is_said_and_not_drawn(tmp_path: Path) -> None:
