@@ -15,15 +15,15 @@ from megatron_dppo.report.timing import race
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Of one run, in GPU-hours (of a run without GPUs: in hours of its processes)."""
+    """GPU-hours of one run, or hours of its processes if it has no GPUs."""
 
     hours: float
-    """Steps and evaluations; neither the start nor checkpoints."""
+    """Of steps and evaluations, without the start and without checkpoints."""
     by_prompts: float
-    """Saved by pruning prompts, that of completions left as it is; estimated, as what follows is."""
+    """Estimated hours saved by pruning prompts, with the pruning of completions left as it is."""
     by_completions: float
     both: float
-    """Saved by both: more than their sum, for prompts that are not rolled out are not trained on either."""
+    """Saved by both levels. It is more than their sum: prompts that are not rolled out are not trained on either."""
     devices: str
     """``8 GPUs``, ``2 processes``; and whether servers are among them."""
 

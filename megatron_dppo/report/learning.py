@@ -15,8 +15,10 @@ from megatron_dppo.report.run import Run
 from megatron_dppo.rl.types import Floats
 
 Z = 1.959964
-"""95% of a normal distribution lie within so many deviations."""
-SIGNS: Sequence[tuple[str, str, str, Form]] = (
+"""95% of a normal distribution lie within so many standard deviations."""
+Metrics = Sequence[tuple[str, str, str, Form]]
+"""Title, what is drawn, metric and form of each plot."""
+SIGNS: Metrics = (
     ("Response length", "mean tokens of a completion", "rollout/response_len/mean", "number"),
     ("Cut off", "share of completions that reached the limit", "rollout/truncated_ratio", "share"),
     ("Entropy", "of the policy, nats per token", "train/entropy_loss", "number"),
@@ -26,7 +28,6 @@ SIGNS: Sequence[tuple[str, str, str, Form]] = (
     ("Distance", "from the initial policy, KL per token", "train/kl_loss", "number"),
     ("No difference", "share of groups whose rewards were all equal", "rollout/zero_std/ratio", "share"),
 )
-"""Title, what is drawn, metric and form of each plot."""
 DIFFERENCES: Sequence[tuple[str, str, Form]] = (
     ("mean |Δ log p| of a step, mean of all", "train/rollout_logprob_abs_diff", "number"),
     ("mean exp |Δ log p| − 1 of a step, largest", "train/token_mult_prob_error", "number"),
@@ -34,7 +35,7 @@ DIFFERENCES: Sequence[tuple[str, str, Form]] = (
     ("tokens made by older weights", "rollout/stale_tokens", "share"),
     ("versions that completions are older", "rollout/version_lag", "number"),
 )
-"""Of trainer and engine: what a row of the table says, its metric and form."""
+"""Between trainer and engine: the words of a table's row, its metric and form."""
 Places = Callable[[Run], Floats]
 """Where the steps of a run lie on an axis, [steps]."""
 
@@ -68,8 +69,8 @@ def learning(runs: Sequence[Run]) -> Section:
 
 
 def signs(runs: Sequence[Run]) -> Section:
-    """What tells early that a run goes wrong."""
-    plots = [line_plot(title, about, [run.line(key) for run in runs], form=form) for title, about, key, form in SIGNS]
+    """Metrics that show early that a run goes wrong."""
+    plots = metric_plots(runs, SIGNS)
     never = [title for title, _, key, _ in SIGNS if _only_zeros(runs, key)]
     parts: list[Part] = [Plots([plot for plot in plots if not plot.empty and plot.title not in never])]
     if never:
@@ -90,6 +91,11 @@ def packs(runs: Sequence[Run]) -> Section:
     plots = [plot for plot in (fill, _difference_plot(runs)) if not plot.empty]
     parts: list[Part] = [Plots(plots), _difference_table(runs)] if plots else []
     return Section("packs", "Packs, and agreement of trainer and engine", lead, parts, "Nothing was packed yet.")
+
+
+def metric_plots(runs: Sequence[Run], metrics: Metrics) -> list[Plot]:
+    """One plot for each metric, empty where no run has measured it."""
+    return [line_plot(title, about, [run.line(key) for run in runs], form=form) for title, about, key, form in metrics]
 
 
 def step_numbers(run: Run) -> Floats:

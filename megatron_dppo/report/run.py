@@ -1,4 +1,4 @@
-"""What a run's folder holds, read while the run goes on, after its end, or where it was killed."""
+"""Reads the folder of a run that goes on, has ended or was killed. What cannot be read is left out."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megatron_dppo.settings import settings, short
 
 Row = Mapping[str, Any]
 NOISE = {"prune/noise_share_prompts", "prune/noise_share_completions"}
-"""Drawn on top of each other: one of them says nothing without the other."""
+"""These two are drawn on top of each other, so a row that has only one of them loses it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One folder. What it does not hold is empty."""
+    """What one folder holds; what is not there is empty."""
 
     name: str
-    """Short, and no other run's of the page."""
+    """Short, and different from those of the page's other runs."""
     folder: Path
     number: int
-    """Of the run on the page: its colour."""
+    """Of the run on the page, from 0; it decides the colour."""
     config: Mapping[str, Any]
     """Values of ``config.yaml`` by dotted key."""
     changes: Sequence[tuple[int, Sequence[Change]]]
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def steps(self) -> list[Row]:
-        """The rows of steps: an evaluation before the first is none."""
+        """The rows of steps. Row 0, of the evaluation before the first step, is not among them."""
         return [row for row in self.rows if "perf/step_time" in row]
 
     def setting(self, key: str) -> Any:
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def of_several_settings(self) -> Sequence[str]:
-        """What its results are of was changed on the way: which setting, and when."""
+        """Settings of results (``history.RESULTS``) that were changed on the way, and when."""
         return [
             f"{change.key} {short(change.before)} until step {step:,}, then {short(change.now)}"
             for step, found in self.changes
@@ -109,7 +109,7 @@ def default_of(key: str) -> Any:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number, and none that is whole and too large to be a float."""
+    """Whether it is a finite number that a float can hold."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
@@ -163,7 +163,7 @@ def _rows(file: Path) -> list[Row]:
 
 
 def _text(file: Path) -> str:
-    """Bytes that are no UTF-8 spoil their place alone."""
+    """Bytes that are no UTF-8 are replaced one by one."""
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
@@ -177,14 +177,14 @@ def _parse(text: str) -> Row:
 
 
 def _numbers(row: Row) -> Row:
-    """What of a row of metrics can be drawn and summed."""
+    """The entries of a row of metrics that can be drawn and summed."""
     found = {key: value for key, value in row.items() if is_number(value)}
     alone = set() if found.keys() >= NOISE else NOISE
     return {key: value for key, value in found.items() if key not in alone}
 
 
 def _whole(value: Any) -> bool:
-    """Whether nothing in it is null, or a number that is none."""
+    """Whether nothing in it is null, NaN or infinite."""
     if isinstance(value, dict | list):
         return all(map(_whole, value.values() if isinstance(value, dict) else value))
     return isinstance(value, str) or is_number(value)

@@ -1,4 +1,4 @@
-"""Where a step's seconds went, and runs against each other by the clock."""
+"""What a step took of the time and of the machines; and runs against each other, by the clock."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dppo.observe.timers import PHASES, breakdown
-from megatron_dppo.report.axes import Form, duration, say
-from megatron_dppo.report.learning import step_numbers
+from megatron_dppo.report.axes import duration, say
+from megatron_dppo.report.learning import Metrics, metric_plots, step_numbers
 from megatron_dppo.report.parts import Bars, Plots, Section, Segment, Table
-from megatron_dppo.report.plot import Key, Layer, Plot, line_plot, stack_plot, usual_top
+from megatron_dppo.report.plot import Key, Layer, Plot, stack_plot, usual_top
 from megatron_dppo.report.run import Run
 from megatron_dppo.settings import settings
 
-USAGE: Sequence[tuple[str, str, str, Form]] = (
+USAGE: Metrics = (
     (
         "Waiting",
         "share of a step in which the trainer passes no tokens through the policy",
@@ -27,22 +27,21 @@ USAGE: Sequence[tuple[str, str, str, Form]] = (
     ("GPU memory", "GiB, of the rank that held the most", "perf/gpu_memory_gib", "number"),
     ("Host memory", "GiB in use, of the machine that used the most", "perf/host_memory_gib", "number"),
 )
-"""Title, what is drawn, metric and form of each plot."""
 NAMES = (*PHASES.values(), "other")
 NARROWEST = 0.07
-"""Share of the scale that a part of a bar must have to be labelled within."""
+"""Share of the scale below which a part of a bar has no label within."""
 TEST = ("data.eval", "data.prompt_key", "data.label_key", "eval.benchmarks", "eval.folder", "eval.samples",
         "eval.temperature", "reward.function")  # fmt: skip
-"""What an accuracy is of."""
+"""Settings that decide which test an accuracy is of."""
 GENERATED = ("data.arithmetic.", "data.reasoning_gym.")
-"""Settings of generators, which belong to the test too, but for:"""
+"""Settings of generators decide it too, but for ``TRAINING_ONLY``."""
 TRAINING_ONLY = ("problems", "forgotten_carries", "short_answers", "eval_problems")
-"""The last says how many are held out and not which: the first ones are asked, and runs tell how many."""
+"""``eval_problems`` says how many problems are held out and not which; the runs' records tell how many were asked."""
 COUNTS = ("eval.problems", "data.arithmetic.eval_problems", "data.reasoning_gym.eval_problems")
 
 
 def timing(runs: Sequence[Run]) -> Section:
-    """Mean seconds by phase, in bars on one scale and in figures; then over each run."""
+    """Mean seconds by phase, in bars on one scale and in figures; then step by step, with the use of the machines."""
     layers = {run.name: _layers(run) for run in runs if run.steps}
     title = "Where a step's time goes"
     lead = "Wall-clock seconds of a step, by phase, on the leading rank. Evaluations and checkpoints are not in them."
@@ -55,8 +54,7 @@ def timing(runs: Sequence[Run]) -> Section:
     key = [Key(f"phase-{phase}", phase) for phase in phases]
     top = max(usual_top(of) for of in layers.values())
     plots = [phase_plot(run, run.name, "seconds per step, by phase", top) for run in runs if run.name in layers]
-    usage = [line_plot(title, about, [run.line(key) for run in runs], form=form) for title, about, key, form in USAGE]
-    plots += [plot for plot in usage if not plot.empty]
+    plots += [plot for plot in metric_plots(runs, USAGE) if not plot.empty]
     return Section("time", title, lead, [Bars(bars, key), _table(means, phases), Plots(plots)])
 
 
@@ -103,18 +101,18 @@ def _percent(share: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """What was measured of several runs; by name, the first one first."""
+    """What was measured of several runs. Mappings are by the runs' names, the first run first."""
 
     pace: Mapping[str, float]
     """Mean seconds of a step."""
     target: float | None
-    """The best accuracy that all of them had at some evaluation; None where there is none to race for."""
+    """The best accuracy that each run had at some evaluation; None where accuracies are not compared."""
     reached: Mapping[str, float]
     """Seconds of training steps until the first evaluation at the target or above."""
     differs: Sequence[str] = ()
-    """Why there is none: what the runs' tests do not have in common."""
+    """Settings in which the runs' tests differ, which forbid a target."""
     changed: Sequence[str] = ()
-    """Of runs that are not of one kind of training each: what was changed on the way."""
+    """Settings of results that were changed on a run's way, in words."""
 
     def cells(self, seconds: Mapping[str, float], name: str) -> str:
         """A run's seconds, and how they compare with the first run's."""
@@ -125,7 +123,7 @@ class Race:
         return duration(seconds[name]) + ratio
 
     def said(self) -> str:
-        """The outcome in words, with what it is worth."""
+        """The outcome in words, and how far it can be trusted."""
         words = f"Measured, a step: {self._against_first(self.pace)}."
         if self.changed:
             words = f"{words} What a run's results are of was changed on its way: {'; '.join(self.changed)}."
@@ -139,7 +137,7 @@ class Race:
 
     @property
     def unlike(self) -> str:
-        """What is said where accuracies are not comparable, else empty."""
+        """Why accuracies are not compared; empty where they are."""
         if not self.differs:
             return ""
         tested = f"The runs were tested on different problems, or in different ways ({', '.join(self.differs)})"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -65,3 +67,8 @@ def test_the_same_run_is_the_same_picture(tmp_path: Path) -> None:
     for prefix in ("once-", "again-"):
         draw_pictures(run, tmp_path, prefix=prefix)
     assert (tmp_path / "once-pruning.png").read_bytes() == (tmp_path / "again-pruning.png").read_bytes()
+
+
+def test_a_rank_that_draws_nothing_does_not_import_what_draws() -> None:
+    program = "import sys, megatron_dppo.run_logger, megatron_dppo.report.page; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
