@@ -12,9 +12,8 @@ from pathlib import Path
 
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.evaluation.flags import add_eval_arguments, eval_settings
-from megatron_dppo.observe.complaint import describe
 from megatron_dppo.settings import as_yaml, load_config
 
 
@@ -24,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except UserError as error:
-        print(describe(error), file=sys.stderr)
+        print(error_text(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

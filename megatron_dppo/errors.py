@@ -1,4 +1,11 @@
-"""The one exception whose message is all that a user sees."""
+"""The one exception whose message is all that a user sees, and its text."""
+
+from __future__ import annotations
+
+import textwrap
+
+WIDTH = 100
+"""Characters of a line of an error's text."""
 
 
 class UserError(Exception):
@@ -16,5 +23,29 @@ class UserError(Exception):
         message = f"{setting} = {value}: {problem}. {remedy}."
         super().__init__(message.encode(errors="backslashreplace").decode())  # it may quote what no terminal can print
 
-    def __reduce__(self) -> tuple[type["UserError"], tuple[str, object, str, str]]:
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:
         return type(self), (self.setting, self.value, self.problem, self.remedy)
+
+
+def error_text(error: UserError) -> str:
+    """What a user reads of an error: the setting, the problem and the remedy, wrapped, without a final newline.
+
+    Lines of the error's own, as of a traceback or a list, are kept.
+    """
+    value = f" = {error.value}" if str(error.value) else " is empty"
+    parts = _under("problem", error.problem), _under("remedy", _capitalised(error.remedy))
+    return "\n".join([f"error: {error.setting}{value}", *parts])
+
+
+def _capitalised(text: str) -> str:
+    """With a capital, unless it begins with the name of a setting or a command."""
+    return text[0].upper() + text[1:] if text.partition(" ")[0].isalpha() else text
+
+
+def _under(title: str, text: str) -> str:
+    margin = " " * 11
+    wrapper = textwrap.TextWrapper(
+        WIDTH - len(margin), break_long_words=False, break_on_hyphens=False, drop_whitespace=False
+    )
+    lines = [wrapped.rstrip() for line in text.splitlines() for wrapped in wrapper.wrap(line) or [""]]
+    return f"  {title:<9}" + f"\n{margin}".join(lines)

@@ -22,10 +22,12 @@ from megatron_dppo.curriculum import Curriculum
 from megatron_dppo.evaluation.evaluate import evaluate
 from megatron_dppo.evaluation.evaluator import Evaluator, open_verifiers
 from megatron_dppo.history import same_prompts
-from megatron_dppo.journal import Journal
 from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.observe.usage import Usage
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
+from megatron_dppo.plan.hardware import GPUS
+from megatron_dppo.plan.parameters import parameters_of
 from megatron_dppo.process import stop
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
@@ -34,6 +36,7 @@ from megatron_dppo.rl.types import Selection, StepPlan
 from megatron_dppo.rollout.collect import Begun, Collected
 from megatron_dppo.rollout.in_flight import Batch, read_batch, write_batch
 from megatron_dppo.rollout.staleness import staleness
+from megatron_dppo.run_logger import RunLogger
 
 
 def train(config: Config) -> None:
@@ -67,6 +70,8 @@ class Trainer:
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
         self.pool, self.held_out = load_pools(self.policy)  # a bad row is named before any server is started
         self.learner = assemble_learner(self.policy, self.timers)
+        weights, gpu = parameters_of(self.policy.shape), GPUS[config.cluster.gpu]
+        self.usage = Usage(world, self.policy.shape, weights.matrices, weights.head, gpu.rate(config.model.dtype))
         self.engine = to_close.enter_context(closing(self.policy.engine()))
         self.collector = self.policy.collector(self.engine, workers)
         verifiers = open_verifiers(config, world, self.held_out, to_close, {config.reward.function: workers})
@@ -80,7 +85,7 @@ class Trainer:
         self.next: Selection | Begun | Batch | None = None
         """The next step's rollouts: selected, asked for, or there already."""
         self._resume()
-        self.journal = Journal(config, world, step=self.step, dropped_prompts=self.pool.dropped)
+        self.logger = RunLogger(config, world, step=self.step, dropped_prompts=self.pool.dropped)
 
     def run(self) -> None:
         """All the steps that are left."""
@@ -91,7 +96,7 @@ class Trainer:
         self.sync(self.version)
         agreement = self.check_agreement()
         if self.step == 0:  # a resumed run's rows are those of one that never stopped
-            self.journal.add(agreement)
+            self.logger.add(agreement)
             self.evaluate()
         while self.step < last:
             with self.timers("step"):
@@ -103,11 +108,13 @@ class Trainer:
                 metrics = self.train(plan, rollouts)
             self.step += 1
             events, notes = self.engine.take_events()
-            self.journal.record(rollouts, plan, metrics | events | self.timers.take(), notes)
+            seconds = self.timers.take()
+            usage = self.usage.measure(plan, seconds)
+            self.logger.record(rollouts, plan, metrics | events | seconds | usage, notes)
             if self.step == last or _due(self.step, self.config.eval.every):
                 self.evaluate()
             self.world.from_leader(self.check_lock)
-            self.journal.write(self.step)
+            self.logger.write(self.step)
             asked, written = zip(*self.world.gather((stop.asked(), self.checkpoints.written())), strict=True)
             if all(written):
                 self.checkpoints.finish()
@@ -120,7 +127,7 @@ class Trainer:
         self.checkpoints.finish()
         if self.config.run.export:
             self.policy.export(self.folder / "hf", setting="run.dir")
-        self.journal.finish(self.guard.best)
+        self.logger.finish(self.guard.best)
 
     def _show(self) -> None:
         """What a run has come to that was at its end already. Nothing is written but what a kill has left out."""
@@ -128,7 +135,7 @@ class Trainer:
         due = partial(_is_older, exported, tracker)
         if self.config.run.export and self.world.from_leader(due):
             self.policy.export(self.folder / "hf", setting="run.dir")
-        self.journal.finish()
+        self.logger.finish()
 
     def select(self, step: int) -> Selection:
         """Draw a step's prompts from the next window of candidates; the draw's probabilities come with them."""
@@ -210,9 +217,9 @@ class Trainer:
             with self.timers("eval"):
                 result = evaluate(self.evaluator, self.held_out, self.config.eval)
             self.guard.evaluated(result.metrics.get("eval/accuracy"))
-            self.journal.evaluated(self.step, result, self.timers.take())
+            self.logger.evaluated(self.step, result, self.timers.take())
             if self.step == 0:
-                self.journal.write(0)
+                self.logger.write(0)
 
     def save(self) -> None:
         """Write a checkpoint. Rollouts in flight are waited for: they are part of it."""

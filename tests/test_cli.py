@@ -15,6 +15,7 @@ import pytest
 from megatron_dppo import __version__
 from megatron_dppo.cli import main
 from megatron_dppo.config import Config
+from megatron_dppo.errors import WIDTH, UserError, error_text
 from megatron_dppo.settings import load_config
 
 
@@ -126,3 +127,13 @@ def test_doctor_tells_which_nccl_runs_and_which_torch_was_built_with(
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 7))
     assert main(["doctor"]) == 0
     assert "2.30.7 (torch was built with 2.29.7)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_error_text_fits_a_terminal_and_keeps_the_lines_of_a_traceback() -> None:
+    problem = "word " * 60 + "\nTraceback:\n  File x\n    raise"
+    text = error_text(UserError("a.b", "3", problem, "do this"))
+    lines = text.splitlines()
+    assert lines[0] == "error: a.b = 3"
+    assert max(map(len, lines)) <= WIDTH
+    assert [line.removeprefix(" " * 11) for line in lines[-4:-1]] == ["Traceback:", "  File x", "    raise"]
+    assert lines[-1] == "  remedy   Do this"

@@ -11,12 +11,11 @@ from unittest import mock
 
 import pytest
 
-from megatron_dppo import journal
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluate import Evaluation, Shown
-from megatron_dppo.journal import Journal
 from megatron_dppo.launch.rank import rank_main
+from megatron_dppo.run_logger import RunLogger
 from megatron_dppo.settings import load_config
 from tests.bridge.test_checksums import DAMAGE, replaced
 from tests.rollout.scripted import world_of
@@ -30,7 +29,7 @@ def settings(folder: Path) -> Config:
 
 def run(config: Config, first: int) -> None:
     """What the leader writes from a step on to the end."""
-    written = Journal(config, world_of(1, 0), step=first, dropped_prompts=0)
+    written = RunLogger(config, world_of(1, 0), step=first, dropped_prompts=0)
     for step in range(first + 1 if first else 0, STEPS + 1):
         written.add({"rollout/raw_reward": step / 7, "perf/step_time": 0.5})
         if step in (0, STEPS):
@@ -42,7 +41,7 @@ def run(config: Config, first: int) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with mock.patch.object(journal, "draw_progress"), mock.patch.object(journal, "draw_pruning"):
+    with mock.patch("megatron_dppo.report.pictures.draw_pictures"):
         folder = tmp_path_factory.mktemp("run") / "run"
         run(settings(folder), 0)
         yield folder

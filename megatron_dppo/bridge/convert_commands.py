@@ -42,9 +42,8 @@ from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.torch_dist import plan_checkpoint
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.models.shape import PolicyShape, read_shape
-from megatron_dppo.observe.complaint import describe
 from megatron_dppo.process.files import check_replaceable, replacing_directory
 from megatron_dppo.process.warnings import quieten
 
@@ -57,11 +56,11 @@ def run(command: Callable[[argparse.Namespace], None], chosen: argparse.Namespac
     try:
         command(chosen)
     except UserError as error:
-        print(describe(error), file=sys.stderr)
+        print(error_text(error), file=sys.stderr)
         return 2
     except OSError as error:
         mended = UserError("file", error.filename, error.strerror or str(error), "Mend that, and convert again")
-        print(describe(mended), file=sys.stderr)
+        print(error_text(mended), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -18,9 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dppo.config import Config
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.launch.first_failure import FirstFailure, marker_for
-from megatron_dppo.observe.complaint import describe
 from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_one_machine
 from megatron_dppo.process import stop
 from megatron_dppo.process.lifetime import die_with
@@ -74,16 +73,16 @@ def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = No
         module, _, function = JOBS.get(job, job).partition(":")
         getattr(importlib.import_module(module), function)(config)
     except UserError as error:
-        code = _say(failure, 2, describe(error))
+        code = _say(failure, 2, error_text(error))
     except stop.StoppedError as stopped:
         code = _say(failure, stop.SAVED, str(stopped))
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # torch's errors of distributed checkpoints are no Exceptions
         if isinstance(error, OSError) and error.errno in DISK_IS_FULL:
-            code = _say(failure, 2, describe(_no_room(config, error)))
+            code = _say(failure, 2, error_text(_no_room(config, error)))
         elif isinstance(error, OSError) and _in_run_dir(config, error):
-            code = _say(failure, 2, describe(_in_the_way(error)))
+            code = _say(failure, 2, error_text(_in_the_way(error)))
         else:
             hint = ""
             if lost_contact(error):

@@ -1,67 +1,45 @@
-"""What a person sees while a run goes on: one row per step, and words where numbers do not do."""
+"""What a person reads while a run goes on: one row per step, and notes on what a number does not tell."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 import rich.console
 from rich.text import Text
 
+from megatron_dppo.observe.palette import colour_of
 from megatron_dppo.observe.timers import breakdown
 
-COLOURS: Mapping[str, str] = {
-    "rollout": "#4c78a8",
-    "reward": "#8c7ab8",
-    "norms": "#c9a94f",
-    "plan": "#9aa5b1",
-    "deliver": "#b8b0a4",
-    "log-probs": "#72a98f",
-    "train": "#e08e45",
-    "sync": "#c8553d",
-    "other": "#d5dade",
-}
-"""One colour per phase, here and in the picture."""
-
 HEADER_EVERY = 25
+"""Rows between two headers."""
 BAR = 16
+"""Characters of the bar of phases."""
 
 
-def _number(value: float) -> str:
-    return f"{value:.3f}"
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.0f}%"
-
-
-def _rate(value: float) -> str:
-    return f"{value:.1e}"
-
-
-_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("reward", "rollout/raw_reward", _number),
-    ("held-out", "eval/accuracy", _number),
-    ("loss", "train/loss", _number),
-    ("length", "rollout/response_len/mean", lambda value: f"{value:.0f}"),
-    ("prompts", "prune/kept_prompt_fraction", _share),
-    ("tokens", "prune/kept_token_fraction", _share),
-    ("noise", "prune/variance_inflation", lambda value: f"{value:.2f}x"),
-    ("fill", "pack/fill", _share),
-    ("grad", "train/grad_norm", lambda value: f"{value:.2f}"),
-    ("lr", "train/lr", _rate),
-    ("seconds", "perf/step_time", lambda value: f"{value:.2f}"),
+_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("reward", "rollout/raw_reward", "{:.3f}"),
+    ("held-out", "eval/accuracy", "{:.3f}"),
+    ("loss", "train/loss", "{:.3f}"),
+    ("length", "rollout/response_len/mean", "{:.0f}"),
+    ("prompts", "prune/kept_prompt_fraction", "{:.0%}"),
+    ("tokens", "prune/kept_token_fraction", "{:.0%}"),
+    ("noise", "prune/variance_inflation", "{:.2f}x"),
+    ("fill", "pack/fill", "{:.0%}"),
+    ("grad", "train/grad_norm", "{:.2f}"),
+    ("lr", "train/lr", "{:.1e}"),
+    ("seconds", "perf/step_time", "{:.2f}"),
 )
-"""Title, metric and form of each column; "prompts" and "tokens" are the shares that pruning kept, "noise" is by how
-much it multiplied the gradient's estimated variance."""
+"""Title, metric and form of each column. "prompts" and "tokens" are the shares that pruning kept; "noise" is the factor
+by which pruning multiplied the gradient's estimated variance."""
 
 _RUN = ("reward", "held-out", "length", "prompts", "tokens", "noise", "fill", "grad", "lr", "seconds")
 _WARM_UP = ("loss", "grad", "lr", "seconds")
 
 
 class Console:
-    """The leader's voice. On a terminal it has colours and a bar of phases; elsewhere it writes plain lines.
+    """What the leader prints. On a terminal it has colours and a bar of phases; elsewhere it writes plain lines.
 
     Args:
         total_steps: of the whole run, resumes included.
@@ -71,7 +49,7 @@ class Console:
     def __init__(self, total_steps: int, file: TextIO | None = None) -> None:
         self._total = total_steps
         self._out = rich.console.Console(file=file, highlight=False, soft_wrap=True)
-        self._columns: Sequence[tuple[str, str, Callable[[float], str]]] = ()
+        self._columns: Sequence[tuple[str, str, str]] = ()
         self._rows = 0
         self._recent: deque[float] = deque(maxlen=10)
         self._said: set[str] = set()
@@ -88,20 +66,20 @@ class Console:
         self._rows += 1
         cells = [f"{step:>{len(str(self._total))}}/{self._total}"]
         for title, key, form in self._columns:
-            cell = form(metrics[key]) if key in metrics else "-"
+            cell = form.format(metrics[key]) if key in metrics else "-"
             cells.append(f"{cell:>{_width(title)}}")
         row = Text("  ".join(cells) + "  ")
         row.append(self._left(step, metrics), style="dim")
         self._print(row.append("  ").append_text(self._phases(metrics)))
 
     def note(self, text: str, *, again: bool = False) -> None:
-        """Something that a number does not say. The same words are said once in a run, unless ``again``."""
+        """Print a line of words. The same words are printed once in a run, unless ``again``."""
         if again or text not in self._said:
             self._said.add(text)
             self._print(Text("note  ", style="bold yellow").append(text, style="not bold default"))
 
     def banner(self, lines: Sequence[str]) -> None:
-        """A few lines set apart: what begins, or what came of it."""
+        """Print a few lines with an empty line before and after them."""
         self._print(Text("\n" + "\n".join(f"  {line}" if line else "" for line in lines) + "\n"))
 
     def _print(self, text: Text) -> None:
@@ -114,7 +92,7 @@ class Console:
         header = Text("  ".join(titles) + f"  {'left':>7}  ", style="bold")
         if self._out.is_terminal:
             for phase in breakdown(metrics):
-                header.append(f"■ {phase} ", style=f"not bold {COLOURS[phase]}")
+                header.append(f"■ {phase} ", style=f"not bold {colour_of(f'phase-{phase}')}")
         return header
 
     def _left(self, step: int, metrics: Mapping[str, float]) -> str:
@@ -134,11 +112,11 @@ class Console:
             return Text("")
         if not self._out.is_terminal:
             shares = {name: part / total for name, part in parts.items() if part >= 0.01 * total}
-            return Text("  ".join(f"{name} {_share(share)}" for name, share in shares.items()))
+            return Text("  ".join(f"{name} {share:.0%}" for name, share in shares.items()))
         bar, edge, drawn = Text(), 0.0, 0
         for name, part in parts.items():
             edge += part / total * BAR
-            bar.append("█" * (round(edge) - drawn), style=COLOURS[name])
+            bar.append("█" * (round(edge) - drawn), style=colour_of(f"phase-{name}"))
             drawn = round(edge)
         return bar
 

@@ -1,7 +1,7 @@
-"""Watches the length of the responses, and says so when it leaves where it began. It never stops a run.
+"""Warns when the length of the responses leaves where it began. It never stops a run.
 
-A policy that has two styles of answering can settle on the shorter one within a few steps, because it is the better one
-for a while, and then has nothing left to learn the longer one from. Length shows it before the reward does, which still
+A policy that has two styles of answering can settle on the shorter one within a few steps, because that one is better
+for a while. It then has no long answers left to learn from. The length shows this before the reward does, which still
 rises on the way into such a local optimum.
 """
 
@@ -12,20 +12,20 @@ from collections.abc import Mapping
 from statistics import mean
 
 FIRST = 3
-"""Steps whose mean length is the yardstick."""
+"""Steps whose mean length later ones are compared with."""
 RECENT = 3
-"""Steps in the running mean that is held against it."""
+"""Steps in the running mean that is compared."""
 TRUNCATED = 0.1
-"""Least rise of the truncated share that counts as growth: lengths that are cut off cannot show it themselves."""
+"""A rise of the truncated share by this much counts as growth: a length that is cut off cannot show it."""
 
 
 class LengthGate:
-    """Fed with one row of metrics per step, in order; after a resume with the earlier rows first."""
+    """Takes one row of metrics per step, in order; after a resume the earlier rows come first."""
 
     def __init__(self, bound: float | None) -> None:
         """
         Args:
-            bound: ``run.length_gate``, the factor by which the running mean may fall or rise; None: nothing is said.
+            bound: ``run.length_gate``, the factor by which the running mean may fall or rise; None: it never warns.
         """
         self._bound = bound
         self._first: list[tuple[float, float]] = []
@@ -33,7 +33,7 @@ class LengthGate:
         self._outside = ""
 
     def look(self, step: int, row: Mapping[str, float]) -> str | None:
-        """What is to be said after a step: something when the length crosses a bound, again only if it had come back.
+        """A warning when the length crosses a bound, else None. It warns again only if the length had come back.
 
         Args:
             step: counted from 1, as in the log.

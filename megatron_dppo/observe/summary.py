@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +65,10 @@ def summarise(metrics: Rows) -> dict[str, Any]:
     }
 
 
-def write_summary(run_dir: Path | str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Summarise the run in ``run_dir``, write ``summary.json`` there in one piece, and return it.
-
-    Args:
-        run_dir: a directory with ``metrics.jsonl``.
-        extra: further JSON-able figures to write with the others.
-    """
+def write_summary(run_dir: Path | str) -> dict[str, Any]:
+    """Summarise the run in ``run_dir``, write ``summary.json`` there in one piece, and return it."""
     folder = Path(run_dir)
-    summary = summarise(read_metrics(folder)) | dict(extra or {})
+    summary = summarise(read_metrics(folder))
     partial = folder / (FILE + ".partial")
     partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     partial.replace(folder / FILE)
@@ -81,7 +76,7 @@ def write_summary(run_dir: Path | str, extra: Mapping[str, Any] | None = None) -
 
 
 def read_summary(run_dir: Path | str) -> dict[str, Any] | None:
-    """What was written last; None if there is none of all that the metrics hold."""
+    """What was written last; None if there is none, or if the metrics have been written to since."""
     file, metrics = Path(run_dir, FILE), Path(run_dir, METRICS)
     try:
         if metrics.exists() and file.stat().st_mtime < metrics.stat().st_mtime:
@@ -92,103 +87,80 @@ def read_summary(run_dir: Path | str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def print_summary(run_dir: Path | str, summary: Mapping[str, Any], console: Console | None = None) -> None:
-    """Say what was learned, what pruning saved, and where things lie (those that exist)."""
-    console = console or Console(int(summary["steps"]))
-    console.banner([*_learned(summary), *_saved(summary), *_faults(summary), "", *_places(Path(run_dir))])
+def print_summary(run_dir: Path | str, summary: Mapping[str, Any], console: Console) -> None:
+    """Say what was learned, what pruning saved, what failed, and where the run's files lie."""
+    folder = Path(run_dir)
+    places = [f"{title:<20} {folder / name}" for title, name in PLACES if (folder / name).exists()]
+    console.banner([*_learned(summary), *_saved(summary), *_faults(summary), "", *places])
 
 
-def _learned(summary: Mapping[str, Any]) -> list[str]:
-    lines = []
+def _learned(summary: Mapping[str, Any]) -> Iterator[str]:
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     if before is not None and after is not None:
         points = 100 * (after - before)
-        lines = [f"held-out accuracy {100 * before:.1f}% before, {100 * after:.1f}% after ({points:+.1f} points)"]
+        yield f"held-out accuracy {100 * before:.1f}% before, {100 * after:.1f}% after ({points:+.1f} points)"
     if summary["seconds_per_step"] is not None:
         pace, total = summary["seconds_per_step"], summary["seconds"]
-        lines.append(f"{_steps(summary['steps'])} of {pace:.2f} s; {total:.0f} s with evaluations")
-    return lines
+        yield f"{_steps(summary['steps'])} of {pace:.2f} s; {total:.0f} s with evaluations"
 
 
-def _saved(summary: Mapping[str, Any]) -> list[str]:
-    """What a run with both rules ``none`` would have rolled out and trained on besides: it drops zero advantages, too.
+def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
+    """What a run with both rules ``none`` would have rolled out and trained on besides. Such a run does not train on
+    completions with zero advantage either.
 
     The tokens of prompts that were not rolled out are taken to be like those of the others.
     """
-    prompts, tokens, fill = summary["kept_prompt_fraction"], summary["kept_token_fraction"], summary["pack_fill"]
-    unseen, pruned, trained, idle = (
-        summary.get(name, 0)  # a summary of an earlier version knows of no zero advantages
-        for name in ("saved_tokens_prompts", "saved_tokens_completions", "trained_tokens", "zero_advantage_tokens")
-    )
-    lines = []
+    prompts, tokens = summary["kept_prompt_fraction"], summary["kept_token_fraction"]
     if prompts is not None and tokens is not None:
-        lines = [
-            f"of the prompts {100 * prompts:.0f}% were rolled out, and {100 * tokens:.0f}% of their tokens trained on"
-        ]
-        rolled_out = trained + pruned + idle
-        if idle:
-            lines.append(f"  {100 * idle / rolled_out:.0f}% of their tokens had zero advantage: no run trains on those")
+        unseen, pruned, trained, zero_advantage = (
+            summary.get(name, 0)  # a summary of an earlier version does not count zero advantages
+            for name in ("saved_tokens_prompts", "saved_tokens_completions", "trained_tokens", "zero_advantage_tokens")
+        )
+        rolled_out = trained + pruned + zero_advantage
+        yield f"of the prompts {100 * prompts:.0f}% were rolled out, and {100 * tokens:.0f}% of their tokens trained on"
+        if zero_advantage:
+            share = zero_advantage / rolled_out
+            yield f"  {100 * share:.0f}% of their tokens had zero advantage: no run trains on those"
         if unseen or pruned:
             generation = unseen / (rolled_out + unseen)
             training = 1.0 - (1.0 - generation) * trained / (trained + pruned) if trained + pruned else generation
-            lines.append(
-                f"  pruning saved about {100 * generation:.0f}% of the tokens to roll out and {100 * training:.0f}% of "
-                "those to train on"
-            )
-        lines += [*_levels(summary), *_noise(summary)]
-    if fill is not None:
-        lines.append(f"packs were {100 * fill:.1f}% full")
-    return lines
+            saved = f"{100 * generation:.0f}% of the tokens to roll out and {100 * training:.0f}% of those to train on"
+            yield f"  pruning saved about {saved}"
+        for level, what in (("prompts", "tokens not rolled out"), ("completions", "tokens not trained on")):
+            if saved := summary[f"saved_tokens_{level}"]:
+                yield f"  {level:<12}{saved:>12,} {what}, about {summary[f'saved_seconds_{level}']:.0f} s"
+        if summary["discarded_groups"]:
+            yield f"  {summary['discarded_groups']:,} groups were rolled out and thrown away, which saved nothing"
+        yield from _noise(summary)
+    if summary["pack_fill"] is not None:
+        yield f"packs were {100 * summary['pack_fill']:.1f}% full"
 
 
-def _levels(summary: Mapping[str, Any]) -> list[str]:
-    """What each level saved, the other left as it is."""
-    lines = []
-    for level, what in (("prompts", "tokens not rolled out"), ("completions", "tokens not trained on")):
-        tokens, seconds = summary[f"saved_tokens_{level}"], summary[f"saved_seconds_{level}"]
-        if not tokens:
-            continue
-        lines.append(f"  {level:<12}{tokens:>12,} {what}, about {seconds:.0f} s")
-    if summary["discarded_groups"]:
-        lines.append(f"  {summary['discarded_groups']:,} groups were rolled out and thrown away, which saved nothing")
-    return lines
-
-
-def _noise(summary: Mapping[str, Any]) -> list[str]:
+def _noise(summary: Mapping[str, Any]) -> Iterator[str]:
     sample, inflation = summary["effective_sample_size"], summary["variance_inflation"]
     if sample is None:
-        return []
-    lines = [f"weights leave an effective sample size of {100 * sample:.0f}% of what was trained on"]
+        return
+    yield f"weights leave an effective sample size of {100 * sample:.0f}% of what was trained on"
     if inflation is None:
-        return [*lines, "no variance is estimated: what a biased rule drops, no weight makes up for"]
-    by_prompts, by_completions = summary["noise_share_prompts"], summary["noise_share_completions"]
-    by_sampling = 1.0 - by_prompts - by_completions
-    return [
-        *lines,
-        f"the gradient's variance, estimated for independent draws: {inflation:.2f} times the full batch's",
-        f"  its noise: {100 * by_sampling:.0f}% sampling, {100 * by_prompts:.0f}% pruned prompts, "
-        f"{100 * by_completions:.0f}% pruned completions",
-    ]
+        yield "no variance is estimated: what a biased rule drops, no weight makes up for"
+        return
+    prompts, completions = 100 * summary["noise_share_prompts"], 100 * summary["noise_share_completions"]
+    sampling = 100 - prompts - completions
+    yield f"the gradient's variance, estimated for independent draws: {inflation:.2f} times the full batch's"
+    yield f"  its noise: {sampling:.0f}% sampling, {prompts:.0f}% pruned prompts, {completions:.0f}% pruned completions"
 
 
-def _faults(summary: Mapping[str, Any]) -> list[str]:
-    """Nothing is silent: what went wrong and was survived is said again at the end."""
-    faults = []
+def _faults(summary: Mapping[str, Any]) -> Iterator[str]:
+    """What went wrong and was survived is said again at the end."""
     if summary["no_op_steps"]:
-        faults.append(f"{_steps(summary['no_op_steps'])} kept nothing to train on and changed no weight")
+        yield f"{_steps(summary['no_op_steps'])} kept nothing to train on and changed no weight"
     if summary["reward_timeouts"] or summary["reward_errors"]:
         timeouts, errors = summary["reward_timeouts"], summary["reward_errors"]
-        faults.append(f"scoring failed for some completions ({timeouts} timeouts, {errors} errors): their groups left")
-    return faults
+        yield f"scoring failed for some completions ({timeouts} timeouts, {errors} errors): their groups left"
 
 
 def _steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
-
-
-def _places(folder: Path) -> list[str]:
-    there = [(title, folder / name) for title, name in PLACES if (folder / name).exists()]
-    return [f"{title:<20} {place}" for title, place in there]
 
 
 def _phases(steps: Rows) -> dict[str, float]:

@@ -16,13 +16,15 @@ PHASES: Mapping[str, str] = {
     "actor_train": "train",
     "update_weights": "sync",
 }
-"""Phases that share a step out between them, in their order, with the words people read. Other phases may be timed too
-(``step`` holds all of these; ``eval`` lies outside of it); what none of these holds is shown as ``other``."""
+"""The phases of a step in their order, with the words that people read. Other phases are timed too: ``step`` holds all
+of these, and ``eval`` lies outside of it. What a step spends in none of these is shown as ``other``."""
 
 ROLLING_OUT = ("rollout", "score_norms")
-"""Phases that take as long as there are tokens rolled out."""
+"""Phases whose seconds grow with the tokens rolled out."""
 TRAINING = ("deliver", "log_probs", "actor_train")
-"""Phases that take as long as there are tokens to train on."""
+"""Phases whose seconds grow with the tokens trained on."""
+COMPUTING = ("score_norms", "log_probs", "actor_train")
+"""Phases in which the trainer passes tokens through the policy."""
 
 
 class PhaseTimers:
@@ -58,17 +60,10 @@ class PhaseTimers:
             self.moved = time.monotonic()
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    def metrics(self) -> dict[str, float]:
-        """``perf/<phase>_time`` in seconds, for the phases entered since the last reset."""
-        return {f"perf/{phase}_time": seconds for phase, seconds in self._seconds.items()}
-
-    def reset(self) -> None:
-        self._seconds.clear()
-
     def take(self) -> dict[str, float]:
-        """The metrics, and a fresh start."""
-        metrics = self.metrics()
-        self.reset()
+        """``perf/<phase>_time`` in seconds, for the phases entered since this was called last."""
+        metrics = {f"perf/{phase}_time": seconds for phase, seconds in self._seconds.items()}
+        self._seconds.clear()
         return metrics
 
 
@@ -80,26 +75,45 @@ def breakdown(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """``perf/saved_prompts_time`` and ``perf/saved_completions_time``: how much longer a step would have taken with
-    pruning switched off at one level and left as it is at the other. An estimate, from the step's own timers.
-
-    The model: ``ROLLING_OUT`` costs the same seconds for every row token rolled out, ``TRAINING`` the same for every
-    row token trained on. Prompts that were not rolled out would have cost rollouts, and
-    training of the share of their tokens that was kept of the others. What a step costs whatever its size (a sync, a
-    server's latency) is not saved; with ``rollout.ahead`` rollouts count by what the trainer waited for them. Each is
-    left out where a step has no numbers to go by.
-    """
+    """``perf/saved_prompts_time`` and ``perf/saved_completions_time``: the first two of ``saving``, from a step's own
+    counts. Each is left out where the step has no tokens to go by."""
     prompts, completions = (metrics.get(f"prune/saved_tokens_{level}") for level in ("prompts", "completions"))
     if prompts is None or completions is None:
         return {}
+    zero_advantage = metrics.get("prune/zero_advantage_tokens", 0.0)
+    by_prompts, by_completions, _ = saving(metrics, pruned=completions, zero_advantage=zero_advantage)
+    saved = {}
+    if metrics.get("train/tokens", 0.0) + completions + zero_advantage:
+        saved["perf/saved_prompts_time"] = by_prompts
+    if metrics.get("train/tokens"):
+        saved["perf/saved_completions_time"] = by_completions
+    return saved
+
+
+def saving(metrics: Mapping[str, float], *, pruned: float, zero_advantage: float) -> tuple[float, float, float]:
+    """How many seconds longer a step would have taken with prompts not pruned, with completions not pruned, and with
+    neither pruned; the level that is not named stays as it is. An estimate, from the step's own timers.
+
+    The model: ``ROLLING_OUT`` costs the same seconds for every row token rolled out, ``TRAINING`` the same for every
+    row token trained on. Prompts that were not rolled out would have cost rollouts, and training of the share of their
+    tokens that was kept of the others. What a step costs whatever its size (a sync, a server's latency) is not saved;
+    with ``rollout.ahead`` rollouts count by what the trainer waited for them. Completions with zero advantage are
+    dropped with pruning off too, and are no saving.
+
+    Args:
+        metrics: of the step.
+        pruned: row tokens that were rolled out, had a gradient, and were not trained on.
+        zero_advantage: row tokens that were rolled out and had no gradient.
+    """
+    trained = metrics.get("train/tokens", 0.0)
+    rolled_out = trained + pruned + zero_advantage
     rolling_out, training = (
         sum(metrics.get(f"perf/{phase}_time", 0.0) for phase in phases) for phases in (ROLLING_OUT, TRAINING)
     )
-    trained = metrics.get("train/tokens", 0.0)
-    rolled_out = trained + completions + metrics.get("prune/zero_advantage_tokens", 0.0)
-    saved = {}
-    if rolled_out:
-        saved["perf/saved_prompts_time"] = (rolling_out + training) * prompts / rolled_out
-    if trained:
-        saved["perf/saved_completions_time"] = training * completions / trained
-    return saved
+    more_prompts = metrics.get("prune/saved_tokens_prompts", 0.0) / rolled_out if rolled_out else 0.0
+    more_completions = pruned / trained if trained else 0.0
+    return (
+        (rolling_out + training) * more_prompts,
+        training * more_completions,
+        rolling_out * more_prompts + training * ((1.0 + more_prompts) * (1.0 + more_completions) - 1.0),
+    )

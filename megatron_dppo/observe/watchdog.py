@@ -1,7 +1,7 @@
-"""Every rank says where it is; when others wait for one, the log names it, with the place in the code where it stands.
+"""Names the rank that others wait for, with the place in the code where it stands.
 
-A collective that one rank never enters looks, from the others, like a dead network, and ends in a timeout that names no
-one. Here a thread of each rank beats, beside whatever its main thread is held up in, and the leader's compares.
+A collective that one rank never enters looks like a dead network to the others, and it ends in a timeout that names no
+rank. Here a thread of each rank sends heartbeats, whatever its main thread is held up in, and the leader compares them.
 """
 
 from __future__ import annotations
@@ -25,81 +25,81 @@ from megatron_dppo.parallel.world import World
 
 FRAMES = 8
 """Innermost frames of a stack that the log shows."""
-UNHURRIED = ("", "rollout", "eval")
-"""Phases that take as long as they take, and say themselves how far they are; and what lies between phases, where a run
-begins: loading weights, waiting for servers. All ranks may be there for long."""
+UNLIMITED = ("", "rollout", "eval")
+"""Phases in which all ranks may be for long: rollouts and evaluations, which report their own progress; and the time
+between phases, as when a run loads its weights and waits for servers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """What a rank says of itself."""
+class Heartbeat:
+    """What a rank tells the leader."""
 
     number: int
-    """Of its beats so far."""
+    """Of its heartbeats so far."""
     entered: int
     """Phases it has entered: the same on all ranks that are equally far."""
     phase: str
     still_s: float
-    """Seconds since it entered or left one."""
+    """Seconds since it entered or left a phase."""
     host: str
 
 
 class Watchdog:
-    """Beats until it is closed. Made by all ranks together; a run of one rank has nobody to wait for.
+    """Sends heartbeats until it is closed. Made by all ranks together; a run of one rank sends none.
 
     Args:
         world: the ranks.
         timers: of this rank's phases.
-        late_s: seconds that ranks wait for another before the log says so, once for each phase.
-        stuck_s: seconds after which all of them are stuck, if they are equally far and none moves.
+        late_s: seconds that ranks wait for another one before it is named, once for each phase.
+        stuck_s: seconds after which all ranks are named, if they are equally far and none moves.
     """
 
     def __init__(self, world: World, timers: PhaseTimers, late_s: float, stuck_s: float) -> None:
         self._world, self._timers, self._late_s = world, timers, late_s
         self._stuck_s = max(late_s, stuck_s)
-        self._beat_s = min(late_s / 4, 10.0)
+        self._interval_s = min(late_s / 4, 10.0)
         self._main = threading.main_thread().ident
-        self._beats = self._answered = self._asked = 0
+        self._sent = self._answered = self._asked = 0
         self._heard: dict[int, tuple[int, float]] = {}
-        """The leader's: the number of each rank's last beat, and when it came."""
+        """On the leader: the number of each rank's last heartbeat, and when it came."""
         self._named: set[tuple[int, int]] = set()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         if world.size > 1:
             self._store = _shared_store(world)
-            self._say()
-            world.wait_for_all("first heartbeat")  # from here on every rank's beat is there to be read
+            self._send()
+            world.wait_for_all("first heartbeat")  # from here on every rank's heartbeat is there to be read
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
         self._end.set()
         if self._thread is not None:
-            self._thread.join(2.0)  # it may wait for a leader that is gone; nobody is to wait for it
+            self._thread.join(2.0)  # it may itself wait for a leader that is gone
 
     def _run(self) -> None:
         try:
-            while not self._end.wait(self._beat_s):
-                self._say()
+            while not self._end.wait(self._interval_s):
+                self._send()
                 if self._world.leads:
-                    self._look()
+                    self._compare()
         except RuntimeError:
-            return  # the leader is gone, and its store with it: that ends the run without our help
+            return  # the leader and its store are gone, which ends the run
 
-    def _say(self) -> None:
+    def _send(self) -> None:
         timers = self._timers
-        self._beats += 1
+        self._sent += 1
         still = time.monotonic() - timers.moved
-        beat = Beat(self._beats, timers.entered, timers.phase, still, socket.gethostname())
-        self._store.set(f"beat/{self._world.rank}", json.dumps(asdict(beat)))
+        heartbeat = Heartbeat(self._sent, timers.entered, timers.phase, still, socket.gethostname())
+        self._store.set(f"heartbeat/{self._world.rank}", json.dumps(asdict(heartbeat)))
         asked = self._store.add("asked", 0)
         if asked > self._answered:
             self._answered = asked
             self._store.set(f"stack/{asked}/{self._world.rank}", self._stack())
 
-    def _look(self) -> None:
-        texts = self._store.multi_get([f"beat/{rank}" for rank in range(self._world.size)])
-        beats = [Beat(**json.loads(text)) for text in texts]
+    def _compare(self) -> None:
+        texts = self._store.multi_get([f"heartbeat/{rank}" for rank in range(self._world.size)])
+        beats = [Heartbeat(**json.loads(text)) for text in texts]
         now = time.monotonic()
         for rank, beat in enumerate(beats):
             if rank not in self._heard or self._heard[rank][0] != beat.number:
@@ -112,10 +112,10 @@ class Watchdog:
             print(_describe(new, beats, self._stacks(new)), file=sys.stderr, flush=True)
 
     def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Where those ranks stand, as far as they answer within two of their beats."""
+        """Where those ranks stand, as far as they answer within two of their heartbeats."""
         self._asked = self._store.add("asked", 1)
-        deadline = time.monotonic() + 2 * self._beat_s + 1.0
-        self._say()
+        deadline = time.monotonic() + 2 * self._interval_s + 1.0
+        self._send()
         found: dict[int, str] = {}
         while len(found) < len(ranks) and time.monotonic() < deadline and not self._end.wait(0.05):
             for rank in ranks:
@@ -128,17 +128,15 @@ class Watchdog:
         return "".join(traceback.format_stack(frame)[-FRAMES:]) if frame else ""
 
 
-def late_ranks(beats: Sequence[Beat], silent: Sequence[float], late_s: float, stuck_s: float) -> list[int]:
-    """The ranks that others have waited for, for so long: those without a sign of life; else those that are behind; if
-    none is, all that stand still.
-
-    In a phase that takes as long as it takes, ranks that are equally far are not late.
+def late_ranks(beats: Sequence[Heartbeat], silent: Sequence[float], late_s: float, stuck_s: float) -> list[int]:
+    """The ranks to name: those without a sign of life; else those that are behind, once others have waited for them;
+    else all, once none of them has moved for long, unless their phase is one of ``UNLIMITED``.
 
     Args:
-        beats: the last of each rank.
-        silent: seconds since it came.
-        late_s: what is long to wait for another.
-        stuck_s: what is long to be in one phase, for all of them.
+        beats: the last heartbeat of each rank.
+        silent: seconds since each came.
+        late_s: seconds of waiting for another rank that are too long.
+        stuck_s: seconds without a move that are too long for all of them.
     """
     if gone := [rank for rank, seconds in enumerate(silent) if seconds > late_s]:
         return gone
@@ -148,10 +146,10 @@ def late_ranks(beats: Sequence[Beat], silent: Sequence[float], late_s: float, st
     if behind:
         return behind if waited > late_s else []
     still = min(beat.still_s for beat in beats) > stuck_s
-    return list(range(len(beats))) if still and beats[0].phase not in UNHURRIED else []
+    return list(range(len(beats))) if still and beats[0].phase not in UNLIMITED else []
 
 
-def _describe(late: Sequence[int], beats: Sequence[Beat], stacks: dict[int, str]) -> str:
+def _describe(late: Sequence[int], beats: Sequence[Heartbeat], stacks: dict[int, str]) -> str:
     """One paragraph for each place where late ranks stand."""
     places: dict[tuple[str, str], list[int]] = {}
     for rank in late:

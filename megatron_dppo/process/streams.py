@@ -1,4 +1,4 @@
-"""What a run says is read by somebody, or by nobody any more: a log that is closed does not end what is logged."""
+"""Standard output and error for a run that outlives what reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TextIO
 
 
 class _Stream(io.FileIO):
-    """Standard output or error, which throws away what cannot be written."""
+    """Standard output or error. What cannot be written is thrown away."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -33,18 +33,18 @@ class _Stream(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """From now on a standard stream whose reader has gone, whose descriptor is closed or whose disk is full costs the
-    words and nothing else. Called before threads and children."""
+    """From now on, if the reader of a standard stream has gone, its descriptor is closed or its disk is full, what is
+    printed there is lost and the process goes on. Called before any thread or child is started."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
-        except OSError:  # or the next file that is opened takes its number, and what is said
+        except OSError:  # or the next file that is opened gets its number, and with it what is printed
             os.open(os.devnull, os.O_RDWR)
     sys.stdout, sys.stderr = _outliving(sys.stdout, 1), _outliving(sys.stderr, 2)
 
 
 def _outliving(stream: TextIO | None, descriptor: int) -> TextIO:
-    """The stream in the place of Python's; one that is no file of its own, a test's perhaps, is left as it is."""
+    """What replaces a stream of Python's. One that is not that descriptor's file, as in a test, is left as it is."""
     if stream is not None and (not _is_file(stream, descriptor) or _is_ours(stream)):
         return stream
     if stream is not None:

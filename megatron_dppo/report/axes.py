@@ -12,8 +12,8 @@ import numpy as np
 
 from megatron_dppo.rl.types import Floats
 
-Form = Literal["share", "number", "count", "seconds", "times"]
-"""What a number is: a share of 1, written in percent; any; a whole one; seconds; a factor."""
+Form = Literal["share", "number", "count", "times"]
+"""What a number is: a share of 1, which is written in percent; any number; a whole one; a factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def around(values: Floats, *, form: Form, low: float | None = None, high: float 
     first, last = bottom - room if low is None else low, top + room if high is None else high
     if form == "share":
         first, last = max(first, 0.0), min(last, max(1.0, top))
-    if form in ("count", "seconds") and bottom >= 0.0:
+    if form == "count" and bottom >= 0.0:
         first = max(first, 0.0)
     return Axis(first, last if last > first else first + 1.0, form)
 
@@ -72,20 +72,14 @@ def _powers(axis: Axis, wanted: int) -> list[float]:
 def _tick(value: float, all_of: Sequence[float], axis: Axis) -> str:
     if axis.log:
         return f"1e{round(log10(value))}".replace("-", "−")
-    scaled = value * (100.0 if axis.form == "share" else 1.0)
-    step = (all_of[1] - all_of[0]) * (100.0 if axis.form == "share" else 1.0) if len(all_of) > 1 else abs(scaled) or 1.0
-    if abs(scaled) >= 10_000:
-        return short(scaled)
-    decimals = next((d for d in range(6) if abs(step * 10**d - round(step * 10**d)) < 1e-6), 6)
-    return f"{scaled:,.{decimals}f}{ {'share': '%', 'times': '×'}.get(axis.form, '') }".replace("-", "−")
-
-
-def short(value: float) -> str:
-    """A large number: 12,300 as 12.3k."""
+    scale, unit = {"share": (100.0, "%"), "times": (1.0, "×")}.get(axis.form, (1.0, ""))
+    scaled = scale * value
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.3g}"
+        if abs(scaled) >= max(size, 10_000):
+            return f"{scaled / size:.3g}{letter}"
+    step = scale * (all_of[1] - all_of[0]) if len(all_of) > 1 else abs(scaled) or 1.0
+    decimals = next((d for d in range(6) if abs(step * 10**d - round(step * 10**d)) < 1e-6), 6)
+    return f"{scaled:,.{decimals}f}{unit}".replace("-", "−")
 
 
 def say(value: float | None, form: Form) -> str:
@@ -94,8 +88,6 @@ def say(value: float | None, form: Form) -> str:
         return "–"
     if form == "share":
         return f"{100 * value:.1f}%"
-    if form == "seconds":
-        return duration(value)
     if form == "count":
         return f"{value:,.0f}"
     if form == "times":

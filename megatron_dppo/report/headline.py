@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
 from megatron_dppo.report.axes import duration, say
+from megatron_dppo.report.cost import spent
 from megatron_dppo.report.learning import wilson
-from megatron_dppo.report.pruned import prunes
-from megatron_dppo.report.reading import Run
-from megatron_dppo.report.spent import spent
+from megatron_dppo.report.pruning import prunes
+from megatron_dppo.report.run import Run
 from megatron_dppo.rl.types import Floats
 
 
@@ -27,23 +27,20 @@ class Figure:
 class Headline:
     """Of one run."""
 
-    name: str
-    css: str
+    run: Run
     what: str
     """What was run."""
     state: str
     """How far it is, if not at its end."""
-    changed: tuple[str, ...]
-    """What was changed on the way of all that its results are of."""
-    figures: tuple[Figure, ...]
+    figures: Sequence[Figure]
 
 
 def headline(run: Run) -> Headline:
-    """Accuracy before and after, time, and what pruning saved."""
-    return Headline(run.name, run.css, what(run), state(run), tuple(run.of_several_settings), tuple(_figures(run)))
+    """Accuracy before and after, reward, time, and what pruning saved."""
+    return Headline(run, _what(run), _state(run), list(_figures(run)))
 
 
-def what(run: Run) -> str:
+def _what(run: Run) -> str:
     """The run in one line."""
     if not run.config:
         return "no settings are recorded"
@@ -52,7 +49,7 @@ def what(run: Run) -> str:
     return f"{model or 'a policy'} on {data} · {run.setting('loss.name')} · {window} · seed {run.setting('run.seed')}"
 
 
-def state(run: Run) -> str:
+def _state(run: Run) -> str:
     """Nothing of a finished run. One that goes on and one that was killed look alike: the clock tells."""
     if not run.rows:
         return "no step is recorded yet"
@@ -65,7 +62,8 @@ def state(run: Run) -> str:
 def _figures(run: Run) -> Iterator[Figure]:
     accuracy = run.series("eval/accuracy")[1]
     if len(accuracy):
-        yield Figure("held-out accuracy", _before_after(accuracy[0], accuracy[-1]), _how_sure(run, accuracy))
+        before_after = f"{100 * accuracy[0]:.1f} → {say(accuracy[-1], 'share')}"
+        yield Figure("held-out accuracy", before_after, _how_sure(run, accuracy))
     reward = run.series("rollout/raw_reward")[1]
     if len(reward):
         end = max(1, len(reward) // 10)
@@ -74,15 +72,10 @@ def _figures(run: Run) -> Iterator[Figure]:
     if run.steps:
         seconds = [row["perf/step_time"] for row in run.steps]
         evaluations = sum(row.get("perf/eval_time", 0.0) for row in run.rows)
-        about = (
-            f"{len(seconds):,} steps of {duration(sum(seconds) / len(seconds))}, {duration(evaluations)} of evaluations"
-        )
+        mean = duration(sum(seconds) / len(seconds))
+        about = f"{len(seconds):,} steps of {mean}, {duration(evaluations)} of evaluations"
         yield Figure("time", duration(sum(seconds) + evaluations), about)
         yield _pruning(run)
-
-
-def _before_after(before: float, after: float) -> str:
-    return f"{100 * before:.1f} → {say(after, 'share')}"
 
 
 def _how_sure(run: Run, accuracy: Floats) -> str:

@@ -1,4 +1,4 @@
-"""What runs learned: reward and accuracy against steps, tokens and seconds; how sure that is; and signs of health."""
+"""What runs learned, how sure that is, and whether the run is well: reward, accuracy, packs, signs of health."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from math import sqrt
 
 import numpy as np
 
-from megatron_dppo.report.axes import Form
+from megatron_dppo.disagreement import MAX_LOGPROB_DIFF
+from megatron_dppo.report.axes import Form, say
 from megatron_dppo.report.parts import Note, Part, Plots, Section, Table
-from megatron_dppo.report.plot import Line, line_plot
-from megatron_dppo.report.reading import Run
-from megatron_dppo.report.shapes import Plot
+from megatron_dppo.report.plot import Line, Plot, line_plot
+from megatron_dppo.report.run import Run
 from megatron_dppo.rl.types import Floats
 
 Z = 1.959964
-"""95% of a normal distribution lie within so many deviations."""
-SIGNS: Sequence[tuple[str, str, str, Form]] = (
+"""95% of a normal distribution lie within so many standard deviations."""
+Metrics = Sequence[tuple[str, str, str, Form]]
+"""Title, what is drawn, metric and form of each plot."""
+SIGNS: Metrics = (
     ("Response length", "mean tokens of a completion", "rollout/response_len/mean", "number"),
     ("Cut off", "share of completions that reached the limit", "rollout/truncated_ratio", "share"),
     ("Entropy", "of the policy, nats per token", "train/entropy_loss", "number"),
@@ -26,6 +28,16 @@ SIGNS: Sequence[tuple[str, str, str, Form]] = (
     ("Distance", "from the initial policy, KL per token", "train/kl_loss", "number"),
     ("No difference", "share of groups whose rewards were all equal", "rollout/zero_std/ratio", "share"),
 )
+DIFFERENCES: Sequence[tuple[str, str, Form]] = (
+    ("mean |Δ log p| of a step, mean of all", "train/rollout_logprob_abs_diff", "number"),
+    ("mean exp |Δ log p| − 1 of a step, largest", "train/token_mult_prob_error", "number"),
+    ("|Δ log p| after a sync, largest of a token", "rollout/agreement_max_diff", "number"),
+    ("tokens made by older weights", "rollout/stale_tokens", "share"),
+    ("versions that completions are older", "rollout/version_lag", "number"),
+)
+"""Between trainer and engine: the words of a table's row, its metric and form."""
+Places = Callable[[Run], Floats]
+"""Where the steps of a run lie on an axis, [steps]."""
 
 
 def wilson(share: float, of: int) -> tuple[float, float]:
@@ -38,14 +50,15 @@ def wilson(share: float, of: int) -> tuple[float, float]:
 def learning(runs: Sequence[Run]) -> Section:
     """Reward and accuracy, drawn over each of four axes; the page shows one of them at a time."""
     spans = _unit(max((float(_seconds(run)[-1]) for run in runs if run.steps), default=0.0))
-    axes: Sequence[tuple[str, str, Callable[[Run], Floats]]] = (
-        ("steps", "step", lambda run: np.array([row["step"] for row in run.steps], dtype=np.float64)),
+    axes: Sequence[tuple[str, str, Places]] = (
+        ("steps", "step", step_numbers),
         ("tokens generated", "tokens generated", lambda run: _sum(run, "rollout/generated_tokens")),
         ("tokens trained on", "tokens trained on", lambda run: _sum(run, "train/tokens")),
         ("time", f"{spans[1]} in training steps", lambda run: _seconds(run) / spans[0]),
     )
     parts = [
-        Plots([_reward(runs, label, values), _accuracy(runs, label, values)], axis=name) for name, label, values in axes
+        Plots([reward_plot(runs, label, places), accuracy_plot(runs, label, places)], axis=name)
+        for name, label, places in axes
     ]
     lead = (
         "Time counts training steps and leaves evaluations out. Bold lines are means over a tenth of a run; the band "
@@ -56,11 +69,8 @@ def learning(runs: Sequence[Run]) -> Section:
 
 
 def signs(runs: Sequence[Run]) -> Section:
-    """What tells early that a run goes wrong."""
-    plots = [
-        line_plot(title, about, [Line(run.name, run.css, *run.series(key), noisy=True) for run in runs], form=form)
-        for title, about, key, form in SIGNS
-    ]
+    """Metrics that show early that a run goes wrong."""
+    plots = metric_plots(runs, SIGNS)
     never = [title for title, _, key, _ in SIGNS if _only_zeros(runs, key)]
     parts: list[Part] = [Plots([plot for plot in plots if not plot.empty and plot.title not in never])]
     if never:
@@ -70,36 +80,56 @@ def signs(runs: Sequence[Run]) -> Section:
     return Section("signs", "Signs of health", lead, parts if measured else [], "No step has been recorded yet.")
 
 
+def packs(runs: Sequence[Run]) -> Section:
+    """How full packs were, and how far trainer and engine were apart."""
+    lead = (
+        "A pack's empty slots are computed for nothing. Trainer and engine score the same tokens with the same "
+        "weights: only rounding may lie between them, and a run that passes the limit stops."
+    )
+    about = "share of slots that hold a token"
+    fill = line_plot("Pack fill", about, [run.line("pack/fill") for run in runs], form="share", high=1.0)
+    plots = [plot for plot in (fill, _difference_plot(runs)) if not plot.empty]
+    parts: list[Part] = [Plots(plots), _difference_table(runs)] if plots else []
+    return Section("packs", "Packs, and agreement of trainer and engine", lead, parts, "Nothing was packed yet.")
+
+
+def metric_plots(runs: Sequence[Run], metrics: Metrics) -> list[Plot]:
+    """One plot for each metric, empty where no run has measured it."""
+    return [line_plot(title, about, [run.line(key) for run in runs], form=form) for title, about, key, form in metrics]
+
+
+def step_numbers(run: Run) -> Floats:
+    return np.array([row["step"] for row in run.steps], dtype=np.float64)
+
+
+def reward_plot(runs: Sequence[Run], label: str = "step", places: Places = step_numbers) -> Plot:
+    key, about = "rollout/raw_reward", "mean over a step's completions"
+    lines = [Line(run.name, run.colour, *_over(run, key, places), noisy=True) for run in runs]
+    return line_plot("Reward", about, lines, x_label=label, empty="no rollouts")
+
+
+def accuracy_plot(runs: Sequence[Run], label: str = "step", places: Places = step_numbers) -> Plot:
+    lines = []
+    for run in runs:
+        x, y = _over(run, "eval/accuracy", places)
+        low = high = None
+        if run.held_out and len(y):
+            low, high = np.array([wilson(share, run.held_out) for share in y]).T
+        lines.append(Line(run.name, run.colour, x, y, low, high))
+    about = "share of the held-out problems that were answered correctly"
+    return line_plot("Held-out accuracy", about, lines, x_label=label, form="share", empty="no evaluation")
+
+
 def _only_zeros(runs: Sequence[Run], key: str) -> bool:
     values = np.concatenate([run.series(key)[1] for run in runs])
     return bool(len(values)) and not values.any()
 
 
-def _reward(runs: Sequence[Run], label: str, axis: Callable[[Run], Floats]) -> Plot:
-    lines = [Line(run.name, run.css, *_over(run, "rollout/raw_reward", axis), noisy=True) for run in runs]
-    about = "mean over a step's completions"
-    return line_plot("Reward", about, lines, x_label=label, empty="no rollouts")
-
-
-def _accuracy(runs: Sequence[Run], label: str, axis: Callable[[Run], Floats]) -> Plot:
-    lines = []
-    for run in runs:
-        x, y = _over(run, "eval/accuracy", axis)
-        band = (None, None)
-        if run.held_out and len(y):
-            low, high = np.array([wilson(share, run.held_out) for share in y]).T
-            band = (low, high)
-        lines.append(Line(run.name, run.css, x, y, *band))
-    about = "share of the held-out problems that were answered correctly"
-    return line_plot("Held-out accuracy", about, lines, x_label=label, form="share", empty="no evaluation")
-
-
-def _over(run: Run, key: str, axis: Callable[[Run], Floats]) -> tuple[Floats, Floats]:
-    """The values of ``key`` over an axis that has a place for each step; what was measured before the first is at 0."""
+def _over(run: Run, key: str, places: Places) -> tuple[Floats, Floats]:
+    """The values of ``key``, and their places on an axis; what was measured before the first step is at 0."""
     steps, values = run.series(key)
-    taken = [row["step"] for row in run.steps]
-    places = np.concatenate([[0.0], axis(run)])
-    return places[np.searchsorted(taken, steps, side="right")], values
+    ends = np.concatenate([[0.0], places(run)])
+    return ends[np.searchsorted(step_numbers(run), steps, side="right")], values
 
 
 def _sum(run: Run, key: str) -> Floats:
@@ -137,3 +167,29 @@ def _first_last(run: Run, name: str) -> str:
 def _is_file(key: str) -> bool:
     section, _, name = key.partition("/")
     return section == "eval" and "/" not in name and name not in ("accuracy", "reward", "unscored")
+
+
+def _difference_plot(runs: Sequence[Run]) -> Plot:
+    lines = [run.line("train/rollout_logprob_abs_diff", noisy=False) for run in runs]
+    limits = [own for run in runs if (own := _limit(run))]
+    limit = (min(limits), f"limit {min(limits):g}") if limits else None
+    return line_plot("Trainer against engine", "mean |Δ log p| of a step's tokens", lines, log=True, limit=limit)
+
+
+def _limit(run: Run) -> float | None:
+    own = run.setting("rollout.max_logprob_diff")
+    return MAX_LOGPROB_DIFF.get(run.setting("model.dtype")) if own is None else own
+
+
+def _difference_table(runs: Sequence[Run]) -> Table:
+    def figure(run: Run, key: str, form: Form) -> str:
+        values = run.series(key)[1]
+        if not len(values):
+            return "–"
+        if key.endswith("prob_error"):
+            return say(float(values.max()) - 1.0, form)
+        return say(float(values.max() if "max" in key else values.mean()), form)
+
+    fill = ["pack fill, mean", *(say(run.mean("pack/fill"), "share") for run in runs)]
+    rows = [[what, *(figure(run, key, form) for run in runs)] for what, key, form in DIFFERENCES]
+    return Table(["", *(run.name for run in runs)], [fill, *rows])

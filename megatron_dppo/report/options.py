@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_dppo.report.parts import Folded, Note, Part, Section, Table
-from megatron_dppo.report.reading import Run, default_of
+from megatron_dppo.report.run import Run, default_of
 from megatron_dppo.settings import settings, short
 
-ALWAYS_DIFFERS = ("run.dir",)
 LAUNCH, ENV = "rollout.launch.", "rollout.launch.env"
 SECRET = re.compile(r"(token(?!s|iz)|key|secret|passw|credential|bearer)[\w.-]*(['\"]?[=:\s]+|$)", re.IGNORECASE)
 """A name that looks like a secret's, and what stands between it and the secret, up to the end of a word where that is
@@ -22,14 +21,19 @@ def options(runs: Sequence[Run]) -> Section:
     told = [run for run in runs if run.config]
     parts: list[Part] = []
     if len(told) > 1:
-        keys = [key for key in _keys(told) if key not in ALWAYS_DIFFERS and _differ(told, key)]
-        rows = [[key, *(_word(key, _value(run, key)) for run in told)] for key in keys]
+        keys = [key for key in dict.fromkeys(key for run in told for key in run.config) if key != "run.dir"]
+        values = {key: [_value(run, key) for run in told] for key in keys}
+        differ = {key: of for key, of in values.items() if any(value != of[0] for value in of)}
+        rows = [[key, *(_word(key, value) for value in of)] for key, of in differ.items()]
         head = ["setting", *(run.name for run in told)]
         parts.append(Table(head, rows, words=True) if rows else Note("No setting but the folder differs."))
     elif told:
         run = told[0]
-        own = [(key, value) for key, value in run.config.items() if _set(key, value)]
-        rows = [[key, _word(key, value), _word(key, _default(key))] for key, value in own]
+        rows = [
+            [key, _word(key, value), _word(key, _default(key))]
+            for key, value in run.config.items()
+            if key not in settings() or value != _default(key)
+        ]
         parts.append(Table(["setting", "value", "default"], rows, words=True))
     for run in runs:
         rows = [
@@ -47,14 +51,6 @@ def options(runs: Sequence[Run]) -> Section:
     return Section("settings", "Settings", lead, parts)
 
 
-def _keys(runs: Sequence[Run]) -> list[str]:
-    return list(dict.fromkeys(key for run in runs for key in run.config))
-
-
-def _differ(runs: Sequence[Run], key: str) -> bool:
-    return any(_value(run, key) != _value(runs[0], key) for run in runs[1:])
-
-
 def _value(run: Run, key: str) -> Any:
     """A run of another version may not know the setting."""
     return run.config.get(key, _default(key))
@@ -62,10 +58,6 @@ def _value(run: Run, key: str) -> Any:
 
 def _default(key: str) -> Any:
     return default_of(key) if key in settings() else None
-
-
-def _set(key: str, value: Any) -> bool:
-    return key not in settings() or value != _default(key)
 
 
 def _word(key: str, value: Any) -> str:

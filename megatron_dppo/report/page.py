@@ -14,17 +14,15 @@ from markupsafe import Markup
 
 from megatron_dppo import __version__
 from megatron_dppo.errors import UserError
-from megatron_dppo.report.answers import sample_answers
-from megatron_dppo.report.benchmarks import benchmarks
-from megatron_dppo.report.compared import race
+from megatron_dppo.observe.palette import css
+from megatron_dppo.report.cost import cost
+from megatron_dppo.report.evaluations import benchmarks, sample_answers
 from megatron_dppo.report.headline import headline
-from megatron_dppo.report.learning import learning, signs
+from megatron_dppo.report.learning import learning, packs, signs
 from megatron_dppo.report.options import options
-from megatron_dppo.report.packs import packs
-from megatron_dppo.report.pruned import pruned
-from megatron_dppo.report.reading import Run, read_runs
-from megatron_dppo.report.spent import cost
-from megatron_dppo.report.timing import timing
+from megatron_dppo.report.pruning import pruning
+from megatron_dppo.report.run import Run, read_runs
+from megatron_dppo.report.timing import race, timing
 
 
 def report(folders: Sequence[Path], out: Path, *, png: Path | None = None, price: float | None = None) -> None:
@@ -49,13 +47,18 @@ def report(folders: Sequence[Path], out: Path, *, png: Path | None = None, price
     partial.replace(out)
     print(f"report               {out}")
     if png is not None:
-        _draw(runs, png)
+        from megatron_dppo.report.pictures import draw_pictures
+
+        png.mkdir(parents=True, exist_ok=True)
+        for run in runs:
+            draw_pictures(run, png, prefix=f"{run.name.replace('/', '-')}-", title=run.name)
+        print(f"pictures             {png}")
 
 
 def page(runs: Sequence[Run], price: float | None = None) -> str:
     """The page's text."""
     sections = [
-        learning(runs), timing(runs), pruned(runs), packs(runs), signs(runs), sample_answers(runs), benchmarks(runs),
+        learning(runs), timing(runs), pruning(runs), packs(runs), signs(runs), sample_answers(runs), benchmarks(runs),
         cost(runs, price), options(runs),
     ]  # fmt: skip
     folder = files(__package__)
@@ -72,21 +75,10 @@ def page(runs: Sequence[Run], price: float | None = None) -> str:
         headlines=[headline(run) for run in runs],
         outcome=race(runs),
         sections=sections,
+        palette=Markup(css()),
         style=Markup(style),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         version=__version__,
         now=f"{datetime.now():%Y-%m-%d %H:%M}",
     )
-
-
-def _draw(runs: Sequence[Run], folder: Path) -> None:
-    from megatron_dppo.observe.picture import draw_progress
-    from megatron_dppo.observe.pruning_picture import draw_pruning
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for run in runs:
-        name, title = run.name.replace("/", "-"), run.name.replace("$", r"\$")  # between two $ is a formula
-        draw_progress(run.rows, folder / f"{name}-progress.png", title=title)
-        draw_pruning(run.rows, run.census, folder / f"{name}-pruning.png", title=title)
-    print(f"pictures             {folder}")

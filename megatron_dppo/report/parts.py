@@ -1,50 +1,50 @@
-"""What sections of the page are made of."""
+"""The parts that sections of the page are made of. ``page.html`` draws each by its ``kind``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_dppo.report.shapes import Key, Plot
+from megatron_dppo.report.plot import Key, Plot
 
 
 @dataclass(frozen=True, slots=True)
 class Plots:
-    """Drawings beside each other."""
+    """Plots beside each other."""
 
     plots: Sequence[Plot]
     heading: str = ""
     about: str = ""
     """Said under the heading."""
     axis: str = ""
-    """Where one of several axes is chosen: which of them these are drawn over."""
+    """The axis that these are drawn over, where the reader chooses among several."""
     kind: str = field(default="plots", init=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells; the first cell of a row is its heading, the others are aligned as numbers are."""
+    """Rows of cells. The first cell of a row is its heading; the others are aligned on the right."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
     words: bool = False
-    """Whether cells are words, and aligned as words are."""
+    """Whether cells are words, which are aligned on the left."""
     kind: str = field(default="table", init=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    css: str
+    colour: str
     name: str
     percent: float
-    """Of the room."""
+    """Of the longest bar."""
     said: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One bar a run, all on one scale, with what they are made of."""
+    """One bar for each run, all on one scale, in coloured parts."""
 
     rows: Sequence[tuple[str, str, Sequence[Segment]]]
     """A run's name, its total, its parts."""
@@ -79,13 +79,13 @@ class Problem:
 class Answers:
     problems: Sequence[Problem]
     steps: Sequence[int]
-    """At which any run was asked."""
+    """All steps at which any run answered."""
     kind: str = field(default="answers", init=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """Text that is there for who wants it."""
+    """Text that a reader unfolds."""
 
     title: str
     text: str
@@ -100,7 +100,7 @@ class Section:
     id: str
     title: str
     lead: str
-    """One sentence on how to read it."""
+    """How to read it."""
     parts: Sequence[Part]
     nothing: str = "Nothing is recorded."
     """Said where it has no parts."""

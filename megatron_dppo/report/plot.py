@@ -1,16 +1,22 @@
-"""Plots of lines, of stacked bars and of cells."""
+"""Plots of lines and of stacked bars, as data: ``page.html`` draws them as SVG, ``pictures.py`` as PNG.
+
+Values are smoothed, thinned and placed here, and the two renderers only draw. All places are from 0 to 1, from the left
+and from the bottom. A renderer stretches this square to the room it has; lines keep their width, and words their size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from megatron_dppo.report.axes import Axis, Form, Thinned, around, say, smooth, spread, thin
-from megatron_dppo.report.shapes import Key, Label, Mark, Plot, band, boxes, numbers, path_of, pixels
 from megatron_dppo.rl.types import Floats
 
+SIZE = 1000
+"""Width and height of the SVG's square."""
 MOST_POINTS = 240
 """Of a line; a plot is about 500 pixels wide."""
 MOST_BARS = 120
@@ -21,12 +27,89 @@ LABEL = 0.085
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """Shapes of one kind and one colour."""
+
+    kind: Literal["line", "faint", "dots", "band", "fill", "limit"]
+    colour: str
+    """A name in ``observe/palette.py``; empty for a limit."""
+    shapes: Floats
+    """[shapes, points, 2], x and y: the points of a line, the outline of a band, a dot, or opposite corners of a box
+    (``fill``). What lies outside the square is drawn at its edge."""
+    name: str = ""
+    """If it is not empty, the page shows values under the pointer: ``x`` and ``y``, equally many."""
+    x: str = ""
+    y: str = ""
+    opacity: float | None = None
+
+    @property
+    def css(self) -> str:
+        return f"{'line faint' if self.kind == 'faint' else self.kind} {self.colour}".rstrip()
+
+    @property
+    def path(self) -> str:
+        """In SVG's language, whose y points down."""
+        svg = np.stack([self.shapes[..., 0], 1.0 - self.shapes[..., 1]], axis=-1)
+        shapes = np.round(SIZE * np.clip(svg, 0.0, 1.0), 1).tolist()
+        if self.kind == "fill":
+            return "".join(f"M{a:g} {b:g}H{c:g}V{d:g}H{a:g}Z" for (a, b), (c, d) in shapes if b != d)
+        if self.kind == "dots":
+            return " ".join(f"M{a:g} {b:g}h0" for ((a, b),) in shapes)
+        (points,) = shapes
+        return "M" + "L".join(f"{a:g} {b:g}" for a, b in points) + "Z" * (self.kind == "band")
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Words at the end of a line."""
+
+    x: float
+    y: float
+    value: str
+    name: str
+    colour: str
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a colour stands for."""
+
+    colour: str
+    name: str
+    said: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """All that a renderer needs to draw one."""
+
+    title: str
+    about: str
+    """What is drawn, and its unit."""
+    x_label: str = ""
+    form: Form = "number"
+    empty: str = ""
+    """What is said in place of the drawing, where there is nothing to draw."""
+    x_ends: tuple[float, float] = (0.0, 1.0)
+    """The least and the greatest value of the lower axis."""
+    x_ticks: Sequence[tuple[float, str]] = ()
+    """Places and words."""
+    y_ticks: Sequence[tuple[float, str]] = ()
+    marks: Sequence[Mark] = ()
+    labels: Sequence[Label] = ()
+    key: Sequence[Key] = ()
+    direct: bool = False
+    """Whether the labels say all that the key says, where there is room for them."""
+    aloud: str = ""
+    """The drawing in words, for a reader who does not see it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """One of several in a plot. All arrays [n]."""
 
     name: str
-    css: str
-    """Names its colour."""
+    colour: str
     x: Floats
     y: Floats
     low: Floats | None = None
@@ -35,13 +118,21 @@ class Line:
     noisy: bool = False
     """Whether to draw a centred mean over it."""
 
+    @property
+    def last(self) -> float:
+        """The value at its end, of a noisy line its mean's."""
+        return float((smooth(self.y) if self.noisy else self.y)[-1])
+
+    def aloud(self, form: Form) -> str:
+        return f"{self.name} from {say(float(self.y[0]), form)} to {say(float(self.y[-1]), form)}"
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One of several that are stacked."""
 
     name: str
-    css: str
+    colour: str
     values: Floats
     """[n]"""
     said: str = ""
@@ -65,14 +156,10 @@ def line_plot(
     """Lines over one axis, each labelled at its end.
 
     Args:
-        title, about: above the plot.
         lines: those without points are left out.
-        x_label, x_form: of the lower axis.
-        form: of the values.
-        low, high: ends of the axis of values; None: what they need.
+        low, high: ends of the axis of values; None: as the values need them.
         log: values in powers of ten; those that are not above 0 are left out.
         limit: a value to mark, and what it is.
-        empty: what to say where no line has points.
     """
     lines = [_above_zero(line) if log else line for line in lines]
     lines = [line for line in lines if len(line.x)]
@@ -83,25 +170,25 @@ def line_plot(
     down = _powers_of_ten(everything) if log else around(everything, form=form, low=low, high=high)
     along = _along(np.concatenate([line.x for line in lines]), x_form)
     several, crowded = len(lines) > 1, len(lines) > MOST_LINES
-    marks = [mark for line in lines for mark in _draw(line, along, down, alone=crowded)]
+    marks = [mark for line in lines for mark in _marks(line, along, down, alone=crowded)]
     labels = _labels(lines, along, down, named=several and not crowded)
     if limit:
         at = float(down.place(np.array([limit[0]]))[0])
-        marks.insert(0, Mark("limit", path_of(np.array([0.0, 1.0]), np.full(2, at))))
-        labels.append(Label(0, 100 * (1 - at), "", limit[1], "of-limit"))
+        marks.insert(0, Mark("limit", "", _points(np.array([0.0, 1.0]), np.full(2, at))))
+        labels.append(Label(0.0, at, "", limit[1], "of-limit"))
     return Plot(
         title,
         about,
         x_label,
         form,
         x_ends=(along.low, along.high),
-        x_ticks=_in_percent(along, 5),
-        y_ticks=[(100 - at, words) for at, words in _in_percent(down, 4)],
+        x_ticks=along.ticks(5),
+        y_ticks=down.ticks(4),
         marks=marks,
         labels=labels,
-        key=[Key(line.css, line.name, say(_last(line), form)) for line in lines] * several,
+        key=[Key(line.colour, line.name, say(line.last, form)) for line in lines] * several,
         direct=not crowded,
-        aloud=f"{title}, {about}: " + "; ".join(_aloud(line, form) for line in lines),
+        aloud=f"{title}, {about}: " + "; ".join(line.aloud(form) for line in lines),
     )
 
 
@@ -118,12 +205,9 @@ def stack_plot(
     """Bars of layers on top of each other, the first at the bottom; of many, each stands for its neighbours' mean.
 
     Args:
-        title, about: above the plot.
         x: steps, [n].
-        layers: as many values each.
-        form: of the values.
-        top: of the axis; None: as ``usual_top`` of these layers has it.
-        empty: what to say where there is no step.
+        layers: of n values each.
+        top: where the axis ends; None: at ``usual_top`` of these layers.
     """
     if not len(x):
         return Plot(title, about, empty=empty)
@@ -136,19 +220,18 @@ def stack_plot(
     floor, marks = np.zeros(len(places)), []
     for layer, points in zip(layers, thinned, strict=True):
         bottom, floor = floor, floor + points.mean
-        sides = (along.place(left + gap), along.place(right - gap), down.place(bottom), down.place(floor))
-        shape = boxes(*sides)
-        marks.append(Mark(f"fill {layer.css}", shape, layer.name, numbers(places), numbers(points.mean)))
+        shapes = boxes(along.place(left + gap), along.place(right - gap), down.place(bottom), down.place(floor))
+        marks.append(Mark("fill", layer.colour, shapes, layer.name, _numbers(places), _numbers(points.mean)))
     return Plot(
         title,
         about,
         "step",
         form,
         x_ends=(along.low, along.high),
-        x_ticks=_in_percent(along, 5),
-        y_ticks=[(100 - at, words) for at, words in _in_percent(down, 4)],
+        x_ticks=along.ticks(5),
+        y_ticks=down.ticks(4),
         marks=marks,
-        key=[Key(layer.css, layer.name, layer.said) for layer in layers if layer.said != "<1%"],
+        key=[Key(layer.colour, layer.name, layer.said) for layer in layers if layer.said != "<1%"],
         aloud=f"{title}, {about}: " + "; ".join(f"{layer.name} {layer.said}" for layer in layers),
     )
 
@@ -159,80 +242,58 @@ def usual_top(layers: Sequence[Layer]) -> float:
     return 1.06 * float(np.quantile(ends, 0.98) if len(ends) > 20 else ends.max(initial=0.0))
 
 
-def cell_plot(
-    title: str,
-    about: str,
-    sides: tuple[Floats, Floats, Floats, Floats],
-    cells: Sequence[tuple[str, float]],
-    *,
-    x_label: str,
-    x_ticks: Sequence[tuple[float, str]],
-    y_ticks: Sequence[tuple[float, str]],
-    key: Sequence[Key],
-) -> Plot:
-    """Coloured cells.
-
-    Args:
-        title, about: above the plot.
-        sides: left, right, bottom and top of each cell, from 0 to 1. [n] each.
-        cells: colour and opacity of each.
-        x_label: of the lower axis.
-        x_ticks, y_ticks: where, from 0 to 1, and their words.
-        key: of the colours.
-    """
-    shapes = [boxes(*(side[i : i + 1] for side in sides)) for i in range(len(cells))]
-    return Plot(
-        title,
-        about,
-        x_label,
-        x_ticks=[(100 * at, words) for at, words in x_ticks],
-        y_ticks=[(100 - 100 * at, words) for at, words in y_ticks],
-        marks=[Mark(f"fill {css}", path, opacity=opacity) for path, (css, opacity) in zip(shapes, cells, strict=True)],
-        key=key,
-        aloud=f"{title}, {about}",
-    )
+def boxes(left: Floats, right: Floats, bottom: Floats, top: Floats) -> Floats:
+    """Shapes of a ``fill``, [n, 2, 2], from their sides, [n] each."""
+    return np.stack([np.stack([left, bottom], axis=-1), np.stack([right, top], axis=-1)], axis=1)
 
 
-def _draw(line: Line, along: Axis, down: Axis, *, alone: bool) -> list[Mark]:
+def _marks(line: Line, along: Axis, down: Axis, *, alone: bool) -> list[Mark]:
     """The line, over what lies around it unless it is to be ``alone``."""
     points = thin(line.x, line.y, MOST_POINTS)
     x = along.place(points.x)
-    shown = smooth(points.mean) if line.noisy else points.mean
-    path = path_of(x, down.place(shown))
-    marks = [] if alone else _spread_of(line, points, along, down)
-    marks.append(Mark(f"line {line.css}", path, line.name, numbers(points.x), numbers(points.mean)))
+    y = down.place(smooth(points.mean) if line.noisy else points.mean)
+    marks = [] if alone else _marks_around(line, points, along, down)
+    values = (_numbers(points.x), _numbers(points.mean))
+    marks.append(Mark("line", line.colour, _points(x, y), line.name, *values))
     if len(line.x) == 1 or (len(line.x) < 30 and not line.noisy):
-        dots = " ".join(f"M{a:g} {b:g}h0" for a, b in pixels(x, down.place(shown)))
-        marks.append(Mark(f"dots {line.css}", dots))
+        marks.append(Mark("dots", line.colour, _points(x, y).reshape(-1, 1, 2)))
     return marks
 
 
-def _spread_of(line: Line, points: Thinned, along: Axis, down: Axis) -> list[Mark]:
+def _marks_around(line: Line, points: Thinned, along: Axis, down: Axis) -> list[Mark]:
     """Its interval; and of a long line the range of the neighbours, of a short one every value."""
     x, marks = along.place(points.x), []
+
+    def band(low: Floats, high: Floats) -> Mark:
+        outline = np.concatenate([down.place(high), down.place(low)[::-1]])
+        return Mark("band", line.colour, _points(np.concatenate([x, x[::-1]]), outline))
+
     if line.low is not None and line.high is not None:
-        low, high = (thin(line.x, end, MOST_POINTS).mean for end in (line.low, line.high))
-        marks.append(Mark(f"band {line.css}", band(x, down.place(low), down.place(high))))
+        marks.append(band(thin(line.x, line.low, MOST_POINTS).mean, thin(line.x, line.high, MOST_POINTS).mean))
     if len(points.x) < len(line.x):
-        marks.append(Mark(f"band {line.css}", band(x, down.place(points.low), down.place(points.high))))
+        marks.append(band(points.low, points.high))
     elif line.noisy:
-        marks.append(Mark(f"line faint {line.css}", path_of(x, down.place(points.mean))))
+        marks.append(Mark("faint", line.colour, _points(x, down.place(points.mean))))
     return marks
 
 
 def _labels(lines: Sequence[Line], along: Axis, down: Axis, *, named: bool) -> list[Label]:
-    """Each line's last value, of a noisy one its mean's, where the line ends."""
-    values = [_last(line) for line in lines]
-    across = 100 * along.place(np.array([line.x[-1] for line in lines]))
-    tops = [100 * (1 - height) for height in spread(down.place(np.array(values)).tolist(), LABEL)]
+    """Each line's last value, where the line ends."""
+    across = along.place(np.array([line.x[-1] for line in lines])).tolist()
+    heights = spread(down.place(np.array([line.last for line in lines])).tolist(), LABEL)
     return [
-        Label(float(left), top, say(value, down.form), line.name * named, line.css)
-        for line, value, left, top in zip(lines, values, across, tops, strict=True)
+        Label(x, y, say(line.last, down.form), line.name * named, line.colour)
+        for line, x, y in zip(lines, across, heights, strict=True)
     ]
 
 
-def _last(line: Line) -> float:
-    return float((smooth(line.y) if line.noisy else line.y)[-1])
+def _points(x: Floats, y: Floats) -> Floats:
+    """One shape, [1, n, 2]."""
+    return np.stack([x, y], axis=-1)[None]
+
+
+def _numbers(values: Floats) -> str:
+    return " ".join(f"{value:.5g}" for value in values)
 
 
 def _around_each(places: Floats) -> tuple[Floats, Floats]:
@@ -244,8 +305,7 @@ def _around_each(places: Floats) -> tuple[Floats, Floats]:
 
 
 def _above_zero(line: Line) -> Line:
-    positive = line.y > 0.0
-    return Line(line.name, line.css, line.x[positive], line.y[positive], noisy=False)
+    return replace(line, x=line.x[line.y > 0.0], y=line.y[line.y > 0.0], low=None, high=None, noisy=False)
 
 
 def _powers_of_ten(values: Floats) -> Axis:
@@ -256,12 +316,3 @@ def _powers_of_ten(values: Floats) -> Axis:
 def _along(x: Floats, form: Form) -> Axis:
     low, high = float(x.min()), float(x.max())
     return Axis(low, high if high > low else low + 1.0, form)
-
-
-def _in_percent(axis: Axis, wanted: int) -> list[tuple[float, str]]:
-    return [(100 * at, words) for at, words in axis.ticks(wanted)]
-
-
-def _aloud(line: Line, form: Form) -> str:
-    first, last = (say(float(line.y[end]), form) for end in (0, -1))
-    return f"{line.name} from {first} to {last}"

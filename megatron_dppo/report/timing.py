@@ -1,82 +1,200 @@
-"""Where a step's seconds went."""
+"""What a step took of the time and of the machines; and runs against each other, by the clock."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_dppo.observe.timers import PHASES, breakdown
-from megatron_dppo.report.axes import duration
+from megatron_dppo.report.axes import duration, say
+from megatron_dppo.report.learning import Metrics, metric_plots, step_numbers
 from megatron_dppo.report.parts import Bars, Plots, Section, Segment, Table
-from megatron_dppo.report.plot import Layer, stack_plot, usual_top
-from megatron_dppo.report.reading import Run
-from megatron_dppo.report.shapes import Key, Plot
-from megatron_dppo.rl.types import Floats
+from megatron_dppo.report.plot import Key, Layer, Plot, stack_plot, usual_top
+from megatron_dppo.report.run import Run
+from megatron_dppo.settings import settings
 
+USAGE: Metrics = (
+    (
+        "Waiting",
+        "share of a step in which the trainer passes no tokens through the policy",
+        "perf/wait_time_ratio",
+        "share",
+    ),
+    ("Training rate", "TFLOPS of a rank during training", "perf/actor_train_tflops", "number"),
+    ("Share of the peak", "of a GPU's rate by its data sheet, during training", "perf/actor_train_peak_share", "share"),
+    ("GPU memory", "GiB, of the rank that held the most", "perf/gpu_memory_gib", "number"),
+    ("Host memory", "GiB in use, of the machine that used the most", "perf/host_memory_gib", "number"),
+)
 NAMES = (*PHASES.values(), "other")
 NARROWEST = 0.07
-"""Share of the scale that a part of a bar must have to be labelled within."""
+"""Share of the scale below which a part of a bar has no label within."""
+TEST = ("data.eval", "data.prompt_key", "data.label_key", "eval.benchmarks", "eval.folder", "eval.samples",
+        "eval.temperature", "reward.function")  # fmt: skip
+"""Settings that decide which test an accuracy is of."""
+GENERATED = ("data.arithmetic.", "data.reasoning_gym.")
+"""Settings of generators decide it too, but for ``TRAINING_ONLY``."""
+TRAINING_ONLY = ("problems", "forgotten_carries", "short_answers", "eval_problems")
+"""``eval_problems`` says how many problems are held out and not which; the runs' records tell how many were asked."""
+COUNTS = ("eval.problems", "data.arithmetic.eval_problems", "data.reasoning_gym.eval_problems")
 
 
 def timing(runs: Sequence[Run]) -> Section:
-    """Mean seconds by phase, in bars on one scale and in figures; then over each run."""
-    parts = {run.name: _parts(run) for run in runs if run.steps}
+    """Mean seconds by phase, in bars on one scale and in figures; then step by step, with the use of the machines."""
+    layers = {run.name: _layers(run) for run in runs if run.steps}
+    title = "Where a step's time goes"
     lead = "Wall-clock seconds of a step, by phase, on the leading rank. Evaluations and checkpoints are not in them."
-    if not parts:
-        return Section("time", "Where a step's time goes", lead, [], "No step has been timed yet.")
-    means = {name: {phase: float(values.mean()) for phase, values in of.items()} for name, of in parts.items()}
+    if not layers:
+        return Section("time", title, lead, [], "No step has been timed yet.")
+    means = {name: {layer.name: float(layer.values.mean()) for layer in of} for name, of in layers.items()}
     phases = [phase for phase in NAMES if any(mean.get(phase, 0.0) > 0.0 for mean in means.values())]
     longest = max(sum(mean.values()) for mean in means.values()) or 1.0
     bars = [(name, duration(sum(mean.values())), _segments(mean, phases, longest)) for name, mean in means.items()]
-    bars_of_runs = Bars(bars, [Key(_css(phase), phase) for phase in phases])
-    layers = {name: _layers(of, means[name]) for name, of in parts.items()}
+    key = [Key(f"phase-{phase}", phase) for phase in phases]
     top = max(usual_top(of) for of in layers.values())
-    plots = [_over_run(run, layers[run.name], top) for run in runs if run.name in parts]
-    return Section("time", "Where a step's time goes", lead, [bars_of_runs, _table(means, phases), Plots(plots)])
+    plots = [phase_plot(run, run.name, "seconds per step, by phase", top) for run in runs if run.name in layers]
+    plots += [plot for plot in metric_plots(runs, USAGE) if not plot.empty]
+    return Section("time", title, lead, [Bars(bars, key), _table(means, phases), Plots(plots)])
 
 
-def _parts(run: Run) -> dict[str, Floats]:
-    """Seconds of each phase, [steps]."""
+def phase_plot(run: Run, title: str, about: str, top: float | None = None) -> Plot:
+    """Seconds of each step, by phase; ``top`` is where the axis of seconds ends."""
+    return stack_plot(title, about, step_numbers(run), _layers(run), form="number", top=top, empty="no timings")
+
+
+def _layers(run: Run) -> list[Layer]:
+    """Seconds of each phase, and in words its share of the mean step."""
     found = [breakdown(row) for row in run.steps]
-    names = [name for name in NAMES if any(name in row for row in found)]
-    return {name: np.array([row.get(name, 0.0) for row in found]) for name in names}
+    seconds = {
+        name: np.array([row.get(name, 0.0) for row in found]) for name in NAMES if any(name in row for row in found)
+    }
+    total = sum(float(values.mean()) for values in seconds.values()) or 1.0
+    return [
+        Layer(name, f"phase-{name}", values, _percent(float(values.mean()) / total)) for name, values in seconds.items()
+    ]
 
 
-def _segments(mean: dict[str, float], phases: Sequence[str], longest: float) -> list[Segment]:
+def _segments(mean: Mapping[str, float], phases: Sequence[str], longest: float) -> list[Segment]:
     shares = {phase: mean.get(phase, 0.0) / longest for phase in phases}
     return [
-        Segment(_css(phase), phase, 100 * share, duration(mean[phase]) if share > NARROWEST else "")
+        Segment(f"phase-{phase}", phase, 100 * share, duration(mean[phase]) if share > NARROWEST else "")
         for phase, share in shares.items()
         if share > 0.0
     ]
 
 
-def _table(means: dict[str, dict[str, float]], phases: Sequence[str]) -> Table:
+def _table(means: Mapping[str, Mapping[str, float]], phases: Sequence[str]) -> Table:
     totals = {name: sum(mean.values()) or 1.0 for name, mean in means.items()}
-    rows = [[phase, *(_cell(mean.get(phase, 0.0), totals[name]) for name, mean in means.items())] for phase in phases]
+
+    def cell(name: str, seconds: float) -> str:
+        return f"{seconds:.3f} s · {_percent(seconds / totals[name])}"
+
+    rows = [[phase, *(cell(name, mean.get(phase, 0.0)) for name, mean in means.items())] for phase in phases]
     rows.append(["a step", *(f"{total:.3f} s" for total in totals.values())])
     return Table(["phase", *means], rows, "Mean seconds of a step, and their share of it")
-
-
-def _cell(seconds: float, total: float) -> str:
-    return f"{seconds:.3f} s · {_percent(seconds / total)}"
 
 
 def _percent(share: float) -> str:
     return "<1%" if 0.0 < share < 0.005 else f"{100 * share:.0f}%"
 
 
-def _layers(parts: dict[str, Floats], mean: dict[str, float]) -> list[Layer]:
-    total = sum(mean.values()) or 1.0
-    return [Layer(phase, _css(phase), values, _percent(mean[phase] / total)) for phase, values in parts.items()]
+@dataclass(frozen=True, slots=True)
+class Race:
+    """What was measured of several runs. Mappings are by the runs' names, the first run first."""
+
+    pace: Mapping[str, float]
+    """Mean seconds of a step."""
+    target: float | None
+    """The best accuracy that each run had at some evaluation; None where accuracies are not compared."""
+    reached: Mapping[str, float]
+    """Seconds of training steps until the first evaluation at the target or above."""
+    differs: Sequence[str] = ()
+    """Settings in which the runs' tests differ, which forbid a target."""
+    changed: Sequence[str] = ()
+    """Settings of results that were changed on a run's way, in words."""
+
+    def cells(self, seconds: Mapping[str, float], name: str) -> str:
+        """A run's seconds, and how they compare with the first run's."""
+        if name not in seconds:
+            return "–"
+        first = next(iter(seconds))
+        ratio = "" if name == first or not seconds[first] else f" · {seconds[name] / seconds[first]:.2f}×"
+        return duration(seconds[name]) + ratio
+
+    def said(self) -> str:
+        """The outcome in words, and how far it can be trusted."""
+        words = f"Measured, a step: {self._against_first(self.pace)}."
+        if self.changed:
+            words = f"{words} What a run's results are of was changed on its way: {'; '.join(self.changed)}."
+        if self.target is None:
+            return f"{words} {self.unlike}".rstrip()
+        return (
+            f"{words} Training steps until the first evaluation at {say(self.target, 'share')} or more, which every "
+            f"run reached: {self._against_first(self.reached)}. That is one run of each; evaluations lie some steps "
+            "apart, and another seed would give another ratio."
+        )
+
+    @property
+    def unlike(self) -> str:
+        """Why accuracies are not compared; empty where they are."""
+        if not self.differs:
+            return ""
+        tested = f"The runs were tested on different problems, or in different ways ({', '.join(self.differs)})"
+        return f"{tested}: how long each took to an accuracy is not compared."
+
+    def _against_first(self, seconds: Mapping[str, float]) -> str:
+        first, *others = seconds
+        ratios = [
+            f"{name} {duration(seconds[name])}"
+            + (f", {seconds[name] / seconds[first]:.2f} times as long" if seconds[first] else "")
+            for name in others
+        ]
+        return "; ".join([f"{first} {duration(seconds[first])}", *ratios])
 
 
-def _over_run(run: Run, layers: Sequence[Layer], top: float) -> Plot:
-    """On the scale of all runs."""
-    steps = np.array([row["step"] for row in run.steps], dtype=np.float64)
-    return stack_plot(run.name, "seconds per step, by phase", steps, layers, form="number", top=top)
+def race(runs: Sequence[Run]) -> Race | None:
+    """None where fewer than two runs have taken a step."""
+    timed = [run for run in runs if run.steps]
+    if len(timed) < 2:
+        return None
+    pace = {run.name: sum(row["perf/step_time"] for row in run.steps) / len(run.steps) for run in timed}
+    changed = [f"{run.name}, {words}" for run in timed for words in run.of_several_settings]
+    target = min(max(run.series("eval/accuracy")[1], default=0.0) for run in timed)
+    if target and (differs := _different_tests(timed)):
+        return Race(pace, None, {}, differs, changed)
+    reached = {run.name: _seconds_until(run, target) for run in timed}
+    # A target that a run had met before its first step is no race.
+    raced = bool(target) and min(reached.values()) > 0.0
+    return Race(pace, target, reached, (), changed) if raced else Race(pace, None, {}, (), changed)
 
 
-def _css(phase: str) -> str:
-    return f"phase-{phase}"
+def _different_tests(runs: Sequence[Run]) -> list[str]:
+    """The settings that make accuracies those of different tests, and whether their problems are as many."""
+    if not all(run.config for run in runs):
+        return ["not every run's settings are recorded"]
+    own = [key for key in settings() if key.startswith(GENERATED) and key.rpartition(".")[2] not in TRAINING_ONLY]
+    keys = [*TEST, *own]
+    if not any(run.setting("data.eval") or run.setting("eval.benchmarks") for run in runs):
+        keys.append("data.train")  # a generator's own
+    differs = [
+        change.key
+        for run in runs
+        for _, changes in run.changes
+        for change in changes
+        if change.key in keys and change.key != "data.train"
+    ]
+    if not all(run.problems for run in runs):
+        keys += COUNTS
+    elif any(run.problems != runs[0].problems for run in runs):
+        differs.append("how many they are")
+    return differs + [key for key in keys if any(run.setting(key) != runs[0].setting(key) for run in runs)]
+
+
+def _seconds_until(run: Run, accuracy: float) -> float:
+    seconds = 0.0
+    for row in run.rows:
+        seconds += row.get("perf/step_time", 0.0)
+        if row.get("eval/accuracy", -1.0) >= accuracy:
+            break
+    return seconds

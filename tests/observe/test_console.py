@@ -7,8 +7,6 @@ import time
 
 import pytest
 
-from megatron_dppo.errors import UserError
-from megatron_dppo.observe.complaint import WIDTH, describe
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.timers import PhaseTimers, breakdown
 from tests.observe.made_up import made_up_rows
@@ -75,13 +73,3 @@ def test_a_phase_is_timed_and_what_is_left_is_other() -> None:
     assert metrics["perf/step_time"] >= metrics["perf/rollout_time"] >= 0.02
     assert sum(breakdown(metrics).values()) == pytest.approx(metrics["perf/step_time"])
     assert timers.take() == {}
-
-
-def test_a_complaint_fits_a_terminal_and_keeps_the_lines_of_a_traceback() -> None:
-    problem = "word " * 60 + "\nTraceback:\n  File x\n    raise"
-    text = describe(UserError("a.b", "3", problem, "do this"))
-    lines = text.splitlines()
-    assert lines[0] == "error: a.b = 3"
-    assert max(map(len, lines)) <= WIDTH
-    assert [line.removeprefix(" " * 11) for line in lines[-4:-1]] == ["Traceback:", "  File x", "    raise"]
-    assert lines[-1] == "  remedy   Do this"

@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.observe.timers import PhaseTimers
-from megatron_dppo.observe.watchdog import Beat, Watchdog, late_ranks
+from megatron_dppo.observe.watchdog import Heartbeat, Watchdog, late_ranks
 from megatron_dppo.parallel.world import initialize
 from tests.ranks import RankPool
 
 LATE_S = 0.4
-AT = Beat(number=9, entered=5, phase="actor_train", still_s=0.1, host="n1")
+AT = Heartbeat(number=9, entered=5, phase="actor_train", still_s=0.1, host="n1")
 
 
 def sort_the_attic(rank: int) -> None:
@@ -109,7 +109,7 @@ def test_a_rank_without_a_sign_of_life_is_named_in_whatever_phase(ranks: RankPoo
         ([replace(AT, still_s=0.3), replace(AT, entered=4, still_s=9.0)], []),  # nobody has waited for long
     ],
 )
-def test_who_is_late(beats: list[Beat], late: list[int]) -> None:
+def test_who_is_late(beats: list[Heartbeat], late: list[int]) -> None:
     assert late_ranks(beats, [0.1] * len(beats), 1.0, 5.0) == late
 
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 
 from megatron_dppo.report.axes import Axis, around, duration, say, smooth, spread, thin
-from megatron_dppo.report.compared import Race, race
+from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.learning import learning, wilson
 from megatron_dppo.report.parts import Note, Plots
-from megatron_dppo.report.reading import Run, read_runs
-from megatron_dppo.report.spent import cost, spent
+from megatron_dppo.report.run import Run, read_runs
+from megatron_dppo.report.timing import Race, race
 from tests.report.made_up import write_lines, write_run
 
 ROLLOUT_S, TRAIN_S, FIXED_S = 3e-4, 7e-4, 0.25

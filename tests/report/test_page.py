@@ -17,7 +17,7 @@ from megatron_dppo.config import CompletionPruningConfig, PruningConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.history import record
 from megatron_dppo.report.page import page, report
-from megatron_dppo.report.reading import read_runs
+from megatron_dppo.report.run import read_runs
 from megatron_dppo.settings import load_config
 from tests.report.made_up import UNPRUNED, write_lines, write_run
 

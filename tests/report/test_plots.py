@@ -11,7 +11,8 @@ import numpy as np
 from megatron_dppo.report.learning import signs
 from megatron_dppo.report.parts import Note, Plots
 from megatron_dppo.report.plot import Layer, Line, line_plot, stack_plot
-from megatron_dppo.report.reading import read_runs
+from megatron_dppo.report.run import read_runs
+from megatron_dppo.report.timing import timing
 from tests.report.made_up import write_run
 
 
@@ -25,7 +26,7 @@ def test_a_line_goes_through_its_values() -> None:
     (drawn,) = [mark for mark in plot.marks if mark.x]
     assert points(drawn.path) == [(0, 1000), (500, 0), (1000, 500)]
     assert (drawn.x, drawn.y) == ("0 5 10", "0 1 0.5")
-    assert [(label.left, label.top, label.value) for label in plot.labels] == [(100.0, 50.0, "0.5")]
+    assert [(label.x, label.y, label.value) for label in plot.labels] == [(1.0, 0.5, "0.5")]
 
 
 def test_a_logarithmic_axis_has_equal_steps_for_equal_factors() -> None:
@@ -66,6 +67,14 @@ def test_many_runs_are_lines_and_nothing_around_them(tmp_path: Path) -> None:
     assert [label.name for label in few.labels] == ["run 0", "run 1", "run 2"]
     assert [label.name for label in many.labels] == [""] * 4
     assert [key.name for key in many.key] == [line.name for line in lines]
+
+
+def test_the_use_of_the_machines_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
+    without = write_run(tmp_path / "without")
+    measured = write_run(tmp_path / "measured", held={"perf/wait_time_ratio": 0.25, "perf/actor_train_tflops": 400.0})
+    drawn = timing(read_runs([without, measured])).parts[-1]
+    assert isinstance(drawn, Plots)
+    assert [plot.title for plot in drawn.plots] == ["without", "measured", "Waiting", "Training rate"]
 
 
 def test_what_never_happened_is_said_and_not_drawn(tmp_path: Path) -> None:

@@ -12,9 +12,7 @@ from megatron_dppo.evaluation.evaluate import Evaluation, read_answers, record_a
 from megatron_dppo.history import changed_since, record
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.length_gate import LengthGate
-from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics, read_rows
-from megatron_dppo.observe.picture import draw_progress
-from megatron_dppo.observe.pruning_picture import draw_pruning
+from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics
 from megatron_dppo.observe.summary import print_summary, read_summary, write_summary
 from megatron_dppo.observe.timers import saved_seconds
 from megatron_dppo.parallel.world import World
@@ -28,7 +26,7 @@ CENSUS = "pruning.jsonl"
 """What was kept at each step and why, counted: a function of the settings and the seed alone."""
 
 
-class Journal:
+class RunLogger:
     """One row of metrics per step, gathered from the step's phases and written when the step is over."""
 
     def __init__(self, config: Config, world: World, *, step: int, dropped_prompts: int) -> None:
@@ -101,13 +99,14 @@ class Journal:
         elif (summary := read_summary(self._folder)) is not None:
             print_summary(self._folder, summary, self._console)
             return
-        metrics = read_metrics(self._folder)
-        draw_progress(metrics, self._folder / "progress.png")
-        draw_pruning(metrics, read_rows(self._folder / CENSUS), self._folder / "pruning.png")
+        from megatron_dppo.report.pictures import draw_pictures  # matplotlib is slow to import, and one rank draws
+        from megatron_dppo.report.run import read_run
+
+        draw_pictures(read_run(self._folder, self._folder.name), self._folder)
         if answers := _answers(read_answers(self._folder)):
             self._console.banner(answers)
         print_summary(self._folder, write_summary(self._folder), self._console)
-        if best and metrics[-1].get("eval/accuracy", best.accuracy) < best.accuracy:
+        if best and read_metrics(self._folder)[-1].get("eval/accuracy", best.accuracy) < best.accuracy:
             self._console.note(f"{best}: its checkpoint stays in {self._folder / 'checkpoints'}")
 
 

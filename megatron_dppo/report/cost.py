@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megatron_dppo.observe.timers import ROLLING_OUT, TRAINING
+from megatron_dppo.observe.timers import saving
 from megatron_dppo.report.axes import say
-from megatron_dppo.report.compared import race
 from megatron_dppo.report.parts import Note, Part, Section, Table
-from megatron_dppo.report.reading import Row, Run
+from megatron_dppo.report.run import Row, Run
+from megatron_dppo.report.timing import race
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Of one run, in GPU-hours (of a run without GPUs: in hours of its processes)."""
+    """GPU-hours of one run, or hours of its processes if it has no GPUs."""
 
     hours: float
-    """Steps and evaluations; neither the start nor checkpoints."""
+    """Of steps and evaluations, without the start and without checkpoints."""
     by_prompts: float
-    """Saved by pruning prompts, that of completions left as it is; estimated, as what follows is."""
+    """Estimated hours saved by pruning prompts, with the pruning of completions left as it is."""
     by_completions: float
     both: float
-    """Saved by both: more than their sum, for prompts that are not rolled out are not trained on either."""
+    """Saved by both levels. It is more than their sum: prompts that are not rolled out are not trained on either."""
     devices: str
     """``8 GPUs``, ``2 processes``; and whether servers are among them."""
 
@@ -45,37 +45,10 @@ def spent(run: Run) -> Spent:
     for row in run.rows:
         held = (_ranks(run, row) + (servers or 0)) / 3600.0
         hours += held * (row.get("perf/step_time", 0.0) + row.get("perf/eval_time", 0.0))
-        for i, seconds in enumerate(_saved(row, *dropped.get(row["step"], (0, 0)))):
+        pruned, zero_advantage = dropped.get(row["step"], (0, 0))
+        for i, seconds in enumerate(saving(row, pruned=pruned, zero_advantage=zero_advantage)):
             saved[i] += held * seconds
     return Spent(hours, saved[0], saved[1], saved[2], _devices(run, servers))
-
-
-def _saved(row: Row, pruned: int, idle: int) -> tuple[float, float, float]:
-    """Seconds that a step would have taken longer with prompts not pruned, with completions not pruned, and with
-    neither pruned, by the model of ``observe.timers.saved_seconds``.
-
-    Completions that can teach nothing are dropped with pruning off too: they are no saving of pruning's.
-
-    Args:
-        row: of metrics.
-        pruned: tokens that were rolled out, had a gradient, and were not trained on.
-        idle: tokens that were rolled out and had no gradient.
-    """
-    not_rolled_out = row.get("prune/saved_tokens_prompts", 0.0)
-    trained = row.get("train/tokens", 0.0)
-    rolled_out = trained + pruned + idle
-    if not trained:
-        return 0.0, 0.0, 0.0
-    rolling_out, training = (
-        sum(row.get(f"perf/{phase}_time", 0.0) for phase in phases) for phases in (ROLLING_OUT, TRAINING)
-    )
-    window = 1.0 + not_rolled_out / rolled_out
-    wanted = 1.0 + pruned / trained
-    return (
-        (rolling_out + training) * (window - 1.0),
-        training * (wanted - 1.0),
-        rolling_out * (window - 1.0) + training * (window * wanted - 1.0),
-    )
 
 
 def _ranks(run: Run, row: Row) -> int:
@@ -104,31 +77,33 @@ def _devices(run: Run, servers: int | None) -> str:
     return f"{held} {word}" + (f", {of_servers}" if servers != 0 else "")
 
 
-def price_of(run: Run, price: float | None) -> float | None:
-    """Of one GPU for one hour: the one given, else the run's own."""
-    return run.setting("cluster.price_per_gpu_hour") if price is None else price
-
-
 def cost(runs: Sequence[Run], price: float | None) -> Section:
-    """Hours and money: spent, saved by this run's own estimate, and what the clock says of runs against each other."""
-    found = [(run, spent(run), price_of(run, price)) for run in runs]
+    """Hours and money: spent, saved by this run's own estimate, and what the clock says of runs against each other.
+
+    Args:
+        runs: at least one.
+        price: of one GPU for one hour; None: each run's own.
+    """
+    prices = [run.setting("cluster.price_per_gpu_hour") if price is None else price for run in runs]
+    priced = any(rate is not None for rate in prices)
+    found = [(spent(run), rate) for run, rate in zip(runs, prices, strict=True)]
 
     def hours(what: str, field: str) -> list[str]:
-        return [what, *(f"{say(getattr(of, field), 'number')} {of.unit}" for _, of, _ in found)]
+        return [what, *(f"{say(getattr(of, field), 'number')} {of.unit}" for of, _ in found)]
 
     def money(what: str, field: str) -> list[str]:
-        return [what, *("–" if rate is None else _money(getattr(of, field) * rate) for _, of, rate in found)]
+        return [what, *("–" if rate is None else _money(getattr(of, field) * rate) for of, rate in found)]
 
     rows = [
-        ["held", *(of.devices for _, of, _ in found)],
+        ["held", *(of.devices for of, _ in found)],
         hours("spent", "hours"),
         hours("saved by pruning prompts, estimated", "by_prompts"),
         hours("saved by pruning completions, estimated", "by_completions"),
         hours("saved by both, estimated", "both"),
-        ["… of what the run would have taken", *(say(of.share, "share") for _, of, _ in found)],
+        ["… of what the run would have taken", *(say(of.share, "share") for of, _ in found)],
     ]
-    if any(rate is not None for _, _, rate in found):
-        rows.append(["price of an hour", *("–" if rate is None else f"{rate:g}" for _, _, rate in found)])
+    if priced:
+        rows.append(["price of an hour", *("–" if rate is None else f"{rate:g}" for rate in prices)])
         rows += [money("money spent", "hours"), money("money saved, estimated", "both")]
     if outcome := race(runs):
         rows.append(["measured, a step", *(outcome.cells(outcome.pace, run.name) for run in runs)])
@@ -148,7 +123,7 @@ def cost(runs: Sequence[Run], price: float | None) -> Section:
     parts: list[Part] = [Table(["", *(run.name for run in runs)], rows)]
     if outcome and outcome.differs:
         parts.append(Note(outcome.unlike))
-    if not any(rate is not None for _, _, rate in found):
+    if not priced:
         parts.append(Note("--price, or cluster.price_per_gpu_hour, turns hours into money."))
     return Section("cost", "Cost", lead, parts)
 

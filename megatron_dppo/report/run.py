@@ -1,4 +1,4 @@
-"""What a run's folder holds, read while the run goes on, after its end, or where it was killed."""
+"""Reads the folder of a run that goes on, has ended or was killed. What cannot be read is left out."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ import numpy as np
 import yaml
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.history import Change, Entry, changes, read_history
+from megatron_dppo.history import Change, changes, read_history
 from megatron_dppo.observe.metrics import FILE
+from megatron_dppo.report.plot import Line
 from megatron_dppo.rl.types import Floats
 from megatron_dppo.settings import settings, short
 
 Row = Mapping[str, Any]
 NOISE = {"prune/noise_share_prompts", "prune/noise_share_completions"}
-"""Drawn on top of each other: one of them says nothing without the other."""
+"""These two are drawn on top of each other, so a row that has only one of them loses it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One folder. What it does not hold is empty."""
+    """What one folder holds; what is not there is empty."""
 
     name: str
-    """Short, and no other run's of the page."""
+    """Short, and different from those of the page's other runs."""
     folder: Path
     number: int
-    """Of the run on the page: its colour."""
+    """Of the run on the page, from 0; it decides the colour."""
     config: Mapping[str, Any]
     """Values of ``config.yaml`` by dotted key."""
     changes: Sequence[tuple[int, Sequence[Change]]]
@@ -50,13 +51,13 @@ class Run:
     """When its last row of metrics was."""
 
     @property
-    def css(self) -> str:
-        """Its colour, and from the seventh on that its lines are broken."""
+    def colour(self) -> str:
+        """Its colour on the page, and from the seventh run on that its lines are broken."""
         return f"run{self.number % 6}" + " again" * (self.number >= 6)
 
     @property
     def steps(self) -> list[Row]:
-        """The rows of steps: an evaluation before the first is none."""
+        """The rows of steps. Row 0, of the evaluation before the first step, is not among them."""
         return [row for row in self.rows if "perf/step_time" in row]
 
     def setting(self, key: str) -> Any:
@@ -69,13 +70,17 @@ class Run:
         steps, values = np.array(found, dtype=np.float64).reshape(-1, 2).T
         return steps, values
 
+    def line(self, key: str, *, noisy: bool = True) -> Line:
+        """Over the steps."""
+        return Line(self.name, self.colour, *self.series(key), noisy=noisy)
+
     def mean(self, key: str) -> float | None:
         values = self.series(key)[1]
         return float(values.mean()) if len(values) else None
 
     @property
     def of_several_settings(self) -> Sequence[str]:
-        """What its results are of was changed on the way: which setting, and when."""
+        """Settings of results (``history.RESULTS``) that were changed on the way, and when."""
         return [
             f"{change.key} {short(change.before)} until step {step:,}, then {short(change.now)}"
             for step, found in self.changes
@@ -104,7 +109,7 @@ def default_of(key: str) -> Any:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number, and none that is whole and too large to be a float."""
+    """Whether it is a finite number that a float can hold."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
@@ -114,12 +119,12 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     Raises:
         UserError: naming the first folder that holds neither a run nor results of an evaluation.
     """
-    return [
-        _read(folder, name, number) for number, (folder, name) in enumerate(zip(folders, _names(folders), strict=True))
-    ]
+    named = zip(folders, _names(folders), strict=True)
+    return [read_run(folder, name, number) for number, (folder, name) in enumerate(named)]
 
 
-def _read(folder: Path, name: str, number: int) -> Run:
+def read_run(folder: Path, name: str, number: int = 0) -> Run:
+    """One of them; the arguments are the fields of ``Run``."""
     metrics, scores = folder / FILE, list(_scores(folder))
     if not metrics.is_file() and not scores:
         remedy = f"Give folders that hold a {FILE} (run.dir of a training) or a scores.json"
@@ -129,19 +134,17 @@ def _read(folder: Path, name: str, number: int) -> Run:
         folder=folder,
         number=number,
         config=dict(_flat(_yaml(folder / "config.yaml"), "")),
-        changes=list(_changes(read_history(folder))),
+        changes=[
+            (entry.step, found)
+            for before, entry in pairwise(read_history(folder))
+            if (found := changes(before.settings, entry.settings))
+        ],
         rows=[_numbers(row) for row in _rows(metrics)],
         census=[row for row in _rows(folder / "pruning.jsonl") if _whole(row)],
         answers=[{**row, "answers": list(_shown(row))} for row in _rows(folder / "answers.jsonl")],
         scores=scores,
         written=datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.is_file() else None,
     )
-
-
-def _changes(entries: Sequence[Entry]) -> Iterator[tuple[int, Sequence[Change]]]:
-    for before, entry in pairwise(entries):
-        if found := changes(before.settings, entry.settings):
-            yield entry.step, found
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -160,7 +163,7 @@ def _rows(file: Path) -> list[Row]:
 
 
 def _text(file: Path) -> str:
-    """Bytes that are no UTF-8 spoil their place alone."""
+    """Bytes that are no UTF-8 are replaced one by one."""
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
@@ -174,14 +177,14 @@ def _parse(text: str) -> Row:
 
 
 def _numbers(row: Row) -> Row:
-    """What of a row of metrics can be drawn and summed."""
+    """The entries of a row of metrics that can be drawn and summed."""
     found = {key: value for key, value in row.items() if is_number(value)}
     alone = set() if found.keys() >= NOISE else NOISE
     return {key: value for key, value in found.items() if key not in alone}
 
 
 def _whole(value: Any) -> bool:
-    """Whether nothing in it is null, or a number that is none."""
+    """Whether nothing in it is null, NaN or infinite."""
     if isinstance(value, dict | list):
         return all(map(_whole, value.values() if isinstance(value, dict) else value))
     return isinstance(value, str) or is_number(value)

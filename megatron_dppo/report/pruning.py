@@ -1,0 +1,171 @@
+"""What was pruned and why, and the noise that it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_dppo.report.axes import Form
+from megatron_dppo.report.parts import Part, Plots, Section
+from megatron_dppo.report.plot import Key, Layer, Line, Mark, Plot, boxes, line_plot, stack_plot
+from megatron_dppo.report.run import Run
+from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
+from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
+from megatron_dppo.rl.pruning.sampling import Rule
+from megatron_dppo.rl.types import Floats
+
+RULES: Mapping[str, Mapping[str, Rule[Any]]] = {"prompts": PROMPT_RULES, "completions": COMPLETION_RULES}
+CHANCES = ("never", "25%", "50%", "75%", "always")
+FATES = ("trained on", "pruned", "nothing to teach", "not rolled out")
+
+
+def pruning(runs: Sequence[Run]) -> Section:
+    """The runs' kept shares and noise beside each other; then each run's answers, by what decided over them."""
+    lead = (
+        "An answer can teach something where its group's rewards differ. Of those, an unbiased rule keeps each with a "
+        "known probability, and weights what it keeps so that the gradient stays right in the mean."
+    )
+    parts: list[Part] = []
+    measured = [run for run in runs if run.mean("prune/kept_token_fraction") is not None]
+    if measured:
+        plots = [
+            _shares("Prompts rolled out", "share of a step's candidates", "prune/kept_prompt_fraction", measured),
+            _shares("Tokens trained on", "share of those rolled out", "prune/kept_token_fraction", measured),
+        ]
+        if len(measured) > 1:  # of one run its parts are drawn below
+            plots.append(_inflation(measured))
+        parts.append(Plots(plots))
+    for run in measured:
+        plots = [tokens_plot(run), answers_plot(run), causes_plot(run), noise_plot(run)]
+        parts.append(Plots([plot for plot in plots if not plot.empty], run.name, _rules(run)))
+    return Section("pruning", "What was pruned, and why", lead, parts, "No step of these runs says what was kept.")
+
+
+def prunes(run: Run) -> bool:
+    """Whether any rule was on."""
+    return any(run.setting(f"pruning.{level}.rule") != "none" for level in RULES)
+
+
+def answers_plot(run: Run) -> Plot:
+    """Who is trained on, by the answer's group."""
+    binary = all(row["binary"] for row in run.census)
+    title, about = "Which answers are trained on", "probability, over all steps"
+    cells = _cells(run, "by_group" if binary else "by_reward")
+    if not _are_pruned(cells):
+        return Plot(title, about, empty=_nothing_pruned(cells))
+    words = ("right", "wrong") if binary else ("above the mean", "below the mean")
+    lines = [
+        Line(name, colour, *cells[cells[:, 1] == side][:, [0, 3]].T)
+        for side, colour, name in ((1.0, "good", words[0]), (-1.0, "bad", words[1]))
+    ]
+    x_label = "accuracy of the answer's group" if binary else "reward, in deviations from the group's mean"
+    x_form: Form = "share" if binary else "number"
+    return line_plot(title, about, lines, x_label=x_label, x_form=x_form, form="share", low=0.0, high=1.02)
+
+
+def causes_plot(run: Run) -> Plot:
+    """Who is trained on, by the answer's length and score: the colour tells the probability, the strength how many
+    answers are there."""
+    title, about = "… and why", "score over the step's median, by length; stronger: more answers"
+    cells = _cells(run, "by_cause")
+    if not _are_pruned(cells):
+        return Plot(title, about, empty=_nothing_pruned(cells))
+    x, y, count, chance = cells.T
+    wide, tall = (min(np.diff(np.unique(values)).min(initial=np.inf), 1.0) / 2 for values in (x, y))
+    left, right, bottom, top = x.min() - wide, x.max() + wide, y.min() - tall, y.max() + tall
+    across, up = right - left, top - bottom
+    sides = (x - wide - left) / across, (x + wide - left) / across, (y - tall - bottom) / up, (y + tall - bottom) / up
+    shapes = boxes(*sides)
+    colours = np.round(4 * np.clip(chance, 0.0, 1.0)).astype(int)
+    strength = 0.25 + 0.75 * np.sqrt(count / count.max())
+    powers = range(int(np.ceil(left)), int(np.floor(right)) + 1, 1 + int(across // 7))
+    octaves = [power for power in range(-4, 5, 2) if bottom < power < top]
+    return Plot(
+        title,
+        about,
+        "tokens of the response",
+        x_ticks=[((power - left) / across, f"{2**power:,}" if power >= 0 else "") for power in powers],
+        y_ticks=[((p - bottom) / up, f"{2**p}×" if p >= 0 else f"1/{2**-p}") for p in octaves],
+        marks=[
+            Mark("fill", f"chance{colours[i]}", shapes[i : i + 1], opacity=float(strength[i])) for i in range(len(x))
+        ],
+        key=[Key(f"chance{i}", word) for i, word in enumerate(CHANCES)],
+        aloud=f"{title}, {about}",
+    )
+
+
+def noise_plot(run: Run) -> Plot:
+    """Variance over the full batch's, by where it comes from."""
+    title, about = "Noise of the gradient", "variance over the full batch's, as estimated for independent draws"
+    if not prunes(run) or run.mean("prune/kept_token_fraction") is None:
+        return Plot(title, about, empty="no pruning")
+    steps, by_prompts = run.series("prune/noise_share_prompts")
+    _, by_completions = run.series("prune/noise_share_completions")
+    sampling = np.maximum(1.0 - by_prompts - by_completions, 1e-9)
+    layers = [
+        Layer(name, f"noise{i}", share / sampling, f"{100 * share.mean():.0f}%" if len(share) else "")
+        for i, (name, share) in enumerate(
+            (("sampling", sampling), ("prompts pruned", by_prompts), ("completions pruned", by_completions))
+        )
+    ]
+    return stack_plot(title, about, steps, layers, form="times", empty="not estimated: the rule is biased")
+
+
+def tokens_plot(run: Run) -> Plot:
+    """Prompt and response tokens, by what became of them."""
+    unseen = {row["step"]: row.get("prune/saved_tokens_prompts", 0.0) for row in run.rows}
+    steps = np.array([row["step"] for row in run.census], dtype=np.float64)
+    counted = np.array(
+        [[*(row[what][1] for what in ("kept", "pruned", "idle")), unseen.get(row["step"], 0.0)] for row in run.census],
+        dtype=np.float64,
+    ).reshape(-1, 4)
+    shares = counted.sum(axis=0) / max(counted.sum(), 1.0)
+    layers = [
+        Layer(name, f"fate{i}", counted[:, i], f"{100 * share:.0f}%")
+        for i, (name, share) in enumerate(zip(FATES, shares, strict=True))
+        if share > 0.0
+    ]
+    about = "by what became of them; those not rolled out are estimated"
+    return stack_plot("Tokens of a step", about, steps, layers, form="count", empty="no pruning")
+
+
+def _rules(run: Run) -> str:
+    """What was on, and of a biased rule why it is."""
+    words = []
+    for level, known in RULES.items():
+        rule, keep = run.setting(f"pruning.{level}.rule"), run.setting(f"pruning.{level}.keep")
+        why = known[rule].biased if rule in known else ""
+        biased = f", biased: {why}" if why else ""
+        words.append(f"{level} by {rule} (keep {keep}){biased}" if rule != "none" else f"{level} not pruned")
+    text = "; ".join(words)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _shares(title: str, about: str, key: str, runs: Sequence[Run]) -> Plot:
+    return line_plot(title, about, [run.line(key) for run in runs], form="share", low=0.0, high=1.02)
+
+
+def _inflation(runs: Sequence[Run]) -> Plot:
+    lines = [run.line("prune/variance_inflation") for run in runs]
+    about, empty = "the gradient's variance over the full batch's, estimated", "not estimated: biased rules"
+    return line_plot("Noise that pruning adds", about, lines, form="times", low=1.0, empty=empty)
+
+
+def _cells(run: Run, table: str) -> Floats:
+    """[cells, 4]: two coordinates, answers of all steps, their mean probability of being kept; ascending."""
+    total: dict[tuple[float, float], Floats] = {}
+    for row in run.census:
+        for x, y, count, inclusion, _ in row[table]:
+            total[x, y] = total.get((x, y), np.zeros(2)) + np.array([count, inclusion])
+    rows = [(x, y, count, inclusion / count) for (x, y), (count, inclusion) in sorted(total.items())]
+    return np.array(rows, dtype=np.float64).reshape(-1, 4)
+
+
+def _are_pruned(cells: Floats) -> bool:
+    return bool((cells[:, 3] < 1.0).any())
+
+
+def _nothing_pruned(cells: Floats) -> str:
+    return "every answer that could teach was trained on" if len(cells) else "no answer could teach anything"

@@ -1,0 +1,74 @@
+"""The pictures exist, show something in every chart that has numbers, and say in words what they cannot show."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from megatron_dppo.report.pictures import draw_pictures
+from megatron_dppo.report.run import read_run
+from tests.observe.made_up import made_up_census
+from tests.report.made_up import UNPRUNED, write_lines, write_run
+
+SOME = 0.0005
+
+
+def drawn(run: Path) -> dict[str, np.ndarray]:
+    """Share of coloured (not grey) pixels in each quarter of both pictures, [2, 2]."""
+    out = run / "pictures"
+    out.mkdir()
+    draw_pictures(read_run(run, "run"), out)
+    assert sorted(file.name for file in out.iterdir()) == ["progress.png", "pruning.png"]
+    found = {}
+    for file in out.iterdir():
+        coloured = np.ptp(matplotlib.image.imread(file)[..., :3], axis=2) > 0.15
+        height, width = coloured.shape[0] // 2, coloured.shape[1] // 2
+        found[file.stem] = coloured[: 2 * height, : 2 * width].reshape(2, height, 2, width).mean(axis=(1, 3))
+    return found
+
+
+@pytest.mark.parametrize(("steps", "graded"), [(2, False), (60, False), (4, True)])
+def test_every_chart_shows_its_numbers(tmp_path: Path, steps: int, graded: bool) -> None:
+    run = write_run(tmp_path / "run", steps)
+    write_lines(run / "pruning.jsonl", made_up_census(steps, graded=graded))
+    assert all((ink > SOME).all() for ink in drawn(run).values())
+
+
+def test_a_run_that_measured_nothing_is_drawn_empty(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for name in ("metrics.jsonl", "pruning.jsonl", "answers.jsonl"):
+        (run / name).write_text("")
+    assert all((ink < SOME).all() for ink in drawn(run).values())
+
+
+def test_without_pruning_there_are_tokens_and_no_choice_to_show(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3, pruning=UNPRUNED)
+    write_lines(run / "pruning.jsonl", made_up_census(3, rule="none"))
+    (answers, causes), (noise, tokens) = drawn(run)["pruning"]
+    assert max(answers, causes, noise) < SOME < tokens
+
+
+def test_a_biased_rule_has_no_noise_to_show(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    write_lines(run / "metrics.jsonl", [{k: v for k, v in row.items() if "noise" not in k} for row in rows])
+    (answers, causes), (noise, tokens) = drawn(run)["pruning"]
+    assert noise < SOME < min(answers, causes, tokens)
+
+
+def test_the_same_run_is_the_same_picture(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", 3), "run")
+    for prefix in ("once-", "again-"):
+        draw_pictures(run, tmp_path, prefix=prefix)
+    assert (tmp_path / "once-pruning.png").read_bytes() == (tmp_path / "again-pruning.png").read_bytes()
+
+
+def test_a_rank_that_draws_nothing_does_not_import_what_draws() -> None:
+    program = "import sys, megatron_dppo.run_logger, megatron_dppo.report.page; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
