@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron_dppo.bridge import checksums
 from megatron_dppo.bridge.checksums import Checksums
 from megatron_dppo.parallel import without_cuda
-from megatron_dppo.shard_writer import ShardWriter
+from megatron_dppo.trainer.shard_writer import ShardWriter
 
 TENSOR_MIB = 16
 MIB = 2**20

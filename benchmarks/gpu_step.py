@@ -63,21 +63,21 @@ from megatron_dppo.config import (
     OptimizerConfig,
     PackConfig,
 )
-from megatron_dppo.learner import PolicyLoss
+from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.hardware import GIB, GPUS
+from megatron_dppo.estimate.memory import actor_memory
+from megatron_dppo.estimate.placement import Placement
 from megatron_dppo.models.actor import Actor, Microbatch, Sums
 from megatron_dppo.models.policy import DTYPES, PolicyModel
 from megatron_dppo.models.published import PUBLISHED
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.layout import capacity_multiple
 from megatron_dppo.parallel.world import initialize
-from megatron_dppo.plan.assumptions import Assumptions
-from megatron_dppo.plan.hardware import GIB, GPUS
-from megatron_dppo.plan.memory import actor_memory
-from megatron_dppo.plan.placement import Placement
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import CostModel, pack_sequences
 from megatron_dppo.rl.types import Pack
+from megatron_dppo.trainer.learner import PolicyLoss
 
 TINY = PolicyShape(2, 64, 4, 2, 16, 128, 512, True, 1e6, 1e-6, 4096)
 PROMPT, LONGEST, TYPICAL, SPREAD = 256, 4096, 700, 0.9

@@ -15,11 +15,11 @@ from step_watch import StepWatch
 from megatron_dppo.launch.rank import quieten
 from megatron_dppo.observe.metrics import read_metrics
 from megatron_dppo.parallel.world import initialize, shut_down
-from megatron_dppo.preflight import preflight
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Selection
 from megatron_dppo.settings import load_config
 from megatron_dppo.train import Trainer
+from megatron_dppo.trainer.preflight import preflight
 
 
 class InTurn(Trainer):

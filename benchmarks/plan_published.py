@@ -12,14 +12,14 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.hardware import GPUS
+from megatron_dppo.estimate.memory import server_memory
+from megatron_dppo.estimate.placement import place
+from megatron_dppo.estimate.time import StepTime, step_time
+from megatron_dppo.estimate.work import lengths_of, prompt_tokens, without_pruning
 from megatron_dppo.models.published import PUBLISHED
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.plan.assumptions import Assumptions
-from megatron_dppo.plan.hardware import GPUS
-from megatron_dppo.plan.memory import server_memory
-from megatron_dppo.plan.placement import place
-from megatron_dppo.plan.time import StepTime, step_time
-from megatron_dppo.plan.work import lengths_of, prompt_tokens, without_pruning
 from megatron_dppo.settings import load_config
 
 TRAINING = ("old log-probabilities", "reference log-probabilities", "training", "pipeline bubble", "gradient reduction")

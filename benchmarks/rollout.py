@@ -31,7 +31,6 @@ import orjson
 import torch
 from servers_here import server_settings
 
-from megatron_dppo.assemble import assemble_policy
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.init import write_model
 from megatron_dppo.parallel.world import initialize, shut_down
@@ -40,6 +39,7 @@ from megatron_dppo.rollout.engine import Sampling, generate
 from megatron_dppo.rollout.servers.engine import ServerEngine
 from megatron_dppo.rollout.servers.open import open_servers
 from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.assemble import assemble_policy
 
 
 def ours(engine: ServerEngine, prompts: list[Prompt], sampling: Sampling) -> tuple[int, float]:

@@ -14,7 +14,6 @@ from real_gradients import gradients, gram, single_packs
 
 from megatron_dppo.config import Config
 from megatron_dppo.init import write_model
-from megatron_dppo.learner import PolicyLoss
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
@@ -26,6 +25,7 @@ from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.settings import load_config
 from megatron_dppo.sft import sft
 from megatron_dppo.train import Trainer
+from megatron_dppo.trainer.learner import PolicyLoss
 
 STAGES = {"early": 0.3, "middle": 0.7, "late": 0.87}
 """Sampled accuracy (the mean over three steps) from which on a stage is measured."""

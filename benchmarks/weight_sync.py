@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 from servers_here import server_settings
 
-from megatron_dppo.assemble import PolicyParts, assemble_policy
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import Config
 from megatron_dppo.init import write_model
@@ -44,6 +43,7 @@ from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.rollout.servers.engine import ServerEngine
 from megatron_dppo.rollout.servers.open import BUCKET_MIB, open_servers
 from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 
 MIB = 2**20
 

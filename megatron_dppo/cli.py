@@ -54,7 +54,7 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     words = [*chosen.settings, *rest]
     if chosen.command == "plan":
-        from megatron_dppo.plan.report import plan
+        from megatron_dppo.estimate.report import plan
 
         assumed = [word for word in words if word.startswith("assume.")]
         return plan(_read([word for word in words if word not in assumed]), assumed, json_wanted=chosen.json)

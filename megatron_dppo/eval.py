@@ -15,8 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.agreement import MAX_TOKENS, check_agreement
-from megatron_dppo.assemble import assemble_frozen
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
 from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import load_tokenizer
@@ -36,6 +34,8 @@ from megatron_dppo.evaluation.scores import by_benchmark, compare, score, table
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.observe.console import Console
 from megatron_dppo.parallel.world import World, initialize, shut_down
+from megatron_dppo.trainer.agreement import MAX_TOKENS, check_agreement
+from megatron_dppo.trainer.assemble import assemble_frozen
 
 SAY_EVERY_S = 10.0
 

@@ -9,12 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_dppo.assemble import PolicyParts, assemble_policy, lock_run
 from megatron_dppo.config import Config, OptimizerConfig
 from megatron_dppo.data.order import PromptOrder
 from megatron_dppo.data.prompts import WorkedAnswer, load_worked_answers
 from megatron_dppo.errors import UserError
-from megatron_dppo.history import record_warm_up
 from megatron_dppo.models.actor import Microbatch, Responses, Sums, learning_rate
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import MetricsLog
@@ -23,6 +21,8 @@ from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences, packs_wanted
 from megatron_dppo.rl.types import Pack
+from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, lock_run
+from megatron_dppo.trainer.history import record_warm_up
 
 
 def sft(config: Config) -> None:

@@ -12,22 +12,16 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from megatron_dppo.agreement import check_agreement
-from megatron_dppo.assemble import assemble_learner, assemble_policy, load_pools, lock_run
 from megatron_dppo.bridge.checkpoint_folder import TRACKER, damaged
-from megatron_dppo.checkpoint import Checkpoints
-from megatron_dppo.collapse import CollapseGuard
 from megatron_dppo.config import Config
-from megatron_dppo.curriculum import Curriculum
+from megatron_dppo.estimate.hardware import GPUS
+from megatron_dppo.estimate.parameters import parameters_of
 from megatron_dppo.evaluation.evaluate import evaluate
 from megatron_dppo.evaluation.evaluator import Evaluator, open_verifiers
-from megatron_dppo.history import same_prompts
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.usage import Usage
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
-from megatron_dppo.plan.hardware import GPUS
-from megatron_dppo.plan.parameters import parameters_of
 from megatron_dppo.process import stop
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
@@ -36,7 +30,13 @@ from megatron_dppo.rl.types import Selection, StepPlan
 from megatron_dppo.rollout.collect import Begun, Collected
 from megatron_dppo.rollout.in_flight import Batch, read_batch, write_batch
 from megatron_dppo.rollout.staleness import staleness
-from megatron_dppo.run_logger import RunLogger
+from megatron_dppo.trainer.agreement import check_agreement
+from megatron_dppo.trainer.assemble import assemble_learner, assemble_policy, load_pools, lock_run
+from megatron_dppo.trainer.checkpoint import Checkpoints
+from megatron_dppo.trainer.collapse import CollapseGuard
+from megatron_dppo.trainer.history import same_prompts
+from megatron_dppo.trainer.prompt_sampler import PromptSampler
+from megatron_dppo.trainer.run_logger import RunLogger
 
 
 def train(config: Config) -> None:
@@ -76,7 +76,7 @@ class Trainer:
         self.collector = self.policy.collector(self.engine, workers)
         verifiers = open_verifiers(config, world, self.held_out, to_close, {config.reward.function: workers})
         self.evaluator = Evaluator(config, world, self.policy.collectors(self.engine, verifiers))
-        self.curriculum = Curriculum(config, len(self.pool))
+        self.sampler = PromptSampler(config, len(self.pool))
         self.checkpoints = Checkpoints(config, world)
         self.guard = CollapseGuard(config.run)
         if config.run.export:
@@ -139,7 +139,7 @@ class Trainer:
 
     def select(self, step: int) -> Selection:
         """Draw a step's prompts from the next window of candidates; the draw's probabilities come with them."""
-        return self.world.from_leader(lambda: self.curriculum.select(step))
+        return self.world.from_leader(lambda: self.sampler.select(step))
 
     def begin(self, selection: Selection) -> Begun:
         """Ask for the next step's rollouts, and wait for nothing."""
@@ -159,7 +159,7 @@ class Trainer:
         """Wait for a step's rollouts; where its rule replaces prompts that are of no use, roll out more of them."""
         rounds = [self.collector.finish(begun)]
         rollouts = self.collector.collected(rounds)
-        select_more = self.curriculum.select_more
+        select_more = self.sampler.select_more
         while more := self.world.from_leader(partial(select_more, self.step, rollouts.metadata, len(rounds))):
             rounds.append(self.collector.finish(self.collector.begin(self.pool, more, self.step, again=len(rounds))))
             rollouts = self.collector.collected(rounds)
@@ -183,7 +183,7 @@ class Trainer:
 
         def decide() -> StepPlan:
             plan = plan_with(metadata, self.config)
-            self.curriculum.remember(metadata)
+            self.sampler.remember(metadata)
             return plan
 
         with self.timers("plan"):
@@ -227,7 +227,7 @@ class Trainer:
             self.next = Batch(self.next.selection, self.collect(self.next))
         write = partial(write_batch, batch=self.next, world=self.world) if isinstance(self.next, Batch) else None
         best = self.guard.saving(self.step)
-        state = {"version": self.version, **self.guard.state_dict(), **self.curriculum.state_dict()}
+        state = {"version": self.version, **self.guard.state_dict(), **self.sampler.state_dict()}
         with self.timers("save"):
             self.checkpoints.save(self.policy.actor, self.step, state, write, also_keep=best)
 
@@ -242,7 +242,7 @@ class Trainer:
             self.guard.load_state_dict(state)
             if not self.world.from_leader(lambda: same_prompts(self.folder, self.step, self.config)):
                 return  # run.resume=anyway: of other prompts neither the order nor what was learned of each goes on
-            self.curriculum.load_state_dict(state)
+            self.sampler.load_state_dict(state)
             batch = read_batch(place, self.pool, self.world)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # without checksums none knew
             raise damaged(place, "run.dir", f"does not hold a run's state ({error!r})") from error

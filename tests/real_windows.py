@@ -30,7 +30,6 @@ from megatron_dppo.config import (
     SftConfig,
 )
 from megatron_dppo.init import write_model
-from megatron_dppo.learner import PolicyLoss
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.rl.objectives import advantages, objective_for, soft_overlong_penalty
@@ -45,6 +44,7 @@ from megatron_dppo.rl.types import Floats, Group, Selection, StepMetadata, StepP
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.sft import sft
 from megatron_dppo.train import Trainer
+from megatron_dppo.trainer.learner import PolicyLoss
 from tests.rl.integration import FixedOffset, outcomes
 from tests.runs import begin_run
 

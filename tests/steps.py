@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_dppo.assemble import PolicyParts, assemble_learner, assemble_policy
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import (
     Config,
@@ -18,11 +17,12 @@ from megatron_dppo.config import (
     PackConfig,
     RolloutConfig,
 )
-from megatron_dppo.learner import Learner
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.types import NOT_SAMPLED, Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan
+from megatron_dppo.trainer.assemble import PolicyParts, assemble_learner, assemble_policy
+from megatron_dppo.trainer.learner import Learner
 
 QUERIES, SAMPLES, VOCAB = 6, 4, 131
 Weights = dict[str, torch.Tensor]

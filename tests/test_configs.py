@@ -8,14 +8,14 @@ import pytest
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.parameters import shape_of
+from megatron_dppo.estimate.plan import make_plan
 from megatron_dppo.evaluation.benchmarks import BENCHMARKS
 from megatron_dppo.models.published import PUBLISHED
 from megatron_dppo.models.shape import check_layout
-from megatron_dppo.plan.assumptions import Assumptions
-from megatron_dppo.plan.parameters import shape_of
-from megatron_dppo.plan.plan import make_plan
-from megatron_dppo.preflight import check_config, preflight
 from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.preflight import check_config, preflight
 from tests.policies import write_policy
 
 FILES = sorted(Path(__file__).parents[1].joinpath("configs").glob("*.yaml"))

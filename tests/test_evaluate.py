@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_dppo.assemble import PolicyParts, load_pools
 from megatron_dppo.config import Config, EvalConfig
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
@@ -21,6 +20,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.assemble import PolicyParts, load_pools
 from tests.rollout.scripted import (
     FAILING,
     LIMIT_S,

@@ -67,7 +67,7 @@ def told(rank: int, size: int, config: Config) -> tuple[list[str], str, str]:
         release(actor)
 
     said, failure = io.StringIO(), ""
-    hearing = mock.patch("megatron_dppo.assemble.LocalEngine", Hearing)
+    hearing = mock.patch("megatron_dppo.trainer.assemble.LocalEngine", Hearing)
     with hearing, mock.patch.object(Actor, "release_memory", make_room), contextlib.redirect_stdout(said):
         try:
             train(config)

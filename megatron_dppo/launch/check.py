@@ -8,7 +8,7 @@ from megatron_dppo.bridge.checkpoint_folder import latest_step
 from megatron_dppo.config import Config
 from megatron_dppo.config.types import Command
 from megatron_dppo.parallel.layout import resolve_layout
-from megatron_dppo.preflight import preflight
+from megatron_dppo.trainer.preflight import preflight
 
 
 def check(config: Config, command: Command, *, ranks: int = 0) -> str:

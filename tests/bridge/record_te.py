@@ -20,12 +20,12 @@ from unittest.mock import patch
 import torch
 from megatron.core import dist_checkpointing
 
-from megatron_dppo.checkpoint import Checkpoints
 from megatron_dppo.config import Config, LayoutConfig, ModelConfig, RunConfig
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import Spec
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.parallel.world import initialize
+from megatron_dppo.trainer.checkpoint import Checkpoints
 from tests.bridge.directories import Sizes, write_qwen2, write_qwen3, write_qwen3_moe
 from tests.ranks import RankPool
 

@@ -10,8 +10,8 @@ import torch
 
 from megatron_dppo.bridge.load import load_checkpoint
 from megatron_dppo.bridge.mapping import expected_tensors
-from megatron_dppo.checkpoint import Checkpoints
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.trainer.checkpoint import Checkpoints
 from tests.bridge.conversions import same, to_hf, to_megatron, weights
 from tests.bridge.directories import FAMILIES, Sizes
 from tests.bridge.on_ranks import loaded_policy

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_dppo.bridge.checkpoint_folder import TRACKER
-from megatron_dppo.checkpoint import Checkpoints
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
 from megatron_dppo.errors import UserError
+from megatron_dppo.trainer.checkpoint import Checkpoints
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of

@@ -21,7 +21,7 @@ from megatron_dppo.models.layer_specs import Spec, transformer_engine_installed
 from megatron_dppo.models.policy import PolicyModel, build_policy
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.parallel.world import World, initialize
-from megatron_dppo.shard_writer import save_shards
+from megatron_dppo.trainer.shard_writer import save_shards
 from tests.bridge.record_te import POLICIES, RECORDING, TPS, layout_of, making, names, record
 from tests.ranks import RankPool
 

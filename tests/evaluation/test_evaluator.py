@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dppo.assemble import PolicyParts
 from megatron_dppo.config import Config, EvalConfig, RolloutConfig
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
@@ -17,6 +16,7 @@ from megatron_dppo.evaluation.problems import Problem
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt
+from megatron_dppo.trainer.assemble import PolicyParts
 from tests.rollout.scripted import Said, ScriptedEngine, as_ranks
 
 HALF, QUARTERS = "so #1/2", ("#3/4", "#6/8", "#9/12")

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig, ModelConfig, PackConfig
+from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.hardware import GIB, GPUS
+from megatron_dppo.estimate.memory import actor_memory, held_bytes
+from megatron_dppo.estimate.placement import Placement
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.plan.assumptions import Assumptions
-from megatron_dppo.plan.hardware import GIB, GPUS
-from megatron_dppo.plan.memory import actor_memory, held_bytes
-from megatron_dppo.plan.placement import Placement
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
 TINY = PolicyShape(2, 64, 4, 2, 16, 128, 512, True, 1e6, 1e-6, 4096)

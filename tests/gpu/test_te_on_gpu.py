@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.checkpoint import Checkpoints
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
-from megatron_dppo.learner import PolicyLoss
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.models.layer_specs import transformer_engine_installed
 from megatron_dppo.parallel.adam_state import optimizer_parts
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
+from megatron_dppo.trainer.checkpoint import Checkpoints
+from megatron_dppo.trainer.learner import PolicyLoss
 from tests.models.test_offload import state_of
 from tests.policies import write_policy
 from tests.ranks import RankPool

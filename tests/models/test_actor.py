@@ -12,10 +12,10 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from megatron_dppo.assemble import PolicyParts
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models import actor
+from megatron_dppo.trainer.assemble import PolicyParts
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of

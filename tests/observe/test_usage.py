@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megatron_dppo.estimate.parameters import parameters_of
 from megatron_dppo.models.published import PUBLISHED
 from megatron_dppo.observe.usage import Usage
-from megatron_dppo.plan.parameters import parameters_of
 from tests.rollout.scripted import as_ranks
 
 SHAPE = PUBLISHED["qwen3-0.6b"]

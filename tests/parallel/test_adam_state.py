@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.checkpoint import Checkpoints
 from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import transformer_engine_installed
 from megatron_dppo.parallel.adam_state import optimizer_parts
+from megatron_dppo.trainer.checkpoint import Checkpoints
 from tests import fused_adam
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import Weights, build
-from tests.test_checkpoint import STATE, Losses, configure, train
+from tests.trainer.test_checkpoint import STATE, Losses, configure, train
 
 LAYOUT = LayoutConfig(dp=2)
 

@@ -17,7 +17,7 @@ from megatron_dppo.config import LayoutConfig
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.parallel import without_cuda
 from megatron_dppo.parallel.adam_state import prepare_adam_state
-from megatron_dppo.shard_writer import save_shards
+from megatron_dppo.trainer.shard_writer import save_shards
 from tests.models.test_logits import LENGTHS, build, pack, targets_of
 from tests.policies import write_policy
 from tests.ranks import RankPool

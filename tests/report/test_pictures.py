@@ -70,5 +70,6 @@ def test_the_same_run_is_the_same_picture(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_draws_nothing_does_not_import_what_draws() -> None:
-    program = "import sys, megatron_dppo.run_logger, megatron_dppo.report.page; assert 'matplotlib' not in sys.modules"
+    modules = "megatron_dppo.trainer.run_logger, megatron_dppo.report.page"
+    program = f"import sys, {modules}; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)

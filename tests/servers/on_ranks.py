@@ -18,8 +18,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_dppo.agreement import check_agreement
-from megatron_dppo.assemble import PolicyParts, assemble_policy
 from megatron_dppo.bridge.stream import Consumers, weight_stream
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
@@ -32,6 +30,8 @@ from megatron_dppo.rollout.servers.engine import ServerEngine
 from megatron_dppo.rollout.servers.open import SECRET, open_servers
 from megatron_dppo.rollout.servers.sglang import SglangApi
 from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.agreement import check_agreement
+from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 
 PROMPTS, SAMPLES, TOKENS = 24, 4, 64
 LONG = 256

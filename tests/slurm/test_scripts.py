@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.parallel.layout import resolve_layout
-from megatron_dppo.preflight import check_config
 from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
 from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.preflight import check_config
 from tests.slurm.jobs import ROOT, SCRIPTS
 
 SHIPPED = sorted(path.name for path in SCRIPTS.glob("qwen3_*.sh"))

@@ -1,0 +1,105 @@
+"""A plan in words and columns, and the command that prints it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron_dppo.config import Config
+from megatron_dppo.estimate.assumptions import PREFIX, read_assumptions
+from megatron_dppo.estimate.hardware import GIB
+from megatron_dppo.estimate.memory import Memory
+from megatron_dppo.estimate.plan import Plan, as_json, make_plan
+from megatron_dppo.estimate.work import Work
+
+
+def plan(config: Config, assumed: Sequence[str], *, json_wanted: bool) -> int:
+    """``megatron-dppo plan``: print it. Returns 0, or 1 where the run does not fit.
+
+    Args:
+        config: of the run.
+        assumed: words ``assume.x=y``.
+        json_wanted: one JSON object instead of text.
+    """
+    made = make_plan(config, read_assumptions(assumed))
+    print(json.dumps(as_json(made)) if json_wanted else "\n".join(as_text(made)))
+    return 0 if made.fits else 1
+
+
+def as_text(made: Plan) -> Iterator[str]:
+    """The lines of the report."""
+    config, placement, parameters = made.config, made.placement, made.parameters
+    active = f", {parameters.active / 1e9:.2f} in use for a token" if parameters.active < parameters.total else ""
+    yield f"{config.model.path}: {parameters.total / 1e9:.2f} billion parameters{active}"
+    layout = placement.layout
+    yield (
+        f"{placement.gpus} {config.cluster.gpu} GPUs: {placement.ranks} train (tp {layout.tp} x pp {layout.pp} x "
+        f"cp {layout.cp} x dp {layout.dp}), {_servers(made)}"
+    )
+    yield ""
+    yield from _memory(f"trainer, pipeline stage {made.actor.stage}", made.actor)
+    yield from _memory("server", made.server.memory)
+    yield f"  cache of {made.server.tokens:,} tokens a server: {made.server.concurrency:,} completions at once"
+    yield ""
+    yield "It fits." if made.fits else "It does NOT fit." + ("" if made.remedies else " Nothing that was tried helps.")
+    for change in made.remedies:
+        yield "  it would with  " + " ".join(f"{key}={_word(value)}" for key, value in change.items())
+    yield ""
+    yield from _times(made)
+    yield ""
+    yield from _costs(made)
+    yield ""
+    yield f"assumed (set with {PREFIX}NAME=VALUE; plan/assumptions.py says where each is from):"
+    yield from (f"  {name} = {value:g}" for name, value in asdict(made.assumptions).items())
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _servers(made: Plan) -> str:
+    if made.config.rollout.engine == "local":
+        return "and the same ones generate in turn"
+    servers = made.placement.servers
+    where = " on the same GPUs" if made.placement.shared else ""
+    return f"{len(servers)} servers of tp {', '.join(map(str, sorted(set(servers))))} generate{where}"
+
+
+def _memory(whose: str, memory: Memory) -> Iterator[str]:
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts.items() if size)
+    yield f"{whose}: {memory.total / GIB:.1f} of {memory.room / GIB:.1f} GiB on a GPU"
+    yield f"  {parts}"
+
+
+def _times(made: Plan) -> Iterator[str]:
+    off, on = made.unpruned, made.pruned
+    yield f"{'a step, mean over the run':<32}{'unpruned':>12}{'pruned':>12}"
+
+    def row(what: str, left: str, right: str) -> str:
+        return f"{what:<32}{left:>12}{right:>12}"
+
+    def counted(what: str, field: str) -> str:
+        values: list[Work] = [off.work, on.work]
+        return row(what, *(f"{getattr(work, field):,.0f}" for work in values))
+
+    yield counted("  completions rolled out", "completions")
+    yield counted("  completions trained on", "kept")
+    yield counted("  tokens generated", "generated")
+    yield counted("  tokens trained on", "trained")
+    yield row("  packs per replica and update", str(off.packs), str(on.packs))
+    for phase in off.phases:
+        if off.phases[phase] or on.phases[phase]:
+            yield row(f"  {phase}", f"{off.phases[phase]:.1f} s", f"{on.phases[phase]:.1f} s")
+    ahead = " (generation one step ahead)" if made.config.rollout.ahead else ""
+    yield row("  seconds", f"{off.seconds:.1f}", f"{on.seconds:.1f}") + f"   {made.speed_up:.2f}x{ahead}"
+    yield row("  waiting in the pipeline", f"{off.bubble:.0%}", f"{on.bubble:.0%}")
+    yield row("  stretched by long responses", f"{off.long_tail:.2f}x", f"{on.long_tail:.2f}x")
+
+
+def _costs(made: Plan) -> Iterator[str]:
+    off, on = made.cost_unpruned, made.cost
+    yield f"{made.config.run.steps} steps: {on.gpu_hours:,.1f} GPU-hours, {off.gpu_hours:,.1f} unpruned"
+    if on.money is not None and off.money is not None:
+        yield f"  money: {on.money:,.0f}, {off.money:,.0f} unpruned; pruning saves {off.money - on.money:,.0f}"

@@ -1,0 +1,189 @@
+"""The parts of a run on this rank, built from its configuration before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from megatron_dppo.bridge.export import check_destination, export_hf
+from megatron_dppo.bridge.hf_directory import plan_files
+from megatron_dppo.bridge.load import load_checkpoint, load_policy
+from megatron_dppo.bridge.stream import weight_stream
+from megatron_dppo.config import Config
+from megatron_dppo.data.prompts import PromptPool, load_prompts
+from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_token_ids
+from megatron_dppo.evaluation.problems import Problem, held_out
+from megatron_dppo.models.actor import Actor, Policy
+from megatron_dppo.models.policy import DTYPES, PolicyModel
+from megatron_dppo.models.reference import Reference
+from megatron_dppo.models.shape import PolicyShape, read_shape
+from megatron_dppo.observe.console import Console
+from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.parallel.layout import resolve_layout
+from megatron_dppo.parallel.world import World
+from megatron_dppo.process.lock import FolderLock
+from megatron_dppo.rewards.functions import check_labels
+from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rollout.collect import Collector
+from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.trainer.learner import Learner
+
+P_co = TypeVar("P_co", bound=Policy, covariant=True)
+MAX_SHARD_BYTES = 5 * 2**30
+"""Size of a safetensors shard, as the hub's own files have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyParts(Generic[P_co]):
+    """The policy on this rank, with or without an optimizer, and how its weights leave it."""
+
+    config: Config
+    world: World
+    shape: PolicyShape
+    actor: P_co
+    tokenizer: Tokenizer
+    pad_id: int
+    stop_ids: tuple[int, ...]
+
+    def sync(self, engine: RolloutEngine[Any], version: int) -> None:
+        """Stream the actor's weights to an engine, which then generates with ``version``. Collective."""
+        engine.pause()
+        self._make_room()  # for the servers' weights
+        engine.update_weights(partial(weight_stream, self.actor.bare, self.shape, self.world), version)
+        self._make_room()  # for their cache, in the place of the buckets
+        engine.resume()
+
+    def engine(self) -> RolloutEngine[Any]:
+        """An engine of this rank's own, without weights until the first sync."""
+        model, rollout = self.config.model, self.config.rollout
+        if rollout.engine != "local":
+            from megatron_dppo.rollout.servers.open import open_servers
+
+            say = partial(Console(self.config.run.steps).note, again=True)
+            self._make_room()  # a server looks at its start for what is free
+            engine = open_servers(self.config, self.world, self.shape, say)
+            engine.pause()  # a checkpoint may have to be loaded yet
+            return engine
+        return LocalEngine(
+            model.path,
+            device=self.world.device,
+            dtype=DTYPES[model.dtype],
+            max_batch=rollout.max_batch,
+            world=self.world,
+        )
+
+    def _make_room(self) -> None:
+        if self.config.rollout.colocated:
+            self.actor.release_memory()
+
+    def collector(self, engine: RolloutEngine[Any], workers: RewardWorkers) -> Collector:
+        return Collector(self.config, self.world, engine, workers, self.tokenizer, self.stop_ids)
+
+    def collectors(self, engine: RolloutEngine[Any], workers: Mapping[str, RewardWorkers]) -> dict[str, Collector]:
+        """One for each verifier's workers."""
+        return {verifier: self.collector(engine, each) for verifier, each in workers.items()}
+
+    def check_export(self, out: Path, *, setting: str) -> None:
+        """Find out now, rather than after the last step, whether ``export`` may write there. Collective."""
+        size = plan_files(self.shape, MAX_SHARD_BYTES, DTYPES[self.config.model.dtype]).total_bytes
+        self.world.from_leader(lambda: check_destination(Path(self.config.model.path), out, size, setting))
+
+    def export(self, out: Path, *, setting: str) -> None:
+        """Write the actor as a Hugging Face directory; ``setting`` is what an error names. Collective."""
+        export_hf(
+            self.actor.bare,
+            self.shape,
+            self.world,
+            source=Path(self.config.model.path),
+            out=out,
+            max_shard_bytes=MAX_SHARD_BYTES,
+            dtype=DTYPES[self.config.model.dtype],
+            setting=setting,
+        )
+
+
+def assemble_policy(config: Config, world: World, *, temperature: float) -> PolicyParts[Actor]:
+    """Build the actor with the initial policy's weights, each rank reading its own slices."""
+
+    def actor(shape: PolicyShape) -> Actor:
+        layout = resolve_layout(config.layout, world.size)
+        load = partial(_load, config=config, shape=shape, world=world)
+        return Actor(shape, config.model, layout, config.optimizer, world, temperature=temperature, load=load)
+
+    return _assemble(config, world, actor)
+
+
+def assemble_frozen(config: Config, world: World, *, temperature: float) -> PolicyParts[Policy]:
+    """The same without gradients and optimizer."""
+
+    def frozen(shape: PolicyShape) -> Policy:
+        layout = resolve_layout(config.layout, world.size)
+        policy = Policy(shape, config.model, layout, world, temperature=temperature)
+        _load(policy.bare, config, shape, world)
+        return policy
+
+    return _assemble(config, world, frozen)
+
+
+def _assemble(config: Config, world: World, make: Callable[[PolicyShape], P_co]) -> PolicyParts[P_co]:
+    shape = world.together(lambda: read_shape(config.model.path))
+    tokenizer = world.together(lambda: load_tokenizer(config.model.path))
+    policy = make(shape)
+    stops = config.rollout.stop_token_ids or stop_token_ids(config.model.path, tokenizer)
+    return PolicyParts(config, world, shape, policy, tokenizer, pad_token_id(tokenizer), tuple(stops))
+
+
+def assemble_learner(parts: PolicyParts[Actor], timers: PhaseTimers) -> Learner:
+    """The learner, with a frozen copy of the initial policy where the loss asks for one."""
+    config, world = parts.config, parts.world
+    reference = None
+    if config.loss.kl_coef > 0:
+        layout = resolve_layout(config.layout, world.size)
+        reference = Reference(parts.shape, config.model, layout, world, temperature=config.rollout.temperature)
+        _load(reference.bare, config, parts.shape, world)
+        if config.model.reference_on_host:
+            reference.leave_device()
+    return Learner(config, world, parts.actor, reference, pad_id=parts.pad_id, timers=timers)
+
+
+def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem]]:
+    """The training pool, and the held-out problems that evaluations answer."""
+    config, world = parts.config, parts.world
+
+    def load() -> PromptPool:
+        pool = load_prompts(config.data, parts.tokenizer, split="train")
+        check_labels(config.reward.function, [(prompt.place, prompt.label) for prompt in pool])
+        return pool
+
+    train = world.together(load)
+    positions = parts.shape.max_positions
+    return train, world.together(lambda: held_out(config, parts.tokenizer, max_positions=positions))
+
+
+def _load(bare: PolicyModel, config: Config, shape: PolicyShape, world: World) -> None:
+    if config.model.checkpoint is not None:
+        load_checkpoint(bare, Path(config.model.checkpoint), world)
+    else:
+        world.together(lambda: load_policy(bare, Path(config.model.path), shape, world))
+
+
+def lock_run(config: Config, world: World, to_close: ExitStack) -> Callable[[], None]:
+    """Take ``run.dir`` for all ranks: its leader holds it. Collective.
+
+    Returns:
+        What raises, on the leader, once another run has taken it.
+
+    Raises:
+        UserError: on every rank; another run holds it.
+    """
+    say = partial(print, flush=True)
+
+    def take() -> Callable[[], None]:
+        return to_close.enter_context(closing(FolderLock(Path(config.run.dir), "run.dir", say))).check
+
+    return world.together(lambda: take() if world.leads else lambda: None, what="look at the lock of run.dir")

@@ -1,0 +1,304 @@
+"""Checkpoints in Megatron's layout, written so that a kill at any instant leaves the last good one.
+
+``RUN/checkpoints/iter_0000100/`` holds Megatron's distributed format and the trainer's own state;
+``latest_checkpointed_iteration.txt`` names the one to resume from. A checkpoint is written beside its place, renamed
+into it, and only then named: whatever the file does not name, or is hidden, was never finished or is being removed.
+Each has the checksums of its files, which are looked at before anything of it is read. What else lies in the folder is
+somebody else's, and stays.
+``RUN/checkpoints/hf/`` has the policy's configuration and tokenizer, so that the weights can be converted on their own.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_dppo.bridge.checkpoint_folder import (
+    HF_FOLDER,
+    TRACKER,
+    iteration_name,
+    latest_checkpoint,
+    refusing_damage,
+    step_of,
+    steps_in,
+    warn_unchecked,
+)
+from megatron_dppo.bridge.checksums import Block, Checksums
+from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer
+from megatron_dppo.bridge.load import check_policy, read_sharded, sharding
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.actor import Actor
+from megatron_dppo.models.layer_specs import choose_spec
+from megatron_dppo.models.policy import DTYPES
+from megatron_dppo.parallel.world import World
+from megatron_dppo.process.files import replacing_directory
+from megatron_dppo.trainer.resume import Writer, read_state, write_state
+from megatron_dppo.trainer.shard_writer import ShardWriter
+
+_UNFINISHED = re.compile(r"\.iter_\d{7,}\.(partial|old)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    """A checkpoint of which the shards are on their way to the disk."""
+
+    shards: ShardWriter
+    step: int
+    trainer_state: dict[str, Any]
+    needed: int
+    """Bytes."""
+    also_keep: int | None
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self._folder = Path(config.run.dir) / "checkpoints"
+        self._source, self._keep, self._world = Path(config.model.path), config.run.keep_checkpoints, world
+        self._background, self._durable = config.run.checkpoint_in_background, config.run.checkpoint_durable
+        self._dtype = DTYPES[config.model.dtype]
+        self._writer = Writer.of(config, choose_spec(config.model))
+        self._unfinished: _Unfinished | None = None
+
+    def save(
+        self,
+        actor: Actor,
+        step: int,
+        trainer_state: dict[str, Any],
+        write_more: Callable[[Path], None] | None = None,
+        *,
+        also_keep: int | None = None,
+    ) -> None:
+        """Write everything that the steps after ``step`` depend on. Collective.
+
+        With ``run.checkpoint_in_background`` it is only begun; it counts from when it is finished.
+
+        Args:
+            actor: whose weights and optimizer state are written, each rank its shards.
+            step: finished steps.
+            trainer_state: the leader's, JSON-able: data order, pruning history.
+            write_more: writes this rank's own files into the folder that it is given. Not collective.
+            also_keep: a step whose checkpoint stays, besides the latest ``run.keep_checkpoints``.
+
+        Raises:
+            UserError: on every rank, if it does not fit on the disk; the last good checkpoint stays.
+        """
+        self.finish()
+        partial, needed = self._partial(step), _bytes(actor, self._world)
+        self._world.from_leader(lambda: self._make_room(partial, self.path(step), needed))
+        with self._disk_errors(needed):
+            state = _sharded_state(actor, self._writer, loading=False)
+            limit_s = 0.9 * self._world.training_timeout_s
+            shards = ShardWriter(state, partial, background=self._background, durable=self._durable, limit_s=limit_s)
+            if write_more is not None:
+                self._world.together(lambda: write_more(partial), what="part of the checkpoint")
+        self._unfinished = _Unfinished(shards, step, trainer_state, needed, also_keep)
+        if not self._background:
+            self.finish()
+
+    def written(self) -> bool:
+        """Whether :meth:`finish` would not have to wait for this rank."""
+        return self._unfinished is None or self._unfinished.shards.written()
+
+    def finish(self) -> None:
+        """Finish the checkpoint that is being written, if there is one, and let it count. Collective.
+
+        Raises:
+            UserError: as :meth:`save`.
+        """
+        if self._unfinished is None:
+            return
+        of, self._unfinished = self._unfinished, None
+        with self._disk_errors(of.needed):
+            blocks = of.shards.finish()
+        files = {name: blocks for rank in self._world.gather(blocks) for name, blocks in rank.items()}
+        self._world.from_leader(lambda: self._put_in_place(of, files))
+
+    def load(self, actor: Actor) -> tuple[int, dict[str, Any]] | None:
+        """Restore the last good checkpoint into ``actor``, written in whatever layout. Collective.
+
+        The optimizer's settings stay those of this run.
+
+        Returns:
+            Its step and the trainer's state; None if there is no checkpoint.
+
+        Raises:
+            UserError: on every rank, if this run cannot go on from it, or a file is damaged; nothing is restored then.
+        """
+        place = self._world.from_leader(self._latest)
+        if place is None:
+            return None
+        trainer_state, written = self._world.from_leader(lambda: read_state(place, self._writer))
+        self._world.from_leader(lambda: check_policy(place, actor.bare.shape, "run.dir"))
+        self._world.together(lambda: self._check(place), what="check of a checkpoint")
+        state = _sharded_state(actor, written, loading=True)
+        state = read_sharded(state, place, "run.dir", self._world)
+        if written.optimizer == "plain":
+            _restore_step(state["optimizer"])
+        actor.bare.load_state_dict(state["model"])
+        settings = [{**group} for group in actor.optimizer.param_groups]
+        actor.optimizer.load_state_dict(state["optimizer"])
+        actor.offload()  # moments that were loaded into tensors of their own
+        for group, ours in zip(actor.optimizer.param_groups, settings, strict=True):
+            group |= {name: value for name, value in ours.items() if name not in ("params", "step")}
+            if "step" in group:
+                group["step"] = int(group["step"])  # torch's Adam wrote a float, Transformer Engine's takes no such
+        step = step_of(place)
+        assert step is not None
+        return step, trainer_state
+
+    def _latest(self) -> Path | None:
+        """The checkpoint to go on from, on the leader."""
+        place = latest_checkpoint(self._folder)
+        if place is not None and not (self._folder / TRACKER).exists():
+            text = f"note: {self._folder} has no {TRACKER}: the run goes on from {place.name}, the newest that is whole"
+            print(text, file=sys.stderr, flush=True)
+        return place
+
+    def _check(self, place: Path) -> None:
+        """Hold this rank's share of all blocks against the checksums."""
+        with refusing_damage(place, "run.dir"):
+            checksums = Checksums.read(place)
+            if checksums is not None:
+                checksums.check(share=self._world.rank, of=self._world.size)
+            elif self._world.leads:
+                warn_unchecked(place)
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        return self._folder / iteration_name(step)
+
+    def _partial(self, step: int) -> Path:
+        return self._folder / f".{iteration_name(step)}.partial"
+
+    @contextmanager
+    def _disk_errors(self, needed: int) -> Iterator[None]:
+        """Torch says little of a full disk, and not in one way."""
+        try:
+            yield
+        except (OSError, RuntimeError, CheckpointException) as error:  # the last is no Exception
+            free = shutil.disk_usage(self._folder).free
+            if isinstance(error, OSError) or free < needed:
+                raise _disk_error(self._folder, f"{free / 2**20:.1f} MiB free") from error
+            raise
+
+    def _make_room(self, partial: Path, place: Path, needed: int) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for stale in [path for path in self._folder.iterdir() if _UNFINISHED.fullmatch(path.name)] + [place]:
+            _remove(stale)
+        free = shutil.disk_usage(self._folder).free
+        if free < needed:
+            raise _disk_error(self._folder, f"{free / 2**20:.1f} MiB free, {needed / 2**20:.1f} MiB needed")
+        partial.mkdir()
+
+    def _put_in_place(self, written: _Unfinished, shards: Mapping[str, Sequence[Block]]) -> None:
+        step = written.step
+        partial = self._partial(step)
+        try:
+            if not (hf := self._folder / HF_FOLDER).exists():  # and never a checkpoint without them
+                with replacing_directory(hf) as draft:
+                    copy_config_and_tokenizer(self._source, draft, self._dtype)
+                    self._flush_tree(draft)
+            _keep_common_state(partial)
+            write_state(partial, written.trainer_state, self._writer)
+            Checksums(partial, shards).write()
+            self._flush_tree(partial)
+            partial.rename(self.path(step))
+            tracker = self._folder / (TRACKER + ".partial")
+            tracker.write_text(f"{step}\n")
+            self._flush(self._folder)  # the checkpoint's name
+            self._flush(tracker)
+            tracker.replace(self._folder / TRACKER)
+            self._flush(self._folder)
+        except OSError as error:
+            raise _disk_error(self._folder, error) from error
+        for old in [self.path(number) for number in steps_in(self._folder) if number <= step][: -self._keep]:
+            if written.also_keep is not None and old == self.path(written.also_keep):
+                continue
+            leaving = old.rename(self._folder / f".{old.name}.old")  # never half a checkpoint under a good name
+            _remove(leaving)
+
+    def _flush(self, path: Path) -> None:
+        if self._durable:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _flush_tree(self, folder: Path) -> None:
+        for path in (*folder.rglob("*"), folder):
+            self._flush(path)
+
+
+def _keep_common_state(folder: Path) -> None:
+    """Write ``common.pt`` where Megatron did not: from 0.19 on it is among the shards, where older ones never look."""
+    if not (common := folder / "common.pt").exists():
+        data = io.BytesIO()
+        torch.save(dist_checkpointing.load_common_state_dict(str(folder)), data)
+        common.write_bytes(data.getbuffer())
+
+
+def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, Any]:
+    metadata = {
+        **sharding(),
+        # Without the prefix the names do not depend on how many optimizers Megatron made of ours.
+        "chained_optim_avoid_prefix": True,
+        # One replica gathers the others' state, in host memory; else each would, and by way of its GPU.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+    }
+    if writer.optimizer != "plain":
+        metadata["distrib_optim_sharding_type"] = writer.optimizer
+    model = actor.bare.sharded_state_dict(metadata=metadata)
+    return {
+        "model": model,
+        "optimizer": actor.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=metadata),
+    }
+
+
+def _restore_step(optimizer: dict[str, Any]) -> None:
+    """Put a plain optimizer's count where it is looked for.
+
+    Megatron leaves a count of 0 out, and Transformer Engine's Adam keeps it with its groups of parameters.
+    """
+    inner = optimizer.get("optimizer", optimizer)  # bf16 keeps it beside the master weights
+    steps = [group["step"] for group in inner["param_groups"] if "step" in group]
+    inner["state"].setdefault("common_step", torch.tensor(float(max(steps, default=0))))
+
+
+def _bytes(actor: Actor, world: World) -> int:
+    """An upper estimate of a checkpoint, taken on the leader: its shard, with fp32 master weights and two moments."""
+    shard = sum(parameter.numel() * (parameter.element_size() + 12) for parameter in actor.bare.parameters())
+    return shard * world.tp * world.pp * 5 // 4 + 2**20  # names, offsets and the trainer's state come on top
+
+
+def _disk_error(folder: Path, error: object) -> UserError:
+    return UserError(
+        "run.dir",
+        folder.parent,
+        f"a checkpoint could not be written ({error}); the last good one is untouched",
+        "Free some room or point run.dir at another disk, and run the same command again: it resumes",
+    )
+
+
+def _remove(path: Path) -> None:
+    """A folder, or what somebody has put in its place. What cannot go is found in the way by whoever writes there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)

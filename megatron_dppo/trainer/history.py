@@ -1,0 +1,201 @@
+"""By which settings a run's steps were taken. Needs no torch, so that it can be asked before any rank starts.
+
+``config.yaml`` has the settings that are in force, ``config_history.jsonl`` a line for each time that they changed::
+
+    {"step": 0, "version": "0.1", "settings": {"loss.name": "grpo", "run.seed": 1, …}}
+    {"step": 40, "version": "0.1", "settings": {"loss.name": "grpo", …, "optimizer.lr": 1e-06}}
+
+says that steps 1 to 40 were taken by the first, and those from 41 on by the second. What a result is a result of, which
+is the policy, the data, the reward, the loss, what is pruned and the seed, does not change on the way unless
+``run.resume`` says so: else an old result would bear a new name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_dppo import __version__
+from megatron_dppo.bridge.checkpoint_folder import latest_checkpoint, step_of
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.process.files import replacing_file
+from megatron_dppo.settings import as_yaml, settings, short
+from megatron_dppo.trainer.resume import Writer, read_state
+
+HISTORY, IN_FORCE = "config_history.jsonl", "config.yaml"
+WARM_UP = "sft.json"
+"""Beside a policy that ``sft`` has written: its settings then."""
+Settings = Mapping[str, Any]
+
+RESULTS = ("model.path", "model.checkpoint", "data.", "reward.", "loss.", "pruning.", "rollout.temperature", "run.seed")
+"""What a result is a result of, but for:"""
+LIMITS = ("reward.timeout_s", "reward.workers", "reward.memory_mib", "reward.max_failures")
+PROMPTS = ("data.", "run.seed")
+"""What the order of the prompts depends on, and what is known of each of them."""
+PLACES = ("model.path", "model.checkpoint", "data.train", "data.eval")
+"""Files and folders, which have several names."""
+OF_THE_START = ("run.dir", "run.resume")
+"""Settings that say nothing of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Settings, and after how many steps they came into force."""
+
+    step: int
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that is another one than before."""
+
+    key: str
+    before: Any
+    now: Any
+
+    @property
+    def of_results(self) -> bool:
+        return self.key.startswith(RESULTS) and self.key not in LIMITS
+
+    def __str__(self) -> str:
+        return f"{self.key} = {short(self.now)} (was {short(self.before)})"
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted key, as JSON has it."""
+
+    def value(key: str) -> Any:
+        found: Any = config
+        for name in key.split("."):
+            found = getattr(found, name)
+        return found
+
+    return dict(json.loads(json.dumps({key: value(key) for key in settings()})))
+
+
+def read_history(folder: Path) -> list[Entry]:
+    """What is known of the settings of a run's steps, oldest first; an older version's run has its last ones alone."""
+    try:
+        lines = (folder / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    if entries := [entry for line in lines if (entry := _entry(line)) is not None]:
+        return entries
+    try:
+        tree = yaml.safe_load((folder / IN_FORCE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    return [Entry(0, _leaves(tree, ""))] if isinstance(tree, dict) else []
+
+
+def changes(before: Settings, now: Settings) -> list[Change]:
+    """Settings that differ. What an older version did not know had its default; what this one does not know says
+    nothing."""
+    found = []
+    for key, setting in settings().items():
+        default = list(setting.default) if isinstance(setting.default, tuple) else setting.default
+        was, is_now = before.get(key, default), now.get(key, default)
+        if key not in OF_THE_START and was != is_now and not _same_place(key, was, is_now):
+            found.append(Change(key, was, is_now))
+    return found
+
+
+def changed_since(folder: Path, step: int, config: Config) -> list[Change]:
+    """What is other than in the run of that folder at that step, where it has taken any."""
+    entries = [entry for entry in read_history(folder) if entry.step < step]
+    return changes(entries[-1].settings, flat(config)) if entries else []
+
+
+def same_prompts(folder: Path, step: int, config: Config) -> bool:
+    """Whether the run goes on with the prompts, and the draws, that it had."""
+    return not any(change.key.startswith(PROMPTS) for change in changed_since(folder, step, config))
+
+
+def check_resume(config: Config) -> None:
+    """
+    Raises:
+        UserError: the run cannot go on from its last checkpoint; or it could, and its results would be those of other
+            settings, which ``run.resume`` does not allow.
+    """
+    folder = Path(config.run.dir)
+    place = latest_checkpoint(folder / "checkpoints")
+    if place is None or (step := step_of(place)) is None:
+        return
+    read_state(place, Writer.of(config))
+    other = [change for change in changed_since(folder, step, config) if change.of_results]
+    if other and config.run.resume != "anyway":
+        raise UserError(
+            "run.dir",
+            folder,
+            "\n".join([f"holds {step} steps that were taken with other settings:", *map(str, other)]),
+            "Name another run.dir; or give those settings as they were; or set run.resume=anyway to go on with the new "
+            "ones, which reports then tell",
+        )
+
+
+def record(folder: Path, step: int, config: Config) -> None:
+    """Write down that the steps after ``step`` are taken by these settings. What was in force for steps that are taken
+    again is forgotten."""
+    entries = [entry for entry in read_history(folder) if entry.step < step]
+    now = flat(config)
+    if not entries or changes(entries[-1].settings, now):
+        entries.append(Entry(step if entries else 0, now))
+    lines = [{"step": entry.step, "version": __version__, "settings": dict(entry.settings)} for entry in entries]
+    for name, text in (HISTORY, "".join(json.dumps(line) + "\n" for line in lines)), (IN_FORCE, as_yaml(config)):
+        with replacing_file(folder / name) as partial:
+            partial.write_text(text, encoding="utf-8")
+
+
+def check_warm_up(config: Config) -> None:
+    """
+    Raises:
+        UserError: the policy that ``sft`` is to start from is one that it has warmed up already.
+    """
+    file = Path(config.model.path) / WARM_UP
+    if config.run.resume == "anyway" or config.model.checkpoint is not None or not file.exists():
+        return
+    try:
+        source = str(json.loads(file.read_text(encoding="utf-8"))["model.path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        source = "THE_INITIAL_POLICY"
+    raise UserError(
+        "model.path",
+        config.model.path,
+        f"is a policy that sft has warmed up already, from {source}",
+        f"Set model.path={source} to warm that one up again, or run.resume=anyway to go on with this one",
+    )
+
+
+def record_warm_up(out: Path, config: Config) -> None:
+    """Write down beside a warmed-up policy what it comes from."""
+    with replacing_file(out / WARM_UP) as partial:
+        partial.write_text(json.dumps(flat(config), indent=2) + "\n", encoding="utf-8")
+
+
+def _entry(line: str) -> Entry | None:
+    try:
+        row = json.loads(line)
+        return Entry(int(row["step"]), dict(row["settings"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _leaves(tree: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        found |= _leaves(value, key + ".") if isinstance(value, dict) and key not in settings() else {key: value}
+    return found
+
+
+def _same_place(key: str, one: Any, other: Any) -> bool:
+    if key not in PLACES or not isinstance(one, str) or not isinstance(other, str):
+        return False
+    return Path(one).resolve() == Path(other).resolve()

@@ -1,0 +1,199 @@
+"""From a step's plan and the groups that ranks hold to updated weights: deliver, pack, score, update."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.actor import Actor, Policy, Sums, learning_rate
+from megatron_dppo.models.microbatch import Microbatch, Responses
+from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.parallel.exchange import deliver
+from megatron_dppo.parallel.world import World
+from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
+from megatron_dppo.rl.objectives import Objective, objective_for
+from megatron_dppo.rl.pack import build_pack
+from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepMetadata, StepPlan
+from megatron_dppo.trainer.disagreement import Compared, check_disagreement, compared_rows, logprob_limit
+
+TIS_CAP_AHEAD = 2.0
+"""Cap of the truncated importance weights where rollouts are one step ahead and no cap is set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a step's updates did; the same on every rank."""
+
+    updated: bool
+    """False where the plan kept nothing: no weight has moved."""
+    metrics: dict[str, float]
+    """``train/…``"""
+
+
+class PolicyLoss:
+    """The loss of a step's packs under one objective: Σ scale · token loss, nothing divided.
+
+    Args:
+        version: of the weights that the step starts from: what they have generated, the trainer has to agree with.
+    """
+
+    def __init__(self, objective: Objective, *, kl_coef: float, tis_cap: float | None, version: int) -> None:
+        self._objective, self._kl_coef, self._tis_cap, self._version = objective, kl_coef, tis_cap, version
+        self._scored: list[tuple[Pack, torch.Tensor]] | None = []
+
+    def take_scored(self) -> list[tuple[Pack, torch.Tensor]]:
+        """The packs so far with the log-probabilities, [R], that they had as the step began. No more are kept."""
+        scored, self._scored = self._scored or [], None
+        return scored
+
+    def __call__(self, responses: Responses) -> tuple[torch.Tensor, Sums]:
+        logprobs, pack = responses.logprobs, responses.pack
+        if self._scored is not None:
+            start = logprobs.detach() if responses.old_logprobs is None else responses.old_logprobs
+            self._scored.append((pack, start))
+        losses = token_losses(
+            self._objective,
+            logprobs=logprobs,
+            old_logprobs=responses.old_logprobs,
+            engine_logprobs=responses.engine_logprobs,
+            reference_logprobs=responses.reference_logprobs,
+            advantage=responses.advantage,
+            kl_coef=self._kl_coef,
+            tis_cap=self._tis_cap,
+            sample=responses.row,
+            samples=int(pack.sample.max(initial=-1)) + 1,
+            fresh=responses.versions == self._version,
+        )
+        loss = (losses.loss * responses.scale).sum()
+        sums = {
+            **losses.sums,
+            "train/loss": loss.detach(),
+            "train/entropy_loss": responses.entropy.sum(),
+            "tokens": torch.full_like(loss, float(logprobs.numel())),
+        }
+        return loss, sums
+
+
+class Learner:
+    """The actor, the frozen reference where the loss has a KL term, and the step between a plan and new weights."""
+
+    def __init__(
+        self, config: Config, world: World, actor: Actor, reference: Policy | None, *, pad_id: int, timers: PhaseTimers
+    ) -> None:
+        self._config, self._world, self._actor = config, world, actor
+        self.reference = reference
+        self._pad_id, self._timers = pad_id, timers
+
+    def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int) -> Learned:
+        """Train on a plan: one optimizer step per minibatch that kept anything. Collective.
+
+        Args:
+            plan: the same on every rank.
+            held: the groups that this rank has, by row of the step's metadata.
+            step: counted from 0.
+            version: of the actor's weights. Trainer and engine are compared on what these very weights have generated;
+                what older ones have differs rightly.
+
+        Raises:
+            UserError: on every rank, if trainer and engine disagree on the rollouts' log-probabilities, or a loss or a
+                gradient is not finite.
+        """
+        with self._timers("deliver"):
+            packs = {i: self._packs(m, held) for i, m in enumerate(plan.minibatches) if m.capacity}
+        with self._timers("log_probs"):
+            microbatches = {i: self._microbatches(p) for i, p in packs.items()}
+        settings = self._config.loss
+        cap = settings.tis_cap or (TIS_CAP_AHEAD if self._config.rollout.ahead else None)
+        loss = PolicyLoss(objective_for(settings), kl_coef=settings.kl_coef, tis_cap=cap, version=version)
+        totals: dict[str, float] = {}
+        norms: list[float] = []
+        for i, batch in microbatches.items():
+            with self._timers("actor_train"):
+                updates = self._config.loss.updates_per_rollout
+                lr = learning_rate(self._config.optimizer, step * updates + i, self._config.run.steps * updates)
+                result = self._actor.update(batch, loss, lr=lr)
+            if not norms:
+                self._check_start(result.sums, step, version, loss.take_scored())
+            norms.append(result.grad_norm)
+            for name, value in result.sums.items():
+                totals[name] = totals.get(name, 0.0) + value
+        metrics = {"train/no_op_updates": float(len(plan.minibatches) - len(packs))}
+        if norms:
+            tokens, fresh, total = (totals.pop(name) for name in ("tokens", FRESH_TOKENS, "train/loss"))
+            mismatch = {name: totals.pop(name) for name in MISMATCH}
+            metrics |= {name: value / tokens for name, value in totals.items()}
+            metrics |= {name: value / fresh for name, value in mismatch.items() if fresh}
+            metrics |= {"train/loss": total / len(norms), "train/grad_norm": sum(norms) / len(norms), "train/lr": lr}
+            metrics["train/tokens"] = float(
+                sum((m.samples.prompt_length + m.samples.response_length).sum() for m in plan.minibatches)
+            )
+        return Learned(bool(norms), metrics)
+
+    def measure_score_norms(self, metadata: StepMetadata, plan: StepPlan, held: Mapping[int, Group]) -> StepMetadata:
+        """The metadata with the exact norms √Σ_t ‖e_t − p_t‖² of all scores, by a forward pass. Collective.
+
+        Args:
+            metadata: of the step; what the plan leaves out keeps the engine's estimate.
+            plan: of all that is to be measured, in one minibatch.
+            held: as for ``learn``.
+        """
+        (minibatch,) = plan.minibatches
+        if minibatch.capacity == 0:
+            return metadata
+        with self._timers("score_norms"):
+            norms = self._actor.score_norms(self._packs(minibatch, held))
+            mine = list(zip(minibatch.packs[self._world.dp_rank], norms, strict=True)) if norms[0] is not None else []
+            score_norms = metadata.score_norms.copy()
+            for pack, values in itertools.chain.from_iterable(self._world.gather(mine)):
+                which = np.array(pack, np.int64)
+                score_norms[minibatch.samples.group[which], minibatch.samples.completion[which]] = values
+        return replace(metadata, score_norms=score_norms)
+
+    def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:
+        return [
+            build_pack(samples, minibatch.capacity, self._pad_id, align=self._config.layout.row_multiple)
+            for samples in deliver(self._world, minibatch, held)
+        ]
+
+    def _microbatches(self, packs: list[Pack]) -> list[Microbatch]:
+        """With one update per rollout the ratio is 1 against the policy itself, and no pass for old values is made."""
+        nothing = [None] * len(packs)
+        several = self._config.loss.updates_per_rollout > 1
+        old = self._actor.log_probabilities(packs) if several else nothing
+        reference = self.reference.log_probabilities(packs) if self.reference else nothing
+        return [Microbatch(*parts) for parts in zip(packs, old, reference, strict=True)]
+
+    def _check_start(
+        self, sums: Mapping[str, float], step: int, version: int, scored: Sequence[tuple[Pack, torch.Tensor]]
+    ) -> None:
+        """Before the first update of a step trainer, engine and, at step 0, reference are one and the same policy."""
+
+        def compared() -> list[Compared]:
+            return [row for pack, mine in scored for row in compared_rows(pack, mine.float().cpu().numpy(), version)]
+
+        if fresh := sums[FRESH_TOKENS]:
+            difference, error = (sums[name] / fresh for name in MISMATCH)
+            check_disagreement(
+                self._config,
+                self._world,
+                who="the engine",
+                when=f"in step {step + 1}",
+                difference=difference,
+                error=error,
+                compared=compared,
+                name=f"step_{step + 1:07d}",
+            )
+        kl = sums.get("train/kl_loss", 0.0) / max(sums["tokens"], 1.0)
+        if step == 0 and kl > logprob_limit(self._config):
+            raise UserError(
+                "loss.kl_coef",
+                self._config.loss.kl_coef,
+                f"policy and reference differ before the first update (KL {kl:.3g} per token)",
+                "check that model.path is complete and that nothing writes to it during the run",
+            )

@@ -1,0 +1,126 @@
+"""What the leader of a run says and writes: console, metrics, answers, summary, pictures. Other ranks are silent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.config import Config
+from megatron_dppo.evaluation.evaluate import Evaluation, read_answers, record_answers
+from megatron_dppo.observe.console import Console
+from megatron_dppo.observe.length_gate import LengthGate
+from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics
+from megatron_dppo.observe.summary import print_summary, read_summary, write_summary
+from megatron_dppo.observe.timers import saved_seconds
+from megatron_dppo.parallel.world import World
+from megatron_dppo.rl.types import Census, StepPlan
+from megatron_dppo.rollout.collect import Collected
+from megatron_dppo.trainer.collapse import Best
+from megatron_dppo.trainer.history import changed_since, record
+
+WIDEST = 100
+"""Characters of an answer that the console shows: its end, where the result stands."""
+
+CENSUS = "pruning.jsonl"
+"""What was kept at each step and why, counted: a function of the settings and the seed alone."""
+
+
+class RunLogger:
+    """One row of metrics per step, gathered from the step's phases and written when the step is over."""
+
+    def __init__(self, config: Config, world: World, *, step: int, dropped_prompts: int) -> None:
+        self._folder = Path(config.run.dir)
+        self._held = {"perf/ranks": world.size, "perf/gpus": world.size if world.device.type == "cuda" else 0}
+        self._row: dict[str, float] = {}
+        self._census: Census | None = None
+        self._log: MetricsLog | None = None
+        self._leads = world.leads
+        if not self._leads:
+            return
+        self._console = Console(config.run.steps)
+        for change in changed_since(self._folder, step, config):
+            self._console.note(f"changed since step {step}: {change}")
+        if step >= config.run.steps:
+            self._console.note(f"{step} steps are done, and run.steps = {config.run.steps}: nothing is left to train")
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        record(self._folder, step, config)
+        self._log = MetricsLog(self._folder, resume_step=step)
+        self._pruning = StepLog(self._folder / CENSUS, resume_step=step)
+        self._gate = LengthGate(config.run.length_gate)
+        for row in read_metrics(self._folder):
+            self._gate.look(row["step"], row)
+        read_answers(self._folder)  # what cannot be read is said now, and not at the next evaluation
+        if step:
+            self._console.note(f"resuming after step {step}")
+        if dropped_prompts:
+            self._console.note(f"{dropped_prompts} prompts over data.max_prompt_tokens left the pool")
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """Take in what was measured outside of a step."""
+        self._row |= metrics
+
+    def record(self, rollouts: Collected, plan: StepPlan, metrics: dict[str, float], notes: Sequence[str] = ()) -> None:
+        """Take in what a step's phases measured, and say what they have to say in words (each thing once)."""
+        self._row |= rollouts.metrics | dict(plan.metrics) | metrics
+        self._row |= saved_seconds(self._row)
+        self._census = plan.census
+        for note in (*rollouts.notes, *plan.notes, *notes) if self._log else ():
+            self._console.note(note)
+
+    def evaluated(self, step: int, evaluation: Evaluation, seconds: dict[str, float]) -> None:
+        """Take in an evaluation made after ``step`` steps."""
+        self._row |= evaluation.metrics | seconds
+        if self._log:
+            record_answers(self._folder, step, evaluation)
+            for note in evaluation.notes:
+                self._console.note(note)
+
+    def write(self, step: int) -> None:
+        """Close the row of ``step``."""
+        if self._log:
+            self._log.write(step, self._row | self._held)
+            self._console.step(step, self._row)
+            if self._census:
+                self._pruning.write(step, self._census.as_row())
+            if warning := self._gate.look(step, self._row):
+                self._console.note(warning, again=True)
+        self._row, self._census = {}, None
+
+    def finish(self, best: Best | None = None) -> None:
+        """Draw, sum up and point to what the run has made, and to the best checkpoint where a later one is worse. Where
+        no step was taken, what is there already is shown."""
+        if not self._leads:
+            return
+        if self._log:
+            self._log.close()
+            self._pruning.close()
+        elif (summary := read_summary(self._folder)) is not None:
+            print_summary(self._folder, summary, self._console)
+            return
+        from megatron_dppo.report.pictures import draw_pictures  # matplotlib is slow to import, and one rank draws
+        from megatron_dppo.report.run import read_run
+
+        draw_pictures(read_run(self._folder, self._folder.name), self._folder)
+        if answers := _answers(read_answers(self._folder)):
+            self._console.banner(answers)
+        print_summary(self._folder, write_summary(self._folder), self._console)
+        if best and read_metrics(self._folder)[-1].get("eval/accuracy", best.accuracy) < best.accuracy:
+            self._console.note(f"{best}: its checkpoint stays in {self._folder / 'checkpoints'}")
+
+
+def _answers(rows: list[dict[str, Any]]) -> list[str]:
+    """The same held-out problems, answered before and after training."""
+    lines: list[str] = []
+    for before, after in zip(rows[0]["answers"], rows[-1]["answers"], strict=False) if rows else ():
+        lines.append(f"{_one_line(before['prompt'])}  (answer: {_one_line(before['label'])})")
+        for when, answer in (("before", before), ("after", after)):
+            verdict = "right" if answer["correct"] else "wrong"
+            lines.append(f"  {when:<6} {verdict}  {_one_line(answer['answer'])}")
+    return lines
+
+
+def _one_line(text: str) -> str:
+    joined = " ⏎ ".join(text.strip().splitlines())
+    return joined if len(joined) <= WIDEST else f"…{joined[1 - WIDEST :]}"

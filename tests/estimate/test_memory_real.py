@@ -1,0 +1,151 @@
+"""The memory model counts what real ranks hold: to the byte where it is exact, but for padding; else within a tenth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.estimate.memory import EAGER, activation_bytes, feed_forward_elements, held_bytes, layer_elements
+from megatron_dppo.estimate.placement import Placement
+from megatron_dppo.init import write_model
+from megatron_dppo.models.actor import Microbatch, Responses, Sums
+from megatron_dppo.models.shape import read_shape
+from tests.policies import write_policy
+from tests.ranks import RankPool
+from tests.steps import build, config_for, held_by, plan_for, step_of_groups
+
+LAYOUTS = {
+    "one rank": LayoutConfig(dp=1),
+    "tp2": LayoutConfig(tp=2, dp=1),
+    "tp2 sp": LayoutConfig(tp=2, dp=1, sequence_parallel=True),
+    "dp2": LayoutConfig(dp=2),
+    "pp2": LayoutConfig(pp=2, dp=1),
+}
+PADDING = 4 * 128 * 8
+"""Bytes by which a buffer may differ from its parameters: buckets end on a multiple, and are cut there for shards."""
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("policy"), layers=4, heads=6, ffn=192)
+
+
+def storage_bytes(tensors: list[torch.Tensor]) -> int:
+    """Of distinct storages."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def held(rank: int, size: int, config: Config) -> dict[str, Any]:
+    """Bytes that a rank holds, and those that a pack's forward pass keeps for the backward one."""
+    world, learner, policy = build(config)
+    metadata, groups = step_of_groups(size)
+    plan = plan_for(world, config, metadata)
+    (pack, *_) = learner._packs(plan.minibatches[0], held_by(rank, metadata, groups))
+    actor = policy.actor
+    parameters = list(actor.module.parameters())
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    kept: list[torch.Tensor] = []
+    at_loss: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept.append(tensor)
+        return tensor
+
+    def loss(responses: Responses) -> tuple[torch.Tensor, Sums]:
+        at_loss.extend(kept)  # the forward pass is over, and the backward one has not begun
+        return responses.logprobs.sum(), {}
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        actor.accumulate([Microbatch(pack)], loss)
+    buffers = [*actor.module.buffers, *actor.module.expert_parallel_buffers]
+    state = [
+        value
+        for optimizer in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
+        for of_parameter in optimizer.optimizer.state.values()
+        for value in of_parameter.values()
+        if isinstance(value, torch.Tensor) and value.numel() > 1
+    ]
+    masters = [
+        parameter
+        for group in actor.optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.untyped_storage().data_ptr() not in own
+    ]
+    return {
+        "weights": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        "gradients": sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers),
+        "optimizer": storage_bytes([*state, *masters]),
+        "activations": storage_bytes(at_loss),
+        "tokens": len(pack.token_ids),
+        "stage": world.pp_rank,
+    }
+
+
+def expected(config: Config, size: int, tokens: int, stage: int) -> dict[str, float]:
+    shape = read_shape(config.model.path)
+    placement = Placement(config.layout, size, (1,) * size, True, size)
+    config = replace(config, pack=replace(config.pack, max_tokens=tokens))
+    return {
+        **held_bytes(config, shape, placement, stage),
+        "activations": activation_bytes(config, shape, placement, stage, EAGER),
+    }
+
+
+def configured(policy: Path, layout: LayoutConfig, **model: str) -> Config:
+    config = config_for(policy, layout, LossConfig(), 1024, distributed=True)
+    return replace(config, model=replace(config.model, **model))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_gradients_and_optimizer_are_what_ranks_hold(
+    ranks: RankPool, policy: Path, name: str, dtype: str
+) -> None:
+    layout = LAYOUTS[name]
+    size = layout.tp * layout.pp * (layout.dp or 1)
+    config = configured(policy, layout, dtype=dtype)
+    for found in ranks.run(size, held, config):
+        wanted = expected(config, size, found["tokens"], found["stage"])
+        assert found["weights"] == wanted["weights"]
+        for part in ("gradients", "optimizer"):
+            assert abs(found[part] - wanted[part]) <= PADDING, (part, found[part], wanted[part])
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["one rank", "tp2", "tp2 sp"])
+def test_activations_are_within_a_tenth_of_what_a_pack_leaves(
+    ranks: RankPool, policy: Path, name: str, recompute: str
+) -> None:
+    layout = LAYOUTS[name]
+    config = configured(policy, layout, recompute=recompute)
+    for found in ranks.run(layout.tp, held, config):
+        assert found["activations"] == pytest.approx(kept(config, found["tokens"]), rel=0.1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_activations_of_experts_are_too(ranks: RankPool, tmp_path: Path, recompute: str) -> None:
+    sizes = {"hidden": 48, "layers": 4, "heads": 6, "kv_heads": 2, "head_dim": 16, "ffn": 64, "vocab_size": 131}
+    write_model(tmp_path / "experts", experts=8, experts_per_token=2, tie=False, **sizes)
+    config = configured(tmp_path / "experts", LayoutConfig(dp=1), recompute=recompute)
+    (found,) = ranks.run(1, held, config)
+    assert found["weights"] == expected(config, 1, found["tokens"], 0)["weights"]
+    assert found["activations"] == pytest.approx(kept(config, found["tokens"]), rel=0.1)
+
+
+def kept(config: Config, tokens: int) -> float:
+    """Activations as the model has them, at the end of a forward pass: what one layer keeps while it is recomputed, is
+    not there yet."""
+    layout, shape = config.layout, read_shape(config.model.path)
+    shared = layout.tp if layout.sequence_parallel else 1
+    again = {
+        "none": 0.0,
+        "selective": feed_forward_elements(shape, layout.tp, EAGER),
+        "full": layer_elements(shape, layout.tp, shared, EAGER),
+    }[config.model.recompute]
+    return expected(config, layout.tp, tokens, 0)["activations"] - 4 * tokens * again

@@ -1,0 +1,332 @@
+"""What a plan says of sizes, work and money holds together; what it proposes, helps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.bridge.mapping import parameters
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.estimate.assumptions import Assumptions, read_assumptions
+from megatron_dppo.estimate.hardware import GPUS
+from megatron_dppo.estimate.memory import actor_memory, resident_bytes
+from megatron_dppo.estimate.parameters import parameters_of, rank_elements, shape_of
+from megatron_dppo.estimate.placement import place
+from megatron_dppo.estimate.plan import Plan, as_json, make_plan
+from megatron_dppo.estimate.remedy import with_settings
+from megatron_dppo.estimate.report import as_text
+from megatron_dppo.estimate.work import Lengths, work_of
+from megatron_dppo.models.published import PUBLISHED
+from megatron_dppo.settings import load_config
+
+ROOT = Path(__file__).parents[2]
+LARGE = str(ROOT / "configs" / "qwen3_32b_dppo.yaml")
+SMALL = str(ROOT / "configs" / "qwen3_4b_math.yaml")
+
+
+def of(*overrides: str, file: str = LARGE) -> Config:
+    return load_config(file, overrides)
+
+
+def plan(*overrides: str, file: str = LARGE, **assumed: float) -> Plan:
+    return make_plan(of(*overrides, file=file), Assumptions(**assumed))
+
+
+def trainer_parts(config: Config) -> dict[str, float]:
+    shape = shape_of(config.model.path)
+    return actor_memory(config, shape, place(config, shape), GPUS[config.cluster.gpu], Assumptions()).parts
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_bridges(name: str) -> None:
+    counted = parameters_of(PUBLISHED[name])
+    assert counted.total == parameters(PUBLISHED[name])
+    assert counted.matrices < counted.active <= counted.total
+    assert (counted.active < counted.total) == bool(PUBLISHED[name].experts)
+
+
+def test_published_sizes_are_the_cards() -> None:
+    billions = {name: round(parameters_of(shape).total / 1e9, 1) for name, shape in PUBLISHED.items()}
+    assert billions == {
+        "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8,
+        "qwen3-30b-a3b": 30.5,
+    }  # fmt: skip
+    assert parameters_of(PUBLISHED["qwen3-30b-a3b"]).active / 1e9 == pytest.approx(3.3, abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-30b-a3b"])
+def test_ranks_hold_the_policy_between_them(name: str) -> None:
+    """Stages and slices add up, but for what every rank has: norms, routers, and a tied output layer's copy."""
+    shape, together = PUBLISHED[name], parameters_of(PUBLISHED[name]).total
+    held = sum(rank_elements(shape, stage, 4, 4) for stage in range(4)) * 4
+    copied = shape.vocab_size * shape.hidden if shape.tied else 0
+    assert 0 <= held - together - copied < 0.003 * together
+
+
+@pytest.mark.parametrize("words", ["Qwen/Qwen3-32B", "models/Qwen3-30B-A3B-Base", "/x/Qwen3-4B-Instruct-2507"])
+def test_a_published_model_is_known_by_its_name(words: str) -> None:
+    assert shape_of(words).hidden in (5120, 2048, 2560)
+
+
+def test_an_unknown_model_is_not_guessed() -> None:
+    with pytest.raises(UserError, match=r"model\.path"):
+        shape_of("models/Qwen7-900B")
+
+
+def test_more_replicas_shard_the_optimizer_and_nothing_else() -> None:
+    two, four = trainer_parts(of("cluster.nodes=4")), trainer_parts(of("cluster.nodes=8"))
+    assert four["optimizer"] == pytest.approx(two["optimizer"] / 2)
+    assert {k: v for k, v in four.items() if k != "optimizer"} == {k: v for k, v in two.items() if k != "optimizer"}
+    whole = trainer_parts(of("optimizer.distributed=false"))
+    assert whole["optimizer"] == 2 * two["optimizer"]
+
+
+def test_memory_falls_with_tensor_parallel_ranks_and_stages() -> None:
+    def total(tp: int, pp: int) -> float:
+        return sum(trainer_parts(of(f"layout.tp={tp}", f"layout.pp={pp}", "optimizer.distributed=false")).values())
+
+    by_tp = [total(tp, 2) for tp in (1, 2, 4, 8)]
+    assert by_tp == sorted(by_tp, reverse=True)
+    assert total(4, 4) < total(4, 2) < total(4, 1)
+
+
+def test_recomputation_short_packs_and_no_reference_save_memory() -> None:
+    plain = sum(trainer_parts(of()).values())
+    some, most = (sum(trainer_parts(of(f"model.recompute={kind}")).values()) for kind in ("selective", "full"))
+    assert most < some < plain
+    assert sum(trainer_parts(of("pack.max_tokens=9216")).values()) < plain
+    assert sum(trainer_parts(of("loss.kl_coef=0.01")).values()) == plain + trainer_parts(of())["weights"]
+
+
+def test_the_head_counts_the_chunk_that_a_gpu_takes() -> None:
+    unset, small, large = (
+        trainer_parts(of("layout.pp=1", *settings))["head"]
+        for settings in ((), ("model.head_chunk_mib=1024",), ("model.head_chunk_mib=3072",))
+    )
+    assert unset == small == large - 2048 * 2**20
+
+
+def test_what_waits_on_the_host_takes_the_room_of_activations_and_no_more() -> None:
+    plain = trainer_parts(of("loss.kl_coef=0.01"))
+    moved = trainer_parts(of("loss.kl_coef=0.01", "optimizer.offload=true", "model.reference_on_host=true"))
+    passes = plain["activations"] + plain["head"]
+    assert plain["optimizer"] < passes and (moved["optimizer"], moved["reference"]) == (0.0, 0.0)
+    large = ("cluster.nodes=2", "layout.tp=4", "layout.pp=4", "pack.max_tokens=9216", "model.recompute=full")
+    plain, moved = trainer_parts(of(*large)), trainer_parts(of(*large, "optimizer.offload=true"))
+    assert moved["optimizer"] == plain["optimizer"] - plain["activations"] - plain["head"] > 0.0
+
+
+def test_a_run_that_shares_its_gpus_leaves_servers_what_the_trainer_does_not_hold() -> None:
+    servers = ("cluster.server_nodes=0", "rollout.servers=[]", "rollout.launch.count=1", "rollout.ahead=0")
+    shared = plan(*servers, "rollout.colocated=true", "rollout.sync.transport=tensor", "model.recompute=full")
+    held = sum(shared.actor.parts[name] for name in ("weights", "optimizer", "reserved"))
+    assert shared.server.memory.room == pytest.approx(GPUS["h100"].memory_gib * 2**30 - held)
+    assert shared.actor.parts["gradients"] > 0 and shared.actor.parts["asleep"] > 0
+    assert plan().actor.parts["asleep"] == 0.0
+
+
+def test_what_waits_on_the_host_is_not_on_the_gpu_while_it_generates() -> None:
+    large = ("cluster.nodes=2", "layout.tp=4", "layout.pp=4", "pack.max_tokens=9216", "model.recompute=full")
+    for where, kept in (("rollout.colocated=false", ["gradients"]), ("rollout.colocated=true", [])):
+        made = plan(*large, "optimizer.offload=true", "rollout.ahead=0", "rollout.sync.transport=disk", where)
+        parts = made.actor.parts
+        assert parts["optimizer"] > 0.0, "once the passes are over"
+        expected = sum(parts[name] for name in ("weights", "reserved", *kept))
+        assert resident_bytes(made.config, made.actor) == pytest.approx(expected)
+
+
+TOO_LARGE = [
+    ("layout.pp=1", "layout.tp=4"),
+    ("cluster.gpu=a100-40",),
+    ("cluster.nodes=1", "layout.pp=1"),
+    ("layout.tp=1", "layout.pp=8", "layout.sequence_parallel=false"),
+    ("rollout.launch.tp=1",),
+]
+
+
+@pytest.mark.parametrize("overrides", TOO_LARGE, ids=" ".join)
+def test_what_is_proposed_for_a_run_that_does_not_fit_makes_it_fit(overrides: tuple[str, ...]) -> None:
+    made = plan(*overrides)
+    assert not made.fits and made.remedies
+    for change in made.remedies:
+        changed = with_settings(made.config, change)
+        assert make_plan(changed, made.assumptions).fits, change
+        for key in change:  # nothing is proposed that is not needed
+            fewer = {name: value for name, value in change.items() if name != key}
+            if key.partition(".")[2] != "sequence_parallel" and "launch" not in key:
+                assert not make_plan(with_settings(made.config, fewer), made.assumptions).fits
+
+
+def test_a_run_that_fits_has_nothing_proposed() -> None:
+    assert plan().fits and plan().remedies == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting", "remedy"),
+    [
+        (["cluster.nodes=1", "layout.tp=8", "layout.pp=2"], "layout", "multiple of 16"),
+        (["layout.dp=3"], "layout", "multiple of 48"),
+        (["layout.tp=3"], "layout.tp", "1, 2, 4, 8"),
+        (["layout.pp=3"], "layout.pp", "1, 2, 4"),
+        (["rollout.launch.tp=16"], "rollout.launch.tp", "8 or less"),
+        (["cluster.server_nodes=0"], "cluster.server_nodes", "1 or more"),
+        (["rollout.servers=[]", "rollout.launch.count=32", "rollout.launch.tp=1"], "rollout.launch.count", "Lower"),
+        (["model.path=nowhere"], "model.path", ""),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(overrides: list[str], setting: str, remedy: str) -> None:
+    with pytest.raises(UserError) as caught:
+        plan(*overrides)
+    assert caught.value.setting == setting
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize("prompts", [1.0, 0.7, 0.4])
+@pytest.mark.parametrize("completions", [1.0, 0.5, 0.2])
+def test_pruning_is_never_slower_on_paper(prompts: float, completions: float) -> None:
+    for file in (LARGE, SMALL):
+        keep = (f"pruning.prompts.keep={prompts}", f"pruning.completions.keep={completions}")
+        for ahead in (0, 1):
+            made = plan(*keep, f"rollout.ahead={ahead}", file=file)
+            assert made.pruned.seconds <= made.unpruned.seconds * (1 + 1e-9)
+            mixed = 0.6  # of the completions that were rolled out, unpruned runs train on no others either
+            share = prompts * min(completions, mixed) / mixed
+            assert made.pruned.work.trained == pytest.approx(made.unpruned.work.trained * share)
+            assert made.cost.gpu_hours <= made.cost_unpruned.gpu_hours * (1 + 1e-9)
+
+
+def test_schedules_count_by_their_mean() -> None:
+    config = of("pruning.prompts.rule=none", "pruning.completions.schedule.shape=linear", "run.steps=1000",
+                "pruning.completions.keep=0.5", "pruning.completions.schedule.ramp=0.5")  # fmt: skip
+    work = work_of(config, Assumptions(mixed_share=1.0))
+    assert work.kept / work.completions == pytest.approx(0.5 * 0.75 + 0.5 * 0.5, abs=1e-3)
+    refilled = work_of(of("pruning.refill=prompts", "pruning.prompts.rule=none"), Assumptions())
+    assert refilled.kept == pytest.approx(128 * 16)
+
+
+def test_dynamic_sampling_rolls_out_more_than_it_trains_on() -> None:
+    work = work_of(of("pruning.prompts.rule=dynamic_sampling", "pruning.completions.rule=none"), Assumptions())
+    assert (work.kept, work.completions) == (2048.0, pytest.approx(2048 / 0.6))
+
+
+def test_lengths_have_their_mean_and_their_limit() -> None:
+    for mean in (40.0, 500.0, 900.0):
+        lengths = Lengths(mean, 1000)
+        alive = [lengths.longer_than(i + 0.5) for i in range(1000)]
+        assert sum(alive) == pytest.approx(mean, rel=0.01)
+        squares = 2 * sum((i + 0.5) * share for i, share in enumerate(alive))
+        assert squares / mean == pytest.approx(lengths.typical, rel=0.01)
+        assert lengths.longer_than(1000) == 0.0
+
+
+def test_passes_are_those_that_the_learner_makes() -> None:
+    def phases(*overrides: str) -> set[str]:
+        return {name for name, seconds in plan(*overrides).pruned.phases.items() if seconds}
+
+    usual = phases()
+    assert not usual & {"old log-probabilities", "reference log-probabilities", "score norms"}
+    assert phases("loss.updates_per_rollout=2") - usual == {"old log-probabilities"}
+    assert phases("loss.kl_coef=0.01") - usual == {"reference log-probabilities"}
+    assert phases("pruning.completions.score=head") - usual == {"score norms"}
+
+
+def test_the_pipeline_waits_less_the_more_packs_there_are() -> None:
+    for stages in (2, 4, 8):
+        step = plan(f"layout.pp={stages}", "layout.tp=4").pruned
+        assert step.bubble == pytest.approx((stages - 1) / (step.packs + stages - 1))
+        assert step.packs >= 2 * stages
+
+
+def test_one_step_ahead_hides_the_shorter_of_the_two() -> None:
+    apart, ahead = plan("rollout.ahead=0").pruned, plan("rollout.ahead=1").pruned
+    assert apart.seconds == pytest.approx(sum(apart.phases.values()))
+    assert max(apart.phases.values()) < ahead.seconds < apart.seconds
+
+
+def test_hours_and_money_are_seconds_times_gpus_times_the_price() -> None:
+    made = plan("cluster.price_per_gpu_hour=2.5", "run.steps=300")
+    assert made.cost.gpu_hours == pytest.approx(made.pruned.seconds * 300 * 64 / 3600)
+    assert made.cost.money == pytest.approx(2.5 * made.cost.gpu_hours)
+    assert plan().cost.money is None
+
+
+def test_faster_machines_take_less_time() -> None:
+    kinds = [plan(f"cluster.gpu={kind}").pruned.seconds for kind in ("a100-80", "h100", "h200", "b200")]
+    assert kinds == sorted(kinds, reverse=True)
+
+
+def test_slurm_s_nodes_have_as_many_servers_as_fit() -> None:
+    assert plan("rollout.launch.tp=4").placement.servers == (4,) * 8
+
+
+def test_the_local_engine_generates_on_the_trainers_gpus_from_a_copy_of_its_own() -> None:
+    local = ("rollout.engine=local", "rollout.servers=[]", "rollout.ahead=0", "cluster.server_nodes=0")
+    made = plan(*local, "model.path=models/Qwen3-1.7B", "layout.pp=1", "rollout.max_batch=64", "model.recompute=full")
+    assert made.placement.servers == (1,) * made.placement.ranks == (1,) * 32
+    assert made.server.concurrency == 64
+    assert made.server.memory.parts["weights"] == 2 * parameters_of(PUBLISHED["qwen3-1.7b"]).total
+
+
+def test_longer_responses_take_longer_and_stretch_less_near_the_limit() -> None:
+    short, half, long = (plan(response_share=share).unpruned for share in (0.2, 0.5, 0.9))
+    assert short.seconds < half.seconds < long.seconds
+    assert short.long_tail > half.long_tail > long.long_tail >= 1.0
+
+
+def test_assumptions_are_settable_printed_and_checked() -> None:
+    assert read_assumptions(["assume.response_share=0.25"]).response_share == 0.25
+    made = make_plan(of(), read_assumptions(["assume.train_flops_share=0.2"]))
+    assert made.pruned.phases["training"] == pytest.approx(2 * plan().pruned.phases["training"])
+    assert "  train_flops_share = 0.2" in list(as_text(made))
+    with pytest.raises(UserError, match=r"assume\.train_flops_share"):
+        read_assumptions(["assume.train_flop_share=0.2"])
+    for wrong in ("1.5", "0", "-1", "much", "nan"):
+        with pytest.raises(UserError, match="at most 1"):
+            read_assumptions([f"assume.pack_fill={wrong}"])
+
+
+def test_text_and_json_say_the_same() -> None:
+    made = plan("cluster.price_per_gpu_hour=2")
+    text, found = "\n".join(as_text(made)), json.loads(json.dumps(as_json(made)))
+    assert f"{found['cost']['gpu_hours']:,.1f} GPU-hours" in text
+    assert f"{found['speed_up']:.2f}x" in text and "It fits." in text
+    assert f"{found['actor']['total'] / 2**30:.1f} of 79.2 GiB" in text
+    assert found["actor"]["total"] == pytest.approx(sum(found["actor"]["parts"].values()))
+    assert set(found["assumptions"]) == {line.split()[0] for line in text.split("each is from):\n")[1].splitlines()}
+
+
+WITHOUT = """import sys; sys.modules.update(dict.fromkeys({modules!r}))
+from megatron_dppo.cli import main; sys.exit(main())"""
+HEAVY = ["torch", "transformers", "megatron", "scipy", "pandas", "matplotlib"]
+
+
+def answered(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT.format(modules=HEAVY), "plan", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), check=False)
+
+
+def test_the_command_answers_in_two_seconds_without_torch() -> None:
+    taken: list[float] = []
+    for _ in range(3):  # other work on the machine must not count against it
+        begin = time.perf_counter()
+        answer = answered(LARGE, "--json", "cluster.nodes=4")
+        taken.append(time.perf_counter() - begin)
+    assert answer.returncode == 0, answer.stderr
+    found: dict[str, Any] = json.loads(answer.stdout)
+    assert found["fits"] and found["placement"]["gpus"] == 64
+    assert min(taken) < 2.0
+
+
+def test_the_command_says_no_where_a_run_does_not_fit() -> None:
+    answer = answered(LARGE, "cluster.gpu=a100-40", "assume.response_share=0.3")
+    assert answer.returncode == 1
+    assert "It does NOT fit." in answer.stdout and "  it would with  " in answer.stdout
+    assert answered(LARGE, "assume.respones_share=1").returncode == 2

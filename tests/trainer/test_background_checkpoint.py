@@ -1,0 +1,151 @@
+"""A checkpoint that is written while training goes on holds the state of its step, and counts once it is whole."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_dppo.bridge.checkpoint_folder import latest_step
+from megatron_dppo.config import Config, LayoutConfig
+from megatron_dppo.trainer import shard_writer
+from megatron_dppo.trainer.checkpoint import Checkpoints
+from tests.policies import write_policy
+from tests.ranks import RankPool
+from tests.steps import build, held_by, plan_for, step_of_groups
+from tests.trainer.test_checkpoint import STATE, configure, replace_run, train
+
+
+def save_and_hang(rank: int, size: int, config: Config) -> str:
+    """What is said of writers that never end."""
+    world, learner, policy = build(config)
+    checkpoints = Checkpoints(config, world)
+    metadata, groups = step_of_groups(size)
+    learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
+    checkpoints.save(policy.actor, 1, STATE)
+    for child in psutil.Process().children():
+        child.send_signal(signal.SIGSTOP)
+    with pytest.raises((CheckpointException, RuntimeError)) as raised:
+        checkpoints.finish()
+    assert latest_step(Path(config.run.dir, "checkpoints")) is None
+    return str(raised.value)
+
+
+def in_background(folder: Path, layout: LayoutConfig, **settings: Any) -> Config:
+    config = configure(write_policy(folder / "policy", kv_heads=4), folder / "run", layout, **settings)
+    return replace(config, run=replace(config.run, checkpoint_in_background=True))
+
+
+def train_while_it_is_written(
+    rank: int, size: int, config: Config, signals: int | None
+) -> tuple[int | None, int | None]:
+    """Save after one update, hold the writers up, update twice more; the step that counts before and after the end."""
+    world, learner, policy = build(config)
+    checkpoints = Checkpoints(config, world)
+    metadata, groups = step_of_groups(size)
+    held = held_by(rank, metadata, groups)
+    for step in range(3):
+        learner.learn(plan_for(world, config, metadata), held, step=step + 1, version=0)
+        if step == 0:
+            checkpoints.save(policy.actor, 1, STATE)
+            for child in psutil.Process().children():
+                if signals is not None:
+                    child.send_signal(signals)
+    folder = Path(config.run.dir, "checkpoints")
+    world.wait_for_all("updates")
+    before = latest_step(folder)
+    if signals == signal.SIGSTOP:
+        assert not checkpoints.written()
+        for child in psutil.Process().children():
+            child.send_signal(signal.SIGCONT)
+    if signals == signal.SIGKILL:
+        with pytest.raises((CheckpointException, RuntimeError), match="was ended"):
+            checkpoints.finish()
+    else:
+        checkpoints.finish()
+    return before, latest_step(folder)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        (LayoutConfig(tp=2, dp=1), {}),
+        (LayoutConfig(dp=2), {"fmt": "dp_reshardable", "dtype": "bf16"}),
+        (LayoutConfig(dp=2), {"fmt": "dp_reshardable", "dtype": "bf16", "offload": True}),
+    ],
+    ids=["tp2", "dp2 bf16, as it lies in its buffers", "dp2 bf16, as it lies on the host"],
+)
+def test_it_holds_the_state_of_its_step_whatever_is_trained_meanwhile(
+    ranks: RankPool, tmp_path: Path, layout: LayoutConfig, settings: dict[str, Any]
+) -> None:
+    config = in_background(tmp_path, layout, **settings)
+    expected, losses = ranks.run(2, train, replace_run(config, tmp_path / "whole"), 4, ())[0]
+    assert ranks.run(2, train_while_it_is_written, config, signal.SIGSTOP)[0] == (None, 1)
+    ours, resumed = ranks.run(2, train, config, 4, ())[0]
+    assert resumed == losses[1:]
+    assert [tensor for tensor in expected if not torch.equal(ours[tensor], expected[tensor])] == []
+
+
+def test_a_writer_that_is_killed_is_told_of_and_its_checkpoint_never_counts(ranks: RankPool, tmp_path: Path) -> None:
+    config = in_background(tmp_path, LayoutConfig(tp=2, dp=1))
+    assert ranks.run(2, train_while_it_is_written, config, signal.SIGKILL) == [(None, None)] * 2
+
+
+def test_a_writer_that_hangs_is_given_up_before_other_ranks_give_up_waiting(ranks: RankPool, tmp_path: Path) -> None:
+    config = in_background(tmp_path, LayoutConfig(timeout_s=3.0))
+    assert "not written within 2.7 s" in ranks.run(1, save_and_hang, config)[0]
+
+
+class Trace:
+    """Garbage as soon as it is made; leaves a file named after the process that collects it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._itself = folder, self
+
+    def __del__(self) -> None:
+        (self._folder / str(os.getpid())).touch()
+
+
+def save_beside_garbage(rank: int, size: int, config: Config, traces: Path) -> str:
+    """Save where garbage is collected at every occasion, and by name; this process's id."""
+    world, _, policy = build(config)
+    checkpoints = Checkpoints(config, world)
+    fork, write, me = os.fork, shard_writer._write, os.getpid()
+
+    def fork_beside_garbage() -> int:
+        if os.getpid() == me:
+            gc.collect(0)  # so that none is due before the fork
+            Trace(traces)
+        if (child := fork()) == 0:
+            gc.set_threshold(1, 1, 1)
+        return child
+
+    def collect_and_write(*arguments: Any, **settings: Any) -> object:
+        gc.collect()
+        return write(*arguments, **settings)
+
+    with (
+        mock.patch.object(os, "fork", fork_beside_garbage),
+        mock.patch.object(shard_writer, "_write", collect_and_write),
+    ):
+        checkpoints.save(policy.actor, 1, STATE)
+    checkpoints.finish()
+    assert gc.isenabled()
+    gc.collect()
+    return str(me)
+
+
+def test_only_the_trainer_frees_what_it_leaves_behind(ranks: RankPool, tmp_path: Path) -> None:
+    """In a fork the finalizer of a tensor, event or handle of CUDA would meet a context that is not there."""
+    (traces := tmp_path / "traces").mkdir()
+    [trainer] = ranks.run(1, save_beside_garbage, in_background(tmp_path, LayoutConfig(dp=1)), traces)
+    assert [trace.name for trace in traces.iterdir()] == [trainer]

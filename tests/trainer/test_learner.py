@@ -1,0 +1,184 @@
+"""From plan to weights: what must not move them, what must stop the run, and what several updates per rollout mean."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.actor import learning_rate
+from megatron_dppo.trainer.learner import Learned
+from tests.policies import write_policy
+from tests.ranks import RankPool
+from tests.steps import build, config_for, held_by, plan_for, step_of_groups, weights_of
+
+FOUR_RANKS = LayoutConfig(tp=2, pp=2, dp=1)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("policy"))
+
+
+def learn_from_equal_rewards(rank: int, size: int, config: Config) -> tuple[bool, dict[str, float], bool]:
+    world, learner, policy = build(config)
+    metadata, groups = step_of_groups(size)
+    metadata = replace(metadata, rewards=np.ones_like(metadata.rewards))
+    before = weights_of(policy, world)
+    result = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
+    after = weights_of(policy, world)
+    return result.updated, result.metrics, all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_step_of_equal_groups_is_a_counted_no_op_on_every_rank(ranks: RankPool, path: Path) -> None:
+    config = config_for(path, FOUR_RANKS, LossConfig(), 64, distributed=True)
+    for updated, metrics, unchanged in ranks.run(4, learn_from_equal_rewards, config):
+        assert not updated
+        assert unchanged
+        assert metrics == {"train/no_op_updates": 1.0}
+
+
+def learn_from_nan(rank: int, size: int, config: Config) -> tuple[str, bool]:
+    world, learner, policy = build(config)
+    metadata, groups = step_of_groups(size)
+    plan = plan_for(world, config, metadata)
+    (minibatch,) = plan.minibatches
+    samples = replace(minibatch.samples, advantage=np.where(np.arange(len(minibatch.samples.owner)) == 1, np.nan, 1.0))
+    plan = replace(plan, minibatches=(replace(minibatch, samples=samples),))
+    before = weights_of(policy, world)
+    with pytest.raises(UserError, match="not finite") as error:
+        learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
+    after = weights_of(policy, world)
+    return str(error.value), all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_loss_that_is_not_finite_stops_every_rank_before_a_weight_moves(ranks: RankPool, path: Path) -> None:
+    config = config_for(path, LayoutConfig(dp=2), LossConfig(), 64, distributed=True)
+    for message, unchanged in ranks.run(2, learn_from_nan, config):
+        assert "train/loss" in message
+        assert unchanged
+
+
+FRESH = 2
+"""The one prompt that version 1 has answered; version 0 the others."""
+
+
+def learn_from_another_policys_rollouts(rank: int, size: int, config: Config, version: int) -> UserError | Learned:
+    world, learner, _ = build(config)
+    metadata, groups = step_of_groups(size)
+    metadata.versions[FRESH] = 1
+    try:
+        return learner.learn(
+            plan_for(world, config, metadata), held_by(rank, metadata, groups), step=0, version=version
+        )
+    except UserError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("layout", "limits", "said"),
+    [
+        (LayoutConfig(dp=2), {"max_logprob_diff": None}, "rollout.max_logprob_diff = 0.0001"),
+        (LayoutConfig(tp=2, pp=2, dp=1), {"max_prob_error": None}, "rollout.max_prob_error = 1.001"),
+    ],
+)
+def test_engine_that_disagrees_stops_every_rank_and_leaves_evidence(
+    layout: LayoutConfig, limits: dict[str, None], said: str, ranks: RankPool, path: Path, tmp_path: Path
+) -> None:
+    config = config_for(path, layout, LossConfig(), 64, distributed=True)
+    config = replace(config, rollout=replace(config.rollout, **limits), run=replace(config.run, dir=str(tmp_path)))
+    first, *others = ranks.run(layout.tp * layout.pp * layout.dp, learn_from_another_policys_rollouts, config, 1)
+    file = tmp_path / "disagreement" / "step_0000001.json"
+    assert said in str(first) and f"are in {file}." in str(first)
+    assert {str(other) for other in others} == {str(first)}
+    evidence = json.loads(file.read_text())
+    _, groups = step_of_groups(2)
+    kept = [(each["prompt_ids"], each["response_ids"], each["engine_logprobs"]) for each in evidence["completions"]]
+    made = [
+        (groups[FRESH].prompt.token_ids.tolist(), c.token_ids[c.loss_mask].tolist(), c.logprobs[c.loss_mask].tolist())
+        for c in groups[FRESH].completions
+    ]
+    assert kept and all(each in made for each in kept), "those of the weights that the step starts from, and no others"
+    for each in evidence["completions"]:
+        difference = np.abs(np.subtract(each["trainer_logprobs"], each["engine_logprobs"]))
+        assert each["mean_abs_diff"] == pytest.approx(difference.mean()) and each["versions"] == [1]
+    assert [each["mean_abs_diff"] for each in evidence["completions"]] == sorted(
+        (each["mean_abs_diff"] for each in evidence["completions"]), reverse=True
+    )
+
+
+def test_tokens_of_older_weights_are_compared_with_nothing(ranks: RankPool, path: Path) -> None:
+    config = config_for(path, LayoutConfig(pp=2, dp=1), LossConfig(), 64, distributed=True)
+    config = replace(config, rollout=replace(config.rollout, max_logprob_diff=0.0, max_prob_error=1.0))
+    for learned in ranks.run(2, learn_from_another_policys_rollouts, config, 2):
+        assert learned.updated
+        assert not {"train/rollout_logprob_abs_diff", "train/token_mult_prob_error"} & learned.metrics.keys()
+
+
+def test_one_step_ahead_importance_weights_are_cut_off_at_two(ranks: RankPool, path: Path) -> None:
+    config = config_for(path, LayoutConfig(dp=1), LossConfig(), 64, distributed=True)
+    ahead = replace(config, rollout=replace(config.rollout, ahead=1))
+    losses = {}
+    for name, settings in {
+        "on-policy": config,
+        "on-policy, 2": replace(config, loss=LossConfig(tis_cap=2.0)),
+        "ahead": ahead,
+        "ahead, 3": replace(ahead, loss=LossConfig(tis_cap=3.0)),
+    }.items():
+        losses[name] = ranks.run(1, learn, settings)[0][0]["train/pg_loss"]
+    assert losses["ahead"] == losses["on-policy, 2"]
+    assert len(set(losses.values())) == 3, "weights without a cap, at 2 and at 3"
+
+
+def learn(rank: int, size: int, config: Config) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    world, learner, policy = build(config)
+    metadata, groups = step_of_groups(size)
+    result = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
+    return result.metrics, weights_of(policy, world)
+
+
+def test_second_update_of_a_rollout_is_measured_against_the_policy_before_the_first(
+    ranks: RankPool, path: Path
+) -> None:
+    loss = LossConfig(updates_per_rollout=2)
+    config = config_for(path, LayoutConfig(pp=2, dp=1), loss, 64, distributed=True)
+    metrics, _ = ranks.run(2, learn, config)[0]
+    assert metrics["train/no_op_updates"] == 0
+    assert abs(metrics["train/ppo_kl"]) > 1e-4, "the first update moved the policy away from the old one"
+    assert metrics["train/pg_clipfrac"] > 0
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputing_activations_changes_nothing(ranks: RankPool, path: Path, recompute: str) -> None:
+    config = config_for(path, LayoutConfig(tp=2, dp=1, sequence_parallel=True), LossConfig(), 64, distributed=True)
+    _, expected = ranks.run(2, learn, config)[0]
+    _, ours = ranks.run(2, learn, replace(config, model=replace(config.model, recompute=recompute)))[0]
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_update_points_where_the_fp32_one_does(ranks: RankPool, path: Path) -> None:
+    config = config_for(path, LayoutConfig(tp=2, dp=1), LossConfig(), 64, distributed=True)
+    config = replace(config, optimizer=replace(config.optimizer, lr=100.0))  # far enough to be seen in bf16 weights
+    _, start = ranks.run(2, learn, replace(config, optimizer=replace(config.optimizer, lr=1e-30)))[0]
+    _, expected = ranks.run(2, learn, config)[0]
+    _, ours = ranks.run(2, learn, replace(config, model=replace(config.model, dtype="bf16")))[0]
+    moved = torch.cat([(ours[name].float() - start[name]).flatten() for name in start])
+    wanted = torch.cat([(expected[name] - start[name]).flatten() for name in start])
+    assert torch.nn.functional.cosine_similarity(moved, wanted, dim=0) > 0.95
+
+
+def test_learning_rate_warms_up_and_decays_to_its_minimum() -> None:
+    settings = replace(Config().optimizer, lr=1.0, min_lr=0.1, schedule="cosine", warmup_steps=4)
+    rates = [learning_rate(settings, update, 24) for update in range(24)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == pytest.approx(1.0)
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[4:]))
+    assert rates[-1] == pytest.approx(0.1)

@@ -1,0 +1,128 @@
+"""Each thing that can be known to be wrong with servers is found before one is started, and named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.rollout.servers.preflight import check_servers
+from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.preflight import check_config
+
+STARTED = ("rollout.engine=sglang", "rollout.launch.count=2")
+GIVEN = ("rollout.engine=vllm", "rollout.servers=[http://a:1]")
+SHARED = ("rollout.colocated=true", "rollout.sync.transport=tensor")
+SHAPE = PolicyShape(2, 64, 8, 4, 32, 128, 64, True, 1e6, 1e-6, 128)
+"""Eight query heads, four key-value heads."""
+
+
+def _check(tmp_path: Path, *overrides: str) -> None:
+    config = load_config(None, [f"run.dir={tmp_path}/run", *overrides])
+    check_config(config)
+    check_servers(config, SHAPE, environ={})
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*STARTED, f"rollout.launch.command=[{sys.executable},server.py]", "rollout.launch.env=[A=,_b=c=d]"),
+        (*STARTED, "rollout.launch.command=[sh]", "rollout.launch.tp=[2,8]", "rollout.ahead=1", "rollout.max_batch=1"),
+        (*GIVEN, "rollout.sync.transport=disk"),
+        (*GIVEN, "rollout.timeout_s=240", "rollout.sync.timeout_s=120"),
+        ("rollout.timeout_s=1",),  # no server, no sync
+        ("rollout.ahead=1",),  # the local engine gains no time by it, but rehearses it
+        (*GIVEN, "rollout.launch.command=[/nowhere/python]", "rollout.launch.tp=3"),  # what is not used is not asked
+    ],
+)
+def test_good_settings_pass_and_write_nothing(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    _check(tmp_path, *overrides)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting", "remedy"),
+    [
+        (["rollout.servers=[http://a:1]"], "rollout.servers", "rollout.engine=sglang"),
+        (["rollout.launch.count=1"], "rollout.launch.count", "rollout.engine=sglang"),
+        (["rollout.colocated=true"], "rollout.colocated", "rollout.engine=sglang"),
+        (["rollout.max_batch=4"], "rollout.max_batch", "8 or more"),
+        (["rollout.engine=sglang"], "rollout.engine", "rollout.launch.count=1"),
+        ([*GIVEN, "rollout.launch.count=1"], "rollout.launch.count", "rollout.servers"),
+        (["rollout.engine=vllm", "rollout.servers=[a:1]"], "rollout.servers", "http://HOST:PORT"),
+        (["rollout.engine=vllm", "rollout.servers=slurm"], "rollout.servers", "MEGATRON_DPPO_SERVERS"),
+        ([*GIVEN, "rollout.colocated=true", "rollout.ahead=1"], "rollout.ahead", "rollout.colocated=false"),
+        ([*GIVEN, "rollout.colocated=true"], "rollout.sync.transport", "rollout.sync.transport=tensor"),
+        ([*GIVEN, *SHARED], "rollout.sync.transport", "rollout.sync.transport=disk"),
+        ([*STARTED, *SHARED, "rollout.launch.command=[sh]"], "rollout.launch.flags", "--mem-fraction-static"),
+        ([*STARTED, *SHARED, "rollout.launch.command=[sh]", "rollout.engine=vllm",
+          "rollout.launch.flags=[--mem-fraction-static=0.5]"], "rollout.launch.flags", "--gpu-memory-utilization"),
+        ([*GIVEN, "rollout.timeout_s=239", "rollout.sync.timeout_s=120"], "rollout.timeout_s", "Raise it to 240"),
+        ([*STARTED, "rollout.launch.tp=[1,2,4]"], "rollout.launch.tp", "one for each"),
+        ([*STARTED, "rollout.launch.tp=[1,3]"], "rollout.launch.tp", "1, 2, 4, 8"),
+        ([*STARTED, "rollout.launch.ports=1"], "rollout.launch.ports", "Raise"),
+        ([*STARTED, "rollout.launch.first_port=65000"], "rollout.launch.ports", "lower rollout.launch.first_port"),
+        ([*STARTED, "rollout.launch.env=[A=1,B]"], "rollout.launch.env", "NAME=value"),
+        ([*STARTED, "rollout.launch.env=[1A=1]"], "rollout.launch.env", "NAME=value"),
+        ([*STARTED, f"rollout.launch.command=[{sys.executable},server.py]", "rollout.launch.env=[NCCL_CUMEM_ENABLE=1]"],
+         "rollout.launch.env", "run the trainer with NCCL_CUMEM_ENABLE=1, too"),
+        ([*STARTED, "rollout.launch.flags=[--api-key=x]"], "rollout.launch.flags", "Leave it out"),
+        ([*STARTED, "rollout.launch.flags=[--port,1]"], "rollout.launch.flags", "Leave it out"),
+        ([*STARTED, "rollout.launch.command=[/nowhere/python]"], "rollout.launch.command", "an interpreter"),
+        ([*STARTED, "rollout.launch.command=[]"], "rollout.launch.command", "an interpreter"),
+        ([*GIVEN, "rollout.sync.transport=disk", "rollout.sync.folder=/dev/null/x"], "rollout.sync.folder", "share"),
+    ],
+)  # fmt: skip
+def test_a_contradiction_names_the_setting_and_the_remedy(
+    tmp_path: Path, overrides: list[str], setting: str, remedy: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        _check(tmp_path, *overrides)
+    assert caught.value.setting == setting
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_server_that_is_not_installed_here_is_to_be_named(
+    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=f"rollout.launch.command=.*python,-m,{engine}"):
+        _check(tmp_path, f"rollout.engine={engine}", "rollout.launch.count=1")
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has CUDA")
+@pytest.mark.parametrize(
+    "flags", ["--mem-fraction-static=0.5", "--mem-fraction-static,0.5", "--mem_fraction_static=0.5"]
+)
+def test_sharing_gpus_wants_gpus(tmp_path: Path, flags: str) -> None:
+    with pytest.raises(UserError, match=r"rollout.colocated = true: this machine has no CUDA"):
+        _check(tmp_path, *STARTED, *SHARED, "rollout.launch.command=[sh]", f"rollout.launch.flags=[{flags}]")
+
+
+def test_memory_in_segments_that_expand_is_not_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    words = [*STARTED, *SHARED, "rollout.launch.command=[sh]", "rollout.launch.flags=[--mem-fraction-static=0.5]"]
+    config = load_config(None, [f"run.dir={tmp_path}/run", *words])
+    check_servers(config, SHAPE, environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})
+    with pytest.raises(UserError, match=r"expandable_segments:True out of PYTORCH_ALLOC_CONF"):
+        check_servers(config, SHAPE, environ={"PYTORCH_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64"})
+
+
+def test_memory_of_a_gpu_is_handed_only_to_servers_that_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _check(tmp_path, *GIVEN, "rollout.sync.transport=tensor")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(UserError, match=r"rollout.sync.transport = tensor: .*Set rollout.sync.transport=collective"):
+        _check(tmp_path, *GIVEN, "rollout.sync.transport=tensor")
+
+
+def test_the_checks_need_no_torch() -> None:
+    code = "import sys, megatron_dppo.rollout.servers.preflight; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

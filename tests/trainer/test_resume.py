@@ -1,0 +1,188 @@
+"""Law 6: a run that is killed at any instant and started again writes the same metrics, bit for bit but for times."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.process.stop import SAVED
+from megatron_dppo.trainer.checkpoint import TRACKER
+
+STEPS = 6
+SETTINGS = (
+    f"run.steps={STEPS}",
+    "run.checkpoint_every=3",
+    "layout.tp=2",
+    "data.train=arithmetic",
+    "data.chat_template=false",
+    "data.max_prompt_tokens=24",
+    "data.arithmetic.problems=24",
+    "data.arithmetic.eval_problems=8",
+    "rollout.prompts_per_step=10",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_response_tokens=12",
+    "reward.function={reward}",
+    "pack.max_tokens=256",
+    "optimizer.lr=1e-3",
+    "loss.updates_per_rollout=2",
+    "eval.every=2",
+    "eval.problems=8",
+)
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Mixed on purpose: an untrained policy is never right, and a step of equal rewards would prove nothing."""
+    return float(len(solution_str) % 3)
+'''
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    size = ["--hidden", "32", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--ffn", "48"]
+    command = [sys.executable, "-m", "megatron_dppo", "init", str(folder / "hf"), "--tokenizer", "arithmetic", *size]
+    subprocess.run(command, check=True, capture_output=True)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def start(policy: Path, run: Path, *overrides: str, read: bool = True) -> subprocess.Popen[bytes]:
+    """Without ``read`` nobody reads what the run says, from its first word on."""
+    settings = [s.format(reward=f"{policy / 'reward.py'}:compute_score") for s in (*SETTINGS, *overrides)]
+    command = [sys.executable, "-m", "megatron_dppo", "train", f"run.dir={run}", f"model.path={policy / 'hf'}"]
+    log = (run.parent / f"{run.name}.log").open("ab")
+    if read:
+        return subprocess.Popen([*command, *settings], stdout=log, stderr=log, start_new_session=True)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as broken:
+        return subprocess.Popen([*command, *settings], stdout=broken, stderr=log, start_new_session=True)
+
+
+def finish(process: subprocess.Popen[bytes], run: Path) -> list[dict]:
+    assert process.wait(timeout=180) == 0, (run.parent / f"{run.name}.log").read_text()
+    return rows(run)
+
+
+def rows(run: Path) -> list[dict]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith("perf/")} for line in lines]
+
+
+def wait_for(process: subprocess.Popen[bytes], moment: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not moment():
+        assert process.poll() is None and time.monotonic() < deadline, "the moment never came"
+        time.sleep(0.001)
+
+
+def kill_when(process: subprocess.Popen[bytes], moment: Callable[[], bool]) -> None:
+    """kill -9 of the launcher and all its ranks, at the first sight of the moment."""
+    wait_for(process, moment)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def whole(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing disturbs, though nobody reads what it says."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    result = finish(start(policy, run, read=False), run)
+    assert [row["step"] for row in result] == list(range(STEPS + 1))
+    assert any(row.get("train/tokens", 0) > 0 for row in result[4:]), "steps after the checkpoint must train"
+    return run
+
+
+@pytest.fixture
+def undisturbed(whole: Path) -> list[dict]:
+    return rows(whole)
+
+
+def test_stopped_on_request_killed_between_steps_and_in_the_middle_of_a_checkpoint_a_run_is_as_if_it_never_was(
+    policy: Path, tmp_path: Path, undisturbed: list[dict]
+) -> None:
+    run = tmp_path / "run"
+    metrics, tracker = run / "metrics.jsonl", run / "checkpoints" / TRACKER
+    process = start(policy, run, "run.checkpoint_every=0", "run.checkpoint_in_background=true")
+    wait_for(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2)  # steps 0 and 1
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=60) == SAVED
+    said, saved = (tmp_path / "run.log").read_text(), int(tracker.read_text())
+    assert 1 <= saved <= 3, "the step under way was to be finished, and no other"
+    assert said.endswith(f"stopped on request after step {saved}, and saved: run the same command again to go on\n")
+    assert rows(run) == undisturbed[: saved + 1]
+
+    first = start(policy, run)
+    wait_for(first, (run / "lock.json").exists)
+    second = start(policy, run)
+    assert second.wait(timeout=60) == 2
+    assert "\n  problem  is held by process " in (tmp_path / "run.log").read_text()
+    kill_when(first, lambda: metrics.read_bytes().count(b"\n") >= 6)  # steps 0 to 5
+    assert tracker.read_text().strip() == "3"
+
+    partial = run / "checkpoints" / f".iter_{STEPS:07d}.partial"
+    kill_when(start(policy, run), lambda: partial.exists() and any(partial.glob("*.distcp")))
+    assert tracker.read_text().strip() == "3"
+
+    assert finish(start(policy, run), run) == undisturbed
+    assert tracker.read_text().strip() == str(STEPS)
+
+
+def test_a_finished_run_is_shown_and_not_rewritten_and_never_under_other_settings(
+    policy: Path, tmp_path: Path, whole: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+
+    def written() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+
+    before = written()
+    assert start(policy, run, "loss.name=gspo", "pruning.completions.keep=0.3").wait(timeout=60) == 2
+    said = (tmp_path / "run.log").read_text()
+    assert "holds 6 steps" in said and "loss.name = gspo (was grpo)" in said and "keep = 0.3 (was 0.5)" in said
+    assert "run.resume=anyway" in said and "Traceback" not in said
+    assert start(policy, run, "loss.name=gspo", "run.resume=anyway").wait(timeout=180) == 0
+    said = (tmp_path / "run.log").read_text()
+    assert "changed since step 6: loss.name = gspo (was grpo)" in said and "nothing is left to train" in said
+    assert "held-out accuracy" in said, "what it came to is shown"
+    assert written() == before
+
+
+def test_a_run_goes_on_with_fewer_ranks_in_another_layout(
+    policy: Path, tmp_path: Path, whole: Path, undisturbed: list[dict]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints" / f"iter_{STEPS:07d}")
+    (run / "checkpoints" / TRACKER).write_text("3\n")
+    ours = finish(start(policy, run, "layout.tp=1"), run)
+    assert [row["step"] for row in ours] == list(range(STEPS + 1))
+    for row, expected in zip(ours, undisturbed, strict=True):  # the same prompts, answers and draws, to rounding
+        for name in row.keys() & expected.keys():
+            if name.startswith(("rollout/", "reward/", "prune/", "eval/", "train/")):
+                assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (row["step"], name)
+    held = [json.loads(line)["perf/ranks"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert held == [2] * 4 + [1] * 3  # what each step cost is told by its row
+
+
+def test_a_layout_that_the_checkpoint_does_not_allow_is_refused_before_a_rank_starts(
+    policy: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    bound = ("optimizer.checkpoint_format=dp_reshardable", "run.steps=3", "eval.problems=0")
+    assert start(policy, run, *bound).wait(timeout=180) == 0
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert start(policy, run, "layout.tp=1", "layout.pp=2").wait(timeout=180) == 2
+    said = (tmp_path / "run.log").read_text()
+    assert "resumes at that tp and pp only" in said and "Resume with layout.tp=2 layout.pp=1" in said
+    assert "Traceback" not in said
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
