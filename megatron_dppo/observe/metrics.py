@@ -1,8 +1,7 @@
 """The numbers of a run, step by step: ``metrics.jsonl`` for programs, TensorBoard for people.
 
-A row of metrics is a function of the run's settings and seed but for what lies under ``perf/``: everything that depends
-on the machine or the clock has its place there, so that a resumed run's file is that of one that never stopped, bit for
-bit.
+What depends on the machine or the clock stands under ``perf/``. All else in a row is a function of the run's settings
+and its seed, so that a resumed run's file is that of one that never stopped, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class StepLog:
 
     Args:
         file: its folder is made where there is none.
-        resume_step: finished steps of the checkpoint that the run goes on from. Rows past it are dropped, for those
-            steps are about to be taken again; 0 or less, from the start, drops every row.
+        resume_step: finished steps of the checkpoint that the run goes on from. Rows past it are dropped, because these
+            steps are taken again; 0 or less drops every row.
     """
 
     def __init__(self, file: Path, resume_step: int) -> None:
@@ -116,7 +115,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _drop_rows_past(file: Path, step: int) -> None:
-    """Rewrite the file without rows past ``step``, beside its place and then into it. Kept lines keep their bytes."""
+    """Replace the file in one piece by one without rows past ``step``. Kept lines keep their bytes."""
     rows = _rows(file)
     if not file.exists():
         return

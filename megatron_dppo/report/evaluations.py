@@ -88,7 +88,7 @@ def _share(found: Any) -> str:
 
 
 def _interval(found: Any, scale: float, decimals: int, unit: str = "") -> str:
-    """A figure with its interval, or a bare number."""
+    """A number, with its interval where the file holds one; a dash where it holds no number."""
     if is_number(found):
         return f"{scale * found:,.{decimals}f}{unit}"
     if not isinstance(found, dict) or not is_number(found.get("value")):

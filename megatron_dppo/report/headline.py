@@ -1,4 +1,4 @@
-"""What a reader wants to know first, of each run."""
+"""The first lines of the page: each run's accuracy, reward, time and saving."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _what(run: Run) -> str:
 
 
 def _state(run: Run) -> str:
-    """Nothing of a finished run. One that goes on and one that was killed look alike: the clock tells."""
+    """Empty for a finished run. A run that goes on and one that was killed differ only in when they last wrote."""
     if not run.rows:
         return "no step is recorded yet"
     step, last = int(run.rows[-1]["step"]), int(run.setting("run.steps"))

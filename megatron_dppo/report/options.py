@@ -1,4 +1,4 @@
-"""How runs were set: where they differ, and everything."""
+"""The settings of runs: what differs between them or from the defaults, and all of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def options(runs: Sequence[Run]) -> Section:
 
 
 def _value(run: Run, key: str) -> Any:
-    """A run of another version may not know the setting."""
+    """The default, for a run of a version that does not know the setting."""
     return run.config.get(key, _default(key))
 
 
@@ -61,8 +61,8 @@ def _default(key: str) -> Any:
 
 
 def _word(key: str, value: Any) -> str:
-    """As YAML has it; without what looks like a secret, and of environment variables the names alone, for a page is
-    made to be handed on."""
+    """As YAML writes it. A page is made to be passed on: what looks like a secret is left out, and of environment
+    variables all values."""
     if key == ENV and isinstance(value, list):
         value = [f"{str(variable).partition('=')[0]}=…" for variable in value]
     elif key.startswith(LAUNCH) and isinstance(value, list):
@@ -71,7 +71,7 @@ def _word(key: str, value: Any) -> str:
 
 
 def _masked(words: Sequence[Any]) -> Iterator[Any]:
-    """All of a word that follows the name of a secret, which may be the word before."""
+    """The words without what follows the name of a secret, in the same word or in the next one."""
     named = False
     for word in words:
         found = SECRET.search(str(word))

@@ -1,4 +1,4 @@
-"""What the leader of a run says and writes: console, metrics, answers, summary, pictures. Other ranks are silent."""
+"""What the leader of a run prints and writes: console, metrics, answers, summary, pictures. Other ranks do neither."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ WIDEST = 100
 """Characters of an answer that the console shows: its end, where the result stands."""
 
 CENSUS = "pruning.jsonl"
-"""What was kept at each step and why, counted: a function of the settings and the seed alone."""
+"""Counts of what was kept at each step and why. They depend on the settings and the seed alone."""
 
 
 class RunLogger:
-    """One row of metrics per step, gathered from the step's phases and written when the step is over."""
+    """Gathers one row of metrics from the phases of each step, and writes it when the step is over."""
 
     def __init__(self, config: Config, world: World, *, step: int, dropped_prompts: int) -> None:
         self._folder = Path(config.run.dir)
@@ -58,11 +58,11 @@ class RunLogger:
             self._console.note(f"{dropped_prompts} prompts over data.max_prompt_tokens left the pool")
 
     def add(self, metrics: dict[str, float]) -> None:
-        """Take in what was measured outside of a step."""
+        """Add what was measured outside of a step."""
         self._row |= metrics
 
     def record(self, rollouts: Collected, plan: StepPlan, metrics: dict[str, float], notes: Sequence[str] = ()) -> None:
-        """Take in what a step's phases measured, and say what they have to say in words (each thing once)."""
+        """Add what a step's phases measured, and print their notes, each once in a run."""
         self._row |= rollouts.metrics | dict(plan.metrics) | metrics
         self._row |= saved_seconds(self._row)
         self._census = plan.census
@@ -70,7 +70,7 @@ class RunLogger:
             self._console.note(note)
 
     def evaluated(self, step: int, evaluation: Evaluation, seconds: dict[str, float]) -> None:
-        """Take in an evaluation made after ``step`` steps."""
+        """Add an evaluation made after ``step`` steps."""
         self._row |= evaluation.metrics | seconds
         if self._log:
             record_answers(self._folder, step, evaluation)
@@ -78,7 +78,7 @@ class RunLogger:
                 self._console.note(note)
 
     def write(self, step: int) -> None:
-        """Close the row of ``step``."""
+        """Write the row of ``step``, and begin the next one."""
         if self._log:
             self._log.write(step, self._row | self._held)
             self._console.step(step, self._row)
@@ -89,8 +89,8 @@ class RunLogger:
         self._row, self._census = {}, None
 
     def finish(self, best: Best | None = None) -> None:
-        """Draw, sum up and point to what the run has made, and to the best checkpoint where a later one is worse. Where
-        no step was taken, what is there already is shown."""
+        """Draw the pictures, write and print the summary, and name the best checkpoint if the last one is worse. Where
+        no step was taken, the summary that is there already is printed."""
         if not self._leads:
             return
         if self._log:
