@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import networkx
@@ -31,9 +31,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rewards", "observe", "plugins", "bridge"),
     ("rollout",),
     ("evaluation",),
-    ("trainer",),
-    ("launch", "plan", "report", "doctor"),
-    ("train", "sft", "cli", "__main__"),
+    ("trainer", "report"),
+    ("launch", "estimate", "doctor"),
+    ("train", "sft", "eval", "init", "cli", "__main__"),
 )
 """Rooms, from the ground floor up. A room is a folder of the package, or a file at its top."""
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
@@ -73,11 +73,11 @@ def room(module: str) -> str:
     return (*module.split("."), "")[1]
 
 
-def upward(pairs: Iterator[tuple[str, str]] | Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def upward(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Imports from a lower floor to a higher one, or of a room that no floor has."""
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
     wrong = []
-    for importer, imported in pairs:
+    for importer, imported in sorted(pairs):
         if "" not in (room(importer), room(imported)):
             own, other = floor.get(room(importer)), floor.get(room(imported))
             if own is None or other is None or own < other:
@@ -85,7 +85,7 @@ def upward(pairs: Iterator[tuple[str, str]] | Sequence[tuple[str, str]]) -> list
     return wrong
 
 
-def circles(pairs: Iterator[tuple[str, str]] | Sequence[tuple[str, str]]) -> list[list[str]]:
+def circles(pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
     """Groups of modules that import each other, directly or by way of others."""
     groups = networkx.strongly_connected_components(networkx.DiGraph(pairs))
     return [sorted(group) for group in groups if len(group) > 1]
@@ -107,7 +107,7 @@ def measure(root: Path = ROOT) -> dict[str, float]:
     files = modules(root)
     sources = [path.read_text(encoding="utf-8") for path in files.values()]
     lengths = [len(source.splitlines()) for source in sources]
-    pairs = list(imports(files))
+    pairs = set(imports(files))
     return {
         "package_code_lines": sum(map(code_lines, sources)),
         "package_lines": sum(lengths),
@@ -126,7 +126,7 @@ def main() -> None:
     asked = parser.parse_args()
     figures = measure()
     if not asked.json:
-        pairs = list(imports(modules()))
+        pairs = set(imports(modules()))
         for importer, imported in upward(pairs):
             print(f"upward: {importer} imports {imported}")
         for group in circles(pairs):

@@ -19,6 +19,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.process.files import replacing_file
 
 FILE = "metrics.jsonl"
 Row = dict[str, float]
@@ -124,12 +125,10 @@ def _drop_rows_past(file: Path, step: int) -> None:
     if step > 0 and last < step:
         text = f"note: {file} ends at step {last}, and the run goes on from step {step}: the rows between are lost"
         print(text, file=sys.stderr, flush=True)
-    partial = file.with_suffix(".partial")
-    with partial.open("wb") as rewritten:
+    with replacing_file(file) as partial, partial.open("wb") as rewritten:
         rewritten.writelines(line + b"\n" for line in kept)
         rewritten.flush()
         os.fsync(rewritten.fileno())
-    partial.replace(file)
 
 
 def _plain(value: float) -> float:

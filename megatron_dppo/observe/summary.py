@@ -11,6 +11,7 @@ from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import FILE as METRICS
 from megatron_dppo.observe.metrics import read_metrics
 from megatron_dppo.observe.timers import breakdown
+from megatron_dppo.process.files import replacing_file
 
 FILE = "summary.json"
 Rows = Sequence[Mapping[str, float]]
@@ -69,9 +70,8 @@ def write_summary(run_dir: Path | str) -> dict[str, Any]:
     """Summarise the run in ``run_dir``, write ``summary.json`` there in one piece, and return it."""
     folder = Path(run_dir)
     summary = summarise(read_metrics(folder))
-    partial = folder / (FILE + ".partial")
-    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / FILE)
+    with replacing_file(folder / FILE) as partial:
+        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
 
 

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from megatron_dppo import __version__
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.palette import css
+from megatron_dppo.process.files import replacing_file
 from megatron_dppo.report.cost import cost
 from megatron_dppo.report.evaluations import benchmarks, sample_answers
 from megatron_dppo.report.headline import headline
@@ -41,10 +42,9 @@ def report(folders: Sequence[Path], out: Path, *, png: Path | None = None, price
         raise UserError("--out", out, "is a folder", "Name a file in it, report.html perhaps")
     runs = read_runs(folders)
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(out.name + ".partial")
-    # An answer may hold half of a surrogate pair, which UTF-8 has no bytes for.
-    partial.write_text(page(runs, price), encoding="utf-8", errors="replace")
-    partial.replace(out)
+    with replacing_file(out) as partial:
+        # An answer may hold half of a surrogate pair, which UTF-8 has no bytes for.
+        partial.write_text(page(runs, price), encoding="utf-8", errors="replace")
     print(f"report               {out}")
     if png is not None:
         from megatron_dppo.report.pictures import draw_pictures

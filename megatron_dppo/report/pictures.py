@@ -17,6 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from megatron_dppo.observe.palette import colour_of
+from megatron_dppo.process.files import replacing_file
 from megatron_dppo.report.learning import accuracy_plot, reward_plot
 from megatron_dppo.report.plot import Key, Line, Mark, Plot, line_plot
 from megatron_dppo.report.pruning import answers_plot, causes_plot, noise_plot, tokens_plot
@@ -83,9 +84,8 @@ def _draw(plots: Sequence[Plot], out: Path, title: str) -> None:
         panels = figure.subplots(2, 2, gridspec_kw=sides | {"wspace": 0.3, "hspace": 0.7})
         for panel, plot in zip(panels.flat, plots, strict=True):
             _draw_plot(panel, plot)
-        partial = out.with_name(out.name + ".partial")
-        figure.savefig(partial, format="png")
-        partial.replace(out)
+        with replacing_file(out) as partial:
+            figure.savefig(partial, format="png")
 
 
 def _draw_plot(panel: Axes, plot: Plot) -> None:
