@@ -36,7 +36,7 @@ class ArithmeticConfig:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningGymConfig:
-    """Read where ``data.train`` is ``reasoning_gym``; see ``data/reasoning_gym.py``."""
+    """Read where ``data.train`` is ``reasoning_gym``; see ``data/generators.py``."""
 
     __pydantic_config__ = STRICT
 

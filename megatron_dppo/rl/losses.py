@@ -1,4 +1,4 @@
-"""The loss of each token, as torch sees it. How losses are weighted, divided and summed was settled in the plan."""
+"""The loss of each token, in torch. The plan says how token losses are weighted, divided and summed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ FRESH_TOKENS = "fresh_tokens"
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """What ``token_losses`` returns."""
+    """What ``token_losses`` returns.
+
+    Two tokens of probability 0.5, which was 0.4 before, with an advantage of 1 under GRPO have ``loss`` [−1.2, −1.2]:
+    their ratios of 1.25 are clipped. ``sums["train/pg_clipfrac"]`` is 2.
+    """
 
     loss: Tensor
-    """[R], to be multiplied by the samples' ``scale`` and summed; nothing else is to be divided by."""
+    """[R], to be multiplied by the samples' ``scale`` and summed, and divided by nothing."""
     sums: Mapping[str, Tensor]
-    """Sums over the R tokens, without gradient, by the metric they become once divided by the number of tokens, or by
-    ``FRESH_TOKENS``, which is among them, those of ``MISMATCH``."""
+    """Sums over the R tokens, without gradient, by metric. Divided by the number of tokens they are the metric. Those
+    of ``MISMATCH`` are to be divided by the sum named ``FRESH_TOKENS``."""
 
 
 def token_losses(
@@ -45,29 +49,28 @@ def token_losses(
         ℓ = w · min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) − β KL,    ρ = exp(log p − log p_old)
 
     An objective with one ratio for a sequence (GSPO) has ρ = exp(mean over its tokens of log p − log p_old) on each of
-    them, with the gradient of the token's own log p: summed over a sequence that is the gradient of the sequence's
-    ratio.
+    them, with the gradient of the token's own log p. Summed over a sequence that is the gradient of its ratio.
 
-    The pruning weight has no place in here. It multiplies the finished term: inside the minimum it would move the
-    clip, and a clipped completion's expectation would no longer be what it is without pruning.
+    The pruning weight does not enter here. It multiplies the finished term. Inside the minimum it would move the clip,
+    and change the expectation of clipped completions.
 
     Args:
         objective: gives the clips and the kind of ratio.
         logprobs: [R], of the policy, with gradient.
-        old_logprobs: [R], of the policy that the rollout's first update started from; None: of this very policy, so
-            that ρ is 1 with the gradient of log p.
-        engine_logprobs: [R], as the engine that sampled the tokens reported them.
-        reference_logprobs: [R], of the policy that KL is measured to; may be None where ``kl_coef`` is 0.
+        old_logprobs: [R], of the policy before the rollout's first update; None: of this policy, so that ρ is 1 with
+            the gradient of log p.
+        engine_logprobs: [R], as reported by the engine that sampled the tokens.
+        reference_logprobs: [R], of the policy that KL is measured to; may be None if ``kl_coef`` is 0.
         advantage: [R], of the token's completion.
         kl_coef: β.
         tis_cap: cap of the truncated importance weight w = min(p_old / p_engine, cap), a constant to the gradient;
-            None: w is 1. It corrects the surrogate for an engine that samples from a slightly different distribution,
-            or with weights that are older.
-        sample: [R], which sequence of the pack a token belongs to, from 0; whole sequences. Needed for an
-            objective with one ratio per sequence.
-        samples: how many sequences there are; None: they are counted, for which the CPU waits where a GPU has them.
-        fresh: [R] of bool, the tokens that the engine made with the very weights of ``old_logprobs``: on the others it
-            differs rightly, and they are left out of the sums of its mismatch. None: all of them.
+            None: w is 1. It corrects for an engine that samples from a slightly different distribution, or with older
+            weights.
+        sample: [R], which of the pack's training samples a token belongs to, from 0. Needed for an objective with one
+            ratio per sequence.
+        samples: the number of training samples; None: it is worked out, for which the CPU waits for a GPU.
+        fresh: [R] of bool, the tokens that the engine made with the weights of ``old_logprobs``. The others differ
+            rightly, and are left out of the sums of ``MISMATCH``. None: all tokens.
 
     Raises:
         ValueError: ``kl_coef`` is positive and there is no reference, or ``sample`` is needed and not given.
@@ -97,7 +100,7 @@ def token_losses(
             "train/ppo_kl": (old - logprobs).sum(),
             "train/kl_loss": divergence.sum(),
             "train/rollout_logprob_abs_diff": torch.where(fresh, mismatch, 0.0).sum(),
-            # Whatever is past e^50 is past every limit, and is to be told as that and not as a number too large.
+            # e^50 is past every limit, and more would overflow.
             "train/token_mult_prob_error": torch.where(fresh, mismatch.clamp(max=50.0).exp(), 0.0).sum(),
             FRESH_TOKENS: fresh.sum(),
         }

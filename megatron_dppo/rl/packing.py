@@ -1,13 +1,13 @@
-"""Dense packing: whole sequences into packs of one capacity, the same number of packs and equal work for every rank.
+"""Dense packing: whole sequences into packs of one capacity, with as many packs and as much work for every rank.
 
-What holds for every plan, and is tested as such:
+The invariants, each with a test:
 
 - each sequence is in exactly one pack, whole; no pack exceeds the capacity, nor the capacity ``max_tokens``;
-- every rank has the same number of packs (some may be empty: they are padding);
+- every rank has the same number of packs, of which some may be empty (all padding);
 - the same lengths give the same packs.
 
-The capacity is chosen for the step, so that the last packs are not half empty: the tokens over the packs wanted, plus
-the little that packing whole sequences needs.
+The capacity is chosen for the step: the tokens over the number of packs, and as little more as whole sequences need. So
+the last packs are not half empty.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Floats, Ints
 
 GOOD_FILL, GOOD_IMBALANCE = 0.97, 1.05
-"""Share of slots with real tokens, and cost of the costliest rank over the mean, that are good enough to stop at."""
+"""The search stops at this share of slots with real tokens, and at this cost of the costliest rank over the mean."""
 MORE_PACKS = 2
-"""How many times the fewest packs may be taken where fewer are not good enough (and always up to four per rank)."""
+"""The search goes up to this many times the fewest packs, and always up to four per rank."""
 SAME_FILL = 0.995
-"""Share of the best fill that is as good as the best, where balance can be had for it."""
+"""A fill of at least this share of the best one counts as equal to it, so that the better balanced packing is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """FLOPs of a sequence of n tokens, up to a factor: ``linear``·n for the matrices, ``quadratic``·n² for attention.
 
-    A transformer layer of width h does about 24h FLOPs per token and parameter row in its matrices and 2h per token and
-    key in causal attention, whose ratio is 1/(12h). The default is that of h = 2560 (Qwen3-4B).
+    A transformer layer of width h does about 24h² FLOPs per token in its matrices, and 2h per token and key in causal
+    attention. Their ratio is 1/(12h). The default is that of h = 2560 (Qwen3-4B).
     """
 
     linear: float = 1.0
@@ -57,7 +57,12 @@ QWEN3_4B = CostModel()
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where each sequence goes."""
+    """Where each sequence goes.
+
+        Packing(capacity=8, packs=(((0, 2),), ((1,),)), fill=0.94, imbalance=1.07)
+
+    gives rank 0 one pack with sequences 0 and 2, and rank 1 one pack with sequence 1.
+    """
 
     capacity: int
     """Tokens per pack; 0 where there are no sequences."""
@@ -70,12 +75,12 @@ class Packing:
 
     @property
     def good(self) -> bool:
-        """Whether another number of packs is not worth looking for."""
+        """Whether the search for a better number of packs stops here."""
         return self.fill >= GOOD_FILL and self.imbalance <= GOOD_IMBALANCE
 
 
 def packs_wanted(setting: int, pipeline: int) -> int:
-    """``pack.min_per_rank``, or what its 0 means: twice the pipeline stages, for a small bubble; 1 without."""
+    """``pack.min_per_rank``; for its 0 twice the pipeline stages, for a small bubble, and 1 without a pipeline."""
     return setting or (2 * pipeline if pipeline > 1 else 1)
 
 
@@ -92,9 +97,9 @@ def pack_sequences(
 ) -> Packing:
     """Pack sequences for data-parallel ranks.
 
-    The number of packs is the least that ``max_tokens`` and ``min_per_rank`` allow. More are taken, up to twice as
-    many, where that fills them better, as for three sequences that do not go in pairs, or levels the ranks: with one
-    pack each, the rank of the longest sequences would have the most attention to do.
+    The number of packs is the least that ``max_tokens`` and ``min_per_rank`` allow. Up to twice as many are taken, if
+    that fills them better, as for three sequences of which no two fit together, or balances the ranks better: with
+    one pack each, the rank of the longest sequences would have the most attention to compute.
 
     Args:
         lengths: [n], tokens of each sequence, all positive.
@@ -130,7 +135,7 @@ def pack_sequences(
         found += [_dealt(*packs, lengths, costs(lengths), ranks)] if packs else []
         if found and (found[-1].good or ranks * per_rank >= len(lengths)):
             break
-    # Never empty: two packs of a greedy packing exceed one pack together, so twice the fewest always suffice.
+    # Something was found: any two packs of a greedy packing exceed one pack together, so twice the fewest suffice.
     fullest = max(packing.fill for packing in found)
     return min((packing for packing in found if packing.fill >= SAME_FILL * fullest), key=lambda p: p.imbalance)
 
@@ -161,7 +166,7 @@ def pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
 
 
 def _capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[int]:
-    """Capacities worth trying for a number of packs: upwards by quarters of a percent, then by steps that grow."""
+    """Capacities to try for a number of packs: upwards by quarters of a percent, then by growing steps."""
     least = max(int(slots.max()), -(-int(slots.sum()) // packs))
     slack, step, last = 0.0, 0.0025, 0
     while last < most:
@@ -174,7 +179,7 @@ def _capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[int]:
 
 
 def _tightest(slots: Ints, packs: int, window: int, unit: int, most: int) -> tuple[int, list[list[int]]] | None:
-    """So many packs, and the capacity cut to the fullest, at the first capacity that allows them; None if none does."""
+    """The packs at the first capacity at which ``packs`` of them suffice, with the fullest one's size; None if none."""
     longest_first = np.argsort(-slots, kind="stable")
     descending, order = slots[longest_first].tolist(), longest_first.tolist()
     for capacity in _capacities(slots, packs, unit, most):
@@ -189,8 +194,8 @@ def _tightest(slots: Ints, packs: int, window: int, unit: int, most: int) -> tup
 def _greedy(descending: list[int], capacity: int, window: int, most_packs: int) -> list[list[int]] | None:
     """Window-based greedy packing.
 
-    Of the ``window`` longest sequences that wait, the longest that fits anywhere goes into the fullest pack that it
-    fits; where none fits, the longest opens a pack. Then the window slides. Small sequences are thus left for the gaps.
+    Of the ``window`` longest unpacked sequences, the longest that fits anywhere goes into the fullest pack that it
+    fits; if none fits, the longest opens a pack. Then the window slides. Small sequences are so left for the gaps.
 
     Args:
         descending: [n], slots that each sequence takes up, none above the capacity.

@@ -1,4 +1,4 @@
-"""Where chance comes from: a generator of its own for every step and purpose, so that a plan is a pure function."""
+"""Random generators: one for every step and purpose, so that a plan is a pure function of its seed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Purpose(IntEnum):
-    """What is decided by chance. The numbers are part of a run's reproducibility: new ones are added at the end."""
+    """What is drawn at random. Runs are reproducible by these numbers, so that a new one is added at the end."""
 
     PROMPTS = 0
     """Which prompts of the window are rolled out."""
@@ -21,9 +21,9 @@ class Purpose(IntEnum):
     SAMPLING = 4
     """The seed that an engine's sampling is given."""
     AGREEMENT = 5
-    """The same where servers are compared with the actor."""
+    """The same, for comparing servers with the actor."""
     EVALUATION = 6
-    """The same where held-out problems are answered; ``step`` is 0, so that policies share their luck."""
+    """The same, for answering held-out problems; ``step`` is 0, so that all policies are given the same seeds."""
 
 
 def generator(seed: int, step: int, purpose: Purpose, again: int = 0) -> np.random.Generator:
@@ -32,7 +32,9 @@ def generator(seed: int, step: int, purpose: Purpose, again: int = 0) -> np.rand
 
 
 def sequence(seed: int, step: int, purpose: Purpose, again: int = 0) -> np.random.SeedSequence:
-    """Spawn keys keep purposes apart for good: tuples of entropy would run into one another, padded with zeros.
+    """The seed sequence of one purpose at one step.
+
+    Purpose and step are a spawn key. As entropy they could collide, since entropy is padded with zeros.
 
     Args:
         again: how often the step has drawn for this purpose before.

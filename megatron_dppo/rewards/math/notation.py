@@ -85,13 +85,13 @@ def _in_ascii(text: str) -> str:
     """LaTeX for Unicode's signs, Greek letters, fractions, and raised and lowered characters."""
     for sign, latex in SIGNS.items():
         text = text.replace(sign, latex)
-    parts = []
+    latex_parts = []
     for kind, run in groupby(text, key=lambda character: unicodedata.decomposition(character).partition(" ")[0]):
         if kind in ("<super>", "<sub>"):
-            parts.append(f"{'^' if kind == '<super>' else '_'}{{{unicodedata.normalize('NFKC', ''.join(run))}}}")
+            latex_parts.append(f"{'^' if kind == '<super>' else '_'}{{{unicodedata.normalize('NFKC', ''.join(run))}}}")
         else:
-            parts += map(_latex, run)
-    text = unicodedata.normalize("NFKC", "".join(parts).replace("°", r"^\circ "))
+            latex_parts += map(_latex, run)
+    text = unicodedata.normalize("NFKC", "".join(latex_parts).replace("°", r"^\circ "))
     return "".join(c for c in text if unicodedata.category(c) != "Cf").replace("−", "-")  # marks of no width
 
 

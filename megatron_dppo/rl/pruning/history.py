@@ -1,4 +1,4 @@
-"""What earlier visits taught about each prompt: the only thing that prompt pruning may look at."""
+"""What is known of each prompt from earlier visits. The rules for prompts may use this and nothing else."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ import numpy as np
 from megatron_dppo.rl.types import Floats, Ints
 
 PRIOR_COUNT = 2.0
-"""Rollouts that the prior of a prompt's accuracy is worth: those of a uniform prior, shifted to the pool's mean."""
+"""How many rollouts the prior of a prompt's accuracy counts as: as many as a uniform prior. Its mean is the pool's."""
 
 
 @dataclass(slots=True)
 class Record:
-    """The decayed evidence of one prompt; a visit counts 1 when made and ``decay`` times as much at each later one."""
+    """The decayed evidence of one prompt. A visit counts 1 when made, and ``decay`` times as much at each later one.
+
+        Record(right=3.0, wrong=1.0, visits=1.0, square=4.0, magnitude=0.87)
+
+    was visited once, with three right and one wrong answer.
+    """
 
     right: float = 0.0
     """Completions of reward 1."""
@@ -36,9 +41,9 @@ class Record:
 
 @dataclass(slots=True)
 class Exploration:
-    """GRESO's p of easy and of hard prompts (arXiv:2506.02177): how readily prompts of equal reward are visited again.
+    """GRESO's p of easy and of hard prompts (arXiv:2506.02177): how often prompts of equal reward are visited again.
 
-    It moves by a small step toward the share of groups of equal reward that is meant to be among those rolled out.
+    At every step each moves a little, so that its share of the rolled-out groups approaches its target.
     """
 
     easy: float = 0.5
@@ -50,7 +55,7 @@ class Exploration:
     LIMITS: ClassVar[tuple[float, float]] = (0.05, 0.95)
 
     def follow(self, easy: float, hard: float) -> None:
-        """Take in the shares of a step's groups whose rewards were all 1, and all equal but not 1."""
+        """Move by a step's groups: the share whose rewards were all 1, and the share that were equal but not 1."""
         self.easy = self._moved(self.easy, easy < self.EASY_TARGET)
         self.hard = self._moved(self.hard, hard < self.HARD_TARGET)
 
@@ -62,8 +67,8 @@ class Exploration:
 class PromptHistory:
     """A record for each prompt that has been rolled out.
 
-    A step selects its prompts first and updates the history with their rewards afterwards. History that included the
-    step's own rollouts would make the probability of being seen depend on what is seen, and the weights wrong.
+    A step selects its prompts first, and updates the history with their rewards afterwards. If the history included the
+    step's own rollouts, inclusion probabilities would depend on what was drawn, and the weights would be wrong.
 
     Args:
         decay: ``pruning.prompts.decay``, what a visit's evidence is worth at the prompt's next visit.
@@ -119,7 +124,7 @@ class PromptHistory:
         return np.where(easy, self._exploration.easy, self._exploration.hard)
 
     def expected_square(self, prompt_ids: Ints, *, group_size: int, normalised: bool) -> Floats:
-        """E[Σ_i A_i²] of the next group of each prompt, up to a factor common to all: what Neyman allocation is about.
+        """E[Σ_i A_i²] of the next group of each prompt, up to a factor common to all: the square of ``neyman``'s score.
 
         For rewards of 0 and 1 a prompt's accuracy p has a Beta posterior around the pool's mean accuracy. A mixed
         group's std-normalised advantages have Σ A² = G, so that the expectation is G·P(mixed); without the
@@ -153,7 +158,7 @@ class PromptHistory:
         return group_size * mixed
 
     def _sum(self, evidence: Callable[[Record], float]) -> float:
-        # exact, so that it does not depend on the order in which prompts were first seen
+        # fsum is exact, so that the sum does not depend on the order in which prompts were first seen.
         return math.fsum(map(evidence, self._records.values()))
 
     def state_dict(self) -> dict[str, Any]:
@@ -165,7 +170,7 @@ class PromptHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what ``state_dict`` described, before or after a trip through JSON."""
+        """Restore what ``state_dict`` returned, before or after it was written as JSON."""
         self.binary = bool(state["binary"])
         self._exploration = Exploration(*state.get("exploration", (0.5, 0.5)))
         self._records = {int(prompt_id): Record(*record) for prompt_id, record in state["records"].items()}
