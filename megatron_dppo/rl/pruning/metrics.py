@@ -32,7 +32,8 @@ def prune_metrics(
       out.
     - ``zero_advantage_fraction``: completions with an advantage of 0.
     - ``max_weight``: the largest Horvitz-Thompson weight among the kept completions.
-    - ``effective_sample_size``: (Σw)²/Σw² over the kept completions, as a share of their number (Kish).
+    - ``effective_sample_size``: (Σw)²/Σw² over the kept completions, as a share of their number (Kish); left out
+      where nothing was kept.
     - ``saved_tokens_prompts``: tokens of the prompts that were not rolled out, estimated by Σ T_q·(1/π_q − 1), T_q the
       tokens of a group that was. A biased rule gives no π; there each counts with the mean of those rolled out.
     - ``saved_tokens_completions``: tokens of completions that were rolled out, have a gradient, and were pruned.
@@ -62,15 +63,14 @@ def prune_metrics(
         "prune/kept_token_fraction": float(tokens[kept].sum() / tokens.sum()) if kept.size else 0.0,
         "prune/zero_advantage_fraction": float((advantage == 0.0).mean()) if kept.size else 0.0,
         "prune/max_weight": float(weight.max(initial=0.0)),
-        "prune/effective_sample_size": float(weight.sum() ** 2 / (weight.size * (weight**2).sum()))
-        if weight.size
-        else 0.0,
         "prune/saved_tokens_prompts": max(window - prompts, 0.0) * float(tokens.sum()) / max(prompts, 1)
         if biased_prompts
         else sum(_tokens_not_rolled_out(part) for part, _ in parts),
         "prune/saved_tokens_completions": float(tokens[~kept & ~zero_advantage].sum()),
         "prune/zero_advantage_tokens": float(tokens[~kept & zero_advantage].sum()),
     }
+    if weight.size:
+        metrics["prune/effective_sample_size"] = float(weight.sum() ** 2 / (weight.size * (weight**2).sum()))
     if not biased_prompts and all(_weighted_by_inclusion(part, pruned) for part, pruned in parts):
         noise = gradient_noise(parts)
         metrics |= {
