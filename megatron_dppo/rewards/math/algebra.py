@@ -322,7 +322,8 @@ def _points(text: str) -> list[End] | None:
     if whole is None or whole[0] != OPEN_SET:
         return None
     ends = [_end(part) for part in split(whole[1], "[,;]")]
-    return None if None in ends else [end for end in ends if end is not None and end[0] == 0]
+    points = [end for end in ends if end is not None and end[0] == 0]
+    return points if len(points) == len(ends) else None
 
 
 def _end(text: str) -> End | None:

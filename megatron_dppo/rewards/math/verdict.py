@@ -65,7 +65,8 @@ def judge(label: str, answer: str) -> Verdict:
         return Verdict(False)
     expected, found = spelled(label), spelled(answer)
     if answer.count("{") != answer.count("}"):  # something was left out
-        return Verdict(unspaced(expected) == unspaced(found), ("spelling",))
+        right = unspaced(expected) == unspaced(found)
+        return Verdict(right, ("spelling",) if right else ())
     comparison = _Comparison()
     right = comparison.same(expected, found)
     return Verdict(right, tuple(dict.fromkeys(comparison.used)) if right else ())
