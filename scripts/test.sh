@@ -30,6 +30,6 @@ case ${1:-} in
     ruff format --check .
     mypy
     shellcheck -x scripts/slurm/*.sh scripts/install_slurm.sh scripts/install_browser.sh
-    python -m pytest --numprocesses 2 --dist loadfile --durations 40 "$@"
+    python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40 "$@"
     ;;
 esac

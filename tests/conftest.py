@@ -15,9 +15,30 @@ import pytest
 
 from tests.ranks import RankPool
 
+LONGEST = [
+    Path(__file__).parent / name
+    for name in (
+        "trainer/test_resume.py",
+        "docs/test_commands.py",
+        "trainer/test_checkpoint.py",
+        "test_eval.py",
+        "trainer/test_checkpoint_writers.py",
+        "gpu/test_gpu_step.py",
+        "servers/test_sender.py",
+        "models/test_actor.py",
+        "test_real_gradients.py",
+        "launch/test_local.py",
+    )
+]
+"""Files that take longest. They begin first, so that none of them is what everyone waits for in the end."""
+
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 if os.environ.get("CI"):  # people look for new cases, a change that is about to land is held against known ones
     hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path) if item.path in LONGEST else len(LONGEST))
 
 
 @pytest.fixture
