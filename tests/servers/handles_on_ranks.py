@@ -66,8 +66,7 @@ def colocated(rank: int, size: int, settings: Sequence[str]) -> tuple[list[Round
                 rig.change(1.01)  # a step trains
                 rig.sync(version)
                 asked.append(list(heard.values()))
-                hurt = (lambda: kill_main(rig.processes()[0])) if version == 1 else None
-                rounds.append(rig.roll_out(hurt))
+                rounds.append(rig.roll_out(kill_main, [0] if version == 1 else []))
                 rounds[-1].difference = rig.difference(version)
                 heard.clear()
     finally:

@@ -85,16 +85,30 @@ class Rig:
             for parameter in self.policy.actor.bare.parameters():
                 parameter.mul_(factor)
 
-    def roll_out(self, meanwhile: Callable[[], None] | None = None, *, after_s: float = 0.4) -> Round:
-        """Ask for all prompts, each rank for its share, while something else happens on the leader."""
+    def roll_out(self, hurt: Callable[[Any], None] | None = None, servers: Sequence[int] = ()) -> Round:
+        """Ask for all prompts, each rank for its share, and hurt some of the run's own servers while they generate.
+
+        Those are held back until they have been asked, or a fast one would be done before it is hurt.
+        """
         prompts = [_prompt(i) for i in range(PROMPTS)][self.world.rank :: self.world.size]
         sampling = Sampling(SAMPLES, TOKENS, 1.0, (0,), seed=3)
-        timer = threading.Timer(after_s, meanwhile) if meanwhile and self.world.leads else None
+        victims = [self.processes()[i] for i in servers] if self.world.leads else []
+
+        def go_on_and_be_hurt() -> None:
+            for victim in victims:
+                signal_all(victim, signal.SIGCONT)
+            time.sleep(0.05)
+            for victim in victims:
+                hurt(victim)
+
+        timer = threading.Timer(0.4, go_on_and_be_hurt)
         began = time.monotonic()
-        if timer:
+        if victims:
+            for victim in victims:
+                stop_all(victim)
             timer.start()
         groups = generate(self.engine, prompts, sampling)
-        if timer:
+        if victims:
             timer.join()
         return self._round(prompts, groups, time.monotonic() - began)
 
@@ -193,7 +207,7 @@ def faults(rank: int, size: int, settings: Sequence[str]) -> dict[str, Round]:
         rig.sync(0)
         rounds["none"] = rig.roll_out()
 
-        rounds["killed while generating"] = rig.roll_out(lambda: kill_main(rig.processes()[0]))
+        rounds["killed while generating"] = rig.roll_out(kill_main, [0])
         rig.change(1.01)
         rig.sync(1)
         rounds["after it was killed"] = rig.roll_out()
@@ -201,7 +215,7 @@ def faults(rank: int, size: int, settings: Sequence[str]) -> dict[str, Round]:
         rounds["once it is back"] = rig.roll_out()
         rounds["once it is back"].difference = rig.difference(1)
 
-        rounds["hung while generating"] = rig.roll_out(lambda: stop_all(rig.processes()[1]))
+        rounds["hung while generating"] = rig.roll_out(stop_all, [1])
         rig.change(1.01)
         rig.sync(2)
         rig.until(2, 2)
@@ -220,11 +234,7 @@ def faults(rank: int, size: int, settings: Sequence[str]) -> dict[str, Round]:
         rounds["hung in a sync"].difference = rig.difference(4)
         rig.until(2, 4)
 
-        def kill_both() -> None:
-            for process in rig.processes():
-                kill_main(process)
-
-        rounds["both killed"] = rig.roll_out(kill_both)
+        rounds["both killed"] = rig.roll_out(kill_main, [0, 1])
         rounds["both killed"].difference = rig.difference(4)
         rig.until(2, 4)
         rounds["at the end"] = rig.roll_out()
