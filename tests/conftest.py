@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,9 @@ LONGEST = [
     )
 ]
 """Files that take longest. They begin first, so that none of them is what everyone waits for in the end."""
+
+# A shell has what it starts in the background ignore Ctrl-C, which some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 if os.environ.get("CI"):  # people look for new cases, a change that is about to land is held against known ones
