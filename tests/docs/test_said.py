@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from megatron_dppo.observe.timers import PHASES
-from tests.docs.documents import ROOT, spans
+from tests.docs.documents import DOCUMENTS, ROOT, spans
 
 PACKAGE = ROOT / "megatron_dppo"
 METRIC = re.compile(r"(?:rollout|reward|prune|pack|train|perf|eval)/[a-z_\d]*[a-z](?:/[a-z]+)?")
@@ -23,6 +23,13 @@ def _strings() -> set[str]:
 
 def _described() -> set[str]:
     return {span for span in spans("docs/metrics.md") if "/" in span}
+
+
+def test_every_file_of_the_checkout_that_is_named_is_there() -> None:
+    place = re.compile(r"(?:benchmarks|configs|megatron_dppo|scripts|tests|tools)/[\w/.]*")
+    named = {(document, span) for document in DOCUMENTS for span in spans(document) if place.fullmatch(span)}
+    assert ("CONTRIBUTING.md", "tests/docs") in named
+    assert {(document, span) for document, span in named if not (ROOT / span).exists()} == set()
 
 
 def test_every_metric_of_a_run_is_described(quickstart: Path) -> None:
