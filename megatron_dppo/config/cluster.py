@@ -12,7 +12,7 @@ from megatron_dppo.config.types import STRICT, Count, NonNegative, Positive, Sec
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """Read by ``plan`` and ``launch``; a run itself takes the machines that it is given."""
+    """Read by ``plan`` and ``launch``. A run takes the machines that it is given, and reads ``gpu`` alone."""
 
     __pydantic_config__ = STRICT
 
@@ -23,7 +23,8 @@ class ClusterConfig:
     gpus_per_node: Positive = 8
     """GPUs of each node, of actors and servers alike."""
     gpu: Literal["a100-40", "a100-80", "h100", "h200", "b200"] = "h100"
-    """Kind of GPU: its memory, bandwidth and matrix rate are what a plan goes by."""
+    """Kind of GPU. A plan goes by its memory, bandwidth and matrix rate; ``perf/actor_train_peak_share`` by its matrix
+    rate."""
     price_per_gpu_hour: NonNegative | None = None
     """Price of one GPU for one hour, in whatever currency; null: plans say hours and no price."""
     account: str | None = None
