@@ -45,7 +45,7 @@ from megatron_dppo.bridge.torch_dist import plan_checkpoint
 from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import check_replaceable, replacing_directory
-from megatron_dppo.process.warnings import quieten
+from megatron_dppo.process.streams import quieten
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GB = 10**9

@@ -23,8 +23,7 @@ from megatron_dppo.launch.first_failure import FirstFailure, marker_for
 from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_one_machine
 from megatron_dppo.process import stop
 from megatron_dppo.process.lifetime import die_with
-from megatron_dppo.process.streams import outlive_readers
-from megatron_dppo.process.warnings import quieten
+from megatron_dppo.process.streams import outlive_readers, quieten
 from megatron_dppo.rollout.servers.nccl import rank_environment
 from megatron_dppo.settings import load_config
 

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+import warnings
 from typing import TextIO
 
 
@@ -41,6 +42,18 @@ def outlive_readers() -> None:
         except OSError:  # or the next file that is opened gets its number, and with it what is printed
             os.open(os.devnull, os.O_RDWR)
     sys.stdout, sys.stderr = _outliving(sys.stdout, 1), _outliving(sys.stderr, 2)
+
+
+def quieten() -> None:
+    """Silence what upstream code says to its own developers on every rank, and nothing else.
+
+    Megatron-Core warns of every optional package that is absent (``doctor`` tells of those) and of its own deprecated
+    defaults; torch of collectives' old names, which Megatron-Core still calls.
+    """
+    for category in (UserWarning, FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"megatron\.core")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=r".*ShardedTensor", category=FutureWarning)
 
 
 def _outliving(stream: TextIO | None, descriptor: int) -> TextIO:
