@@ -106,7 +106,7 @@ def test_paper_rule_scores_a_prompt_by_its_normalised_advantages() -> None:
 
 
 @pytest.mark.parametrize("rule", ["threshold", "neyman"])
-def test_resumed_curriculum_draws_what_the_first_would_have(rule: str) -> None:
+def test_resumed_sampler_draws_what_the_first_would_have(rule: str) -> None:
     """Over several epochs, windows across their ends; the state has travelled through JSON in between."""
     pool = 2 * WINDOW - 7
     accuracy = np.random.default_rng(0).random(pool)
