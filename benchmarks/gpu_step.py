@@ -63,10 +63,9 @@ from megatron_dppo.config import (
     OptimizerConfig,
     PackConfig,
 )
-from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.hardware import GIB, GPUS
+from megatron_dppo.estimate.assumptions import GIB, GPUS, Assumptions
 from megatron_dppo.estimate.memory import actor_memory
-from megatron_dppo.estimate.placement import Placement
+from megatron_dppo.estimate.workload import Placement
 from megatron_dppo.models.actor import Actor, Microbatch, Sums
 from megatron_dppo.models.policy import DTYPES, PolicyModel
 from megatron_dppo.models.published import PUBLISHED

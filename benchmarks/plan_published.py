@@ -12,12 +12,10 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.hardware import GPUS
+from megatron_dppo.estimate.assumptions import GPUS, Assumptions
 from megatron_dppo.estimate.memory import server_memory
-from megatron_dppo.estimate.placement import place
 from megatron_dppo.estimate.time import StepTime, step_time
-from megatron_dppo.estimate.work import lengths_of, prompt_tokens, without_pruning
+from megatron_dppo.estimate.workload import lengths_of, place, prompt_tokens, without_pruning
 from megatron_dppo.models.published import PUBLISHED
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.settings import load_config

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import TRACKER, damaged
 from megatron_dppo.config import Config
-from megatron_dppo.estimate.hardware import GPUS
-from megatron_dppo.estimate.parameters import parameters_of
+from megatron_dppo.estimate.assumptions import GPUS
+from megatron_dppo.estimate.memory import parameters_of
 from megatron_dppo.evaluation.evaluate import evaluate
 from megatron_dppo.evaluation.evaluator import Evaluator, open_verifiers
 from megatron_dppo.observe.timers import PhaseTimers

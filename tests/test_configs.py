@@ -9,7 +9,7 @@ import pytest
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.parameters import shape_of
+from megatron_dppo.estimate.memory import shape_of
 from megatron_dppo.estimate.plan import make_plan
 from megatron_dppo.evaluation.benchmarks import BENCHMARKS
 from megatron_dppo.models.published import PUBLISHED

@@ -8,11 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_dppo.config import Config
-from megatron_dppo.estimate.assumptions import PREFIX, read_assumptions
-from megatron_dppo.estimate.hardware import GIB
+from megatron_dppo.estimate.assumptions import GIB, PREFIX, read_assumptions
 from megatron_dppo.estimate.memory import Memory
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan
-from megatron_dppo.estimate.work import Work
+from megatron_dppo.estimate.workload import Work
 
 
 def plan(config: Config, assumed: Sequence[str], *, json_wanted: bool) -> int:

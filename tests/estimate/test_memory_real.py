@@ -11,7 +11,7 @@ import torch
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
 from megatron_dppo.estimate.memory import EAGER, activation_bytes, feed_forward_elements, held_bytes, layer_elements
-from megatron_dppo.estimate.placement import Placement
+from megatron_dppo.estimate.workload import Placement
 from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Microbatch, Responses, Sums
 from megatron_dppo.models.shape import read_shape

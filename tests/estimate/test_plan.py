@@ -15,15 +15,11 @@ import pytest
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.estimate.assumptions import Assumptions, read_assumptions
-from megatron_dppo.estimate.hardware import GPUS
-from megatron_dppo.estimate.memory import actor_memory, resident_bytes
-from megatron_dppo.estimate.parameters import parameters_of, rank_elements, shape_of
-from megatron_dppo.estimate.placement import place
-from megatron_dppo.estimate.plan import Plan, as_json, make_plan
-from megatron_dppo.estimate.remedy import with_settings
+from megatron_dppo.estimate.assumptions import GPUS, Assumptions, read_assumptions
+from megatron_dppo.estimate.memory import actor_memory, parameters_of, rank_elements, resident_bytes, shape_of
+from megatron_dppo.estimate.plan import Plan, as_json, make_plan, with_settings
 from megatron_dppo.estimate.report import as_text
-from megatron_dppo.estimate.work import Lengths, work_of
+from megatron_dppo.estimate.workload import Lengths, place, work_of
 from megatron_dppo.models.published import PUBLISHED
 from megatron_dppo.settings import load_config
 

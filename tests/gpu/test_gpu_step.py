@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig, ModelConfig, PackConfig
-from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.hardware import GIB, GPUS
+from megatron_dppo.estimate.assumptions import GIB, GPUS, Assumptions
 from megatron_dppo.estimate.memory import actor_memory, held_bytes
-from megatron_dppo.estimate.placement import Placement
+from megatron_dppo.estimate.workload import Placement
 from megatron_dppo.models.shape import PolicyShape
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
