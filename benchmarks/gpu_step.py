@@ -63,9 +63,9 @@ from megatron_dppo.config import (
     OptimizerConfig,
     PackConfig,
 )
-from megatron_dppo.estimate.assumptions import GIB, GPUS, Assumptions
+from megatron_dppo.estimate.assumptions import GIB, Assumptions
 from megatron_dppo.estimate.memory import actor_memory
-from megatron_dppo.estimate.workload import Placement
+from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.models.actor import Actor, Microbatch, Sums
 from megatron_dppo.models.policy import DTYPES, PolicyModel
 from megatron_dppo.models.published import PUBLISHED
@@ -212,7 +212,7 @@ def planned_gib(setting: Setting, shape: PolicyShape, pack_tokens: int) -> float
         model=setting.model, layout=layout, optimizer=setting.optimizer, pack=PackConfig(max_tokens=pack_tokens)
     )
     placement = Placement(layout, ranks=1, servers=(1,), shared=True, gpus=1)
-    parts = actor_memory(config, shape, placement, GPUS["h100"], Assumptions()).parts
+    parts = actor_memory(Setup(config, shape, placement, Assumptions())).parts
     return sum(size for part, size in parts.items() if part not in NOT_ALLOCATED) / GIB
 
 

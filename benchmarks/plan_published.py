@@ -12,10 +12,10 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from megatron_dppo.estimate.assumptions import GPUS, Assumptions
+from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import server_memory
 from megatron_dppo.estimate.time import StepTime, step_time
-from megatron_dppo.estimate.workload import lengths_of, place, prompt_tokens, without_pruning
+from megatron_dppo.estimate.workload import Setup, place, without_pruning
 from megatron_dppo.models.published import PUBLISHED
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.settings import load_config
@@ -145,16 +145,12 @@ class Row:
 def planned(run: Run, assume: Assumptions) -> Row:
     """Plan a published run with the assumptions of all, and its own lengths."""
     config = without_pruning(load_config(None, [*run.settings, "cluster.gpus_per_node=8", "run.steps=1"]))
-    gpu, limit = GPUS[config.cluster.gpu], config.rollout.max_response_tokens
+    limit = config.rollout.max_response_tokens
     assume = replace(
         assume, response_share=run.response / limit, prompt_tokens=run.prompt, server_memory_share=run.server_share
     )
-    placement = place(config, run.shape)
-    server = server_memory(
-        config, run.shape, gpu, assume, tp=min(placement.servers), resident=0.0,
-        mean_tokens=prompt_tokens(config, assume) + lengths_of(config, assume).mean,
-    )  # fmt: skip
-    step = step_time(config, run.shape, placement, gpu, assume, concurrency=max(server.concurrency, 1))
+    setup = Setup(config, run.shape, place(config, run.shape), assume)
+    step = step_time(setup, concurrency=max(server_memory(setup, resident=0.0).concurrency, 1))
     seconds = {
         "step": step.seconds,
         "generation": step.phases["generation"],

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from megatron_dppo.bridge.mapping import entries
 from megatron_dppo.config import HEAD_CHUNK_MIB, Config
-from megatron_dppo.estimate.assumptions import GIB, Assumptions, Gpu
-from megatron_dppo.estimate.workload import Placement
+from megatron_dppo.estimate.assumptions import GIB
+from megatron_dppo.estimate.workload import Setup
 from megatron_dppo.models.published import PUBLISHED
 from megatron_dppo.models.shape import PolicyShape, padded_vocab, read_shape
-from megatron_dppo.trainer.disk_room import WEIGHT_BYTES
 
 VARIANTS = ("-base", "-instruct-2507", "-thinking-2507", "-instruct", "-thinking", "-fp8")
 
@@ -123,29 +122,31 @@ class Memory:
         return self.total <= self.room
 
 
-def actor_memory(config: Config, shape: PolicyShape, placement: Placement, gpu: Gpu, assume: Assumptions) -> Memory:
+def actor_memory(setup: Setup) -> Memory:
     """Of the rank of the trainer that holds the most, at the moment when it does."""
-    stages = range(placement.layout.pp)
-    ranks = [_rank(config, shape, placement, gpu, assume, stage) for stage in stages]
+    ranks = [_rank_memory(setup, stage) for stage in range(setup.placement.layout.pp)]
     return max(ranks, key=lambda memory: memory.total)
 
 
-def _rank(
-    config: Config, shape: PolicyShape, placement: Placement, gpu: Gpu, assume: Assumptions, stage: int
-) -> Memory:
-    parts = held_bytes(config, shape, placement, stage)
-    parts["activations"] = activation_bytes(config, shape, placement, stage, FUSED)
-    parts["head"] = _head_bytes(config, shape, placement) if stage == placement.layout.pp - 1 else 0.0
+def _rank_memory(setup: Setup, stage: int) -> Memory:
+    config, assume = setup.config, setup.assume
+    parts = held_bytes(setup, stage)
+    parts["activations"] = activation_bytes(setup, stage, FUSED)
+    parts["head"] = _head_bytes(setup) if stage == setup.placement.layout.pp - 1 else 0.0
     buckets = 4 if config.rollout.engine != "local" else 2  # two in the stream, two in the sender
-    parts["sync"] = float(buckets * (config.rollout.sync.bucket_mib or SYNC_BUCKET_MIB) * 2**20)
+    parts["sync"] = float(buckets * _bucket_bytes(config))
     # What is on the host during the passes needs room on the GPU when they are done, in the place of their activations.
     passes = parts["activations"] + parts["head"]
     for part, waits in (("optimizer", config.optimizer.offload), ("reference", config.model.reference_on_host)):
         parts[part] = max(parts[part] - passes, 0.0) if waits else parts[part]
     parts["reserved"] = assume.reserved_gib * GIB
     parts["asleep"] = assume.asleep_gib * GIB if config.rollout.colocated else 0.0
-    parts["fragmentation"] = assume.fragmentation * (parts["activations"] + parts["head"] + parts["sync"])
-    return Memory(stage, parts, gpu.memory_gib * GIB)
+    parts["fragmentation"] = assume.fragmentation * (passes + parts["sync"])
+    return Memory(stage, parts, setup.gpu.memory_gib * GIB)
+
+
+def _bucket_bytes(config: Config) -> int:
+    return (config.rollout.sync.bucket_mib or SYNC_BUCKET_MIB) * 2**20
 
 
 def resident_bytes(config: Config, memory: Memory) -> float:
@@ -160,12 +161,13 @@ def resident_bytes(config: Config, memory: Memory) -> float:
     return sum(memory.parts[name] for name, kept in keeps.items() if kept)
 
 
-def held_bytes(config: Config, shape: PolicyShape, placement: Placement, stage: int) -> dict[str, float]:
+def held_bytes(setup: Setup, stage: int) -> dict[str, float]:
     """What a rank holds from the first step to the last, exact but for the padding of buffers."""
-    layout, dtype = placement.layout, config.model.dtype
-    elements = rank_elements(shape, stage, layout.pp, layout.tp)
-    state = 12 if dtype == "bf16" else 8  # two moments, and a master copy where the weights are not fp32 themselves
-    weights = float(elements * WEIGHT_BYTES[dtype])
+    config, placement = setup.config, setup.placement
+    elements = rank_elements(setup.shape, stage, placement.layout.pp, placement.layout.tp)
+    # Two moments, and a master copy where the weights are not fp32 themselves.
+    state = 12 if config.model.dtype == "bf16" else 8
+    weights = float(elements * setup.width)
     return {
         "weights": weights,
         "gradients": 4.0 * elements,
@@ -174,12 +176,12 @@ def held_bytes(config: Config, shape: PolicyShape, placement: Placement, stage: 
     }
 
 
-def activation_bytes(config: Config, shape: PolicyShape, placement: Placement, stage: int, saved: Saved) -> float:
+def activation_bytes(setup: Setup, stage: int, saved: Saved) -> float:
     """Activations of a stage at its fullest: of all packs in flight, and with recomputation of one layer besides.
 
     Under Megatron's schedule (one forward, one backward) stage i of p has p - i packs in flight.
     """
-    layout, width = placement.layout, WEIGHT_BYTES[config.model.dtype]
+    config, shape, layout = setup.config, setup.shape, setup.placement.layout
     tokens, layers = config.pack.max_tokens / layout.cp, shape.num_layers // layout.pp
     shared = layout.tp if layout.sequence_parallel else 1
     layer = layer_elements(shape, layout.tp, shared, saved)
@@ -192,7 +194,7 @@ def activation_bytes(config: Config, shape: PolicyShape, placement: Placement, s
     kept *= layers
     if stage == layout.pp - 1:
         kept += 2 * shape.hidden / shared + shape.hidden  # the last norm, and what the head reads
-    return tokens * width * (kept * (layout.pp - stage) + once)
+    return tokens * setup.width * (kept * (layout.pp - stage) + once)
 
 
 def layer_elements(shape: PolicyShape, tp: int, shared: int, saved: Saved) -> float:
@@ -216,16 +218,16 @@ def feed_forward_elements(shape: PolicyShape, tp: int, saved: Saved) -> float:
     return saved.feed_forward * shape.ffn * (shape.experts_per_token or 1) / tp + routed
 
 
-def _head_bytes(config: Config, shape: PolicyShape, placement: Placement) -> float:
+def _head_bytes(setup: Setup) -> float:
     """The policy head in its backward pass: a chunk of logits, then what stands for the weight's gradient in autograd.
 
     The gradient itself is where DDP keeps it.
     """
-    rows = padded_vocab(shape.vocab_size, placement.layout.tp) // placement.layout.tp
-    width = WEIGHT_BYTES[config.model.dtype]
-    gathered = 2 * width * config.pack.max_tokens / placement.layout.cp * shape.hidden
+    config, shape, layout = setup.config, setup.shape, setup.placement.layout
+    rows = padded_vocab(shape.vocab_size, layout.tp) // layout.tp
+    gathered = 2 * setup.width * config.pack.max_tokens / layout.cp * shape.hidden
     chunk = (config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2**20
-    handed_over = 0 if shape.tied and placement.layout.pp == 1 else rows * shape.hidden * width
+    handed_over = 0 if shape.tied and layout.pp == 1 else rows * shape.hidden * setup.width
     return max(chunk, handed_over) + gathered
 
 
@@ -249,26 +251,24 @@ def cache_bytes(shape: PolicyShape, tp: int, width: int) -> int:
     return 2 * shape.num_layers * -(-shape.kv_heads // tp) * shape.head_dim * width
 
 
-def server_memory(
-    config: Config, shape: PolicyShape, gpu: Gpu, assume: Assumptions, *, tp: int, resident: float, mean_tokens: float
-) -> ServerMemory:
-    """Of one server.
+def server_memory(setup: Setup, *, resident: float) -> ServerMemory:
+    """Of the server with the fewest ranks.
 
     Args:
-        config, shape, gpu, assume: as everywhere.
-        tp: its tensor-parallel ranks.
+        setup: of the run.
         resident: bytes that the trainer leaves on the same GPU while it generates.
-        mean_tokens: of a prompt and its response.
     """
-    width = WEIGHT_BYTES[config.model.dtype]
-    room = min(gpu.memory_gib * GIB * assume.server_memory_share, gpu.memory_gib * GIB - resident)
-    parts = {"weights": float(parameters_of(shape).total * width // tp)}
-    parts["sync"] = float((config.rollout.sync.bucket_mib or SYNC_BUCKET_MIB) * 2**20)
-    parts["buffers"] = assume.server_buffers_gib * GIB
-    per_token = cache_bytes(shape, tp, width)
+    config, assume, tp = setup.config, setup.assume, min(setup.placement.servers)
+    gpu_bytes = setup.gpu.memory_gib * GIB
+    room = min(gpu_bytes * assume.server_memory_share, gpu_bytes - resident)
+    parts = {
+        "weights": float(parameters_of(setup.shape).total * setup.width // tp),
+        "sync": float(_bucket_bytes(config)),
+        "buffers": assume.server_buffers_gib * GIB,
+    }
+    per_token = cache_bytes(setup.shape, tp, setup.width)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     tokens = max(int((room - sum(parts.values())) / per_token), 0)
     parts["cache"] = float(max(tokens, longest) * per_token)  # less than one sequence is no server
-    rollout = config.rollout
-    most = rollout.max_batch if rollout.engine == "local" else 10**9
-    return ServerMemory(Memory(0, parts, room), tokens, min(int(tokens / mean_tokens), most))
+    most = config.rollout.max_batch if config.rollout.engine == "local" else 10**9
+    return ServerMemory(Memory(0, parts, room), tokens, min(int(tokens / (setup.prompt + setup.lengths.mean)), most))

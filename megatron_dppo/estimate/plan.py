@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.estimate.assumptions import GPUS, Assumptions
+from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import (
     Memory,
     Parameters,
@@ -21,7 +21,7 @@ from megatron_dppo.estimate.memory import (
     shape_of,
 )
 from megatron_dppo.estimate.time import StepTime, step_time
-from megatron_dppo.estimate.workload import Placement, lengths_of, place, prompt_tokens, without_pruning
+from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.trainer.preflight import check_config
 
@@ -158,50 +158,40 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
     """
     check_config(config)
     shape = shape_of(config.model.path)
-    actor, server, placement = _memory(config, shape, assume)
-    fits = actor.fits and server.fits
+    setup = Setup(config, shape, place(config, shape), assume)
+    actor, server = _memory(setup)
+    fits, most = actor.fits and server.fits, max(server.concurrency, 1)
 
     def would_fit(changed: Config) -> bool:
-        its_actor, its_server, _ = _memory(changed, shape, assume)
-        return its_actor.fits and its_server.fits
+        return all(part.fits for part in _memory(Setup(changed, shape, place(changed, shape), assume)))
 
-    gpu, most = GPUS[config.cluster.gpu], max(server.concurrency, 1)
-    pruned = step_time(config, shape, placement, gpu, assume, concurrency=most)
-    unpruned = step_time(without_pruning(config), shape, placement, gpu, assume, concurrency=most)
+    pruned = step_time(setup, concurrency=most)
+    unpruned = step_time(replace(setup, config=without_pruning(config)), concurrency=most)
     return Plan(
         config=config,
         assumptions=assume,
         parameters=parameters_of(shape),
-        placement=placement,
+        placement=setup.placement,
         actor=actor,
         server=server,
         fits=fits,
         remedies=[] if fits else remedies(config, shape, would_fit),
         pruned=pruned,
         unpruned=unpruned,
-        cost=_cost(config, placement, pruned),
-        cost_unpruned=_cost(config, placement, unpruned),
+        cost=_cost(setup, pruned),
+        cost_unpruned=_cost(setup, unpruned),
     )
 
 
-def _memory(config: Config, shape: PolicyShape, assume: Assumptions) -> tuple[Memory, ServerMemory, Placement]:
-    placement, gpu = place(config, shape), GPUS[config.cluster.gpu]
-    actor = actor_memory(config, shape, placement, gpu, assume)
-    server = server_memory(
-        config,
-        shape,
-        gpu,
-        assume,
-        tp=min(placement.servers),
-        resident=resident_bytes(config, actor) if placement.shared else 0.0,
-        mean_tokens=prompt_tokens(config, assume) + lengths_of(config, assume).mean,
-    )
-    return actor, server, placement
+def _memory(setup: Setup) -> tuple[Memory, ServerMemory]:
+    actor = actor_memory(setup)
+    resident = resident_bytes(setup.config, actor) if setup.placement.shared else 0.0
+    return actor, server_memory(setup, resident=resident)
 
 
-def _cost(config: Config, placement: Placement, step: StepTime) -> Cost:
-    hours = step.seconds * config.run.steps * placement.gpus / 3600.0
-    price = config.cluster.price_per_gpu_hour
+def _cost(setup: Setup, step: StepTime) -> Cost:
+    hours = step.seconds * setup.config.run.steps * setup.placement.gpus / 3600.0
+    price = setup.config.cluster.price_per_gpu_hour
     return Cost(hours, None if price is None else hours * price)
 
 

@@ -1,18 +1,16 @@
-"""Seconds of a step, phase by phase; the servers' by what decode steps read and multiply."""
+"""Seconds of a step, phase by phase."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
-from megatron_dppo.config import Config
-from megatron_dppo.estimate.assumptions import Assumptions, Gpu
 from megatron_dppo.estimate.memory import cache_bytes, parameters_of, rank_elements
-from megatron_dppo.estimate.workload import Lengths, Placement, Work, lengths_of, prompt_tokens, work_of
-from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.estimate.workload import Setup, Work, work_of
 from megatron_dppo.rl.packing import packs_wanted
-from megatron_dppo.trainer.disk_room import WEIGHT_BYTES
+
+BINS = 64
+"""Stretches of a response in which the number of those still decoding is taken as constant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +34,20 @@ class StepTime:
     """Of the matrix rate while the trainer updates, without what is recomputed or padding: what is called MFU."""
 
 
-def step_time(
-    config: Config, shape: PolicyShape, placement: Placement, gpu: Gpu, assume: Assumptions, *, concurrency: int
-) -> StepTime:
+def step_time(setup: Setup, *, concurrency: int) -> StepTime:
     """The phases of a step, where a server holds ``concurrency`` completions at once."""
-    work, layout, weights = work_of(config, assume), placement.layout, parameters_of(shape)
-    rolled = generation(config, shape, gpu, assume, work, sizes=placement.servers, most=concurrency)
-    packs = _packs(config, placement, assume, work.trained / work.updates)
+    config, layout, work = setup.config, setup.placement.layout, work_of(setup)
+    rolled = generation(setup, work, most=concurrency)
+    packs = _packs(setup, work.trained / work.updates)
     waits = (layout.pp - 1) / packs
-    context = prompt_tokens(config, assume) + lengths_of(config, assume).typical
-    # Forward: two for each weight that a token meets, and causal attention's products with half of its sequence.
-    layers = 2.0 * weights.matrices + 2.0 * shape.heads * shape.head_dim * context * shape.num_layers
-    head = 2.0 * weights.head
-    share = assume.expert_flops_share if shape.experts else assume.train_flops_share
-    peak = gpu.rate(config.model.dtype)
-    rate = layout.tp * layout.cp * (layout.dp or 1) * peak * share * assume.pack_fill
-
-    def passes(tokens: float, responses: float, of_layers: float = 1.0, of_head: float = 1.0) -> float:
-        """Seconds of the slowest pipeline stage: the last, which has the head besides its layers."""
-        return (of_layers * layers * tokens / layout.pp + of_head * head * responses) / rate
-
+    passes = _passes(setup)
     # The head always multiplies once more for its gradient, a layer where it is recomputed.
-    feed_forward = 3 * shape.hidden * shape.ffn * (shape.experts_per_token or 1) * shape.num_layers
-    again = {"none": 0.0, "selective": 2.0 * feed_forward / layers, "full": 1.0}[config.model.recompute]
-    train = passes(work.trained, work.responses, 3.0 + again, 4.0)
-    forward = passes(work.trained, work.responses) * (1 + waits)
-    everything = passes(work.seen, work.generated) * (1 + waits)
+    train = passes.seconds(work.trained, work.responses, 3.0 + passes.recomputed, 4.0)
+    forward = passes.seconds(work.trained, work.responses) * (1 + waits)
+    everything = passes.seconds(work.seen, work.generated) * (1 + waits)
     # An fp32 sum to each rank's shard, and the weights back.
-    moved = (4.0 + WEIGHT_BYTES[config.model.dtype]) * rank_elements(shape, 0, layout.pp, layout.tp) * work.updates
+    moved = (4.0 + setup.width) * rank_elements(setup.shape, 0, layout.pp, layout.tp) * work.updates
+    reduction = moved / (setup.gpu.network * setup.assume.reduce_share)
     phases = {
         "generation": rolled.seconds,
         "score norms": everything if config.pruning.completions.score == "head" else 0.0,
@@ -71,14 +55,14 @@ def step_time(
         "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,
         "training": train,
         "pipeline bubble": train * waits,
-        "gradient reduction": moved / (gpu.network * assume.reduce_share) if placement.replica > 1 else 0.0,
-        "weight sync": _sync_seconds(config, shape, gpu, assume),
-        "overhead": assume.overhead_s,
+        "gradient reduction": reduction if setup.placement.replica > 1 else 0.0,
+        "weight sync": _sync_seconds(setup),
+        "overhead": setup.assume.overhead_s,
     }
     seconds = sum(phases.values())
     if config.rollout.ahead:
         seconds = max(phases["generation"] + phases["weight sync"], seconds - phases["generation"])
-    useful = 3.0 * (layers * work.trained + head * work.responses)
+    useful = 3.0 * (passes.layers * work.trained + passes.head * work.responses)
     return StepTime(
         work=work,
         phases=phases,
@@ -87,32 +71,65 @@ def step_time(
         bubble=waits / (1 + waits),
         batch=rolled.batch,
         long_tail=rolled.long_tail,
-        model_flops_share=useful / (placement.ranks * peak * train * (1 + waits)),
+        model_flops_share=useful / (setup.placement.ranks * setup.rate * train * (1 + waits)),
     )
 
 
-def _packs(config: Config, placement: Placement, assume: Assumptions, tokens: float) -> int:
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """What the trainer's passes multiply, and how fast."""
+
+    layers: float
+    """FLOPs of a token's forward pass through all layers."""
+    head: float
+    """FLOPs of a response token's forward pass through the head."""
+    recomputed: float
+    """Share of the layers' forward pass that the backward pass repeats."""
+    stages: int
+    rate: float
+    """FLOPs per second of all ranks."""
+
+    def seconds(self, tokens: float, responses: float, of_layers: float = 1.0, of_head: float = 1.0) -> float:
+        """Of the slowest pipeline stage: the last, which has the head besides its layers.
+
+        Args:
+            tokens: that go through the layers.
+            responses: those of them that go through the head.
+            of_layers, of_head: forward passes' worth of FLOPs.
+        """
+        return (of_layers * self.layers * tokens / self.stages + of_head * self.head * responses) / self.rate
+
+
+def _passes(setup: Setup) -> _Passes:
+    shape, layout, assume, weights = setup.shape, setup.placement.layout, setup.assume, parameters_of(setup.shape)
+    # Forward: two for each weight that a token meets, and causal attention's products with half of its sequence.
+    context = setup.prompt + setup.lengths.typical
+    layers = 2.0 * weights.matrices + 2.0 * shape.heads * shape.head_dim * context * shape.num_layers
+    feed_forward = 3 * shape.hidden * shape.ffn * (shape.experts_per_token or 1) * shape.num_layers
+    again = {"none": 0.0, "selective": 2.0 * feed_forward / layers, "full": 1.0}[setup.config.model.recompute]
+    share = assume.expert_flops_share if shape.experts else assume.train_flops_share
+    rate = layout.tp * layout.cp * (layout.dp or 1) * setup.rate * share * assume.pack_fill
+    return _Passes(layers, 2.0 * weights.head, again, layout.pp, rate)
+
+
+def _packs(setup: Setup, tokens: float) -> int:
     """Packs of a minibatch on a replica, as the packer chooses them: few, but enough for the pipeline."""
-    replicas = placement.layout.dp or 1
-    sequences = tokens / (prompt_tokens(config, assume) + lengths_of(config, assume).mean) / replicas
-    full = ceil(tokens / (replicas * config.pack.max_tokens * assume.pack_fill))
-    return max(full, min(packs_wanted(config.pack.min_per_rank, placement.layout.pp), int(sequences)), 1)
+    pack, replicas = setup.config.pack, setup.placement.layout.dp or 1
+    sequences = tokens / (setup.prompt + setup.lengths.mean) / replicas
+    full = ceil(tokens / (replicas * pack.max_tokens * setup.assume.pack_fill))
+    return max(full, min(packs_wanted(pack.min_per_rank, setup.placement.layout.pp), int(sequences)), 1)
 
 
-def _sync_seconds(config: Config, shape: PolicyShape, gpu: Gpu, assume: Assumptions) -> float:
+def _sync_seconds(setup: Setup) -> float:
     """From the trainer to all servers: over a node's links or the network, or by disk.
 
     Servers that share the trainer's GPUs take the weights from there; what takes time is to gather them on each GPU.
     """
-    size, rollout = parameters_of(shape).total * WEIGHT_BYTES[config.model.dtype], config.rollout
+    size, rollout, cluster = parameters_of(setup.shape).total * setup.width, setup.config.rollout, setup.config.cluster
     if rollout.engine != "local" and rollout.sync.transport == "disk":
-        return size / (assume.sync_copy_gb_s * 1e9)
-    near = rollout.engine == "local" or (config.cluster.nodes == 1 and not config.cluster.server_nodes)
-    return size / ((gpu.nvlink if near else gpu.network) * assume.sync_network_share)
-
-
-BINS = 64
-"""Stretches of a response in which the number of those still decoding is taken as constant."""
+        return size / (setup.assume.sync_copy_gb_s * 1e9)
+    near = rollout.engine == "local" or (cluster.nodes == 1 and not cluster.server_nodes)
+    return size / ((setup.gpu.nvlink if near else setup.gpu.network) * setup.assume.sync_network_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,69 +137,57 @@ class Generation:
     """A step's rollouts."""
 
     seconds: float
-    prefill: float
-    """Seconds of them for prompts, each once: the cache shares them among a prompt's completions."""
     batch: float
     """Completions that a server decodes at once, at most."""
     long_tail: float
     """By how much completions of unequal length take longer than as many of the mean length would."""
 
 
-def generation(
-    config: Config, shape: PolicyShape, gpu: Gpu, assume: Assumptions, work: Work, *, sizes: tuple[int, ...], most: int
-) -> Generation:
-    """The time of the rollouts, prompts shared equally by the servers' GPUs.
+def generation(setup: Setup, work: Work, *, most: int) -> Generation:
+    """The time of the rollouts: what decode steps read and multiply, until the longest completion is done.
+
+    Prompts are shared equally by the servers' GPUs, and the server with the fewest ranks is the model for all.
 
     Args:
-        config, shape, gpu, assume, work: of the run.
-        sizes: tensor-parallel ranks of each server; the smallest one is the model for all.
+        setup: of the run.
+        work: of a step.
         most: completions that a server holds at once.
     """
-    tp, gpus = min(sizes), sum(sizes)
+    tp, gpus, rollout = min(setup.placement.servers), sum(setup.placement.servers), setup.config.rollout
+    lengths, prompt = setup.lengths, setup.prompt
     each = work.completions * tp / gpus
-    lengths, prompt = lengths_of(config, assume), prompt_tokens(config, assume)
-    samples, ranks = config.rollout.samples_per_prompt, config.rollout.max_in_flight
-    batch = max(min(each, most, samples * ranks * gpus), 1.0)
-
-    def step(active: float, context: float) -> float:
-        return _decode_step(config, shape, gpu, assume, tp=tp, active=active, context=context)
-
-    decode = _until_done(each, batch, lengths, prompt, step)
-    alike = each * lengths.mean / batch * step(batch, prompt + lengths.mean / 2)
-    tokens = work.prompts * prompt * tp / gpus
-    prefill = (
-        2.0 * parameters_of(shape).active * tokens / (tp * gpu.rate(config.model.dtype) * assume.decode_flops_share)
-    )
-    return Generation(decode + prefill, prefill, batch, max(decode / alike, 1.0))
+    batch = max(min(each, most, rollout.samples_per_prompt * rollout.max_in_flight * gpus), 1.0)
+    decode = _until_done(setup, tp, each, batch)
+    alike = each * lengths.mean / batch * _decode_step(setup, tp, batch, prompt + lengths.mean / 2)
+    tokens = work.prompts * prompt * tp / gpus  # each prompt once: the cache shares it among its completions
+    rate = tp * setup.rate * setup.assume.decode_flops_share
+    prefill = 2.0 * parameters_of(setup.shape).active * tokens / rate
+    return Generation(decode + prefill, batch, max(decode / alike, 1.0))
 
 
-def _until_done(
-    completions: float, batch: float, lengths: Lengths, prompt: float, step: Callable[[float, float], float]
-) -> float:
+def _until_done(setup: Setup, tp: int, completions: float, batch: float) -> float:
     """Seconds: first with a full batch, as long as others wait; then with what is left of it, to the last token."""
+    lengths, prompt = setup.lengths, setup.prompt
     waiting = max(completions - batch, 0.0)
-    seconds = waiting * lengths.mean / batch * step(batch, prompt + lengths.typical / 2)
+    seconds = waiting * lengths.mean / batch * _decode_step(setup, tp, batch, prompt + lengths.typical / 2)
     width = lengths.limit / BINS
     for i in range(BINS):
         middle = (i + 0.5) * width
         active = batch * lengths.longer_than(middle)
         if active < 0.5:  # the longest of them is done
             break
-        seconds += width * step(max(active, 1.0), prompt + middle)
+        seconds += width * _decode_step(setup, tp, max(active, 1.0), prompt + middle)
     return seconds
 
 
-def _decode_step(
-    config: Config, shape: PolicyShape, gpu: Gpu, assume: Assumptions, *, tp: int, active: float, context: float
-) -> float:
+def _decode_step(setup: Setup, tp: int, active: float, context: float) -> float:
     """Seconds of one decode step of ``active`` completions at a mean context: reading or multiplying, and the rest."""
-    width, weights = WEIGHT_BYTES[config.model.dtype], parameters_of(shape)
+    shape, assume, weights = setup.shape, setup.assume, parameters_of(setup.shape)
     unread = 0.0
     if shape.experts:  # those that no token of the batch goes to
         unread = (weights.total - weights.active) * (1 - shape.experts_per_token / shape.experts) ** (active - 1)
-    read = (weights.total - unread) * width / tp + active * context * cache_bytes(shape, tp, width)
-    products = 2.0 * weights.active * active / tp
-    moved = read / (gpu.bandwidth * assume.decode_bandwidth_share)
-    multiplied = products / (gpu.rate(config.model.dtype) * assume.decode_flops_share)
+    read = (weights.total - unread) * setup.width / tp + active * context * cache_bytes(shape, tp, setup.width)
+    moved = read / (setup.gpu.bandwidth * assume.decode_bandwidth_share)
+    multiplied = 2.0 * weights.active * active / tp / (setup.rate * assume.decode_flops_share)
     reduced = 2e-6 * shape.num_layers * assume.all_reduce_us if tp > 1 else 0.0
     return max(moved, multiplied) + reduced + assume.decode_step_ms / 1e3

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 from megatron_dppo.config import CompletionPruningConfig, Config, LayoutConfig, PromptPruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.assumptions import GPUS, Assumptions, Gpu
 from megatron_dppo.models.shape import PolicyShape, check_layout
 from megatron_dppo.rl.pruning.schedule import scheduled_keep, window_size
 from megatron_dppo.rollout.servers.kinds import tensor_parallel
+from megatron_dppo.trainer.disk_room import WEIGHT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,40 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
+class Setup:
+    """What every estimate is made from: a run, its policy, its machines, and what is assumed."""
+
+    config: Config
+    shape: PolicyShape
+    placement: Placement
+    assume: Assumptions
+
+    @property
+    def gpu(self) -> Gpu:
+        return GPUS[self.config.cluster.gpu]
+
+    @property
+    def rate(self) -> float:
+        """Products and sums per second of one GPU, by its data sheet."""
+        return self.gpu.rate(self.config.model.dtype)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight, and of an activation."""
+        return WEIGHT_BYTES[self.config.model.dtype]
+
+    @property
+    def prompt(self) -> float:
+        """Mean tokens of a prompt."""
+        return min(self.assume.prompt_tokens, self.config.data.max_prompt_tokens)
+
+    @property
+    def lengths(self) -> Lengths:
+        limit = self.config.rollout.max_response_tokens
+        return Lengths(min(self.assume.response_share, 0.999) * limit, limit)
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """Of a step, the mean over the run where a schedule moves."""
 
@@ -133,16 +168,6 @@ class Work:
     updates: int
 
 
-def lengths_of(config: Config, assume: Assumptions) -> Lengths:
-    limit = config.rollout.max_response_tokens
-    return Lengths(min(assume.response_share, 0.999) * limit, limit)
-
-
-def prompt_tokens(config: Config, assume: Assumptions) -> float:
-    """Mean tokens of a prompt."""
-    return min(assume.prompt_tokens, config.data.max_prompt_tokens)
-
-
 def without_pruning(config: Config) -> Config:
     """The run in which every prompt is rolled out and every completion that has a gradient is trained on."""
     off = replace(
@@ -154,14 +179,14 @@ def without_pruning(config: Config) -> Config:
     return replace(config, pruning=off)
 
 
-def work_of(config: Config, assume: Assumptions) -> Work:
+def work_of(setup: Setup) -> Work:
     """The work of a mean step."""
+    config, assume, mean, prompt = setup.config, setup.assume, setup.lengths.mean, setup.prompt
     steps, samples = config.run.steps, config.rollout.samples_per_prompt
     every = max(steps // 1000, 1)  # a thousand steps show the schedules of a million
     shares = [_shares(config, step, assume) for step in range(0, steps, every)]
     prompts, kept = (sum(values) / len(shares) for values in zip(*shares, strict=True))
     completions = prompts * samples
-    mean, prompt = lengths_of(config, assume).mean, prompt_tokens(config, assume)
     return Work(
         prompts=prompts,
         completions=completions,

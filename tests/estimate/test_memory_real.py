@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import EAGER, activation_bytes, feed_forward_elements, held_bytes, layer_elements
-from megatron_dppo.estimate.workload import Placement
+from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Microbatch, Responses, Sums
 from megatron_dppo.models.shape import read_shape
@@ -91,10 +92,8 @@ def expected(config: Config, size: int, tokens: int, stage: int) -> dict[str, fl
     shape = read_shape(config.model.path)
     placement = Placement(config.layout, size, (1,) * size, True, size)
     config = replace(config, pack=replace(config.pack, max_tokens=tokens))
-    return {
-        **held_bytes(config, shape, placement, stage),
-        "activations": activation_bytes(config, shape, placement, stage, EAGER),
-    }
+    setup = Setup(config, shape, placement, Assumptions())
+    return {**held_bytes(setup, stage), "activations": activation_bytes(setup, stage, EAGER)}
 
 
 def configured(policy: Path, layout: LayoutConfig, **model: str) -> Config:

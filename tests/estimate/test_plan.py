@@ -19,7 +19,7 @@ from megatron_dppo.estimate.assumptions import GPUS, Assumptions, read_assumptio
 from megatron_dppo.estimate.memory import actor_memory, parameters_of, rank_elements, resident_bytes, shape_of
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan, with_settings
 from megatron_dppo.estimate.report import as_text
-from megatron_dppo.estimate.workload import Lengths, place, work_of
+from megatron_dppo.estimate.workload import Lengths, Setup, place, work_of
 from megatron_dppo.models.published import PUBLISHED
 from megatron_dppo.settings import load_config
 
@@ -36,9 +36,13 @@ def plan(*overrides: str, file: str = LARGE, **assumed: float) -> Plan:
     return make_plan(of(*overrides, file=file), Assumptions(**assumed))
 
 
-def trainer_parts(config: Config) -> dict[str, float]:
+def setup(config: Config, **assumed: float) -> Setup:
     shape = shape_of(config.model.path)
-    return actor_memory(config, shape, place(config, shape), GPUS[config.cluster.gpu], Assumptions()).parts
+    return Setup(config, shape, place(config, shape), Assumptions(**assumed))
+
+
+def trainer_parts(config: Config) -> dict[str, float]:
+    return actor_memory(setup(config)).parts
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -202,14 +206,14 @@ def test_pruning_is_never_slower_on_paper(prompts: float, completions: float) ->
 def test_schedules_count_by_their_mean() -> None:
     config = of("pruning.prompts.rule=none", "pruning.completions.schedule.shape=linear", "run.steps=1000",
                 "pruning.completions.keep=0.5", "pruning.completions.schedule.ramp=0.5")  # fmt: skip
-    work = work_of(config, Assumptions(mixed_share=1.0))
+    work = work_of(setup(config, mixed_share=1.0))
     assert work.kept / work.completions == pytest.approx(0.5 * 0.75 + 0.5 * 0.5, abs=1e-3)
-    refilled = work_of(of("pruning.refill=prompts", "pruning.prompts.rule=none"), Assumptions())
+    refilled = work_of(setup(of("pruning.refill=prompts", "pruning.prompts.rule=none")))
     assert refilled.kept == pytest.approx(128 * 16)
 
 
 def test_dynamic_sampling_rolls_out_more_than_it_trains_on() -> None:
-    work = work_of(of("pruning.prompts.rule=dynamic_sampling", "pruning.completions.rule=none"), Assumptions())
+    work = work_of(setup(of("pruning.prompts.rule=dynamic_sampling", "pruning.completions.rule=none")))
     assert (work.kept, work.completions) == (2048.0, pytest.approx(2048 / 0.6))
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig, ModelConfig, PackConfig
-from megatron_dppo.estimate.assumptions import GIB, GPUS, Assumptions
+from megatron_dppo.estimate.assumptions import GIB, Assumptions
 from megatron_dppo.estimate.memory import actor_memory, held_bytes
-from megatron_dppo.estimate.workload import Placement
+from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.models.shape import PolicyShape
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
@@ -68,9 +68,10 @@ def test_memory_stands_beside_what_a_plan_expects(plain: tuple[dict[str, Any], d
             model=ModelConfig(dtype=row["dtype"]), layout=layout, pack=PackConfig(max_tokens=way["pack_tokens"])
         )
         placement = Placement(layout, ranks=1, servers=(1,), shared=True, gpus=1)
-        held = sum(held_bytes(config, TINY, placement, 0).values())
+        setup = Setup(config, TINY, placement, Assumptions())
+        held = sum(held_bytes(setup, 0).values())
         assert held == (16 if width == 4 else 18) * row["parameters"], "the plan counts every parameter that there is"
-        parts = actor_memory(config, TINY, placement, GPUS["h100"], Assumptions()).parts
+        parts = actor_memory(setup).parts
         assert way["planned_peak_gib"] * GIB == pytest.approx(held + parts["activations"] + parts["head"])
 
 
