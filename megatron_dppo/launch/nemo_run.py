@@ -1,7 +1,7 @@
 """``megatron-dppo launch CONFIG``: a run as a NeMo-Run experiment, on this machine or on Slurm.
 
-On Slurm it is the job of ``scripts/slurm``: one task for each rank; and one for each rollout server in a second
-heterogeneous component, if ``cluster.server_nodes`` gives servers nodes of their own.
+On Slurm the job is ``scripts/slurm/job.sh``, as it is under ``sbatch``: NeMo-Run asks for the machines, submits it, and
+keeps its log.
 """
 
 from __future__ import annotations
@@ -17,31 +17,14 @@ from typing import Any, Literal
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.process.stop import SAVED
 from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
 
-LOOK_S = 5
-"""Seconds between NeMo-Run's looks whether the trainer or a server has ended, which ends the other."""
-
-PREPARE = """
-address() {{ scontrol show node "$1" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2; }}
-nodes() {{ scontrol show hostnames "$1"; }}
-export MASTER_ADDR=$(address "$(nodes "${{SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}}" | head -n1)")
-{{ set +x; }} 2>/dev/null  # the log is to hold no secret
-export MEGATRON_DPPO_SERVER_SECRET=$(head -c 24 /dev/urandom | od -An -tx1 | tr -d ' \\n')
-set -x
-if [ -n "${{SLURM_JOB_NODELIST_HET_GROUP_1:-}}" ]; then
-    export MEGATRON_DPPO_SERVER_HOSTS=$(for node in $(nodes "$SLURM_JOB_NODELIST_HET_GROUP_1"); do
-        for task in $(seq {servers}); do address "$node"; done
-    done | paste -sd,)
-fi
-check() {{ {check}; }}
-before=$(check) || exit $?
-requeue() {{ after=$(check) && [ "$after" != "$before" ] && scontrol requeue "$SLURM_JOB_ID"; }}
-trap 'case $? in {saved} | 138) requeue ;; esac' EXIT  # 138: told to stop before it could listen
+JOB = Path(__file__).parents[2] / "scripts" / "slurm" / "job.sh"
+EXEC_JOB = """
+# The job is this script. It starts its own steps, and ends the job: nothing below this line is reached.
+cd {folder} || exit 2
+exec bash {job}
 """
-"""What the batch script does before it starts anything: tell the tasks where they are, look for mistakes, and see to it
-that a run which has saved and stopped is queued again, unless it got nowhere."""
 
 
 def launch(
@@ -51,35 +34,35 @@ def launch(
 
     Args:
         config: of the run; ``config.cluster`` says on which machines.
-        words: what the command line gave, the file first, for the tasks to read.
+        words: what the command line gave, a file and overrides, for the job to read.
         executor: where.
         dry_run: print what would be run, and run nothing.
         detach: do not wait for its end, on Slurm.
 
     Returns:
-        0 if it succeeded, or was submitted; 1 else, and the tasks' logs say why.
+        0 if it succeeded, or was submitted; 1 else, and the log says why.
 
     Raises:
-        UserError: NeMo-Run or Slurm is not there.
+        UserError: NeMo-Run, Slurm or the job script is not there.
     """
     run = _nemo_run()
-    if executor == "slurm" and not dry_run and shutil.which("sbatch") is None:
+    on_slurm = executor == "slurm"
+    if on_slurm and not dry_run and shutil.which("sbatch") is None:
         problem = "sbatch is not on the path: this machine submits no Slurm jobs"
         raise UserError("--executor", executor, problem, "Launch from a login node, or with --executor local")
-    name = Path(config.run.dir).name
-    with run.Experiment(name, log_level="WARN") as experiment:
-        if executor == "local":
-            experiment.add(run.Script(inline=_task("train", words, None)), executor=run.LocalExecutor(), name="train")
-        else:
+    with run.Experiment(Path(config.run.dir).name, log_level="WARN") as experiment:
+        if on_slurm:
             _add_to_slurm(run, experiment, config, words)
+        else:
+            command = shlex.join([sys.executable, "-m", "megatron_dppo", "train", *words])
+            train = run.Script(inline=f"cd {shlex.quote(str(Path.cwd()))} && exec {command}")
+            experiment.add(train, executor=run.LocalExecutor(), name="train")
         if dry_run:
             os.environ["COLUMNS"] = "1000"  # the script is to be read by Slurm, and not wrapped
             experiment.dryrun()
             return 0
-        experiment.run(detach=detach and executor == "slurm", tail_logs=executor == "local")
-        if detach and executor == "slurm":
-            return 0
-        return 0 if _states_at_the_end(experiment) == {"SUCCEEDED"} else 1
+        experiment.run(detach=detach and on_slurm, tail_logs=not on_slurm)
+        return 0 if (detach and on_slurm) or _states_at_the_end(experiment) == {"SUCCEEDED"} else 1
 
 
 def _states_at_the_end(experiment: Any) -> set[str]:
@@ -92,21 +75,26 @@ def _states_at_the_end(experiment: Any) -> set[str]:
 
 
 def _add_to_slurm(run: Any, experiment: Any, config: Config, words: Sequence[str]) -> None:
+    if not JOB.is_file():
+        raise UserError("launch", JOB, "is not there", "Launch from a checkout: pip install -e . in its root")
     cluster = config.cluster
+    # The job script takes its first word for the file.
+    words = sorted(words, key=lambda word: "=" in word and not Path(word).is_file())
+    job = run.Script(path=str(JOB), args=list(words), entrypoint="bash")
     actors = _slurm(run, config, words, cluster.nodes, ranks_per_node(config))
-    train = run.Script(inline=_task("train", words, cluster.container))
     if not cluster.server_nodes:
-        experiment.add(train, executor=actors, name="train")
+        experiment.add(job, executor=actors, name="train")
         return
     servers = _slurm(run, config, words, cluster.server_nodes, servers_per_node(config))
     actors.heterogeneous, actors.het_group_indices = True, [0, 1]
-    serve = run.Script(inline=_task("serve", words, cluster.container))
-    experiment.add([train, serve], executor=[actors, servers], name="train")
+    experiment.add([job, job], executor=[actors, servers], name="train")  # it wants a task for each component
 
 
 def _slurm(run: Any, config: Config, words: Sequence[str], nodes: int, tasks_per_node: int) -> Any:
     cluster = config.cluster
-    mounts = [f"{Path.cwd()}:{Path.cwd()}", *cluster.mounts] if cluster.container else []
+    told = {"CONTAINER": cluster.container or "", "CONTAINER_MOUNTS": ",".join(cluster.mounts)}
+    if not cluster.container:
+        told["PYTHON"] = sys.executable
     return run.SlurmExecutor(
         account=cluster.account,
         partition=cluster.partition,
@@ -116,29 +104,16 @@ def _slurm(run: Any, config: Config, words: Sequence[str], nodes: int, tasks_per
         exclusive=True,
         mem="0",
         time=_as_time(cluster.hours),
-        signal=f"USR1@{cluster.warn_s:.0f}",
-        container_image=cluster.container,
-        container_mounts=mounts,
+        signal=f"B:USR1@{cluster.warn_s:.0f}",
+        # NeMo-Run puts the experiment's folder in the place of /nemo_run, and shows the log* that it finds there.
+        additional_parameters={"output": "/nemo_run/log-%x_%j.out", "open_mode": "append"},
+        env_vars={name: shlex.quote(value) for name, value in told.items()},
         job_name_prefix="megatron-dppo.",
-        # Ranks that have saved end one after the other: the first of them is not to end the rest.
-        srun_args=["--cpu-bind=none", "--kill-on-bad-exit=0"],
-        setup_lines=_prepare(config, words, mounts),
+        setup_lines=EXEC_JOB.format(folder=shlex.quote(str(Path.cwd())), job=shlex.join([str(JOB), *words])),
         tunnel=run.LocalTunnel(job_dir=str(Path(run.config.get_nemorun_home(), "experiments"))),
         packager=run.Packager(),
-        wait_time_for_group_job=0,
-        monitor_group_job_wait_time=LOOK_S,
         launcher=None,
     )
-
-
-def _prepare(config: Config, words: Sequence[str], mounts: Sequence[str]) -> str:
-    cluster, ranks = config.cluster, config.cluster.nodes * ranks_per_node(config)
-    srun = ["srun", *(["--het-group=0"] if cluster.server_nodes else []), "-N1", "-n1", "--ntasks-per-node=1"]
-    if cluster.container:
-        srun += ["--container-image", cluster.container, "--container-mounts", ",".join(mounts)]
-    task = _task("train", [*words, "--check", str(ranks)], cluster.container)
-    check = f"{shlex.join([*srun, 'bash', '-c', task])} </dev/null"
-    return PREPARE.format(servers=servers_per_node(config), check=check, saved=SAVED)
 
 
 def ranks_per_node(config: Config) -> int:
@@ -167,12 +142,6 @@ def servers_per_node(config: Config) -> int:
         problem = f"a server has to have {tp} GPUs on one node, which has {gpus}"
         raise UserError("rollout.launch.tp", tp, problem, "Give one number, at most cluster.gpus_per_node")
     return gpus // tp
-
-
-def _task(command: str, words: Sequence[str], container: str | None) -> str:
-    """The shell command of a task. The shell goes away for it, so that signals for the task reach it."""
-    python = "python3" if container else sys.executable
-    return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([python, '-m', 'megatron_dppo', command, *words])}"
 
 
 def _as_time(hours: float) -> str:

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.process.stop import SAVED
 from tests.runs import rows
 from tests.slurm.cluster import Cluster, wait_for
-from tests.slurm.jobs import ENDED, ROOT, WAIT_S, Job, Submitter, one_sglang_server
+from tests.slurm.jobs import ENDED, ROOT, SCRIPTS, WAIT_S, Job, Submitter, one_sglang_server
 
 pytestmark = pytest.mark.slurm
 
@@ -30,8 +29,10 @@ def launch(home: Path, cluster: Cluster, *words: str) -> subprocess.CompletedPro
 
 def submitted(cluster: Cluster, run: Path) -> Job:
     """The one job that there is."""
-    number = int(cluster.call("squeue", "-h", "-o", "%A").stdout.split()[0])
-    return Job(cluster, number, run / "no log of its own", run)
+    number = cluster.call("squeue", "-h", "-o", "%A").stdout.split()[0]
+    log = re.search(r"StdOut=(\S*/log-\S+)", cluster.call("scontrol", "show", "job", number).stdout)
+    assert log, "NeMo-Run looks for the log under this name"
+    return Job(cluster, int(number), Path(log[1]), run)
 
 
 def test_here_it_trains_to_the_end_and_a_mistake_is_a_failure(submit: Submitter, tmp_path: Path) -> None:
@@ -52,11 +53,11 @@ def test_on_slurm_actors_train_with_a_server_on_a_node_of_its_own(submit: Submit
     assert done.returncode == 0, done.stdout + done.stderr
     job = submitted(submit.cluster, run)
     wait_for(lambda: job.field("JobState") in ENDED, WAIT_S, "end of the job")
-    logs = "\n".join(path.read_text(errors="replace") for path in (tmp_path / "nemo").rglob("*.out"))
-    assert job.field("JobState") == "COMPLETED", logs
+    assert job.field("JobState") == "COMPLETED", job.text()
+    assert f"done: {run}: {STEPS} of {STEPS} steps are done" in job.text(), "it is the job of scripts/slurm/job.sh"
     assert len(rows(run)) == STEPS
     assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
-    assert re.search("[0-9a-f]{48}", logs) is None, "the log holds the servers' secret"
+    assert re.search("[0-9a-f]{48}", job.text()) is None, "the log holds the servers' secret"
     wait_for(lambda: not job.left(), 30, "end of all processes")
 
 
@@ -66,15 +67,14 @@ def test_told_to_stop_it_saves_and_goes_on_in_its_next_start(submit: Submitter, 
     assert done.returncode == 0, done.stdout + done.stderr
     job = submitted(submit.cluster, run)
     job.wait_for_step(1)
-    submit.cluster.call("scancel", "--signal=USR1", str(job.number))  # to all steps, as before the time limit
+    job.tell_to_stop()
     wait_for(lambda: job.field("Restarts") == "1" and job.field("JobState") == "RUNNING", WAIT_S, "second start")
     saved = max(int(path.name[5:]) for path in (run / "checkpoints").glob("iter_*"))
     job.wait_for_step(saved + 1)
     steps = [row["step"] for row in rows(run)]
     assert steps == list(range(1, len(steps) + 1)), "a step is there twice, or missing"
-    logs = "\n".join(path.read_text(errors="replace") for path in (tmp_path / "nemo").rglob("*.out"))
-    assert f"stopped on request after step {saved}, and saved" in logs
-    assert f"job exited with code {SAVED}" in logs
+    assert f"stopped on request after step {saved}, and saved" in job.text()
+    assert f"requeued: {run}: {saved} of 100000 steps are done" in job.text()
 
 
 def test_a_dry_run_prints_the_script_that_slurm_would_get(submit: Submitter, tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_a_dry_run_prints_the_script_that_slurm_would_get(submit: Submitter, tmp
         assert lines.count(f"#SBATCH {component}") == 2
     assert lines.index("#SBATCH --ntasks-per-node=8") < lines.index("#SBATCH hetjob")
     assert lines.index("#SBATCH hetjob") < lines.index("#SBATCH --ntasks-per-node=1")
-    assert {"#SBATCH --time=24:00:00", "#SBATCH --signal=USR1@600"} <= set(lines)
-    assert sum(line.startswith("srun --het-group=") for line in lines) == 2
+    assert {"#SBATCH --time=24:00:00", "#SBATCH --signal=B:USR1@600", "#SBATCH --open-mode=append"} <= set(lines)
+    assert lines.count(f"exec bash {SCRIPTS}/job.sh configs/qwen3_32b_dppo.yaml") == 1
     assert not submit.cluster.call("squeue", "-h").stdout
 
 
