@@ -79,11 +79,11 @@ def _run(arguments: Sequence[str]) -> int:
 
         return serve(config)
     if chosen.command != "eval" and chosen.check is not None:
-        from megatron_dppo.launch.check import check
+        from megatron_dppo.launch.start import check
 
         print(check(config, chosen.command, ranks=chosen.check))
         return 0
-    from megatron_dppo.launch.local import run
+    from megatron_dppo.launch.start import run
 
     return run(chosen.command, config)
 

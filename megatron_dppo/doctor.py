@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo import __version__
-from megatron_dppo.launch.local import usable_cores
+from megatron_dppo.launch.start import usable_cores
 
 PACKAGES: dict[str, tuple[str, str]] = {
     "torch": ("torch", "torch"),

@@ -28,7 +28,7 @@ LONGEST = [
         "servers/test_sender.py",
         "models/test_actor.py",
         "test_real_gradients.py",
-        "launch/test_local.py",
+        "launch/test_start.py",
     )
 ]
 """Files that take longest. They begin first, so that none of them is what everyone waits for in the end."""

@@ -95,7 +95,7 @@ def test_ctrl_c_is_130_without_a_traceback(monkeypatch: pytest.MonkeyPatch, caps
         time.sleep(5)
         return 0
 
-    monkeypatch.setattr("megatron_dppo.launch.local.run", interrupted)
+    monkeypatch.setattr("megatron_dppo.launch.start.run", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         assert main(["train"]) == 130

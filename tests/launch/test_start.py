@@ -16,13 +16,13 @@ import pytest
 
 from megatron_dppo.config import LaunchConfig, LayoutConfig, RolloutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.launch import local, processes
+from megatron_dppo.launch import processes, start
 from megatron_dppo.launch.first_failure import FirstFailure
 from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
 
 START = """
 import os, sys
-from megatron_dppo.launch.local import start_ranks
+from megatron_dppo.launch.start import start_ranks
 from megatron_dppo.settings import load_config
 for job, folder in zip(sys.argv[1].split(), sys.argv[2].split()):
     for descriptor, name in (1, "out"), (2, "err"):
@@ -171,7 +171,7 @@ def test_on_one_machine_nobody_listens_where_another_machine_could_reach_it(
 
 
 def test_ranks_are_told_their_places_and_share_the_cores(outcomes: dict[str, Outcome]) -> None:
-    threads = max(1, local.usable_cores() // 2)
+    threads = max(1, start.usable_cores() // 2)
     told = outcomes["say_environment"]
     assert (told.code, told.err) == (0, "")
     assert sorted(told.out.splitlines()) == [
@@ -214,23 +214,23 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -
 def test_the_layout_says_how_many_ranks(
     monkeypatch: pytest.MonkeyPatch, layout: LayoutConfig, gpus: int, ranks: int
 ) -> None:
-    monkeypatch.setattr(local, "_gpus", lambda: gpus)
-    assert local.ranks_of(layout) == ranks
+    monkeypatch.setattr(start, "_gpus", lambda: gpus)
+    assert start.ranks_of(layout) == ranks
 
 
 def test_servers_that_the_run_starts_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_gpus", lambda: 8)
-    assert local.ranks_of(LayoutConfig(tp=2), reserved=3) == 4
+    monkeypatch.setattr(start, "_gpus", lambda: 8)
+    assert start.ranks_of(LayoutConfig(tp=2), reserved=3) == 4
     with pytest.raises(UserError, match="needs 4 GPUs and its servers 5, and this machine has 8"):
-        local.ranks_of(LayoutConfig(tp=4), reserved=5)
-    monkeypatch.setattr(local, "_gpus", lambda: 0)
-    assert local.ranks_of(LayoutConfig(tp=2), reserved=3) == 2
+        start.ranks_of(LayoutConfig(tp=4), reserved=5)
+    monkeypatch.setattr(start, "_gpus", lambda: 0)
+    assert start.ranks_of(LayoutConfig(tp=2), reserved=3) == 2
     servers = RolloutConfig(launch=LaunchConfig(count=2, tp=(1, 2)))
     assert gpus_to_reserve(servers) == 3
     assert gpus_to_reserve(replace(servers, colocated=True)) == gpus_to_reserve(RolloutConfig()) == 0
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_gpus", lambda: 2)
+    monkeypatch.setattr(start, "_gpus", lambda: 2)
     with pytest.raises(UserError, match="needs 4 GPUs, and this machine has 2"):
-        local.ranks_of(LayoutConfig(tp=4))
+        start.ranks_of(LayoutConfig(tp=4))
