@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import platform
 import shutil
 import sys
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megatron_dppo import __version__
 from megatron_dppo.launch.start import usable_cores
@@ -30,14 +30,6 @@ PACKAGES: dict[str, tuple[str, str]] = {
 REQUIRED = ("torch", "megatron-core", "transformers")
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One device."""
-
-    name: str
-    memory_gib: float
-
-
 def doctor(*, as_json: bool) -> int:
     """Print the findings; returns 1 if something without which nothing runs is missing, else 0."""
     findings = examine()
@@ -51,38 +43,28 @@ def doctor(*, as_json: bool) -> int:
 def examine() -> dict[str, Any]:
     """The findings, JSON-able: ``installed`` (versions, None where absent), ``machine``, ``will_use``."""
     installed = {name: _version(*where) for name, where in PACKAGES.items()}
-    gpus = _gpus() if installed["torch"] else []
+    cuda = _cuda() if installed["torch"] else {"cuda": None, "nccl": None, "gpus": []}
     return {
         "megatron-dppo": __version__,
         "installed": {"Python": platform.python_version(), **installed},
-        "machine": {
-            "cores": usable_cores(),
-            "memory_gib": round(_memory_gib(), 1),
-            "cuda": _cuda() if installed["torch"] else None,
-            "nccl": _nccl() if installed["torch"] else None,
-            "gpus": [f"{gpu.name}, {gpu.memory_gib:.0f} GiB" for gpu in gpus],
-        },
-        "will_use": _choices(installed, on_gpu=bool(gpus)),
+        "machine": {"cores": usable_cores(), "memory_gib": round(_memory_gib(), 1), **cuda},
+        "will_use": _choices(installed, on_gpu=bool(cuda["gpus"])),
     }
 
 
 def _choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict[str, str]:
     engine = on_gpu and installed["Transformer Engine"] is not None
     fused = "Transformer Engine" if engine else "Apex" if on_gpu and installed["Apex"] else None
+    # Servers that a run can start without being told how.
+    servers = {"sglang": importlib.util.find_spec("sglang"), "vllm": shutil.which("vllm")}
+    found = [name for name, here in servers.items() if here is not None]
     return {
         "device": "CUDA over NCCL" if on_gpu else "CPU over gloo",
         "layers (model.spec auto)": "te for bf16, torch for fp32" if engine else "torch",
         "optimizer": f"fused Adam of {fused}" if fused else "Adam of torch",
         "rollouts (rollout.engine)": "local",
-        "servers (rollout.launch)": _servers(),
+        "servers (rollout.launch)": ", ".join([*found, "those of rollout.launch.command and rollout.servers"]),
     }
-
-
-def _servers() -> str:
-    """Which servers a run can start without being told how."""
-    sglang, vllm = importlib.util.find_spec("sglang") is not None, shutil.which("vllm") is not None
-    found = [name for name, here in (("sglang", sglang), ("vllm", vllm)) if here]
-    return ", ".join([*found, "those of rollout.launch.command and rollout.servers"])
 
 
 def _version(distribution: str, module: str) -> str | None:
@@ -94,53 +76,36 @@ def _version(distribution: str, module: str) -> str | None:
         return None
 
 
-def _cuda() -> str | None:
-    import torch
-
-    return torch.version.cuda
-
-
-def _nccl() -> dict[str, Any] | None:
-    """The version that runs, the one that torch was built with, and what pip has."""
+def _cuda() -> dict[str, Any]:
+    """CUDA's version, NCCL's that runs, the one that torch was built with and what pip has, and the GPUs."""
     import torch
 
     from megatron_dppo.rollout.servers.nccl import loaded, packages
 
-    if (version := loaded()) is None:
-        return None
-    built = ".".join(map(str, torch.cuda.nccl.version()[:3]))
-    return {"loaded": version, "built_with": built, "packages": packages()}
-
-
-def _gpus() -> list[Gpu]:
-    import torch
-
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [Gpu(device.name, device.total_memory / 2**30) for device in found]
+    nccl = None
+    if (version := loaded()) is not None:
+        built = ".".join(map(str, torch.cuda.nccl.version()[:3]))
+        nccl = {"loaded": version, "built_with": built, "packages": packages()}
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    sizes = [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus]
+    return {"cuda": torch.version.cuda, "nccl": nccl, "gpus": sizes}
 
 
 def _memory_gib() -> float:
     """The machine's memory, or its container's share of it."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
+    total, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
         total = min(total, int(text))
     return total / 2**30
-
-
-def _words(nccl: dict[str, Any] | None) -> str:
-    """What there is to say of NCCL; servers must have the same version."""
-    if nccl is None:
-        return ""
-    from_where = ", ".join([*nccl["packages"], f"torch was built with {nccl['built_with']}"])
-    return f"{nccl['loaded']} ({from_where})"
 
 
 def _show(findings: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    machine = findings["machine"]
+    machine, nccl = findings["machine"], findings["machine"]["nccl"]
+    if nccl is not None:  # servers must have the same version
+        nccl = f"{nccl['loaded']} ({', '.join([*nccl['packages'], 'torch was built with ' + nccl['built_with']])})"
     table = Table(title=f"megatron-dppo {findings['megatron-dppo']}", title_justify="left", box=None, show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -151,7 +116,7 @@ def _show(findings: dict[str, Any]) -> None:
     table.add_row("cores", str(machine["cores"]))
     table.add_row("memory", f"{machine['memory_gib']} GiB")
     table.add_row("CUDA", machine["cuda"] or "[dim]torch was built without it[/]")
-    table.add_row("NCCL", _words(machine["nccl"]) or "[dim]torch was built without it[/]")
+    table.add_row("NCCL", nccl or "[dim]torch was built without it[/]")
     table.add_row("GPUs", "\n".join(machine["gpus"]) or "[dim]none[/]")
     table.add_row()
     for what, choice in findings["will_use"].items():
