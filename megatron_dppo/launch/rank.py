@@ -71,23 +71,10 @@ def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = No
             first()
         module, _, function = JOBS.get(job, job).partition(":")
         getattr(importlib.import_module(module), function)(config)
-    except UserError as error:
-        code = _say(failure, 2, error_text(error))
-    except stop.StoppedError as stopped:
-        code = _say(failure, stop.SAVED, str(stopped))
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # torch's errors of distributed checkpoints are no Exceptions
-        if isinstance(error, OSError) and error.errno in DISK_IS_FULL:
-            code = _say(failure, 2, error_text(_no_room(config, error)))
-        elif isinstance(error, OSError) and _in_run_dir(config, error):
-            code = _say(failure, 2, error_text(_in_the_way(error)))
-        else:
-            hint = ""
-            if lost_contact(error):
-                failure.wait(HOLD_BACK_S)
-                hint = ", perhaps because another rank had ended"
-            code = _say(failure, 1, f"{_name()} crashed{hint}:\n{traceback.format_exc().rstrip()}")
+        code = _report(config, error, failure)
     sys.stdout.flush()
     sys.stderr.flush()
     if code and int(os.environ["WORLD_SIZE"]) > 1:
@@ -113,35 +100,38 @@ def lost_contact(error: BaseException) -> bool:
     return int(os.environ["WORLD_SIZE"]) > 1 and bool(LOST.search(f"{type(error).__name__}: {error}"))
 
 
-def _no_room(config: Config, error: OSError) -> UserError:
-    return UserError(
-        "run.dir",
-        config.run.dir,
-        f"could not be written to ({error}); the last good checkpoint is untouched",
-        "Free some room or point run.dir at another disk, and run the same command again: it resumes",
-    )
-
-
-def _in_run_dir(config: Config, error: OSError) -> bool:
-    """Whether it is about a file that the run reads or writes in its own folder."""
-    names = [name for name in (error.filename, error.filename2) if isinstance(name, str)]
-    return any(Path(config.run.dir).absolute() in Path(name).absolute().parents for name in names)
-
-
-def _in_the_way(error: OSError) -> UserError:
-    return UserError(
-        "run.dir",
-        error.filename2 or error.filename,
-        f"is in the way ({error.strerror or error}): a run has a file or folder of its own there",
-        "Move it away, or see to its permissions, and run the same command again",
-    )
-
-
-def _say(failure: FirstFailure, code: int, text: str) -> int:
+def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
+    """Say why the job has failed, unless another rank has. Returns the exit code of the run."""
+    if isinstance(error, OSError):
+        error = _disk_error(config, error) or error
+    if isinstance(error, UserError):
+        code, text = 2, error_text(error)
+    elif isinstance(error, stop.StoppedError):
+        code, text = stop.SAVED, str(error)
+    else:
+        hint = ""
+        if lost_contact(error):
+            failure.wait(HOLD_BACK_S)
+            hint = ", perhaps because another rank had ended"
+        code, text = 1, f"{_name()} crashed{hint}:\n{traceback.format_exc().rstrip()}"
     speaks, code = failure.claim(code)
     if speaks:
         print(text, file=sys.stderr)
     return code
+
+
+def _disk_error(config: Config, error: OSError) -> UserError | None:
+    """What the user can mend about ``run.dir``: its disk is full, or something stands where the run has its files."""
+    if error.errno in DISK_IS_FULL:
+        problem = f"could not be written to ({error}); the last good checkpoint is untouched"
+        remedy = "Free some room or point run.dir at another disk, and run the same command again: it resumes"
+        return UserError("run.dir", config.run.dir, problem, remedy)
+    names = [name for name in (error.filename2, error.filename) if isinstance(name, str)]
+    if any(Path(config.run.dir).absolute() in Path(name).absolute().parents for name in names):
+        problem = f"is in the way ({error.strerror or error}): a run has a file or folder of its own there"
+        remedy = "Move it away, or see to its permissions, and run the same command again"
+        return UserError("run.dir", names[0], problem, remedy)
+    return None
 
 
 def _name() -> str:
