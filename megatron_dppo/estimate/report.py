@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from megatron_dppo.config import Config
 from megatron_dppo.estimate.assumptions import GIB, PREFIX, read_assumptions
 from megatron_dppo.estimate.memory import Memory
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan
-from megatron_dppo.estimate.workload import Work
+from megatron_dppo.settings import short
+
+COUNTED = {
+    "completions rolled out": "completions",
+    "completions trained on": "kept",
+    "tokens generated": "generated",
+    "tokens trained on": "trained",
+}
+"""What the report says of a step's work, by the fields of :class:`Work`."""
 
 
 def plan(config: Config, assumed: Sequence[str], *, json_wanted: bool) -> int:
@@ -44,18 +51,14 @@ def as_text(made: Plan) -> Iterator[str]:
     yield ""
     yield "It fits." if made.fits else "It does NOT fit." + ("" if made.remedies else " Nothing that was tried helps.")
     for change in made.remedies:
-        yield "  it would with  " + " ".join(f"{key}={_word(value)}" for key, value in change.items())
+        yield "  it would with  " + " ".join(f"{key}={short(value)}" for key, value in change.items())
     yield ""
     yield from _times(made)
     yield ""
     yield from _costs(made)
     yield ""
-    yield f"assumed (set with {PREFIX}NAME=VALUE; plan/assumptions.py says where each is from):"
+    yield f"assumed (set with {PREFIX}NAME=VALUE; estimate/assumptions.py says where each is from):"
     yield from (f"  {name} = {value:g}" for name, value in asdict(made.assumptions).items())
-
-
-def _word(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _servers(made: Plan) -> str:
@@ -73,28 +76,22 @@ def _memory(whose: str, memory: Memory) -> Iterator[str]:
 
 
 def _times(made: Plan) -> Iterator[str]:
-    off, on = made.unpruned, made.pruned
-    yield f"{'a step, mean over the run':<32}{'unpruned':>12}{'pruned':>12}"
-
-    def row(what: str, left: str, right: str) -> str:
-        return f"{what:<32}{left:>12}{right:>12}"
-
-    def counted(what: str, field: str) -> str:
-        values: list[Work] = [off.work, on.work]
-        return row(what, *(f"{getattr(work, field):,.0f}" for work in values))
-
-    yield counted("  completions rolled out", "completions")
-    yield counted("  completions trained on", "kept")
-    yield counted("  tokens generated", "generated")
-    yield counted("  tokens trained on", "trained")
-    yield row("  packs per replica and update", str(off.packs), str(on.packs))
+    steps = off, on = made.unpruned, made.pruned
+    rows = [("a step, mean over the run", "unpruned", "pruned")]
+    for what, field in COUNTED.items():
+        rows.append((f"  {what}", *(f"{getattr(step.work, field):,.0f}" for step in steps)))
+    rows.append(("  packs per replica and update", str(off.packs), str(on.packs)))
     for phase in off.phases:
-        if off.phases[phase] or on.phases[phase]:
-            yield row(f"  {phase}", f"{off.phases[phase]:.1f} s", f"{on.phases[phase]:.1f} s")
+        if any(step.phases[phase] for step in steps):
+            rows.append((f"  {phase}", *(f"{step.phases[phase]:.1f} s" for step in steps)))
     ahead = " (generation one step ahead)" if made.config.rollout.ahead else ""
-    yield row("  seconds", f"{off.seconds:.1f}", f"{on.seconds:.1f}") + f"   {made.speed_up:.2f}x{ahead}"
-    yield row("  waiting in the pipeline", f"{off.bubble:.0%}", f"{on.bubble:.0%}")
-    yield row("  stretched by long responses", f"{off.long_tail:.2f}x", f"{on.long_tail:.2f}x")
+    rows += [
+        ("  seconds", f"{off.seconds:.1f}", f"{on.seconds:>12.1f}   {made.speed_up:.2f}x{ahead}"),
+        ("  waiting in the pipeline", f"{off.bubble:.0%}", f"{on.bubble:.0%}"),
+        ("  stretched by long responses", f"{off.long_tail:.2f}x", f"{on.long_tail:.2f}x"),
+    ]
+    for what, left, right in rows:
+        yield f"{what:<32}{left:>12}{right:>12}"
 
 
 def _costs(made: Plan) -> Iterator[str]:
