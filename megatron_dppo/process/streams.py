@@ -58,23 +58,15 @@ def quieten() -> None:
 
 def _outliving(stream: TextIO | None, descriptor: int) -> TextIO:
     """What replaces a stream of Python's. One that is not that descriptor's file, as in a test, is left as it is."""
-    if stream is not None and (not _is_file(stream, descriptor) or _is_ours(stream)):
-        return stream
     if stream is not None:
+        try:
+            ours = isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Stream)
+            if ours or stream.fileno() != descriptor:
+                return stream
+        except (OSError, ValueError):
+            return stream
         stream.flush()
     buffered = io.BufferedWriter(_Stream(descriptor))
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return io.TextIOWrapper(
-        buffered, encoding, errors="backslashreplace", line_buffering=descriptor == 2 or os.isatty(descriptor)
-    )
-
-
-def _is_file(stream: TextIO, descriptor: int) -> bool:
-    try:
-        return stream.fileno() == descriptor
-    except (OSError, ValueError):
-        return False
-
-
-def _is_ours(stream: TextIO) -> bool:
-    return isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Stream)
+    by_line = descriptor == 2 or os.isatty(descriptor)
+    return io.TextIOWrapper(buffered, encoding, errors="backslashreplace", line_buffering=by_line)
