@@ -1,4 +1,7 @@
-"""What an estimate starts from: what GPUs can do by their data sheets, and what it has to assume."""
+"""What GPUs can do by their data sheets, and what a plan has to assume.
+
+Every assumption is printed with the plan, and settable as ``assume.x=y``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from megatron_dppo.errors import UserError
 
 GIB = 2**30
+PREFIX = "assume."
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,6 @@ GPUS = {
     "b200": Gpu(178.4, 7.7e12, 2250e12, 900e9, 50e9),
 }
 """SXM modules; the network is one adapter of 200 (A100) or 400 Gbit/s for each GPU."""
-
-
-PREFIX = "assume."
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How many weights a policy has, and bytes on one GPU: of the most loaded rank of the trainer, and of a server."""
+"""How many weights a policy has, and how many bytes the fullest rank of the trainer and a server need on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VARIANTS = ("-base", "-instruct-2507", "-thinking-2507", "-instruct", "-thinking
 
 
 def shape_of(path: str) -> PolicyShape:
-    """The shape of a policy: of its directory where there is one, else of the published model of its name.
+    """The shape of a policy, from its directory or else from the published model of its name.
 
     Raises:
         UserError: on ``model.path``, if it is neither.
@@ -31,15 +31,15 @@ def shape_of(path: str) -> PolicyShape:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Weights by what they are for; padding of the vocabulary is not among them."""
+    """Numbers of weights, without the padding of the vocabulary."""
 
     total: int
     active: int
-    """Those that one token meets: of experts, as many as it goes to."""
+    """Weights that one token is multiplied with. Of the experts, only those that it goes to count."""
     matrices: int
-    """The active ones in the layers: a token's forward pass takes two FLOPs for each."""
+    """The active weights in the layers. A token's forward pass takes two FLOPs for each."""
     head: int
-    """The output layer's, which response tokens meet."""
+    """Weights of the output layer, which only response tokens go through."""
 
 
 @cache
@@ -60,7 +60,7 @@ def rank_elements(shape: PolicyShape, stage: int, stages: int, tp: int) -> int:
 
 
 def _elements(shape: PolicyShape, stage: int, stages: int, tp: int, *, padded: bool) -> int:
-    """Counted with one layer and one expert, and multiplied: a mixture has thousands of entries."""
+    """One layer and one expert are counted and multiplied, because a mixture has thousands of entries."""
     thin = replace(shape, num_layers=stages, experts=min(shape.experts, 1))
     outside = layer = 0
     for entry in entries(thin, stage, stages):
@@ -72,18 +72,18 @@ def _elements(shape: PolicyShape, stage: int, stages: int, tp: int, *, padded: b
 
 
 def _expert_elements(shape: PolicyShape, tp: int) -> int:
-    """Of the experts of one layer on one of ``tp`` ranks."""
+    """Weights of the experts of one layer on one of ``tp`` ranks."""
     thin = replace(shape, num_layers=1, experts=min(shape.experts, 1))
     return shape.experts * sum(prod(entry.shard_shape(tp)) for entry in entries(thin) if entry.expert is not None)
 
 
 SYNC_BUCKET_MIB = 512
-"""What ``rollout.sync.bucket_mib`` is from a GPU, unless it is set."""
+"""The value of ``rollout.sync.bucket_mib`` on a GPU, if it is not set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """How many tensors, of a token and layer, a forward pass keeps for the backward one, by their width."""
+    """How many tensors a layer keeps of a token for the backward pass, by their width."""
 
     norms: int
     """As wide as the hidden state; under sequence parallelism each rank has its share of the tokens."""
@@ -96,10 +96,10 @@ class Saved:
 
 
 EAGER = Saved(norms=6, queries=6, keys=4, feed_forward=5)
-"""Torch's own operators, counted on a CPU: a norm keeps its input, the normed and the scaled; so on."""
+"""Torch's own operators, counted on a CPU. A norm keeps its input, the normed and the scaled values."""
 FUSED = Saved(norms=4, queries=4, keys=4, feed_forward=3)
-"""GPU kernels: norms keep input and output; attention shares its output with what follows; SwiGLU keeps its input and
-what goes into the down projection."""
+"""GPU kernels. Norms keep input and output, attention shares its output with the next operator, and SwiGLU keeps its
+input and the input of the down projection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Memory:
 
 
 def actor_memory(setup: Setup) -> Memory:
-    """Of the rank of the trainer that holds the most, at the moment when it does."""
+    """Memory of the rank of the trainer that holds the most, at its peak."""
     ranks = [_rank_memory(setup, stage) for stage in range(setup.placement.layout.pp)]
     return max(ranks, key=lambda memory: memory.total)
 
@@ -150,9 +150,9 @@ def _bucket_bytes(config: Config) -> int:
 
 
 def resident_bytes(config: Config, memory: Memory) -> float:
-    """Of a rank's memory, what it keeps while its GPU generates.
+    """Bytes that a rank of the trainer keeps while its GPU generates.
 
-    Before servers wake that share its GPU, the gradients go; what waits on the host does so then, too.
+    Gradients are freed before a server on the same GPU wakes. What waits on the host is there during generation, too.
     """
     keeps = {"weights": True, "reserved": True}
     keeps["gradients"] = not config.rollout.colocated
@@ -162,7 +162,7 @@ def resident_bytes(config: Config, memory: Memory) -> float:
 
 
 def held_bytes(setup: Setup, stage: int) -> dict[str, float]:
-    """What a rank holds from the first step to the last, exact but for the padding of buffers."""
+    """Bytes that a rank holds during the whole run, exact except for the padding of buffers."""
     config, placement = setup.config, setup.placement
     elements = rank_elements(setup.shape, stage, placement.layout.pp, placement.layout.tp)
     # Two moments, and a master copy where the weights are not fp32 themselves.
@@ -177,7 +177,7 @@ def held_bytes(setup: Setup, stage: int) -> dict[str, float]:
 
 
 def activation_bytes(setup: Setup, stage: int, saved: Saved) -> float:
-    """Activations of a stage at its fullest: of all packs in flight, and with recomputation of one layer besides.
+    """Bytes of activations of a stage at its peak: all packs in flight, and one layer more if it is recomputed.
 
     Under Megatron's schedule (one forward, one backward) stage i of p has p - i packs in flight.
     """
@@ -212,16 +212,16 @@ def layer_elements(shape: PolicyShape, tp: int, shared: int, saved: Saved) -> fl
 
 
 def feed_forward_elements(shape: PolicyShape, tp: int, saved: Saved) -> float:
-    """Those of them that its feed-forward part keeps, but for its input."""
+    """Elements that the feed-forward part of a layer keeps of one token, without its input."""
     # A token is copied for each of its experts, once before they work and once after.
     routed = 2 * shape.hidden * shape.experts_per_token
     return saved.feed_forward * shape.ffn * (shape.experts_per_token or 1) / tp + routed
 
 
 def _head_bytes(setup: Setup) -> float:
-    """The policy head in its backward pass: a chunk of logits, then what stands for the weight's gradient in autograd.
+    """Bytes of the policy head in its backward pass: a chunk of logits, then autograd's gradient of the weight.
 
-    The gradient itself is where DDP keeps it.
+    DDP keeps the gradient that is summed, which is not counted here.
     """
     config, shape, layout = setup.config, setup.shape, setup.placement.layout
     rows = padded_vocab(shape.vocab_size, layout.tp) // layout.tp
@@ -233,13 +233,13 @@ def _head_bytes(setup: Setup) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """A server's GPU, and what it means for how many completions are decoded at once."""
+    """What one GPU of a server holds, and how many completions it can therefore decode at once."""
 
     memory: Memory
     tokens: int
-    """Of cache, over all ranks of the server."""
+    """Tokens that the cache of the server has room for."""
     concurrency: int
-    """Completions of mean length whose cache is there at once."""
+    """Completions of mean length that the cache has room for."""
 
     @property
     def fits(self) -> bool:
@@ -247,12 +247,12 @@ class ServerMemory:
 
 
 def cache_bytes(shape: PolicyShape, tp: int, width: int) -> int:
-    """Bytes of keys and values of a token on each of a server's ranks; with more ranks than heads these are copied."""
+    """Bytes of a token's keys and values on each rank of a server. With more ranks than heads, heads are copied."""
     return 2 * shape.num_layers * -(-shape.kv_heads // tp) * shape.head_dim * width
 
 
 def server_memory(setup: Setup, *, resident: float) -> ServerMemory:
-    """Of the server with the fewest ranks.
+    """Memory of the server with the fewest ranks.
 
     Args:
         setup: of the run.

@@ -1,4 +1,4 @@
-"""A run's plan: what it holds, whether that fits and what would help, how long steps take, and what they cost."""
+"""The plan of a run: whether it fits in memory, which settings would make it fit, how long it takes, what it costs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.trainer.preflight import check_config
 
 MOST_AT_ONCE = 3
-"""Settings changed together."""
+"""Settings that are changed together."""
 MOST_FOUND = 3
+"""Ways that are proposed."""
 
 Change = dict[str, Any]
 
@@ -82,7 +83,7 @@ def _works(config: Config, change: Change, fits: Callable[[Config], bool]) -> bo
 
 
 def _options(config: Config, shape: PolicyShape) -> Iterator[list[Change]]:
-    """For each thing that can be changed its values, mildest first."""
+    """Changes that may help. Each list has the values of one thing, mildest first."""
     layout, cluster, rollout = config.layout, config.cluster, config.rollout
     if not config.optimizer.distributed:
         yield [{"optimizer.distributed": True}]
@@ -119,16 +120,16 @@ def _larger(value: int, most: int, of: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of the whole run."""
+    """The cost of the whole run."""
 
     gpu_hours: float
     money: float | None
-    """At cluster.price_per_gpu_hour; None without one."""
+    """At ``cluster.price_per_gpu_hour``; None if that is not set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is known beforehand."""
+    """All that is known before a run."""
 
     config: Config
     assumptions: Assumptions
@@ -138,7 +139,7 @@ class Plan:
     server: ServerMemory
     fits: bool
     remedies: list[Change]
-    """Where it does not fit: settings under which it would, each a way of its own."""
+    """Changes of settings, each of which would make the run fit. Empty if it fits."""
     pruned: StepTime
     unpruned: StepTime
     cost: Cost

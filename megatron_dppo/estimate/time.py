@@ -10,7 +10,7 @@ from megatron_dppo.estimate.workload import Setup, Work, work_of
 from megatron_dppo.rl.packing import packs_wanted
 
 BINS = 64
-"""Stretches of a response in which the number of those still decoding is taken as constant."""
+"""Into so many stretches a response is cut. In each, the number of completions still decoding counts as constant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +21,21 @@ class StepTime:
     phases: dict[str, float]
     """Seconds by phase."""
     seconds: float
-    """Of the step; less than the phases' sum where generation runs one step ahead."""
+    """Of the step. It is less than the sum of the phases if generation runs one step ahead."""
     packs: int
-    """Of a minibatch, on each replica."""
+    """Packs of a minibatch on each replica."""
     bubble: float
     """Share of the trainer's passes in which a pipeline stage waits."""
     batch: float
     """Completions that a server decodes at once, at most."""
     long_tail: float
-    """By how much unequal lengths stretch the decoding."""
+    """Time of the decoding, over its time if all responses had the mean length."""
     model_flops_share: float
-    """Of the matrix rate while the trainer updates, without what is recomputed or padding: what is called MFU."""
+    """MFU of the update: useful FLOPs, without recomputation and padding, over what the data sheet promises."""
 
 
 def step_time(setup: Setup, *, concurrency: int) -> StepTime:
-    """The phases of a step, where a server holds ``concurrency`` completions at once."""
+    """The time of a step's phases, if a server decodes at most ``concurrency`` completions at once."""
     config, layout, work = setup.config, setup.placement.layout, work_of(setup)
     rolled = generation(setup, work, most=concurrency)
     packs = _packs(setup, work.trained / work.updates)
@@ -90,12 +90,12 @@ class _Passes:
     """FLOPs per second of all ranks."""
 
     def seconds(self, tokens: float, responses: float, of_layers: float = 1.0, of_head: float = 1.0) -> float:
-        """Of the slowest pipeline stage: the last, which has the head besides its layers.
+        """Seconds of the slowest pipeline stage: the last one, which also has the head.
 
         Args:
             tokens: that go through the layers.
             responses: those of them that go through the head.
-            of_layers, of_head: forward passes' worth of FLOPs.
+            of_layers, of_head: FLOPs, in forward passes.
         """
         return (of_layers * self.layers * tokens / self.stages + of_head * self.head * responses) / self.rate
 
@@ -113,7 +113,7 @@ def _passes(setup: Setup) -> _Passes:
 
 
 def _packs(setup: Setup, tokens: float) -> int:
-    """Packs of a minibatch on a replica, as the packer chooses them: few, but enough for the pipeline."""
+    """Packs of a minibatch on a replica. The packer makes as few as it can, but enough for the pipeline."""
     pack, replicas = setup.config.pack, setup.placement.layout.dp or 1
     sequences = tokens / (setup.prompt + setup.lengths.mean) / replicas
     full = ceil(tokens / (replicas * pack.max_tokens * setup.assume.pack_fill))
@@ -121,9 +121,9 @@ def _packs(setup: Setup, tokens: float) -> int:
 
 
 def _sync_seconds(setup: Setup) -> float:
-    """From the trainer to all servers: over a node's links or the network, or by disk.
+    """Seconds to bring the weights to all servers, over a node's links, over the network, or by disk.
 
-    Servers that share the trainer's GPUs take the weights from there; what takes time is to gather them on each GPU.
+    Servers that share the trainer's GPUs take the weights from there. Gathering them on each GPU takes the time.
     """
     size, rollout, cluster = parameters_of(setup.shape).total * setup.width, setup.config.rollout, setup.config.cluster
     if rollout.engine != "local" and rollout.sync.transport == "disk":
@@ -134,19 +134,19 @@ def _sync_seconds(setup: Setup) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A step's rollouts."""
+    """How long a step's rollouts take."""
 
     seconds: float
     batch: float
     """Completions that a server decodes at once, at most."""
     long_tail: float
-    """By how much completions of unequal length take longer than as many of the mean length would."""
+    """Time of the decoding, over its time if all responses had the mean length; at least 1."""
 
 
 def generation(setup: Setup, work: Work, *, most: int) -> Generation:
-    """The time of the rollouts: what decode steps read and multiply, until the longest completion is done.
+    """The time of the rollouts: of all decode steps until the longest completion is done, and of the prefill.
 
-    Prompts are shared equally by the servers' GPUs, and the server with the fewest ranks is the model for all.
+    The GPUs of the servers share the prompts equally. All servers are taken to be like the one with the fewest ranks.
 
     Args:
         setup: of the run.
@@ -166,7 +166,7 @@ def generation(setup: Setup, work: Work, *, most: int) -> Generation:
 
 
 def _until_done(setup: Setup, tp: int, completions: float, batch: float) -> float:
-    """Seconds: first with a full batch, as long as others wait; then with what is left of it, to the last token."""
+    """Seconds of decoding: with a full batch while completions wait, then with those that are left."""
     lengths, prompt = setup.lengths, setup.prompt
     waiting = max(completions - batch, 0.0)
     seconds = waiting * lengths.mean / batch * _decode_step(setup, tp, batch, prompt + lengths.typical / 2)
@@ -181,7 +181,14 @@ def _until_done(setup: Setup, tp: int, completions: float, batch: float) -> floa
 
 
 def _decode_step(setup: Setup, tp: int, active: float, context: float) -> float:
-    """Seconds of one decode step of ``active`` completions at a mean context: reading or multiplying, and the rest."""
+    """Seconds of one decode step: the longer of reading and multiplying, then all-reduces and the overhead.
+
+    Args:
+        setup: of the run.
+        tp: tensor-parallel ranks of the server.
+        active: completions in the batch.
+        context: their mean length so far, prompts included, tokens.
+    """
     shape, assume, weights = setup.shape, setup.assume, parameters_of(setup.shape)
     unread = 0.0
     if shape.experts:  # those that no token of the batch goes to

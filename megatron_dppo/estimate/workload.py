@@ -1,4 +1,4 @@
-"""What a run asks of its machines: which GPUs train and which generate, and what each step has to do."""
+"""Which GPUs train and which generate, and how much there is to do in a step."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from megatron_dppo.trainer.disk_room import WEIGHT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The cluster, shared out."""
+    """How the GPUs of the cluster are used."""
 
     layout: LayoutConfig
     """With ``dp`` filled in."""
     ranks: int
-    """Of the trainer."""
+    """Ranks of the trainer."""
     servers: tuple[int, ...]
-    """Tensor-parallel ranks of each server; with the local engine one of 1 for each rank of the trainer."""
+    """Tensor-parallel ranks of each server. With the local engine, each rank of the trainer is a server of one rank."""
     shared: bool
     """Whether servers and the trainer are on the same GPUs."""
     gpus: int
-    """All that are paid for."""
+    """All GPUs that are paid for."""
 
     @property
     def replica(self) -> int:
-        """Ranks that share the optimizer's state of the same weights."""
+        """Number of ranks that share the optimizer's state of the same weights."""
         return (self.layout.dp or 1) * self.layout.cp
 
 
 def place(config: Config, shape: PolicyShape) -> Placement:
-    """Share out the cluster's GPUs as a run would.
+    """Give the cluster's GPUs to the trainer and the servers, as a run does.
 
     Raises:
         UserError: for a layout that does not divide the policy or the cluster, and servers that do not fit a node.
@@ -66,7 +66,7 @@ def place(config: Config, shape: PolicyShape) -> Placement:
 
 
 def _servers(config: Config, shape: PolicyShape) -> tuple[int, ...]:
-    """Tensor-parallel ranks of each; Slurm's nodes have as many servers as fit."""
+    """Tensor-parallel ranks of each server. On Slurm, each server node has as many servers as fit."""
     rollout, cluster = config.rollout, config.cluster
     if rollout.engine == "local":
         return ()
@@ -90,10 +90,9 @@ def _servers(config: Config, shape: PolicyShape) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lengths of responses, as the one-parameter family that ends at the limit: P(longer than s) = (1 - s/limit)^a.
+    """How long responses are, in tokens: P(longer than s) = (1 - s/limit)^a, where the mean determines a.
 
-    Its exponent follows from the mean. Where the mean is near the limit most responses are, and are cut off there;
-    where it is small few come near.
+    If the mean is near the limit, most responses are cut off there. If it is small, few come near the limit.
     """
 
     mean: float
@@ -104,12 +103,12 @@ class Lengths:
         return self.limit / self.mean - 1.0
 
     def longer_than(self, tokens: float) -> float:
-        """The share of the responses that are."""
+        """Share of the responses that are longer."""
         return max(1.0 - tokens / self.limit, 0.0) ** self.exponent
 
     @property
     def typical(self) -> float:
-        """Mean length of the response that a token is in: E[l²]/E[l]."""
+        """Mean over tokens of the length of their response: E[l²]/E[l]."""
         return 2.0 * self.limit / (self.exponent + 2.0)
 
 
@@ -149,12 +148,12 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of a step, the mean over the run where a schedule moves."""
+    """How much there is to do in a step, on average over the run."""
 
     prompts: float
-    """Rolled out."""
+    """Prompts rolled out."""
     completions: float
-    """Rolled out."""
+    """Completions rolled out."""
     generated: float
     """Tokens rolled out, without prompts."""
     kept: float
@@ -164,12 +163,12 @@ class Work:
     responses: float
     """Tokens trained on, without prompts."""
     seen: float
-    """Tokens rolled out, prompts of each completion included."""
+    """Tokens rolled out, with the prompt of each completion."""
     updates: int
 
 
 def without_pruning(config: Config) -> Config:
-    """The run in which every prompt is rolled out and every completion that has a gradient is trained on."""
+    """The same run without pruning. Every prompt is rolled out, every completion with a gradient is trained on."""
     off = replace(
         config.pruning,
         prompts=PromptPruningConfig(rule="none"),
@@ -180,7 +179,7 @@ def without_pruning(config: Config) -> Config:
 
 
 def work_of(setup: Setup) -> Work:
-    """The work of a mean step."""
+    """The work of a step, on average over the run."""
     config, assume, mean, prompt = setup.config, setup.assume, setup.lengths.mean, setup.prompt
     steps, samples = config.run.steps, config.rollout.samples_per_prompt
     every = max(steps // 1000, 1)  # a thousand steps show the schedules of a million
@@ -200,7 +199,7 @@ def work_of(setup: Setup) -> Work:
 
 
 def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, float]:
-    """Prompts that are rolled out in a step, and those of them, completions counted in G-ths, that are trained on.
+    """Prompts that are rolled out in a step, and completions that are trained on, in groups of G.
 
     Without a KL term, groups of equal reward have no gradient: they are not trained on, whatever the rule.
     """
