@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the jobs beside this file have in common: from Slurm's allocation to a trained policy, in one log.
+# What all jobs have in common, those of this folder and those of NeMo-Run: from the allocation to a trained policy, in one log.
 # Usage, in a job script: source scripts/slurm/job.sh CONFIG [OTHER_CONFIG] [section.setting=value …]
 #
 # One srun step trains, a rank for each task of the job or of its first heterogeneous component; another one runs a
