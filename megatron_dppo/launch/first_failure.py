@@ -1,4 +1,4 @@
-"""Of all ranks that fail, the first one speaks: the others fail because of it, or in the same words."""
+"""Lets only the first rank that fails say why. The others fail because of it, or for the same reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLOCK_S = 1.0
 class FirstFailure:
     """A marker file that the first failing rank makes, with the exit code of the run in it.
 
-    A file and not a message, since it must work when a rank can say no more than that, and others hang in a collective.
+    A file works even if a rank can do no more than that, and if others hang in a collective.
 
     Args:
         marker: the same for every rank of the run, on a disk that they share if they can.
@@ -29,7 +29,7 @@ class FirstFailure:
         self._marker, self._start = marker, time.time()
 
     def claim(self, code: int) -> tuple[bool, int]:
-        """Whether this rank is the first to fail and should say why; and the code to exit with, the first one's."""
+        """Whether this rank is the first to fail and should say why; and the exit code of the run."""
         try:
             self._remove_stale()
             descriptor = os.open(self._marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -60,21 +60,21 @@ class FirstFailure:
             return False
 
     def wait(self, seconds: float) -> None:
-        """Until a rank has failed, or for so long."""
+        """Wait until a rank has failed, at most for so long."""
         deadline = time.monotonic() + seconds
         while not self._marker.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _remove_stale(self) -> None:
-        """What is older than this rank was left by an earlier run: to be silenced by it would be worse than an echo."""
+        """Remove a marker that is older than this rank: an earlier run left it, and it would silence this one."""
         if self._marker.exists() and self._marker.stat().st_mtime < self._start - CLOCK_S:
             self._marker.unlink(missing_ok=True)
 
 
 def marker_for(run_dir: Path, environ: Mapping[str, str]) -> Path:
-    """Where ranks agree on the first failure: as the launcher said, else in the run's own directory.
+    """The path of the marker: as the launcher said, else in the run's own directory.
 
-    Before that directory exists, and under torchrun without Slurm, the ranks of one node agree among themselves.
+    Before that directory exists, and under torchrun without Slurm, only the ranks of one node share a marker.
     """
     if MARKER in environ:
         return Path(environ[MARKER])

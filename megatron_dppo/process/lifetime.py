@@ -1,8 +1,8 @@
-"""Processes that do not outlive their parent: the kernel ends them, or the parent itself. Standard library only.
+"""Processes that do not outlive their parent: the kernel or the parent ends them. Needs the standard library only.
 
-Linux alone knows such a wish; elsewhere a process finds out only whether its parent is there already. The kernel takes
-the *thread* that started a process for its parent: start processes on a thread that lives as long as they may. The wish
-is not inherited: each process states its own.
+Only Linux has this (``prctl``). Elsewhere a process only sees whether its parent has ended already. The kernel takes
+the *thread* that started a process for its parent, so start processes on a thread that lives as long as they may.
+Children do not inherit the setting: each process makes it for itself.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what this process's descendants leave behind, whatever session they have moved to."""
+    """Become the parent of all orphans among this process's descendants, also of those in another session."""
     if _prctl is not None:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_children() -> None:
-    """Kill and reap children until there are none; after ``adopt_orphans`` that is every process this one led to."""
+    """Kill and reap children until there are none. After ``adopt_orphans`` these are all descendants."""
     while True:
         for child in _children():
             with contextlib.suppress(ProcessLookupError):
@@ -52,7 +52,7 @@ def end_children() -> None:
 
 
 def _children() -> list[int]:
-    """Of this process, by looking through all: not every kernel lists them."""
+    """Ids of this process's children. All processes are looked at, because not every kernel lists children."""
     found = []
     for place in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended meanwhile

@@ -1,4 +1,4 @@
-"""Standard output and error for a run that outlives what reads them."""
+"""Standard output and error for a run that goes on when nobody reads them any more."""
 
 from __future__ import annotations
 
