@@ -77,7 +77,7 @@ def _memory(whose: str, memory: Memory) -> Iterator[str]:
 
 def _times(made: Plan) -> Iterator[str]:
     steps = off, on = made.unpruned, made.pruned
-    rows = [("a step, mean over the run", "unpruned", "pruned")]
+    rows: list[tuple[str, ...]] = [("a step, mean over the run", "unpruned", "pruned")]
     for what, field in COUNTED.items():
         rows.append((f"  {what}", *(f"{getattr(step.work, field):,.0f}" for step in steps)))
     rows.append(("  packs per replica and update", str(off.packs), str(on.packs)))

@@ -22,6 +22,7 @@ from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
 JOB = Path(__file__).parents[2] / "scripts" / "slurm" / "job.sh"
 EXEC_JOB = """
 # The job is this script. It starts its own steps, and ends the job: nothing below this line is reached.
+unset SLURM_UNBUFFEREDIO  # with it, words of several ranks stand in one line
 cd {folder} || exit 2
 exec bash {job}
 """
