@@ -22,14 +22,21 @@ from megatron_dppo.evaluation.answers import (
     ANSWERS,
     SCORES,
     AnswerLog,
-    Row,
+    AnswerRow,
     finished_benchmarks,
-    read_answers,
+    read_finished,
     write_scores,
 )
 from megatron_dppo.evaluation.benchmarks import sources
-from megatron_dppo.evaluation.evaluator import Answer, Answered, Evaluator, open_verifiers, temperature_of
-from megatron_dppo.evaluation.problems import Problem, held_out, names
+from megatron_dppo.evaluation.evaluator import (
+    Answered,
+    Evaluator,
+    Problem,
+    by_name,
+    held_out,
+    open_verifiers,
+    temperature_of,
+)
 from megatron_dppo.evaluation.scores import by_benchmark, compare, score, table
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.observe.console import Console
@@ -53,8 +60,8 @@ def evaluate_model(config: Config) -> None:
     shown = {source.name: source.shown for source in sources(config)}
     problems = [replace(problem, name=shown[problem.name]) for problem in found]
     size, folder = config.eval.batch, out_folder(config)
-    each = [[problem for problem in problems if problem.name == name] for name in names(problems)]
-    batches = [of[i : i + size] for of in each for i in range(0, len(of), size)]
+    places = by_name(problems)
+    batches = [[problems[i] for i in of[at : at + size]] for of in places.values() for at in range(0, len(of), size)]
     with ExitStack() as to_close:
 
         def opened() -> AnswerLog | None:
@@ -67,7 +74,7 @@ def evaluate_model(config: Config) -> None:
         left = [batch for batch, there in zip(batches, whole, strict=True) if not there]
         if left:
             _answer(config, world, problems, left, log, to_close)
-        world.from_leader(lambda: _report(config, folder, names(problems), log.rows() if log else ()))
+        world.from_leader(lambda: _report(config, folder, list(places), log.rows() if log else ()))
     shut_down()
 
 
@@ -110,7 +117,7 @@ def _answer(
             progress.say(batch, found)
 
 
-def _rows(problem: Problem, found: Answered, place: int) -> list[Row]:
+def _rows(problem: Problem, found: Answered, place: int) -> list[AnswerRow]:
     """What ``answers.jsonl`` says of one problem: a line for each answer."""
     return [
         {
@@ -121,19 +128,15 @@ def _rows(problem: Problem, found: Answered, place: int) -> list[Row]:
             "label": problem.prompt.label_text,
             "answer": answer.text,
             "extracted": answer.extracted,
-            **_verdict(answer),
+            "correct": answer.score.correct if answer.score else None,
+            "by": list(answer.score.by) if answer.score else [],
+            "reward": answer.score.reward if answer.score else None,
             "tokens": answer.tokens,
             "finish": answer.finish_reason,
             "majority": None if math.isnan(found.votes[place]) else float(found.votes[place]),
         }
         for sample, answer in enumerate(found.answers[place])
     ]
-
-
-def _verdict(answer: Answer) -> Row:
-    if answer.score is None:
-        return {"correct": None, "by": [], "reward": None}
-    return {"correct": answer.score.correct, "by": list(answer.score.by), "reward": answer.score.reward}
 
 
 class _Progress:
@@ -165,7 +168,7 @@ class _Progress:
             self._console.note(words, again=True)
 
 
-def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[Row]) -> None:
+def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[AnswerRow]) -> None:
     place, samples = config.model.checkpoint, config.eval.samples
     finished = {*asked, *finished_benchmarks(folder)}  # of others a kill may have left a part
     rows = [row for row in rows if row["benchmark"] in finished]
@@ -181,16 +184,14 @@ def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[R
     }
     write_scores(folder, scores)
     console = Console(0)
-    places = [f"scores   {folder / SCORES}", f"answers  {folder / ANSWERS}"]
-    console.banner([*table(found, samples), "", *places])
+    console.banner([*table(found, samples), "", f"scores   {folder / SCORES}", f"answers  {folder / ANSWERS}"])
     if config.eval.against:
-        others = read_answers(Path(config.eval.against), "eval.against")
+        others = read_finished(Path(config.eval.against), "eval.against")
         console.banner(compare(rows, others, against=config.eval.against))
 
 
 def _settings(config: Config, problems: Sequence[Problem]) -> dict[str, Any]:
     """All that the answers are a function of, where the engine can be seeded; but for the cut over ranks."""
-    of_name = {name: [problem for problem in problems if problem.name == name] for name in names(problems)}
     return {
         "model": str(Path(config.model.checkpoint or config.model.path).resolve()),
         "weights": _weights(config),
@@ -202,7 +203,7 @@ def _settings(config: Config, problems: Sequence[Problem]) -> dict[str, Any]:
         "eval.samples": config.eval.samples,
         "eval.temperature": temperature_of(config),
         "eval.batch": config.eval.batch,
-        "problems": {name: _fingerprint(of) for name, of in of_name.items()},
+        "problems": {name: _fingerprint([problems[i] for i in of]) for name, of in by_name(problems).items()},
     }
 
 

@@ -11,6 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +22,8 @@ from megatron_dppo.process.lock import FolderLock
 ANSWERS, SETTINGS, SCORES = "answers.jsonl", "evaluation.json", "scores.json"
 PROBLEMS = "problems"
 """Among the settings, by benchmark."""
-Row = dict[str, Any]
+AnswerRow = Mapping[str, Any]
+"""A line of ``answers.jsonl``."""
 Key = tuple[str, int]
 """A problem: its benchmark, and its number there."""
 
@@ -44,28 +46,24 @@ class AnswerLog:
         self, folder: Path, settings: Mapping[str, Any], batches: Sequence[Sequence[Key]], samples: int
     ) -> None:
         self._path = folder / ANSWERS
-        try:
-            self._lock = FolderLock(folder, "eval.out")
-        except OSError as error:
-            raise _cannot_write(folder, error) from error
-        try:
-            _check_settings(folder, settings)
-            self.whole = self._keep_whole(batches, samples)
-            """Of each batch whether it is there."""
-            self._file = self._path.open("ab")
-        except OSError as error:
-            raise _cannot_write(folder, error) from error
-        finally:
-            if not hasattr(self, "_file"):
-                self._lock.close()
+        with ExitStack() as on_failure:
+            try:
+                self._lock = on_failure.enter_context(closing(FolderLock(folder, "eval.out")))
+                _check_settings(folder, settings)
+                self.whole = self._keep_whole(batches, samples)
+                """Of each batch whether it is there."""
+                self._file = self._path.open("ab")
+            except OSError as error:
+                raise _cannot_write(folder, error) from error
+            on_failure.pop_all()
 
-    def append(self, rows: Sequence[Row]) -> None:
+    def append(self, rows: Sequence[AnswerRow]) -> None:
         """Add a batch; it is on the disk when this returns."""
         self._file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[AnswerRow]:
         """All that has been written, without prompts and texts."""
         with self._path.open("rb") as lines:
             return _figures(lines, "eval.out")
@@ -115,7 +113,7 @@ def write_scores(folder: Path, scores: Mapping[str, Any]) -> None:
         partial.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
 
 
-def read_answers(folder: Path, setting: str) -> list[Row]:
+def read_finished(folder: Path, setting: str) -> list[AnswerRow]:
     """The rows of a finished evaluation, without prompts and texts.
 
     Raises:
@@ -131,7 +129,7 @@ def read_answers(folder: Path, setting: str) -> list[Row]:
         raise UserError(setting, folder, f"cannot be read ({error})", "Name another folder") from error
 
 
-def _figures(lines: BinaryIO, setting: str) -> list[Row]:
+def _figures(lines: BinaryIO, setting: str) -> list[AnswerRow]:
     """What scores are made of: the texts of a large evaluation would fill the memory."""
     rows = []
     for number, line in enumerate(lines, 1):
@@ -145,19 +143,17 @@ def _figures(lines: BinaryIO, setting: str) -> list[Row]:
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Compare the settings with those that the folder was begun with, and write down both benchmarks' problems."""
     file, now = folder / SETTINGS, json.loads(json.dumps(settings))
     begun = _read_settings(folder, file) if file.exists() else {}
     if begun:
-        before, ours = begun.get(PROBLEMS) or {}, now.get(PROBLEMS) or {}
-        others = [name for name in before if name in ours and before[name] != ours[name]]
-        changed = [key for key in {**begun, **now} if key != PROBLEMS and begun.get(key) != now.get(key)]
-        pairs = [(key, begun.get(key), now.get(key)) for key in changed]
-        pairs += [(f"the problems of {name}", before[name], ours[name]) for name in others]
-        if pairs:
-            what = "; ".join(f"{key} = {_short(was)} (now {_short(is_now)})" for key, was, is_now in pairs)
+        before, ours = begun.pop(PROBLEMS, None) or {}, now.pop(PROBLEMS, None) or {}
+        pairs = [(key, begun.get(key), now.get(key)) for key in {**begun, **now}]
+        pairs += [(f"the problems of {name}", before[name], ours[name]) for name in before if name in ours]
+        if changed := [f"{key} = {_short(was)} (now {_short(is_now)})" for key, was, is_now in pairs if was != is_now]:
             remedy = "Name another folder with --out, or give the settings that it was begun with"
-            raise UserError("eval.out", folder, f"was begun with {what}", remedy)
-        now = {**now, PROBLEMS: {**before, **ours}} if before or ours else now
+            raise UserError("eval.out", folder, f"was begun with {'; '.join(changed)}", remedy)
+        begun, now = ({**of, PROBLEMS: problems} for of, problems in ((begun, before), (now, {**before, **ours})))
     if now != begun:
         with replacing_file(file) as partial:
             partial.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
@@ -168,9 +164,8 @@ def _read_settings(folder: Path, file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         problem = f"{SETTINGS} cannot be read ({error}): it does not say what the answers there are answers of"
-        raise UserError(
-            "eval.out", folder, problem, "Name another folder with --out, or fetch that file again"
-        ) from error
+        remedy = "Name another folder with --out, or fetch that file again"
+        raise UserError("eval.out", folder, problem, remedy) from error
 
 
 def _cannot_write(folder: Path, error: OSError) -> UserError:

@@ -6,6 +6,7 @@ Needs no torch, so that an absent file is known before a rank starts.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -103,7 +104,7 @@ KNOWN = (*BENCHMARKS, *GENERATORS)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class HeldOut:
     """Held-out problems of a run, before they are read."""
 
     name: str
@@ -120,7 +121,7 @@ class Source:
         return self.name or Path(self.file).stem
 
 
-def sources(config: Config) -> list[Source]:
+def sources(config: Config) -> list[HeldOut]:
     """What a run holds out: ``data.eval``, or the generator's problems where it says nothing; then ``eval.benchmarks``.
 
     Raises:
@@ -128,33 +129,30 @@ def sources(config: Config) -> list[Source]:
     """
     named = [_named(entry, config) for entry in config.eval.benchmarks]
     of = config.data.eval
-    if of is None:
-        generates = config.data.train in GENERATORS and not named
-        plain = [Source("", config.data.train, "data.eval")] if generates else []
-    else:
-        files = of if isinstance(of, dict) else {"": of}
-        plain = [Source(name, file, "data.eval") for name, file in files.items()]
-    found = [*plain, *named]
+    if of is None and config.data.train in GENERATORS and not named:
+        of = config.data.train
+    files = of if isinstance(of, dict) else {} if of is None else {"": of}
+    found = [*(HeldOut(name, file, "data.eval") for name, file in files.items()), *named]
     for number, source in enumerate(found):
         if source.name in TAKEN and (source.name or isinstance(of, dict) or source.setting == SETTING):
-            problem = "is what another metric is called"
-            raise UserError(source.setting, source.name, problem, "Give that file another name")
+            problem, remedy = "is what another metric is called", "Give that file another name"
+            raise UserError(source.setting, source.name, problem, remedy)
         if source.shown in [other.shown for other in found[:number]]:
             raise UserError(source.setting, source.shown, "stands twice", "Give one of the two another name")
     return found
 
 
-def _named(entry: str, config: Config) -> Source:
+def _named(entry: str, config: Config) -> HeldOut:
     name, equals, file = entry.partition("=")
     if equals:
-        return Source(name.strip(), file.strip(), SETTING)
+        return HeldOut(name.strip(), file.strip(), SETTING)
     if name in GENERATORS:
-        return Source(name, name, SETTING)
+        return HeldOut(name, name, SETTING)
     if name not in BENCHMARKS:
         near = get_close_matches(name, KNOWN, 1)
         remedy = f"Write {near[0]}, if that was meant" if near else f"Known are {', '.join(KNOWN)}"
         raise UserError(SETTING, name, "is no benchmark", f"{remedy}; a file of your own is NAME=FILE")
-    return Source(name, str(find_file(name, folder_of(config))), SETTING, BENCHMARKS[name])
+    return HeldOut(name, str(find_file(name, folder_of(config))), SETTING, BENCHMARKS[name])
 
 
 def folder_of(config: Config) -> Path:
@@ -169,16 +167,13 @@ def find_file(name: str, folder: Path) -> Path:
         UserError: if there is none, saying what it may be called and who publishes it.
     """
     benchmark = BENCHMARKS[name]
-    for stem in benchmark.files:
-        for suffix in SUFFIXES:
-            file = folder / (stem + suffix)
-            if file.is_file():
-                return file
-    stems = ", ".join(benchmark.files)
+    files = (folder / (stem + suffix) for stem in benchmark.files for suffix in SUFFIXES)
+    if file := next((file for file in files if file.is_file()), None):
+        return file
     raise UserError(
         SETTING,
         name,
-        f"has no file in {folder} (looked for {stems}, as {', '.join(SUFFIXES)})",
+        f"has no file in {folder} (looked for {', '.join(benchmark.files)}, as {', '.join(SUFFIXES)})",
         f"Put its {benchmark.problems} problems there as they are published ({benchmark.source}), point eval.folder or "
         f"${FOLDER} at the folder that has them, or leave {name} out",
     )
@@ -208,18 +203,16 @@ def read_benchmark(name: str, file: str, benchmark: Benchmark) -> list[Question]
     return [Question(row, _prompt(row, benchmark), _label(row, benchmark)) for row in rows]
 
 
-def usual_column(row: Row, wanted: str, setting: str) -> str:
+def _usual_column(row: Row, wanted: str, setting: str) -> str:
     """The column of a user's own file: the one that the run's data have, else the first with a usual name."""
     for column in (wanted, *COLUMNS_IN_USE[setting]):
-        try:
+        with suppress(KeyError):
             row[column]
-        except KeyError:
-            continue
-        return column
+            return column
     return wanted
 
 
-def rows_of(source: Source, data: DataConfig) -> tuple[list[Row], DataConfig]:
+def rows_of(source: HeldOut, data: DataConfig) -> tuple[list[Row], DataConfig]:
     """What ``eval.benchmarks`` names, and the settings under which it is read.
 
     Args:
@@ -234,8 +227,8 @@ def rows_of(source: Source, data: DataConfig) -> tuple[list[Row], DataConfig]:
         rows = [replace(q.row, values={"data_source": source.name, PROBLEM: q.prompt, ANSWER: q.label}) for q in asked]
         return rows, replace(data, prompt_key=PROBLEM, label_key=ANSWER)
     rows = read_rows(source.file, SETTING)
-    question = usual_column(rows[0], data.prompt_key, "data.prompt_key")
-    return rows, replace(data, prompt_key=question, label_key=usual_column(rows[0], data.label_key, "data.label_key"))
+    question = _usual_column(rows[0], data.prompt_key, "data.prompt_key")
+    return rows, replace(data, prompt_key=question, label_key=_usual_column(rows[0], data.label_key, "data.label_key"))
 
 
 def _prompt(row: Row, benchmark: Benchmark) -> str:

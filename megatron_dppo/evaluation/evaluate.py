@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,9 +12,8 @@ import numpy as np
 
 from megatron_dppo.config import EvalConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluator import Answer, Evaluator
-from megatron_dppo.evaluation.problems import Problem, names
-from megatron_dppo.evaluation.statistics import mean, pass_at, per_problem_mean, powers_up_to
+from megatron_dppo.evaluation.evaluator import Answer, Evaluator, Problem, by_name
+from megatron_dppo.evaluation.scores import mean, pass_at, per_problem_mean, powers_up_to
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.rl.types import Floats
 
@@ -64,8 +62,8 @@ def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConf
         "eval/response_len/mean": sum(answer.tokens for answer in answers) / max(len(answers), 1),
     }
     accuracies = []
-    for name in names(problems):
-        mine = [i for i, problem in enumerate(problems) if problem.name == name]
+    places = by_name(problems)
+    for name, mine in places.items():
         figures = _figures(name, [found.answers[i] for i in mine], found.votes[mine])
         if name:
             metrics |= {f"eval/{key}": value for key, value in figures.items()}
@@ -79,8 +77,8 @@ def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConf
         Shown(problem.prompt.text, group[0].text or "", problem.prompt.label_text, _is_right(group[0]) == 1.0)
         for problem, group in zip(problems[: config.show], found.answers, strict=False)
     ]
-    counts = Counter(problem.name for problem in problems)
-    return Evaluation(metrics, tuple(shown), found.tracebacks, dict(counts))
+    counts = {name: len(of) for name, of in places.items()}
+    return Evaluation(metrics, tuple(shown), found.tracebacks, counts)
 
 
 def _figures(name: str, groups: Sequence[Sequence[Answer]], votes: Floats) -> dict[str, float]:

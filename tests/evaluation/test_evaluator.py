@@ -11,8 +11,7 @@ import pytest
 from megatron_dppo.config import Config, EvalConfig, RolloutConfig
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
-from megatron_dppo.evaluation.evaluator import Answered, Evaluator
-from megatron_dppo.evaluation.problems import Problem
+from megatron_dppo.evaluation.evaluator import Answered, Evaluator, Problem
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.evaluation.statistics import (
+from megatron_dppo.evaluation.scores import (
     Estimate,
     difference,
     estimates,

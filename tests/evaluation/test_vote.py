@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.evaluation.vote import Pair, vote, votes
+from megatron_dppo.evaluation.evaluator import Pair, vote, votes
 
 
 @given(st.integers(0, 5), st.lists(st.sampled_from("abc"), max_size=8))
