@@ -22,7 +22,6 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import replacing_file
 
 FILE = "metrics.jsonl"
-Row = dict[str, float]
 
 
 class StepLog:
