@@ -9,7 +9,7 @@ from math import prod
 from megatron_dppo.observe.timers import saving
 from megatron_dppo.report.axes import say
 from megatron_dppo.report.parts import Note, Part, Section, Table
-from megatron_dppo.report.run import Row, Run
+from megatron_dppo.report.run import Record, Run
 from megatron_dppo.report.timing import race
 
 
@@ -40,6 +40,7 @@ class Spent:
 def spent(run: Run) -> Spent:
     """Every row's seconds, times what the run held at that time."""
     servers = _server_gpus(run)
+    # In pruning.jsonl ``idle`` counts completions with zero advantage.
     dropped = {row["step"]: (row["pruned"][1], row["idle"][1]) for row in run.census}
     hours, saved = 0.0, [0.0, 0.0, 0.0]
     for row in run.rows:
@@ -48,10 +49,10 @@ def spent(run: Run) -> Spent:
         pruned, zero_advantage = dropped.get(row["step"], (0, 0))
         for i, seconds in enumerate(saving(row, pruned=pruned, zero_advantage=zero_advantage)):
             saved[i] += held * seconds
-    return Spent(hours, saved[0], saved[1], saved[2], _devices(run, servers))
+    return Spent(hours, *saved, _devices(run, servers))
 
 
-def _ranks(run: Run, row: Row) -> int:
+def _ranks(run: Run, row: Record) -> int:
     """Of the trainer: as the row says, else what the layout comes to."""
     sizes = (int(run.setting(f"layout.{size}") or 1) for size in ("tp", "pp", "cp", "dp"))
     return int(row.get("perf/ranks", 0)) or prod(sizes)

@@ -7,6 +7,7 @@ from math import sqrt
 
 import numpy as np
 
+from megatron_dppo.evaluation.benchmarks import TAKEN
 from megatron_dppo.report.axes import Form, say
 from megatron_dppo.report.parts import Note, Part, Plots, Section, Table
 from megatron_dppo.report.plot import Line, Plot, line_plot
@@ -49,12 +50,13 @@ def wilson(share: float, of: int) -> tuple[float, float]:
 
 def learning(runs: Sequence[Run]) -> Section:
     """Reward and accuracy, drawn over each of four axes; the page shows one of them at a time."""
-    spans = _unit(max((float(_seconds(run)[-1]) for run in runs if run.steps), default=0.0))
+    time = "perf/step_time"
+    size, unit = _unit(max((float(_sum(run, time)[-1]) for run in runs if run.steps), default=0.0))
     axes: Sequence[tuple[str, str, Places]] = (
         ("steps", "step", step_numbers),
         ("tokens generated", "tokens generated", lambda run: _sum(run, "rollout/generated_tokens")),
         ("tokens trained on", "tokens trained on", lambda run: _sum(run, "train/tokens")),
-        ("time", f"{spans[1]} in training steps", lambda run: _seconds(run) / spans[0]),
+        ("time", f"{unit} in training steps", lambda run: _sum(run, time) / size),
     )
     parts = [
         Plots([reward_plot(runs, label, places), accuracy_plot(runs, label, places)], axis=name)
@@ -112,10 +114,8 @@ def accuracy_plot(runs: Sequence[Run], label: str = "step", places: Places = ste
     lines = []
     for run in runs:
         x, y = _over(run, "eval/accuracy", places)
-        low = high = None
-        if run.held_out and len(y):
-            low, high = np.array([wilson(share, run.held_out) for share in y]).T
-        lines.append(Line(run.name, run.colour, x, y, low, high))
+        bounds = np.array([wilson(share, run.held_out) for share in y]).T if run.held_out and len(y) else ()
+        lines.append(Line(run.name, run.colour, x, y, *bounds))
     about = "share of the held-out problems that were answered correctly"
     return line_plot("Held-out accuracy", about, lines, x_label=label, form="share", empty="no evaluation")
 
@@ -136,19 +136,15 @@ def _sum(run: Run, key: str) -> Floats:
     return np.cumsum([row.get(key, 0.0) for row in run.steps], dtype=np.float64)
 
 
-def _seconds(run: Run) -> Floats:
-    return _sum(run, "perf/step_time")
-
-
 def _unit(longest: float) -> tuple[float, str]:
-    return next(
-        ((size, word) for size, word in ((3600.0, "hours"), (60.0, "minutes")) if longest > 2 * size), (1.0, "seconds")
-    )
+    units = ((3600.0, "hours"), (60.0, "minutes"))
+    return next(((size, word) for size, word in units if longest > 2 * size), (1.0, "seconds"))
 
 
 def _by_file(runs: Sequence[Run]) -> list[Table]:
     """Where the run is held against several files: each one's accuracy, first and last."""
-    names = sorted({key.removeprefix("eval/") for run in runs for row in run.rows for key in row if _is_file(key)})
+    keys = {key.removeprefix("eval/") for run in runs for row in run.rows for key in row if key.startswith("eval/")}
+    names = sorted(name for name in keys if "/" not in name and name not in TAKEN)
     rows = [[name, *(_first_last(run, name) for run in runs)] for name in names]
     return [Table(["held out, first → last", *(run.name for run in runs)], rows)] if rows else []
 
@@ -162,11 +158,6 @@ def _first_last(run: Run, name: str) -> str:
         return said
     low, high = wilson(values[-1], run.problems[name])
     return f"{said} ({100 * low:.1f}–{100 * high:.1f})"
-
-
-def _is_file(key: str) -> bool:
-    section, _, name = key.partition("/")
-    return section == "eval" and "/" not in name and name not in ("accuracy", "reward", "unscored")
 
 
 def _difference_plot(runs: Sequence[Run]) -> Plot:
@@ -187,8 +178,8 @@ def _difference_table(runs: Sequence[Run]) -> Table:
         if not len(values):
             return "–"
         if key.endswith("prob_error"):
-            return say(float(values.max()) - 1.0, form)
-        return say(float(values.max() if "max" in key else values.mean()), form)
+            values = values - 1.0
+        return say(float(values.max() if key.endswith(("prob_error", "max_diff")) else values.mean()), form)
 
     fill = ["pack fill, mean", *(say(run.mean("pack/fill"), "share") for run in runs)]
     rows = [[what, *(figure(run, key, form) for run in runs)] for what, key, form in DIFFERENCES]

@@ -53,13 +53,11 @@ def answers_plot(run: Run) -> Plot:
     binary = all(row["binary"] for row in run.census)
     title, about = "Which answers are trained on", "probability, over all steps"
     cells = _cells(run, "by_group" if binary else "by_reward")
-    if not _are_pruned(cells):
-        return Plot(title, about, empty=_nothing_pruned(cells))
+    if nothing := _nothing_pruned(cells):
+        return Plot(title, about, empty=nothing)
     words = ("right", "wrong") if binary else ("above the mean", "below the mean")
-    lines = [
-        Line(name, colour, *cells[cells[:, 1] == side][:, [0, 3]].T)
-        for side, colour, name in ((1.0, "good", words[0]), (-1.0, "bad", words[1]))
-    ]
+    sides = zip((1.0, -1.0), ("good", "bad"), words, strict=True)
+    lines = [Line(name, colour, *cells[cells[:, 1] == side][:, [0, 3]].T) for side, colour, name in sides]
     x_label = "accuracy of the answer's group" if binary else "reward, in deviations from the group's mean"
     x_form: Form = "share" if binary else "number"
     return line_plot(title, about, lines, x_label=x_label, x_form=x_form, form="share", low=0.0, high=1.02)
@@ -70,8 +68,8 @@ def causes_plot(run: Run) -> Plot:
     answers are there."""
     title, about = "… and why", "score over the step's median, by length; stronger: more answers"
     cells = _cells(run, "by_cause")
-    if not _are_pruned(cells):
-        return Plot(title, about, empty=_nothing_pruned(cells))
+    if nothing := _nothing_pruned(cells):
+        return Plot(title, about, empty=nothing)
     x, y, count, chance = cells.T
     wide, tall = (min(np.diff(np.unique(values)).min(initial=np.inf), 1.0) / 2 for values in (x, y))
     left, right, bottom, top = x.min() - wide, x.max() + wide, y.min() - tall, y.max() + tall
@@ -104,11 +102,10 @@ def noise_plot(run: Run) -> Plot:
     steps, by_prompts = run.series("prune/noise_share_prompts")
     _, by_completions = run.series("prune/noise_share_completions")
     sampling = np.maximum(1.0 - by_prompts - by_completions, 1e-9)
+    sources = (("sampling", sampling), ("prompts pruned", by_prompts), ("completions pruned", by_completions))
     layers = [
         Layer(name, f"noise{i}", share / sampling, f"{100 * share.mean():.0f}%" if len(share) else "")
-        for i, (name, share) in enumerate(
-            (("sampling", sampling), ("prompts pruned", by_prompts), ("completions pruned", by_completions))
-        )
+        for i, (name, share) in enumerate(sources)
     ]
     return stack_plot(title, about, steps, layers, form="times", empty="not estimated: the rule is biased")
 
@@ -117,10 +114,10 @@ def tokens_plot(run: Run) -> Plot:
     """Prompt and response tokens, by what became of them."""
     unseen = {row["step"]: row.get("prune/saved_tokens_prompts", 0.0) for row in run.rows}
     steps = np.array([row["step"] for row in run.census], dtype=np.float64)
-    counted = np.array(
-        [[*(row[what][1] for what in ("kept", "pruned", "idle")), unseen.get(row["step"], 0.0)] for row in run.census],
-        dtype=np.float64,
-    ).reshape(-1, 4)
+    counts = [
+        [row["kept"][1], row["pruned"][1], row["idle"][1], unseen.get(row["step"], 0.0)] for row in run.census
+    ]  # pruning.jsonl calls zero advantage ``idle``
+    counted = np.array(counts, dtype=np.float64).reshape(-1, 4)
     shares = counted.sum(axis=0) / max(counted.sum(), 1.0)
     layers = [
         Layer(name, f"fate{i}", counted[:, i], f"{100 * share:.0f}%")
@@ -163,9 +160,8 @@ def _cells(run: Run, table: str) -> Floats:
     return np.array(rows, dtype=np.float64).reshape(-1, 4)
 
 
-def _are_pruned(cells: Floats) -> bool:
-    return bool((cells[:, 3] < 1.0).any())
-
-
 def _nothing_pruned(cells: Floats) -> str:
+    """Why there is no choice to show; empty where there is one."""
+    if (cells[:, 3] < 1.0).any():
+        return ""
     return "every answer that could teach was trained on" if len(cells) else "no answer could teach anything"

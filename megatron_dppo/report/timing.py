@@ -16,12 +16,7 @@ from megatron_dppo.report.run import Run
 from megatron_dppo.settings import settings
 
 USAGE: Metrics = (
-    (
-        "Waiting",
-        "share of a step in which the trainer passes no tokens through the policy",
-        "perf/wait_time_ratio",
-        "share",
-    ),
+    ("Waiting", "share of a step in which the trainer does not run the policy", "perf/wait_time_ratio", "share"),
     ("Training rate", "TFLOPS of a rank during training", "perf/actor_train_tflops", "number"),
     ("Share of the peak", "of a GPU's rate by its data sheet, during training", "perf/actor_train_peak_share", "share"),
     ("GPU memory", "GiB, of the rank that held the most", "perf/gpu_memory_gib", "number"),
@@ -66,21 +61,17 @@ def phase_plot(run: Run, title: str, about: str, top: float | None = None) -> Pl
 def _layers(run: Run) -> list[Layer]:
     """Seconds of each phase, and in words its share of the mean step."""
     found = [breakdown(row) for row in run.steps]
-    seconds = {
-        name: np.array([row.get(name, 0.0) for row in found]) for name in NAMES if any(name in row for row in found)
-    }
+    names = [name for name in NAMES if any(name in row for row in found)]
+    seconds = {name: np.array([row.get(name, 0.0) for row in found]) for name in names}
     total = sum(float(values.mean()) for values in seconds.values()) or 1.0
-    return [
-        Layer(name, f"phase-{name}", values, _percent(float(values.mean()) / total)) for name, values in seconds.items()
-    ]
+    return [Layer(name, f"phase-{name}", of, _percent(float(of.mean()) / total)) for name, of in seconds.items()]
 
 
 def _segments(mean: Mapping[str, float], phases: Sequence[str], longest: float) -> list[Segment]:
-    shares = {phase: mean.get(phase, 0.0) / longest for phase in phases}
     return [
         Segment(f"phase-{phase}", phase, 100 * share, duration(mean[phase]) if share > NARROWEST else "")
-        for phase, share in shares.items()
-        if share > 0.0
+        for phase in phases
+        if (share := mean.get(phase, 0.0) / longest) > 0.0
     ]
 
 
@@ -144,13 +135,14 @@ class Race:
         return f"{tested}: how long each took to an accuracy is not compared."
 
     def _against_first(self, seconds: Mapping[str, float]) -> str:
-        first, *others = seconds
-        ratios = [
-            f"{name} {duration(seconds[name])}"
-            + (f", {seconds[name] / seconds[first]:.2f} times as long" if seconds[first] else "")
-            for name in others
-        ]
-        return "; ".join([f"{first} {duration(seconds[first])}", *ratios])
+        first = next(iter(seconds))
+
+        def words(name: str) -> str:
+            compared = name != first and seconds[first]
+            ratio = f", {seconds[name] / seconds[first]:.2f} times as long" if compared else ""
+            return f"{name} {duration(seconds[name])}{ratio}"
+
+        return "; ".join(map(words, seconds))
 
 
 def race(runs: Sequence[Run]) -> Race | None:
@@ -177,13 +169,8 @@ def _different_tests(runs: Sequence[Run]) -> list[str]:
     keys = [*TEST, *own]
     if not any(run.setting("data.eval") or run.setting("eval.benchmarks") for run in runs):
         keys.append("data.train")  # a generator's own
-    differs = [
-        change.key
-        for run in runs
-        for _, changes in run.changes
-        for change in changes
-        if change.key in keys and change.key != "data.train"
-    ]
+    changed = [change.key for run in runs for _, changes in run.changes for change in changes]
+    differs = [key for key in changed if key in keys and key != "data.train"]
     if not all(run.problems for run in runs):
         keys += COUNTS
     elif any(run.problems != runs[0].problems for run in runs):

@@ -89,7 +89,7 @@ def read_history(folder: Path) -> list[Entry]:
     if entries := [entry for line in lines if (entry := _entry(line)) is not None]:
         return entries
     try:
-        tree = yaml.safe_load((folder / IN_FORCE).read_text(encoding="utf-8"))
+        tree = yaml.safe_load((folder / IN_FORCE).read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError, yaml.YAMLError):
         return []
     return [Entry(0, _leaves(tree, ""))] if isinstance(tree, dict) else []
