@@ -41,7 +41,7 @@ class Benchmark:
     """Names, without suffix, that published copies of it have; the first one that is there is read."""
     source: str
     """Who publishes it."""
-    label: str
+    label: str = "answer"
     """Column of the reference answer; a list of answers is one answer of several parts."""
     worked: bool = False
     """Whether that column holds a worked solution, which marks the answer (a box, number signs)."""
@@ -53,52 +53,27 @@ class Benchmark:
     """The reward function that judges its answers, whichever one trains the policy."""
 
 
+QWEN = "evaluation/data of QwenLM/Qwen2.5-Math on GitHub"
 BENCHMARKS = {
     "gsm8k": Benchmark(
-        "grade-school word problems, the test split",
-        1319,
-        ("gsm8k_test", "gsm8k", "gsm8k/test"),
-        "openai/grade-school-math on GitHub, openai/gsm8k on the Hugging Face hub",
-        label="answer",
-        worked=True,
+        "grade-school word problems, the test split", 1319, ("gsm8k_test", "gsm8k", "gsm8k/test"),
+        "openai/grade-school-math on GitHub, openai/gsm8k on the Hugging Face hub", worked=True,
     ),
     "math500": Benchmark(
-        "500 problems of MATH's test split",
-        500,
-        ("math500", "math500_test", "math500/test"),
+        "500 problems of MATH's test split", 500, ("math500", "math500_test", "math500/test"),
         "HuggingFaceH4/MATH-500 on the Hugging Face hub",
-        label="answer",
     ),
-    "aime24": Benchmark(
-        "AIME 2024, I and II",
-        30,
-        ("aime24", "aime24/test"),
-        "evaluation/data of QwenLM/Qwen2.5-Math on GitHub",
-        label="answer",
-    ),
+    "aime24": Benchmark("AIME 2024, I and II", 30, ("aime24", "aime24/test"), QWEN),
     "minerva": Benchmark(
-        "science problems of MIT's open courses",
-        272,
-        ("minerva_math", "minerva", "minerva_math/test"),
-        "evaluation/data of QwenLM/Qwen2.5-Math on GitHub",
-        label="solution",
-        worked=True,
+        "science problems of MIT's open courses", 272, ("minerva_math", "minerva", "minerva_math/test"), QWEN,
+        label="solution", worked=True,
     ),
     "olympiadbench": Benchmark(
-        "olympiad problems in English, text only, with one answer that can be checked",
-        675,
-        ("olympiadbench", "olympiadbench/test"),
-        "evaluation/data of QwenLM/Qwen2.5-Math on GitHub",
-        label="final_answer",
+        "olympiad problems in English, text only, with one answer that can be checked", 675,
+        ("olympiadbench", "olympiadbench/test"), QWEN, label="final_answer",
     ),
-    "amc23": Benchmark(
-        "AMC 12 of 2023, A and B, without the choices",
-        40,
-        ("amc23", "amc23/test"),
-        "evaluation/data of QwenLM/Qwen2.5-Math on GitHub",
-        label="answer",
-    ),
-}
+    "amc23": Benchmark("AMC 12 of 2023, A and B, without the choices", 40, ("amc23", "amc23/test"), QWEN),
+}  # fmt: skip
 KNOWN = (*BENCHMARKS, *GENERATORS)
 """What ``eval.benchmarks`` may name without a file."""
 

@@ -25,8 +25,8 @@ ROLLOUT_S, TRAIN_S, FIXED_S = 3e-4, 7e-4, 0.25
 
 
 def one_step(folder: Path, *, prompts: float, completions: float, **held: float) -> Run:
-    """A step of such a machine. Of 1,000 tokens in the window this share is rolled out; of those a fifth can teach
-    nothing, and of the rest this share is trained on."""
+    """A step of such a machine. Of 1,000 tokens in the window this share is rolled out; of those a fifth has zero
+    advantage, and of the rest this share is trained on."""
     rolled_out = 1000.0 * prompts
     trained = 0.8 * rolled_out * completions
     row = {
@@ -41,8 +41,8 @@ def one_step(folder: Path, *, prompts: float, completions: float, **held: float)
     }
     folder.mkdir(parents=True)
     write_lines(folder / "metrics.jsonl", [row])
-    idle = 0.2 * rolled_out
-    census = {"step": 1, "kept": [1, trained], "pruned": [1, rolled_out - trained - idle], "idle": [1, idle]}
+    dropped = 0.2 * rolled_out
+    census = {"step": 1, "kept": [1, trained], "pruned": [1, rolled_out - trained - dropped], "idle": [1, dropped]}
     write_lines(folder / "pruning.jsonl", [census | {"binary": True, "by_group": [], "by_reward": [], "by_cause": []}])
     return read_runs([folder])[0]
 
@@ -58,7 +58,7 @@ def test_what_pruning_saved_is_what_the_run_without_it_takes_longer(tmp_path: Pa
     assert found.both > found.by_prompts + found.by_completions
 
 
-def test_without_pruning_nothing_is_saved_though_idle_answers_are_dropped(tmp_path: Path) -> None:
+def test_without_pruning_nothing_is_saved_though_zero_advantages_are_dropped(tmp_path: Path) -> None:
     found = spent(one_step(tmp_path / "run", prompts=1.0, completions=1.0))
     assert (found.by_prompts, found.by_completions, found.both) == (0.0, 0.0, 0.0)
     assert found.share == 0.0
