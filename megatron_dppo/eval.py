@@ -79,7 +79,7 @@ def evaluate_model(config: Config) -> None:
 
 
 def out_folder(config: Config) -> Path:
-    """Where the answers go: beside the checkpoints of the run that the model is of, else into ``run.dir``."""
+    """Where the answers go: into ``eval.out``, else into the folder of the run that the checkpoint is of."""
     if config.eval.out:
         return Path(config.eval.out)
     if config.model.checkpoint is None:
@@ -140,7 +140,7 @@ def _rows(problem: Problem, found: Answered, place: int) -> list[AnswerRow]:
 
 
 class _Progress:
-    """What the leader says now and then."""
+    """The leader's notes on how far the evaluation is."""
 
     def __init__(self, config: Config, of: int, done: int) -> None:
         self._console = Console(0)
@@ -191,7 +191,7 @@ def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[A
 
 
 def _settings(config: Config, problems: Sequence[Problem]) -> dict[str, Any]:
-    """All that the answers are a function of, where the engine can be seeded; but for the cut over ranks."""
+    """All that the answers depend on where the engine can be seeded, except the number of ranks."""
     return {
         "model": str(Path(config.model.checkpoint or config.model.path).resolve()),
         "weights": _weights(config),
@@ -208,7 +208,7 @@ def _settings(config: Config, problems: Sequence[Problem]) -> dict[str, Any]:
 
 
 def _weights(config: Config) -> str:
-    """A word for the files that the weights are read from: another one once they have been written again."""
+    """A fingerprint of the files that the weights are read from. It changes once they have been written again."""
     checkpoint = config.model.checkpoint
     folder = Path(config.model.path) if checkpoint is None else find_checkpoint(Path(checkpoint))
     files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".distcp"))

@@ -1,8 +1,9 @@
-"""The folder of one evaluation: every answer, written batch by batch, so that a kill costs one batch at most.
+"""The folder of one evaluation. Answers are written batch by batch, so that a kill costs one batch at most.
 
-``answers.jsonl`` has a line for each completion, which is what one greps, samples and loads as a table;
-``evaluation.json`` says what they are answers of, and refuses to be gone on with by anything else; other benchmarks of
-the same policy and settings go beside; ``scores.json`` appears in one piece at the end.
+- ``answers.jsonl`` has a line for each completion.
+- ``evaluation.json`` has the settings that the answers depend on. An evaluation with other settings is refused. Other
+  benchmarks of the same policy and settings are added to the same folder.
+- ``scores.json`` is written in one piece at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_dppo.process.lock import FolderLock
 
 ANSWERS, SETTINGS, SCORES = "answers.jsonl", "evaluation.json", "scores.json"
 PROBLEMS = "problems"
-"""Among the settings, by benchmark."""
+"""The setting that has an entry for each benchmark."""
 AnswerRow = Mapping[str, Any]
 """A line of ``answers.jsonl``."""
 Key = tuple[str, int]
@@ -33,8 +34,8 @@ class AnswerLog:
 
     Args:
         folder: made where there is none.
-        settings: JSON-able; all that the answers depend on, by names that a user knows. What it says under ``problems``
-            is by benchmark: others that the folder holds stay beside.
+        settings: all that the answers depend on, by names that a user knows, for JSON. ``problems`` has an entry for
+            each benchmark; those that the folder has already are kept.
         batches: of problems, each by its benchmark and its number, in the order in which they are answered.
         samples: answers to each problem.
 
@@ -73,8 +74,8 @@ class AnswerLog:
         self._lock.close()
 
     def _keep_whole(self, batches: Sequence[Sequence[Key]], samples: int) -> list[bool]:
-        """Drop what a kill has torn: half a line, and the rest of its batch, which is answered anew. Other benchmarks'
-        answers stay, for their batches are not known."""
+        """Drop half a line that a kill has left, and the rest of its batch, which is answered again. Answers of other
+        benchmarks are kept, because their batches are not known here."""
         found: Counter[Key] = Counter(key for _, key in self._lines() if key is not None)
         whole = [all(found[key] == samples for key in batch) for batch in batches]
         torn = {key for batch, there in zip(batches, whole, strict=True) if not there for key in batch if found[key]}
@@ -86,7 +87,7 @@ class AnswerLog:
         return whole
 
     def _lines(self) -> Iterator[tuple[bytes, Key | None]]:
-        """Each line with the problem that it answers; None of one that is torn."""
+        """Each line with the problem that it answers; None for a line that is incomplete."""
         if not self._path.exists():
             return
         with self._path.open("rb") as lines:
@@ -100,7 +101,7 @@ class AnswerLog:
 
 
 def finished_benchmarks(folder: Path) -> set[str]:
-    """Those that the folder has scores of."""
+    """The benchmarks that the folder has scores of."""
     try:
         return set(json.loads((folder / SCORES).read_text(encoding="utf-8"))["benchmarks"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -130,7 +131,7 @@ def read_finished(folder: Path, setting: str) -> list[AnswerRow]:
 
 
 def _figures(lines: BinaryIO, setting: str) -> list[AnswerRow]:
-    """What scores are made of: the texts of a large evaluation would fill the memory."""
+    """The rows without prompts and texts, which would fill the memory in a large evaluation."""
     rows = []
     for number, line in enumerate(lines, 1):
         try:

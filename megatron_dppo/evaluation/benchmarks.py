@@ -1,6 +1,7 @@
-"""The benchmarks that have a name: where their problems lie, which columns hold them, how they are asked and judged.
+"""What a run is evaluated on: named benchmarks, files of the user, generators. Says where their problems lie, which
+columns hold them, and how they are asked and judged.
 
-Needs no torch, so that an absent file is known before a rank starts.
+Imports no torch, so that an absent file is known before a rank starts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DEFAULT_FOLDER = "data/eval"
 SUFFIXES = (".jsonl", ".json", ".parquet")
 STEP_BY_STEP = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 TAKEN = frozenset({"accuracy", "reward", "unscored", ""})
-"""Names that are other metrics' (``eval/accuracy``)."""
+"""Names of other metrics, as in ``eval/accuracy``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,13 @@ class Benchmark:
     says: str
     """What it is."""
     problems: int
-    """How many it has: a file with fewer or more is another one, whose scores are not comparable."""
+    """How many it has. A file with another number of problems is refused: its scores are not comparable."""
     files: tuple[str, ...]
-    """Names, without suffix, that published copies of it have; the first one that is there is read."""
+    """Names, without suffix, of published copies. The first one that is there is read."""
     source: str
     """Who publishes it."""
     label: str = "answer"
-    """Column of the reference answer; a list of answers is one answer of several parts."""
+    """Column of the reference answer. A list there is one answer of several parts."""
     worked: bool = False
     """Whether that column holds a worked solution, which marks the answer (a box, number signs)."""
     prompt: tuple[str, ...] = ("problem", "question")
@@ -83,16 +84,17 @@ class HeldOut:
     """Held-out problems of a run, before they are read."""
 
     name: str
-    """Under which they are reported; "" for the only ones of a run that have none."""
+    """The name in reports; "" where a run has one file without a name."""
     file: str
-    """A file, or the generator's name."""
+    """A file, or the name of a generator."""
     setting: str
+    """The setting that names it, ``data.eval`` or ``eval.benchmarks``."""
     benchmark: Benchmark | None = None
-    """None: a user's own, whose prompts are asked as they stand and judged by ``reward.function``."""
+    """None for a file of the user: its prompts are asked as they stand, and ``reward.function`` judges the answers."""
 
     @property
     def shown(self) -> str:
-        """The name where there must be one."""
+        """The name, or the file's where there is none."""
         return self.name or Path(self.file).stem
 
 
@@ -226,7 +228,7 @@ def _label(row: Row, benchmark: Benchmark) -> str:
 
 
 def _value(row: Row, columns: tuple[str, ...]) -> Any:
-    """What stands in the first of these columns that the row has."""
+    """The value of the first of these columns that the row has."""
     column = next((name for name in columns if row.values.get(name) is not None), None)
     if column is None:
         problem = f"has nothing in a column {' or '.join(columns)} (it has {', '.join(row.values) or 'none'})"

@@ -1,4 +1,4 @@
-"""Held-out accuracy while a run goes on; pruning history and data order stay as they are."""
+"""Evaluations while a run goes on: held-out accuracy as metrics, and some answers for people to read."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What answers to the held-out problems were worth."""
+    """The scores of the answers to the held-out problems."""
 
     metrics: dict[str, float]
     """``eval/…``; of several files each one's accuracy under its name, and ``eval/accuracy`` is their mean."""
     shown: tuple[Shown, ...]
     notes: tuple[str, ...]
-    """What the log must say in words: how scoring failed."""
+    """Notes for the log on how scoring failed."""
     problems: Mapping[str, int] = field(default_factory=dict)
-    """How many were asked, by name: what an accuracy's interval goes by."""
+    """How many were asked, by name. The interval of an accuracy depends on it."""
 
 
 def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConfig) -> Evaluation:

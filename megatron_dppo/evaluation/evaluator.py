@@ -45,9 +45,9 @@ class Problem:
     """One held-out problem."""
 
     name: str
-    """Of its benchmark or file; "" where a run's only file has none."""
+    """The name of its benchmark or file; "" where a run has one file without a name."""
     number: int
-    """Its place there, from 0."""
+    """Its place in that file, from 0."""
     prompt: Prompt
     verifier: str
     """The reward function that judges answers to it."""
@@ -58,9 +58,9 @@ class Answer:
     """One completion of a problem, and its score."""
 
     text: str | None
-    """Special tokens left out; None where nobody wanted it."""
+    """Without special tokens; None where the caller did not ask for texts."""
     extracted: str
-    """What it states as its answer; empty if nothing."""
+    """The answer that the text states; empty if it states none."""
     score: Score | None
     """None where scoring failed."""
     tokens: int
@@ -150,14 +150,14 @@ class Evaluator:
     def answer(self, problems: Sequence[Problem], *, keep: int, of_all: int) -> Answered:
         """Answer every problem ``eval.samples`` times. Collective; every rank gets the same.
 
-        Where the engine can be seeded, an answer is a function of ``run.seed``, its problem and its number: the same in
-        every evaluation of a policy, and not drawn anew from one policy to the next.
+        Where the engine can be seeded, an answer depends on the policy, ``run.seed``, the problem and the sample's
+        number, and on nothing else: every evaluation of a policy gives the same answers.
 
         Args:
             problems: to be asked, the same on every rank.
-            keep: of so many problems, from the first one on, the texts of the answers are kept.
-            of_all: answers of the whole evaluation. Past the failures that ``reward.max_failures`` allows among those,
-                the rest is left unscored: :meth:`check_failures` is then about to stop it.
+            keep: the number of problems, from the first one on, whose answers keep their texts.
+            of_all: the number of answers of the whole evaluation. Once more of them failed than ``reward.max_failures``
+                allows, the rest is left unscored, and :meth:`check_failures` will stop the evaluation.
         """
         samples, temperature = self._config.eval.samples, temperature_of(self._config)
         mine = range(self._world.rank, len(problems), self._world.size)
@@ -211,7 +211,7 @@ class Evaluator:
 
     def _vote(self, groups: Sequence[Sequence[Answer]], verifier: str) -> Floats:
         def same(pairs: Sequence[Pair]) -> list[bool]:
-            if verifier != MATH:  # of another function nobody knows what it makes of an answer without its text
+            if verifier != MATH:  # another function may need the whole text of an answer
                 return [False] * len(pairs)
             items = [ScoreItem("", f"\\boxed{{{second}}}", first) for first, second in pairs]
             return [bool(score and score.correct) for score in self._collectors[verifier].workers.score(items).scores]
@@ -264,7 +264,7 @@ def _pairs(right: int, wrong: Sequence[str]) -> list[Pair]:
 
 
 def temperature_of(config: Config) -> float:
-    """What held-out problems are answered at: several greedy answers would be one."""
+    """The temperature for held-out problems. It is 0 for one sample only: several greedy answers are all the same."""
     if config.eval.temperature is None:
         return config.rollout.temperature if config.eval.samples > 1 else 0.0
     return config.eval.temperature

@@ -20,11 +20,11 @@ from megatron_dppo.rl.types import Floats
 
 LENGTH = "mean_length"
 FEWEST = 10
-"""Problems below which resampling says nothing about a difference: of one alone its interval would be a point."""
+"""With fewer problems resampling says nothing about a difference: with one problem the interval is a point."""
 RESAMPLES = 4000
 CONFIDENCE = 0.95
 SEED = 20210707
-"""Of the resampling: the same answers have the same intervals."""
+"""The seed of the resampling: the same answers have the same intervals."""
 Cell = Mapping[str, float | None]
 """An estimate as JSON has it: null for what is not a number."""
 
@@ -97,10 +97,10 @@ def difference(mine: Floats, theirs: Floats) -> Estimate:
 
 
 def share_bounds(found: Estimate, problems: int) -> Estimate:
-    """The interval of a share, also where every problem agrees on 0 or on 1, of which resampling sees only more.
+    """The interval of a share, also where every problem has 0 or every problem has 1, and resampling gives a point.
 
-    If more than a share s of all problems were otherwise, P of them would all agree with a chance below (1 − s)^P: the
-    exact binomial bound.
+    The bound is then the exact binomial one: if more than a share s of all problems were otherwise, P drawn problems
+    would all agree with a probability below (1 − s)^P.
     """
     reach = 1.0 - ((1.0 - CONFIDENCE) / 2) ** (1.0 / max(problems, 1))
     if found.low == found.high == 0.0:

@@ -1,7 +1,7 @@
 """The numbers of a run, step by step: ``metrics.jsonl`` for programs, TensorBoard for people.
 
-What depends on the machine or the clock stands under ``perf/``. All else in a row is a function of the run's settings
-and its seed, so that a resumed run's file is that of one that never stopped, bit for bit.
+What depends on the machine or the clock stands under ``perf/``. All else in a row depends on the run's settings and its
+seed alone, so that the file of a resumed run equals that of a run that never stopped, bit for bit.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StepLog:
 
 
 class MetricsLog:
-    """Appends to both logs of a run; only the leader has one.
+    """Appends to ``metrics.jsonl`` and to TensorBoard's log; only the leader has one.
 
     Args:
         run_dir: where ``metrics.jsonl`` and ``tensorboard/`` lie.

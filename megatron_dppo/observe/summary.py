@@ -1,4 +1,4 @@
-"""What a run came to: ``summary.json`` for programs, a few lines for people. Both are computed from the metrics."""
+"""The outcome of a run: ``summary.json`` for programs, a few lines for people. Both are computed from the metrics."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ PLACES: Sequence[tuple[str, str]] = (
 def summarise(metrics: Rows) -> dict[str, Any]:
     """The figures of a run, from its rows of ``metrics.jsonl``. A figure that no row knows is None.
 
-    Fractions are means over the steps that have them, of pack fill over those that packed anything. ``seconds`` adds up
-    the timed steps and evaluations: of a resumed run, those whose rows were kept, so that nothing is counted twice.
-    What estimates the noise of the gradient is None where a step has no estimate, as under a biased rule: the mean of
-    the others would be no figure of the run.
+    Fractions are means over the steps that have them. The mean of pack fill is over the steps that packed anything.
+    ``seconds`` adds up the timed steps and evaluations. In a resumed run these are the ones whose rows were kept, so
+    that nothing is counted twice. Estimates of the gradient's noise are None if any step lacks one, as under a biased
+    rule.
     """
     held_out = _values(metrics, "eval/accuracy")
     steps = [row for row in metrics if "perf/step_time" in row]
@@ -109,8 +109,8 @@ def _learned(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What a run with both rules ``none`` would have rolled out and trained on besides. Such a run does not train on
-    completions with zero advantage either.
+    """What pruning saved, compared with a run whose rules are both ``none``. Such a run does not train on completions
+    with zero advantage either.
 
     The tokens of prompts that were not rolled out are taken to be like those of the others.
     """
@@ -155,7 +155,7 @@ def _noise(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _faults(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What went wrong and was survived is said again at the end."""
+    """Failures that did not stop the run, once more at the end."""
     if summary["no_op_steps"]:
         yield f"{_steps(summary['no_op_steps'])} kept nothing to train on and changed no weight"
     if summary["reward_timeouts"] or summary["reward_errors"]:

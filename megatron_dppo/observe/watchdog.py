@@ -1,7 +1,7 @@
 """Names the rank that others wait for, with the place in the code where it stands.
 
-A collective that one rank never enters looks like a dead network to the others, and it ends in a timeout that names no
-rank. Here a thread of each rank sends heartbeats, whatever its main thread is held up in, and the leader compares them.
+If one rank never enters a collective, the others wait until a timeout that names no rank. Here a thread of each rank
+sends heartbeats, even while its main thread is blocked, and the leader compares them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_dppo.parallel.world import World
 FRAMES = 8
 """Innermost frames of a stack that the log shows."""
 UNLIMITED = ("", "rollout", "eval")
-"""Phases in which all ranks may be for long: rollouts and evaluations, which report their own progress; and the time
-between phases, as when a run loads its weights and waits for servers."""
+"""Phases that may take long on all ranks: rollouts and evaluations, which report their own progress, and the time
+between phases, in which a run loads its weights and waits for servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Heartbeat:
     """What a rank tells the leader."""
 
     number: int
-    """Of its heartbeats so far."""
+    """How many heartbeats it has sent."""
     entered: int
-    """Phases it has entered: the same on all ranks that are equally far."""
+    """Phases it has entered; the same number on all ranks that are equally far."""
     phase: str
     still_s: float
     """Seconds since it entered or left a phase."""

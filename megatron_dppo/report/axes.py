@@ -1,4 +1,4 @@
-"""Axes of plots: where their ticks are, how numbers are written along them, and how many points a line needs."""
+"""Axes of plots: their ticks, how numbers are written, and how a line is thinned, smoothed and labelled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from megatron_dppo.rl.types import Floats
 
 Form = Literal["share", "number", "count", "times"]
-"""What a number is: a share of 1, which is written in percent; any number; a whole one; a factor."""
+"""The kind of a number: a share of 1, written in percent; any number; a whole number; a factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Thinned:
     mean: Floats
     low: Floats
     high: Floats
-    """The least and the greatest of them: what a mean does not show."""
+    """The least and the greatest of the neighbours."""
 
 
 def thin(x: Floats, y: Floats, most: int) -> Thinned:

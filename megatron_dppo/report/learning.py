@@ -1,4 +1,4 @@
-"""What runs learned, how sure that is, and whether the run is well: reward, accuracy, packs, signs of health."""
+"""What runs learned and how sure that is: reward, accuracy, signs of health, packs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DIFFERENCES: Sequence[tuple[str, str, Form]] = (
     ("tokens made by older weights", "rollout/stale_tokens", "share"),
     ("versions that completions are older", "rollout/version_lag", "number"),
 )
-"""Between trainer and engine: the words of a table's row, its metric and form."""
+"""How far trainer and engine are apart: the words of a table's row, its metric and form."""
 Places = Callable[[Run], Floats]
 """Where the steps of a run lie on an axis, [steps]."""
 
@@ -77,7 +77,7 @@ def signs(runs: Sequence[Run]) -> Section:
     parts: list[Part] = [Plots([plot for plot in plots if not plot.empty and plot.title not in never])]
     if never:
         parts.append(Note(f"{', '.join(never)}: 0 at every step."))
-    lead = "What tells early that a run goes wrong: lengths that collapse, an entropy near zero, gradients that jump."
+    lead = "These show early that a run goes wrong: lengths collapse, the entropy nears zero, or gradients jump."
     measured = any(not plot.empty for plot in plots)
     return Section("signs", "Signs of health", lead, parts if measured else [], "No step has been recorded yet.")
 
@@ -85,8 +85,8 @@ def signs(runs: Sequence[Run]) -> Section:
 def packs(runs: Sequence[Run]) -> Section:
     """How full packs were, and how far trainer and engine were apart."""
     lead = (
-        "A pack's empty slots are computed for nothing. Trainer and engine score the same tokens with the same "
-        "weights: only rounding may lie between them, and a run that passes the limit stops."
+        "Empty slots of a pack cost time and train nothing. Trainer and engine score the same tokens with the same "
+        "weights: they may differ by rounding only, and a run that passes the limit stops."
     )
     about = "share of slots that hold a token"
     fill = line_plot("Pack fill", about, [run.line("pack/fill") for run in runs], form="share", high=1.0)

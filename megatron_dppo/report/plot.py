@@ -1,7 +1,7 @@
 """Plots of lines and of stacked bars, as data: ``page.html`` draws them as SVG, ``pictures.py`` as PNG.
 
-Values are smoothed, thinned and placed here, and the two renderers only draw. All places are from 0 to 1, from the left
-and from the bottom. A renderer stretches this square to the room it has; lines keep their width, and words their size.
+Values are smoothed, thinned and placed here; the two renderers only draw. All places are from 0 to 1, from the left and
+from the bottom. A renderer stretches this square to the space that it has; lines keep their width, words their size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_POINTS = 240
 """Of a line; a plot is about 500 pixels wide."""
 MOST_BARS = 120
 MOST_LINES = 3
-"""With more of them in a plot, bands and single values hide each other, and there is no room for names."""
+"""A plot with more lines has no bands, no single values and no names: they would hide each other."""
 LABEL = 0.085
 """Height of a label, as a share of a plot's."""
 

@@ -18,14 +18,14 @@ from megatron_dppo.rl.types import Floats
 
 RULES: Mapping[str, Mapping[str, Rule[Any]]] = {"prompts": PROMPT_RULES, "completions": COMPLETION_RULES}
 CHANCES = ("never", "25%", "50%", "75%", "always")
-FATES = ("trained on", "pruned", "nothing to teach", "not rolled out")
+FATES = ("trained on", "pruned", "zero advantage", "not rolled out")
 
 
 def pruning(runs: Sequence[Run]) -> Section:
-    """The runs' kept shares and noise beside each other; then each run's answers, by what decided over them."""
+    """The shares that the runs kept, and their noise; then which answers each run kept, and why."""
     lead = (
-        "An answer can teach something where its group's rewards differ. Of those, an unbiased rule keeps each with a "
-        "known probability, and weights what it keeps so that the gradient stays right in the mean."
+        "An answer has a gradient where its group's rewards differ. An unbiased rule keeps each of these answers with "
+        "a known probability, and weights those that it keeps so that the expected gradient stays the same."
     )
     parts: list[Part] = []
     measured = [run for run in runs if run.mean("prune/kept_token_fraction") is not None]
@@ -129,7 +129,7 @@ def tokens_plot(run: Run) -> Plot:
 
 
 def _rules(run: Run) -> str:
-    """What was on, and of a biased rule why it is."""
+    """The rules that were on; for a biased rule with the reason."""
     words = []
     for level, known in RULES.items():
         rule, keep = run.setting(f"pruning.{level}.rule"), run.setting(f"pruning.{level}.keep")
@@ -164,4 +164,4 @@ def _nothing_pruned(cells: Floats) -> str:
     """Why there is no choice to show; empty where there is one."""
     if (cells[:, 3] < 1.0).any():
         return ""
-    return "every answer that could teach was trained on" if len(cells) else "no answer could teach anything"
+    return "every answer with a gradient was trained on" if len(cells) else "no answer had a gradient"

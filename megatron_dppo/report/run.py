@@ -23,7 +23,7 @@ from megatron_dppo.trainer.history import Change, changes, read_history
 Record = Mapping[str, Any]
 """A line of JSON."""
 NOISE = {"prune/noise_share_prompts", "prune/noise_share_completions"}
-"""These two are drawn on top of each other, so a row that has only one of them loses it."""
+"""These two are drawn on top of each other: a row that has only one of them is read without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Run:
     """What one folder holds; what is not there is empty."""
 
     name: str
-    """Short, and different from those of the page's other runs."""
+    """A short name that no other run of the page has."""
     folder: Path
     number: int
-    """Of the run on the page, from 0; it decides the colour."""
+    """Its place on the page, from 0. It decides the colour."""
     config: Mapping[str, Any]
     """Values of ``config.yaml`` by dotted key."""
     changes: Sequence[tuple[int, Sequence[Change]]]
-    """After how many steps settings changed, and which; empty for a run that was started again as it was."""
+    """After how many steps settings changed, and which."""
     rows: Sequence[Record]
     """Of ``metrics.jsonl``: finite numbers, and nothing else."""
     census: Sequence[Record]
@@ -90,8 +90,7 @@ class Run:
 
     @property
     def held_out(self) -> int | None:
-        """Problems that ``eval/accuracy`` is a share of; None of a mean over several files, and where the run does
-        not tell."""
+        """The number of problems behind ``eval/accuracy``; None where it is a mean over several files or not known."""
         return next(iter(self.problems.values())) if len(self.problems) == 1 else None
 
     @property
@@ -183,21 +182,21 @@ def _parse(text: str) -> Record:
 
 
 def _numbers(row: Record) -> Record:
-    """The entries of a row of metrics that can be drawn and summed."""
+    """The entries of a row of metrics that are finite numbers."""
     found = {key: value for key, value in row.items() if is_number(value)}
     alone = set() if found.keys() >= NOISE else NOISE
     return {key: value for key, value in found.items() if key not in alone}
 
 
 def _whole(value: Any) -> bool:
-    """Whether nothing in it is null, NaN or infinite."""
+    """Whether it holds no null, NaN or infinity."""
     if isinstance(value, dict | list):
         return all(map(_whole, value.values() if isinstance(value, dict) else value))
     return isinstance(value, str) or is_number(value)
 
 
 def _shown(row: Record) -> Iterator[Record]:
-    """Its answers, but for those that lack something."""
+    """The answers of a row that lack nothing."""
     answers = row.get("answers")
     for shown in answers if isinstance(answers, list) else ():
         if not isinstance(shown, dict) or not isinstance(shown.get("correct"), bool):

@@ -1,4 +1,4 @@
-"""What a step took of the time and of the machines; and runs against each other, by the clock."""
+"""Where the seconds of a step go, how the machines are used, and which of several runs is faster."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ NARROWEST = 0.07
 """Share of the scale below which a part of a bar has no label within."""
 TEST = ("data.eval", "data.prompt_key", "data.label_key", "eval.benchmarks", "eval.folder", "eval.samples",
         "eval.temperature", "reward.function")  # fmt: skip
-"""Settings that decide which test an accuracy is of."""
+"""Settings that decide what an accuracy is measured on."""
 GENERATED = ("data.arithmetic.", "data.reasoning_gym.")
-"""Settings of generators decide it too, but for ``TRAINING_ONLY``."""
+"""Settings of generators decide it too, except ``TRAINING_ONLY``."""
 TRAINING_ONLY = ("problems", "forgotten_carries", "short_answers", "eval_problems")
-"""``eval_problems`` says how many problems are held out and not which; the runs' records tell how many were asked."""
+"""``eval_problems`` says how many problems are held out, and the runs' own records say how many were asked."""
 COUNTS = ("eval.problems", "data.arithmetic.eval_problems", "data.reasoning_gym.eval_problems")
 
 
@@ -92,7 +92,7 @@ def _percent(share: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """What was measured of several runs. Mappings are by the runs' names, the first run first."""
+    """The times of several runs, compared. Mappings are by the runs' names, the first run first."""
 
     pace: Mapping[str, float]
     """Mean seconds of a step."""
@@ -101,9 +101,9 @@ class Race:
     reached: Mapping[str, float]
     """Seconds of training steps until the first evaluation at the target or above."""
     differs: Sequence[str] = ()
-    """Settings in which the runs' tests differ, which forbid a target."""
+    """Settings by which the runs were tested differently. Then there is no target."""
     changed: Sequence[str] = ()
-    """Settings of results that were changed on a run's way, in words."""
+    """Settings that a result depends on and that changed during a run, in words."""
 
     def cells(self, seconds: Mapping[str, float], name: str) -> str:
         """A run's seconds, and how they compare with the first run's."""
@@ -114,7 +114,7 @@ class Race:
         return duration(seconds[name]) + ratio
 
     def said(self) -> str:
-        """The outcome in words, and how far it can be trusted."""
+        """The outcome in words, with its limits."""
         words = f"Measured, a step: {self._against_first(self.pace)}."
         if self.changed:
             words = f"{words} What a run's results are of was changed on its way: {'; '.join(self.changed)}."
@@ -162,7 +162,7 @@ def race(runs: Sequence[Run]) -> Race | None:
 
 
 def _different_tests(runs: Sequence[Run]) -> list[str]:
-    """The settings that make accuracies those of different tests, and whether their problems are as many."""
+    """The settings by which the runs were tested on different problems, or in different ways."""
     if not all(run.config for run in runs):
         return ["not every run's settings are recorded"]
     own = [key for key in settings() if key.startswith(GENERATED) and key.rpartition(".")[2] not in TRAINING_ONLY]
