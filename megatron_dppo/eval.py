@@ -60,8 +60,8 @@ def evaluate_model(config: Config) -> None:
     shown = {source.name: source.shown for source in sources(config)}
     problems = [replace(problem, name=shown[problem.name]) for problem in found]
     size, folder = config.eval.batch, out_folder(config)
-    places = by_name(problems)
-    batches = [[problems[i] for i in of[at : at + size]] for of in places.values() for at in range(0, len(of), size)]
+    indices = by_name(problems)
+    batches = [[problems[i] for i in of[at : at + size]] for of in indices.values() for at in range(0, len(of), size)]
     with ExitStack() as to_close:
 
         def opened() -> AnswerLog | None:
@@ -74,7 +74,7 @@ def evaluate_model(config: Config) -> None:
         left = [batch for batch, there in zip(batches, whole, strict=True) if not there]
         if left:
             _answer(config, world, problems, left, log, to_close)
-        world.from_leader(lambda: _report(config, folder, list(places), log.rows() if log else ()))
+        world.from_leader(lambda: _report(config, folder, list(indices), log.rows() if log else ()))
     shut_down()
 
 
@@ -84,9 +84,9 @@ def out_folder(config: Config) -> Path:
         return Path(config.eval.out)
     if config.model.checkpoint is None:
         return Path(config.run.dir) / "eval" / Path(config.model.path).name
-    place = find_checkpoint(Path(config.model.checkpoint))
-    run = place.parent.parent if place.parent.name == "checkpoints" else Path(config.run.dir)
-    return run / "eval" / place.name
+    checkpoint = find_checkpoint(Path(config.model.checkpoint))
+    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else Path(config.run.dir)
+    return run / "eval" / checkpoint.name
 
 
 def _answer(
@@ -114,10 +114,10 @@ def _answer(
         evaluator.check_failures(failures, of_all)
         if log:
             log.append([row for i in range(len(batch)) for row in _rows(batch[i], found, i)])
-            progress.say(batch, found)
+            progress.say(found)
 
 
-def _rows(problem: Problem, found: Answered, place: int) -> list[AnswerRow]:
+def _rows(problem: Problem, found: Answered, index: int) -> list[AnswerRow]:
     """What ``answers.jsonl`` says of one problem: a line for each answer."""
     return [
         {
@@ -133,9 +133,9 @@ def _rows(problem: Problem, found: Answered, place: int) -> list[AnswerRow]:
             "reward": answer.score.reward if answer.score else None,
             "tokens": answer.tokens,
             "finish": answer.finish_reason,
-            "majority": None if math.isnan(found.votes[place]) else float(found.votes[place]),
+            "majority": None if math.isnan(found.votes[index]) else float(found.votes[index]),
         }
-        for sample, answer in enumerate(found.answers[place])
+        for sample, answer in enumerate(found.answers[index])
     ]
 
 
@@ -143,20 +143,18 @@ class _Progress:
     """The leader's notes on how far the evaluation is."""
 
     def __init__(self, config: Config, of: int, done: int) -> None:
-        self._console = Console(0)
+        self._console, self._of, self._before = Console(0), of, done
         self._each = f", {config.eval.samples} answers each" if config.eval.samples > 1 else ""
-        self._of = of
-        self._before = self._asked = done
-        self._right = self._scored = 0
+        self._asked, self._right, self._scored = done, 0, 0
         self._began = self._spoke = time.monotonic()
         if done:
-            self._console.note(f"{self._before} of {self._of} problems are answered already")
+            self._console.note(f"{done} of {of} problems are answered already")
 
-    def say(self, batch: Sequence[Problem], found: Answered) -> None:
+    def say(self, found: Answered) -> None:
         for note in found.tracebacks:
             self._console.note(note)
-        self._asked += len(batch)
         scores = [answer.score for group in found.answers for answer in group if answer.score]
+        self._asked += len(found.answers)
         self._right += sum(score.correct for score in scores)
         self._scored += len(scores)
         now = time.monotonic()
@@ -164,18 +162,18 @@ class _Progress:
             self._spoke = now
             left = (now - self._began) / (self._asked - self._before) * (self._of - self._asked)
             right = f", {100 * self._right / self._scored:.1f}% right" if self._scored else ""
-            words = f"{self._asked} of {self._of} problems{self._each}{right}, {left:.0f} s left"
-            self._console.note(words, again=True)
+            done = f"{self._asked} of {self._of} problems{self._each}{right}, {left:.0f} s left"
+            self._console.note(done, again=True)
 
 
 def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[AnswerRow]) -> None:
-    place, samples = config.model.checkpoint, config.eval.samples
+    checkpoint, samples = config.model.checkpoint, config.eval.samples
     finished = {*asked, *finished_benchmarks(folder)}  # of others a kill may have left a part
     rows = [row for row in rows if row["benchmark"] in finished]
     found = {name: score(problems) for name, problems in by_benchmark(rows).items()}
     scores = {
-        "model": place or config.model.path,
-        "step": None if place is None else step_of(find_checkpoint(Path(place))),
+        "model": checkpoint or config.model.path,
+        "step": None if checkpoint is None else step_of(find_checkpoint(Path(checkpoint))),
         "engine": config.rollout.engine,
         "samples": samples,
         "temperature": temperature_of(config),

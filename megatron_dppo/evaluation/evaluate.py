@@ -62,8 +62,8 @@ def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConf
         "eval/response_len/mean": sum(answer.tokens for answer in answers) / max(len(answers), 1),
     }
     accuracies = []
-    places = by_name(problems)
-    for name, mine in places.items():
+    indices = by_name(problems)
+    for name, mine in indices.items():
         figures = _figures(name, [found.answers[i] for i in mine], found.votes[mine])
         if name:
             metrics |= {f"eval/{key}": value for key, value in figures.items()}
@@ -77,7 +77,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConf
         Shown(problem.prompt.text, group[0].text or "", problem.prompt.label_text, _is_right(group[0]) == 1.0)
         for problem, group in zip(problems[: config.show], found.answers, strict=False)
     ]
-    counts = {name: len(of) for name, of in places.items()}
+    counts = {name: len(of) for name, of in indices.items()}
     return Evaluation(metrics, tuple(shown), found.tracebacks, counts)
 
 

@@ -47,7 +47,7 @@ class Problem:
     name: str
     """The name of its benchmark or file; "" where a run has one file without a name."""
     number: int
-    """Its place in that file, from 0."""
+    """Its number in that file, from 0."""
     prompt: Prompt
     verifier: str
     """The reward function that judges answers to it."""
@@ -98,10 +98,10 @@ def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> lis
 
 
 def by_name(problems: Sequence[Problem]) -> dict[str, list[int]]:
-    """The places of each source's problems, by its name."""
+    """The indices of each source's problems, by the source's name."""
     found: dict[str, list[int]] = {}
-    for place, problem in enumerate(problems):
-        found.setdefault(problem.name, []).append(place)
+    for index, problem in enumerate(problems):
+        found.setdefault(problem.name, []).append(index)
     return found
 
 
@@ -161,10 +161,10 @@ class Evaluator:
         """
         samples, temperature = self._config.eval.samples, temperature_of(self._config)
         mine = range(self._world.rank, len(problems), self._world.size)
-        places = {v: [i for i in mine if problems[i].verifier == v] for v in self._collectors}
+        indices = {v: [i for i in mine if problems[i].verifier == v] for v in self._collectors}
         asked = {
             verifier: collector.ask(
-                [problems[i].prompt for i in places[verifier]],
+                [problems[i].prompt for i in indices[verifier]],
                 samples=samples,
                 temperature=temperature,
                 seed=self._seed,
@@ -174,16 +174,16 @@ class Evaluator:
         shares: list[tuple[list[int], Answered]] = []
         for verifier, collector in self._collectors.items():
             answers = collector.answers(asked[verifier], of_all=of_all)
-            share = self._share(places[verifier], answers, verifier, keep)
-            shares += self._world.gather((places[verifier], share))
+            share = self._share(indices[verifier], answers, verifier, keep)
+            shares += self._world.gather((indices[verifier], share))
         given = {
-            place: (group, vote)
+            index: (group, vote)
             for theirs, share in shares
-            for place, group, vote in zip(theirs, share.answers, share.votes, strict=True)
+            for index, group, vote in zip(theirs, share.answers, share.votes, strict=True)
         }
         return Answered(
-            answers=[given[place][0] for place in range(len(problems))],
-            votes=np.array([given[place][1] for place in range(len(problems))], np.float64),
+            answers=[given[index][0] for index in range(len(problems))],
+            votes=np.array([given[index][1] for index in range(len(problems))], np.float64),
             timeouts=sum(share.timeouts for _, share in shares),
             errors=sum(share.errors for _, share in shares),
             tracebacks=tuple(dict.fromkeys(text for _, share in shares for text in share.tracebacks)),
@@ -196,7 +196,7 @@ class Evaluator:
         """
         next(iter(self._collectors.values())).check_failures(found, of_all)
 
-    def _share(self, places: Sequence[int], answers: Answers, verifier: str, keep: int) -> Answered:
+    def _share(self, indices: Sequence[int], answers: Answers, verifier: str, keep: int) -> Answered:
         """What this rank tells the others of its problems."""
         groups = [
             [_answer(*each) for each in zip(completions, texts, scores, strict=True)]
@@ -204,8 +204,8 @@ class Evaluator:
         ]
         votes = self._vote(groups, verifier)
         told = [
-            group if place < keep else [replace(answer, text=None) for answer in group]
-            for place, group in zip(places, groups, strict=True)
+            group if index < keep else [replace(answer, text=None) for answer in group]
+            for index, group in zip(indices, groups, strict=True)
         ]
         return Answered(told, votes, answers.timeouts, answers.errors, answers.tracebacks)
 

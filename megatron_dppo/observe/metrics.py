@@ -95,15 +95,15 @@ def _rows(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Each row with its line."""
     if not os.path.lexists(file):
         return []
-    lines = file.read_bytes().split(b"\n")
-    rows = [(line, row) for line in lines[:-1] if (row := _parse(line)) is not None]
-    if len(rows) < len(lines) - 1:
-        number = next(number for number, line in enumerate(lines, 1) if _parse(line) is None)
-        problem = f"line {number} is no row of a run: {lines[number - 1][:60].decode(errors='replace')!r}"
-        remedy = "Fetch the file again, take that line out, or move the file away; the run goes on without those rows"
-        raise UserError("run.dir", file, problem, remedy)
-    last = _parse(lines[-1])
-    return rows + ([(lines[-1], last)] if last is not None else [])
+    lines, rows = file.read_bytes().split(b"\n"), []
+    for number, line in enumerate(lines, 1):
+        if (row := _parse(line)) is not None:
+            rows.append((line, row))
+        elif number < len(lines):  # after the last newline there is nothing, or what a kill has left of a row
+            problem = f"line {number} is no row of a run: {line[:60].decode(errors='replace')!r}"
+            remedy = "Fetch the file again, take that line out, or move the file away; the run goes on without it"
+            raise UserError("run.dir", file, problem, remedy)
+    return rows
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -33,7 +33,7 @@ class Spent:
 
     @property
     def share(self) -> float:
-        """Saved by both, of what the run would have taken without."""
+        """The share that both levels saved of the hours of a run without pruning."""
         return self.both / (self.hours + self.both) if self.hours else 0.0
 
 

@@ -37,7 +37,7 @@ DIFFERENCES: Sequence[tuple[str, str, Form]] = (
     ("versions that completions are older", "rollout/version_lag", "number"),
 )
 """How far trainer and engine are apart: the words of a table's row, its metric and form."""
-Places = Callable[[Run], Floats]
+Positions = Callable[[Run], Floats]
 """Where the steps of a run lie on an axis, [steps]."""
 
 
@@ -52,15 +52,15 @@ def learning(runs: Sequence[Run]) -> Section:
     """Reward and accuracy, drawn over each of four axes; the page shows one of them at a time."""
     time = "perf/step_time"
     size, unit = _unit(max((float(_sum(run, time)[-1]) for run in runs if run.steps), default=0.0))
-    axes: Sequence[tuple[str, str, Places]] = (
+    axes: Sequence[tuple[str, str, Positions]] = (
         ("steps", "step", step_numbers),
         ("tokens generated", "tokens generated", lambda run: _sum(run, "rollout/generated_tokens")),
         ("tokens trained on", "tokens trained on", lambda run: _sum(run, "train/tokens")),
         ("time", f"{unit} in training steps", lambda run: _sum(run, time) / size),
     )
     parts = [
-        Plots([reward_plot(runs, label, places), accuracy_plot(runs, label, places)], axis=name)
-        for name, label, places in axes
+        Plots([reward_plot(runs, label, positions), accuracy_plot(runs, label, positions)], axis=name)
+        for name, label, positions in axes
     ]
     lead = (
         "Time counts training steps and leaves evaluations out. Bold lines are means over a tenth of a run; the band "
@@ -104,16 +104,16 @@ def step_numbers(run: Run) -> Floats:
     return np.array([row["step"] for row in run.steps], dtype=np.float64)
 
 
-def reward_plot(runs: Sequence[Run], label: str = "step", places: Places = step_numbers) -> Plot:
+def reward_plot(runs: Sequence[Run], label: str = "step", positions: Positions = step_numbers) -> Plot:
     key, about = "rollout/raw_reward", "mean over a step's completions"
-    lines = [Line(run.name, run.colour, *_over(run, key, places), noisy=True) for run in runs]
+    lines = [Line(run.name, run.colour, *_over(run, key, positions), noisy=True) for run in runs]
     return line_plot("Reward", about, lines, x_label=label, empty="no rollouts")
 
 
-def accuracy_plot(runs: Sequence[Run], label: str = "step", places: Places = step_numbers) -> Plot:
+def accuracy_plot(runs: Sequence[Run], label: str = "step", positions: Positions = step_numbers) -> Plot:
     lines = []
     for run in runs:
-        x, y = _over(run, "eval/accuracy", places)
+        x, y = _over(run, "eval/accuracy", positions)
         bounds = np.array([wilson(share, run.held_out) for share in y]).T if run.held_out and len(y) else ()
         lines.append(Line(run.name, run.colour, x, y, *bounds))
     about = "share of the held-out problems that were answered correctly"
@@ -125,10 +125,10 @@ def _only_zeros(runs: Sequence[Run], key: str) -> bool:
     return bool(len(values)) and not values.any()
 
 
-def _over(run: Run, key: str, places: Places) -> tuple[Floats, Floats]:
-    """The values of ``key``, and their places on an axis; what was measured before the first step is at 0."""
+def _over(run: Run, key: str, positions: Positions) -> tuple[Floats, Floats]:
+    """The values of ``key``, and their positions on an axis; what was measured before the first step is at 0."""
     steps, values = run.series(key)
-    ends = np.concatenate([[0.0], places(run)])
+    ends = np.concatenate([[0.0], positions(run)])
     return ends[np.searchsorted(step_numbers(run), steps, side="right")], values
 
 

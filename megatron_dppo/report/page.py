@@ -29,7 +29,7 @@ from megatron_dppo.rl.types import Floats
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number of a run's headline, large, with what it is and what stands beside it."""
+    """One number of a run's headline, with its title and a remark."""
 
     title: str
     value: str
@@ -72,15 +72,11 @@ def page(runs: Sequence[Run], price: float | None = None) -> str:
         cost(runs, price), options(runs),
     ]  # fmt: skip
     folder = files(__package__)
-    style, script = ((folder / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
+    text, style, script = ((folder / name).read_text("utf-8") for name in ("page.html", "style.css", "page.js"))
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    return environment.get_template("page.html").render(
+    return environment.from_string(text).render(
         runs=runs,
         headlines=[(run, _what(run), _state(run), list(_figures(run))) for run in runs],
         outcome=race(runs),

@@ -111,7 +111,7 @@ def noise_plot(run: Run) -> Plot:
 
 
 def tokens_plot(run: Run) -> Plot:
-    """Prompt and response tokens, by what became of them."""
+    """Prompt and response tokens: trained on, pruned, without a gradient, or not rolled out."""
     unseen = {row["step"]: row.get("prune/saved_tokens_prompts", 0.0) for row in run.rows}
     steps = np.array([row["step"] for row in run.census], dtype=np.float64)
     counts = [

@@ -28,7 +28,7 @@ NOISE = {"prune/noise_share_prompts", "prune/noise_share_completions"}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one folder holds; what is not there is empty."""
+    """The contents of one folder. A field is empty where its file is absent."""
 
     name: str
     """A short name that no other run of the page has."""
@@ -46,7 +46,7 @@ class Run:
     answers: Sequence[Record]
     """Of ``answers.jsonl``."""
     scores: Sequence[tuple[str, Record]]
-    """Every ``scores.json`` under the folder, with the place where it lies."""
+    """Every ``scores.json`` under the folder, with the folder that it is in."""
     written: datetime | None
     """When its last row of metrics was."""
 
@@ -184,8 +184,7 @@ def _parse(text: str) -> Record:
 def _numbers(row: Record) -> Record:
     """The entries of a row of metrics that are finite numbers."""
     found = {key: value for key, value in row.items() if is_number(value)}
-    alone = set() if found.keys() >= NOISE else NOISE
-    return {key: value for key, value in found.items() if key not in alone}
+    return found if found.keys() >= NOISE else {key: found[key] for key in found if key not in NOISE}
 
 
 def _whole(value: Any) -> bool:

@@ -19,8 +19,8 @@ HEAD, TAIL = 400, 800
 """Characters of an answer that are shown; the end is where the result stands."""
 LAUNCH, ENV = "rollout.launch.", "rollout.launch.env"
 SECRET = re.compile(r"(token(?!s|iz)|key|secret|passw|credential|bearer)[\w.-]*(['\"]?[=:\s]+|$)", re.IGNORECASE)
-"""A name that looks like a secret's, and what stands between it and the secret, up to the end of a word where that is
-the next one. ``--tokenizer`` and ``--max-total-tokens`` are none."""
+"""A name that looks like a secret's, with the characters up to the secret, or up to the end of the word if the secret
+is the next word. ``--tokenizer`` and ``--max-total-tokens`` are no such names."""
 
 
 def sample_answers(runs: Sequence[Run]) -> Section:
@@ -45,11 +45,11 @@ def benchmarks(runs: Sequence[Run]) -> Section:
     """One table for each evaluation; a figure that a file does not hold is a dash."""
     parts: list[Part] = []
     for run in runs:
-        for place, found in run.scores:
+        for folder, found in run.scores:
             k = found.get("samples", "k")
             head = ("benchmark", "problems", f"avg@{k}", "pass", f"majority@{k}", "mean tokens", "cut off", "unscored")
             rows = [_scores(name, of) for name, of in found["benchmarks"].items() if isinstance(of, dict)]
-            parts.append(Table(head, rows, f"{run.name}{f' · {place}' * (place != '.')}: {_how(found)}"))
+            parts.append(Table(head, rows, f"{run.name}{f' · {folder}' * (folder != '.')}: {_how(found)}"))
     lead = "In brackets 95% intervals, over the problems of a benchmark."
     nothing = "No scores.json lies in these folders: megatron-dppo eval writes one."
     return Section("benchmarks", "Benchmarks", lead, parts, nothing)
@@ -100,7 +100,7 @@ def _interval(found: Any, form: str = "{:.1%}") -> str:
 
 
 def options(runs: Sequence[Run]) -> Section:
-    """Of several runs what differs, of one run what is not the default; then each run's whole file, folded."""
+    """The settings that differ between several runs, or from the defaults in one run; then all settings of each run."""
     told = [run for run in runs if run.config]
     parts: list[Part] = []
     if len(told) > 1:
@@ -134,8 +134,8 @@ def options(runs: Sequence[Run]) -> Section:
 
 
 def _word(key: str, value: Any) -> str:
-    """As YAML writes it. A page is made to be passed on: what looks like a secret is left out, and of environment
-    variables all values."""
+    """As YAML writes it. Because pages are passed on, values that look like secrets are left out, and so are the values
+    of all environment variables."""
     if key == ENV and isinstance(value, list):
         value = [f"{str(variable).partition('=')[0]}=…" for variable in value]
     elif key.startswith(LAUNCH) and isinstance(value, list):

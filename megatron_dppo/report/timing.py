@@ -153,12 +153,12 @@ def race(runs: Sequence[Run]) -> Race | None:
     pace = {run.name: sum(row["perf/step_time"] for row in run.steps) / len(run.steps) for run in timed}
     changed = [f"{run.name}, {words}" for run in timed for words in run.of_several_settings]
     target = min(max(run.series("eval/accuracy")[1], default=0.0) for run in timed)
-    if target and (differs := _different_tests(timed)):
-        return Race(pace, None, {}, differs, changed)
+    differs = _different_tests(timed) if target else []
     reached = {run.name: _seconds_until(run, target) for run in timed}
-    # A target that a run had met before its first step is no race.
-    raced = bool(target) and min(reached.values()) > 0.0
-    return Race(pace, target, reached, (), changed) if raced else Race(pace, None, {}, (), changed)
+    # Times are not compared if a run had reached the target before its first step.
+    if not target or differs or min(reached.values()) == 0.0:
+        return Race(pace, None, {}, differs, changed)
+    return Race(pace, target, reached, (), changed)
 
 
 def _different_tests(runs: Sequence[Run]) -> list[str]:
