@@ -177,9 +177,9 @@ class Evaluator:
             share = self._share(indices[verifier], answers, verifier, keep)
             shares += self._world.gather((indices[verifier], share))
         given = {
-            index: (group, vote)
+            index: (group, majority)
             for theirs, share in shares
-            for index, group, vote in zip(theirs, share.answers, share.votes, strict=True)
+            for index, group, majority in zip(theirs, share.answers, share.votes, strict=True)
         }
         return Answered(
             answers=[given[index][0] for index in range(len(problems))],
@@ -202,12 +202,12 @@ class Evaluator:
             [_answer(*each) for each in zip(completions, texts, scores, strict=True)]
             for completions, texts, scores in zip(answers.completions, answers.texts, answers.scores, strict=True)
         ]
-        votes = self._vote(groups, verifier)
         told = [
             group if index < keep else [replace(answer, text=None) for answer in group]
             for index, group in zip(indices, groups, strict=True)
         ]
-        return Answered(told, votes, answers.timeouts, answers.errors, answers.tracebacks)
+        majority = self._vote(groups, verifier)
+        return Answered(told, majority, answers.timeouts, answers.errors, answers.tracebacks)
 
     def _vote(self, groups: Sequence[Sequence[Answer]], verifier: str) -> Floats:
         def same(pairs: Sequence[Pair]) -> list[bool]:

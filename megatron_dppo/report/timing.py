@@ -117,7 +117,8 @@ class Race:
         """The outcome in words, with its limits."""
         words = f"Measured, a step: {self._against_first(self.pace)}."
         if self.changed:
-            words = f"{words} What a run's results are of was changed on its way: {'; '.join(self.changed)}."
+            changed = "; ".join(self.changed)
+            words = f"{words} A setting that a run's result depends on was changed on its way: {changed}."
         if self.target is None:
             return f"{words} {self.unlike}".rstrip()
         return (
@@ -132,7 +133,7 @@ class Race:
         if not self.differs:
             return ""
         tested = f"The runs were tested on different problems, or in different ways ({', '.join(self.differs)})"
-        return f"{tested}: how long each took to an accuracy is not compared."
+        return f"{tested}: the times that they took to an accuracy are not compared."
 
     def _against_first(self, seconds: Mapping[str, float]) -> str:
         first = next(iter(seconds))
