@@ -132,7 +132,7 @@ def read_finished(folder: Path, setting: str) -> list[AnswerRow]:
 
 def _figures(lines: BinaryIO, setting: str) -> list[AnswerRow]:
     """The rows without prompts and texts, which would fill the memory in a large evaluation."""
-    rows = []
+    rows: list[AnswerRow] = []
     for number, line in enumerate(lines, 1):
         try:
             rows.append({key: of for key, of in json.loads(line).items() if key not in ("prompt", "answer")})

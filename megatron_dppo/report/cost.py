@@ -49,7 +49,7 @@ def spent(run: Run) -> Spent:
         pruned, zero_advantage = dropped.get(row["step"], (0, 0))
         for i, seconds in enumerate(saving(row, pruned=pruned, zero_advantage=zero_advantage)):
             saved[i] += held * seconds
-    return Spent(hours, *saved, _devices(run, servers))
+    return Spent(hours, saved[0], saved[1], saved[2], _devices(run, servers))
 
 
 def _ranks(run: Run, row: Record) -> int:
