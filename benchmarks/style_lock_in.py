@@ -37,7 +37,7 @@ from lock_in_statistics import fisher, mcnemar, mean_interval, rank_correlation
 from megatron_dppo.config import Config, RunConfig
 from megatron_dppo.evaluation.evaluate import evaluate
 from megatron_dppo.init import write_model
-from megatron_dppo.observe.length_gate import LengthGate
+from megatron_dppo.observe.console import LengthGate
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.report.learning import wilson
 from megatron_dppo.rewards.workers import RewardWorkers

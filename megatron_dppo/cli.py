@@ -6,15 +6,26 @@ Nothing heavy is imported before a command needs it: a mistake in the settings i
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dppo import __version__
+from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, find_checkpoint
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, error_text
-from megatron_dppo.evaluation.flags import add_eval_arguments, eval_settings
 from megatron_dppo.settings import as_yaml, load_config
+
+EVAL_FLAGS = {
+    "samples": ("eval.samples", "K", "answers to each problem (default: 1)"),
+    "temperature": ("eval.temperature", "T", "0 is greedy (default: greedy for one sample, else rollout.temperature)"),
+    "problems": ("eval.problems", "N", "ask the first N of each benchmark (default: all)"),
+    "data": ("eval.folder", "FOLDER", "where the benchmarks' files lie"),
+    "out": ("eval.out", "FOLDER", "where answers and scores go; run again, it goes on from what is there"),
+    "against": ("eval.against", "FOLDER", "an earlier evaluation's, to compare with, problem by problem"),
+}
+"""Options of ``eval``: the setting that each is short for, what its value is called, and its meaning."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +75,7 @@ def _run(arguments: Sequence[str]) -> int:
 
             print("\n".join(compare_folders(Path(chosen.out), Path(chosen.against))))
             return 0
-        first, last = eval_settings(chosen)
+        first, last = _eval_settings(chosen)
         words = [*first, *words, *last]
     config = _read(words)
     if chosen.print_config:
@@ -125,7 +136,7 @@ def _parser(*, needs_init: bool) -> argparse.ArgumentParser:
             of.add_argument("--dry-run", action="store_true", help="print what would be run, and stop")
             of.add_argument("--detach", action="store_true", help="on Slurm, do not wait for the end")
         if command == "eval":
-            add_eval_arguments(of)
+            _add_eval_arguments(of)
     plan = commands.add_parser("plan", help="tell beforehand what a run needs, how long it takes and what it costs")
     what = "as for train; cluster.* says on which machines, assume.* what to assume"
     plan.add_argument("settings", nargs="*", metavar="CONFIG a.b=c", help=what)
@@ -143,6 +154,44 @@ def _parser(*, needs_init: bool) -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="show what is installed and what will be used")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options beside CONFIG and overrides."""
+    what = "Hugging Face directory, run, or checkpoint of a run (default: the model of CONFIG)"
+    parser.add_argument("--model", metavar="FOLDER", help=what)
+    what = "names with commas between, NAME=FILE for a file of your own (default: what CONFIG holds out)"
+    parser.add_argument("--benchmarks", metavar="NAME,…", help=what)
+    for flag, (_, value, meaning) in EVAL_FLAGS.items():
+        parser.add_argument(f"--{flag}", metavar=value, help=meaning)
+
+
+def _eval_settings(chosen: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The overrides that go before the user's own, and those that go after them.
+
+    Raises:
+        UserError: if ``--model`` is neither a Hugging Face directory nor a checkpoint.
+    """
+    after = [
+        f"{setting}={getattr(chosen, flag)}"
+        for flag, (setting, _, _) in EVAL_FLAGS.items()
+        if getattr(chosen, flag) is not None
+    ]
+    if chosen.benchmarks is not None:
+        after += [f"eval.benchmarks={json.dumps(chosen.benchmarks.split(','))}", "data.eval=null"]
+    # A training run's evaluations are a part of each benchmark, to be quick; this one is for its score.
+    return ["eval.problems=null"], [*after, *(_model_settings(chosen.model) if chosen.model else [])]
+
+
+def _model_settings(model: str) -> list[str]:
+    folder = Path(model)
+    if (folder / "config.json").is_file():
+        return [f"model.path={folder}", "model.checkpoint=null"]
+    inside = folder / "checkpoints"
+    place = find_checkpoint(inside if inside.is_dir() else folder, "--model")
+    companions = place.parent / HF_FOLDER
+    words = [f"model.checkpoint={place}"]
+    return [*words, f"model.path={companions}"] if (companions / "config.json").is_file() else words
 
 
 if __name__ == "__main__":

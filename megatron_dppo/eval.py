@@ -22,14 +22,21 @@ from megatron_dppo.evaluation.answers import (
     ANSWERS,
     SCORES,
     AnswerLog,
-    Row,
+    AnswerRow,
     finished_benchmarks,
-    read_answers,
+    read_finished,
     write_scores,
 )
 from megatron_dppo.evaluation.benchmarks import sources
-from megatron_dppo.evaluation.evaluator import Answer, Answered, Evaluator, open_verifiers, temperature_of
-from megatron_dppo.evaluation.problems import Problem, held_out, names
+from megatron_dppo.evaluation.evaluator import (
+    Answered,
+    Evaluator,
+    Problem,
+    by_name,
+    held_out,
+    open_verifiers,
+    temperature_of,
+)
 from megatron_dppo.evaluation.scores import by_benchmark, compare, score, table
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.observe.console import Console
@@ -53,8 +60,8 @@ def evaluate_model(config: Config) -> None:
     shown = {source.name: source.shown for source in sources(config)}
     problems = [replace(problem, name=shown[problem.name]) for problem in found]
     size, folder = config.eval.batch, out_folder(config)
-    each = [[problem for problem in problems if problem.name == name] for name in names(problems)]
-    batches = [of[i : i + size] for of in each for i in range(0, len(of), size)]
+    indices = by_name(problems)
+    batches = [[problems[i] for i in of[at : at + size]] for of in indices.values() for at in range(0, len(of), size)]
     with ExitStack() as to_close:
 
         def opened() -> AnswerLog | None:
@@ -67,19 +74,19 @@ def evaluate_model(config: Config) -> None:
         left = [batch for batch, there in zip(batches, whole, strict=True) if not there]
         if left:
             _answer(config, world, problems, left, log, to_close)
-        world.from_leader(lambda: _report(config, folder, names(problems), log.rows() if log else ()))
+        world.from_leader(lambda: _report(config, folder, list(indices), log.rows() if log else ()))
     shut_down()
 
 
 def out_folder(config: Config) -> Path:
-    """Where the answers go: beside the checkpoints of the run that the model is of, else into ``run.dir``."""
+    """Where the answers go: into ``eval.out``, else into the folder of the run that the checkpoint is of."""
     if config.eval.out:
         return Path(config.eval.out)
     if config.model.checkpoint is None:
         return Path(config.run.dir) / "eval" / Path(config.model.path).name
-    place = find_checkpoint(Path(config.model.checkpoint))
-    run = place.parent.parent if place.parent.name == "checkpoints" else Path(config.run.dir)
-    return run / "eval" / place.name
+    checkpoint = find_checkpoint(Path(config.model.checkpoint))
+    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else Path(config.run.dir)
+    return run / "eval" / checkpoint.name
 
 
 def _answer(
@@ -107,10 +114,10 @@ def _answer(
         evaluator.check_failures(failures, of_all)
         if log:
             log.append([row for i in range(len(batch)) for row in _rows(batch[i], found, i)])
-            progress.say(batch, found)
+            progress.say(found)
 
 
-def _rows(problem: Problem, found: Answered, place: int) -> list[Row]:
+def _rows(problem: Problem, found: Answered, index: int) -> list[AnswerRow]:
     """What ``answers.jsonl`` says of one problem: a line for each answer."""
     return [
         {
@@ -121,39 +128,33 @@ def _rows(problem: Problem, found: Answered, place: int) -> list[Row]:
             "label": problem.prompt.label_text,
             "answer": answer.text,
             "extracted": answer.extracted,
-            **_verdict(answer),
+            "correct": answer.score.correct if answer.score else None,
+            "by": list(answer.score.by) if answer.score else [],
+            "reward": answer.score.reward if answer.score else None,
             "tokens": answer.tokens,
             "finish": answer.finish_reason,
-            "majority": None if math.isnan(found.votes[place]) else float(found.votes[place]),
+            "majority": None if math.isnan(found.votes[index]) else float(found.votes[index]),
         }
-        for sample, answer in enumerate(found.answers[place])
+        for sample, answer in enumerate(found.answers[index])
     ]
 
 
-def _verdict(answer: Answer) -> Row:
-    if answer.score is None:
-        return {"correct": None, "by": [], "reward": None}
-    return {"correct": answer.score.correct, "by": list(answer.score.by), "reward": answer.score.reward}
-
-
 class _Progress:
-    """What the leader says now and then."""
+    """The leader's notes on how far the evaluation is."""
 
     def __init__(self, config: Config, of: int, done: int) -> None:
-        self._console = Console(0)
+        self._console, self._of, self._before = Console(0), of, done
         self._each = f", {config.eval.samples} answers each" if config.eval.samples > 1 else ""
-        self._of = of
-        self._before = self._asked = done
-        self._right = self._scored = 0
+        self._asked, self._right, self._scored = done, 0, 0
         self._began = self._spoke = time.monotonic()
         if done:
-            self._console.note(f"{self._before} of {self._of} problems are answered already")
+            self._console.note(f"{done} of {of} problems are answered already")
 
-    def say(self, batch: Sequence[Problem], found: Answered) -> None:
+    def say(self, found: Answered) -> None:
         for note in found.tracebacks:
             self._console.note(note)
-        self._asked += len(batch)
         scores = [answer.score for group in found.answers for answer in group if answer.score]
+        self._asked += len(found.answers)
         self._right += sum(score.correct for score in scores)
         self._scored += len(scores)
         now = time.monotonic()
@@ -161,18 +162,18 @@ class _Progress:
             self._spoke = now
             left = (now - self._began) / (self._asked - self._before) * (self._of - self._asked)
             right = f", {100 * self._right / self._scored:.1f}% right" if self._scored else ""
-            words = f"{self._asked} of {self._of} problems{self._each}{right}, {left:.0f} s left"
-            self._console.note(words, again=True)
+            done = f"{self._asked} of {self._of} problems{self._each}{right}, {left:.0f} s left"
+            self._console.note(done, again=True)
 
 
-def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[Row]) -> None:
-    place, samples = config.model.checkpoint, config.eval.samples
+def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[AnswerRow]) -> None:
+    checkpoint, samples = config.model.checkpoint, config.eval.samples
     finished = {*asked, *finished_benchmarks(folder)}  # of others a kill may have left a part
     rows = [row for row in rows if row["benchmark"] in finished]
     found = {name: score(problems) for name, problems in by_benchmark(rows).items()}
     scores = {
-        "model": place or config.model.path,
-        "step": None if place is None else step_of(find_checkpoint(Path(place))),
+        "model": checkpoint or config.model.path,
+        "step": None if checkpoint is None else step_of(find_checkpoint(Path(checkpoint))),
         "engine": config.rollout.engine,
         "samples": samples,
         "temperature": temperature_of(config),
@@ -181,16 +182,14 @@ def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[R
     }
     write_scores(folder, scores)
     console = Console(0)
-    places = [f"scores   {folder / SCORES}", f"answers  {folder / ANSWERS}"]
-    console.banner([*table(found, samples), "", *places])
+    console.banner([*table(found, samples), "", f"scores   {folder / SCORES}", f"answers  {folder / ANSWERS}"])
     if config.eval.against:
-        others = read_answers(Path(config.eval.against), "eval.against")
+        others = read_finished(Path(config.eval.against), "eval.against")
         console.banner(compare(rows, others, against=config.eval.against))
 
 
 def _settings(config: Config, problems: Sequence[Problem]) -> dict[str, Any]:
-    """All that the answers are a function of, where the engine can be seeded; but for the cut over ranks."""
-    of_name = {name: [problem for problem in problems if problem.name == name] for name in names(problems)}
+    """All that the answers depend on where the engine can be seeded, except the number of ranks."""
     return {
         "model": str(Path(config.model.checkpoint or config.model.path).resolve()),
         "weights": _weights(config),
@@ -202,12 +201,12 @@ def _settings(config: Config, problems: Sequence[Problem]) -> dict[str, Any]:
         "eval.samples": config.eval.samples,
         "eval.temperature": temperature_of(config),
         "eval.batch": config.eval.batch,
-        "problems": {name: _fingerprint(of) for name, of in of_name.items()},
+        "problems": {name: _fingerprint([problems[i] for i in of]) for name, of in by_name(problems).items()},
     }
 
 
 def _weights(config: Config) -> str:
-    """A word for the files that the weights are read from: another one once they have been written again."""
+    """A fingerprint of the files that the weights are read from. It changes once they have been written again."""
     checkpoint = config.model.checkpoint
     folder = Path(config.model.path) if checkpoint is None else find_checkpoint(Path(checkpoint))
     files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".distcp"))

@@ -14,8 +14,7 @@ from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluate import Evaluation, Shown, evaluate, read_answers, record_answers
-from megatron_dppo.evaluation.evaluator import Evaluator
-from megatron_dppo.evaluation.problems import Problem
+from megatron_dppo.evaluation.evaluator import Evaluator, Problem
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt

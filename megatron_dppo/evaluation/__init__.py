@@ -1,1 +1,1 @@
-"""How good a policy is: benchmarks by name, several answers to each problem, and figures that say how sure they are."""
+"""Measures how good a policy is: benchmarks by name, several answers to each problem, scores with intervals."""

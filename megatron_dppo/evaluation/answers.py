@@ -1,8 +1,9 @@
-"""The folder of one evaluation: every answer, written batch by batch, so that a kill costs one batch at most.
+"""The folder of one evaluation. Answers are written batch by batch, so that a kill costs one batch at most.
 
-``answers.jsonl`` has a line for each completion, which is what one greps, samples and loads as a table;
-``evaluation.json`` says what they are answers of, and refuses to be gone on with by anything else; other benchmarks of
-the same policy and settings go beside; ``scores.json`` appears in one piece at the end.
+- ``answers.jsonl`` has a line for each completion.
+- ``evaluation.json`` has the settings that the answers depend on. An evaluation with other settings is refused. Other
+  benchmarks of the same policy and settings are added to the same folder.
+- ``scores.json`` is written in one piece at the end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,8 +22,9 @@ from megatron_dppo.process.lock import FolderLock
 
 ANSWERS, SETTINGS, SCORES = "answers.jsonl", "evaluation.json", "scores.json"
 PROBLEMS = "problems"
-"""Among the settings, by benchmark."""
-Row = dict[str, Any]
+"""The setting that has an entry for each benchmark."""
+AnswerRow = Mapping[str, Any]
+"""A line of ``answers.jsonl``."""
 Key = tuple[str, int]
 """A problem: its benchmark, and its number there."""
 
@@ -31,8 +34,8 @@ class AnswerLog:
 
     Args:
         folder: made where there is none.
-        settings: JSON-able; all that the answers depend on, by names that a user knows. What it says under ``problems``
-            is by benchmark: others that the folder holds stay beside.
+        settings: all that the answers depend on, by names that a user knows, for JSON. ``problems`` has an entry for
+            each benchmark; those that the folder has already are kept.
         batches: of problems, each by its benchmark and its number, in the order in which they are answered.
         samples: answers to each problem.
 
@@ -44,28 +47,24 @@ class AnswerLog:
         self, folder: Path, settings: Mapping[str, Any], batches: Sequence[Sequence[Key]], samples: int
     ) -> None:
         self._path = folder / ANSWERS
-        try:
-            self._lock = FolderLock(folder, "eval.out")
-        except OSError as error:
-            raise _cannot_write(folder, error) from error
-        try:
-            _check_settings(folder, settings)
-            self.whole = self._keep_whole(batches, samples)
-            """Of each batch whether it is there."""
-            self._file = self._path.open("ab")
-        except OSError as error:
-            raise _cannot_write(folder, error) from error
-        finally:
-            if not hasattr(self, "_file"):
-                self._lock.close()
+        with ExitStack() as on_failure:
+            try:
+                self._lock = on_failure.enter_context(closing(FolderLock(folder, "eval.out")))
+                _check_settings(folder, settings)
+                self.whole = self._keep_whole(batches, samples)
+                """Of each batch whether it is there."""
+                self._file = self._path.open("ab")
+            except OSError as error:
+                raise _cannot_write(folder, error) from error
+            on_failure.pop_all()
 
-    def append(self, rows: Sequence[Row]) -> None:
+    def append(self, rows: Sequence[AnswerRow]) -> None:
         """Add a batch; it is on the disk when this returns."""
         self._file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[AnswerRow]:
         """All that has been written, without prompts and texts."""
         with self._path.open("rb") as lines:
             return _figures(lines, "eval.out")
@@ -75,8 +74,8 @@ class AnswerLog:
         self._lock.close()
 
     def _keep_whole(self, batches: Sequence[Sequence[Key]], samples: int) -> list[bool]:
-        """Drop what a kill has torn: half a line, and the rest of its batch, which is answered anew. Other benchmarks'
-        answers stay, for their batches are not known."""
+        """Drop half a line that a kill has left, and the rest of its batch, which is answered again. Answers of other
+        benchmarks are kept, because their batches are not known here."""
         found: Counter[Key] = Counter(key for _, key in self._lines() if key is not None)
         whole = [all(found[key] == samples for key in batch) for batch in batches]
         torn = {key for batch, there in zip(batches, whole, strict=True) if not there for key in batch if found[key]}
@@ -88,7 +87,7 @@ class AnswerLog:
         return whole
 
     def _lines(self) -> Iterator[tuple[bytes, Key | None]]:
-        """Each line with the problem that it answers; None of one that is torn."""
+        """Each line with the problem that it answers; None for a line that is incomplete."""
         if not self._path.exists():
             return
         with self._path.open("rb") as lines:
@@ -102,7 +101,7 @@ class AnswerLog:
 
 
 def finished_benchmarks(folder: Path) -> set[str]:
-    """Those that the folder has scores of."""
+    """The benchmarks that the folder has scores of."""
     try:
         return set(json.loads((folder / SCORES).read_text(encoding="utf-8"))["benchmarks"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -115,7 +114,7 @@ def write_scores(folder: Path, scores: Mapping[str, Any]) -> None:
         partial.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
 
 
-def read_answers(folder: Path, setting: str) -> list[Row]:
+def read_finished(folder: Path, setting: str) -> list[AnswerRow]:
     """The rows of a finished evaluation, without prompts and texts.
 
     Raises:
@@ -131,9 +130,9 @@ def read_answers(folder: Path, setting: str) -> list[Row]:
         raise UserError(setting, folder, f"cannot be read ({error})", "Name another folder") from error
 
 
-def _figures(lines: BinaryIO, setting: str) -> list[Row]:
-    """What scores are made of: the texts of a large evaluation would fill the memory."""
-    rows = []
+def _figures(lines: BinaryIO, setting: str) -> list[AnswerRow]:
+    """The rows without prompts and texts, which would fill the memory in a large evaluation."""
+    rows: list[AnswerRow] = []
     for number, line in enumerate(lines, 1):
         try:
             rows.append({key: of for key, of in json.loads(line).items() if key not in ("prompt", "answer")})
@@ -145,19 +144,17 @@ def _figures(lines: BinaryIO, setting: str) -> list[Row]:
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Compare the settings with those that the folder was begun with, and write down both benchmarks' problems."""
     file, now = folder / SETTINGS, json.loads(json.dumps(settings))
     begun = _read_settings(folder, file) if file.exists() else {}
     if begun:
-        before, ours = begun.get(PROBLEMS) or {}, now.get(PROBLEMS) or {}
-        others = [name for name in before if name in ours and before[name] != ours[name]]
-        changed = [key for key in {**begun, **now} if key != PROBLEMS and begun.get(key) != now.get(key)]
-        pairs = [(key, begun.get(key), now.get(key)) for key in changed]
-        pairs += [(f"the problems of {name}", before[name], ours[name]) for name in others]
-        if pairs:
-            what = "; ".join(f"{key} = {_short(was)} (now {_short(is_now)})" for key, was, is_now in pairs)
+        before, ours = begun.pop(PROBLEMS, None) or {}, now.pop(PROBLEMS, None) or {}
+        pairs = [(key, begun.get(key), now.get(key)) for key in {**begun, **now}]
+        pairs += [(f"the problems of {name}", before[name], ours[name]) for name in before if name in ours]
+        if changed := [f"{key} = {_short(was)} (now {_short(is_now)})" for key, was, is_now in pairs if was != is_now]:
             remedy = "Name another folder with --out, or give the settings that it was begun with"
-            raise UserError("eval.out", folder, f"was begun with {what}", remedy)
-        now = {**now, PROBLEMS: {**before, **ours}} if before or ours else now
+            raise UserError("eval.out", folder, f"was begun with {'; '.join(changed)}", remedy)
+        begun, now = ({**of, PROBLEMS: problems} for of, problems in ((begun, before), (now, {**before, **ours})))
     if now != begun:
         with replacing_file(file) as partial:
             partial.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
@@ -168,9 +165,8 @@ def _read_settings(folder: Path, file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         problem = f"{SETTINGS} cannot be read ({error}): it does not say what the answers there are answers of"
-        raise UserError(
-            "eval.out", folder, problem, "Name another folder with --out, or fetch that file again"
-        ) from error
+        remedy = "Name another folder with --out, or fetch that file again"
+        raise UserError("eval.out", folder, problem, remedy) from error
 
 
 def _cannot_write(folder: Path, error: OSError) -> UserError:

@@ -1,11 +1,13 @@
-"""The benchmarks that have a name: where their problems lie, which columns hold them, how they are asked and judged.
+"""What a run is evaluated on: named benchmarks, files of the user, generators. Says where their problems lie, which
+columns hold them, and how they are asked and judged.
 
-Needs no torch, so that an absent file is known before a rank starts.
+Imports no torch, so that an absent file is known before a rank starts.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,7 +27,7 @@ DEFAULT_FOLDER = "data/eval"
 SUFFIXES = (".jsonl", ".json", ".parquet")
 STEP_BY_STEP = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 TAKEN = frozenset({"accuracy", "reward", "unscored", ""})
-"""Names that are other metrics' (``eval/accuracy``)."""
+"""Names of other metrics, as in ``eval/accuracy``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,13 @@ class Benchmark:
     says: str
     """What it is."""
     problems: int
-    """How many it has: a file with fewer or more is another one, whose scores are not comparable."""
+    """How many it has. A file with another number of problems is refused: its scores are not comparable."""
     files: tuple[str, ...]
-    """Names, without suffix, that published copies of it have; the first one that is there is read."""
+    """Names, without suffix, of published copies. The first one that is there is read."""
     source: str
     """Who publishes it."""
-    label: str
-    """Column of the reference answer; a list of answers is one answer of several parts."""
+    label: str = "answer"
+    """Column of the reference answer. A list there is one answer of several parts."""
     worked: bool = False
     """Whether that column holds a worked solution, which marks the answer (a box, number signs)."""
     prompt: tuple[str, ...] = ("problem", "question")
@@ -52,75 +54,51 @@ class Benchmark:
     """The reward function that judges its answers, whichever one trains the policy."""
 
 
+QWEN = "evaluation/data of QwenLM/Qwen2.5-Math on GitHub"
 BENCHMARKS = {
     "gsm8k": Benchmark(
-        "grade-school word problems, the test split",
-        1319,
-        ("gsm8k_test", "gsm8k", "gsm8k/test"),
-        "openai/grade-school-math on GitHub, openai/gsm8k on the Hugging Face hub",
-        label="answer",
-        worked=True,
+        "grade-school word problems, the test split", 1319, ("gsm8k_test", "gsm8k", "gsm8k/test"),
+        "openai/grade-school-math on GitHub, openai/gsm8k on the Hugging Face hub", worked=True,
     ),
     "math500": Benchmark(
-        "500 problems of MATH's test split",
-        500,
-        ("math500", "math500_test", "math500/test"),
+        "500 problems of MATH's test split", 500, ("math500", "math500_test", "math500/test"),
         "HuggingFaceH4/MATH-500 on the Hugging Face hub",
-        label="answer",
     ),
-    "aime24": Benchmark(
-        "AIME 2024, I and II",
-        30,
-        ("aime24", "aime24/test"),
-        "evaluation/data of QwenLM/Qwen2.5-Math on GitHub",
-        label="answer",
-    ),
+    "aime24": Benchmark("AIME 2024, I and II", 30, ("aime24", "aime24/test"), QWEN),
     "minerva": Benchmark(
-        "science problems of MIT's open courses",
-        272,
-        ("minerva_math", "minerva", "minerva_math/test"),
-        "evaluation/data of QwenLM/Qwen2.5-Math on GitHub",
-        label="solution",
-        worked=True,
+        "science problems of MIT's open courses", 272, ("minerva_math", "minerva", "minerva_math/test"), QWEN,
+        label="solution", worked=True,
     ),
     "olympiadbench": Benchmark(
-        "olympiad problems in English, text only, with one answer that can be checked",
-        675,
-        ("olympiadbench", "olympiadbench/test"),
-        "evaluation/data of QwenLM/Qwen2.5-Math on GitHub",
-        label="final_answer",
+        "olympiad problems in English, text only, with one answer that can be checked", 675,
+        ("olympiadbench", "olympiadbench/test"), QWEN, label="final_answer",
     ),
-    "amc23": Benchmark(
-        "AMC 12 of 2023, A and B, without the choices",
-        40,
-        ("amc23", "amc23/test"),
-        "evaluation/data of QwenLM/Qwen2.5-Math on GitHub",
-        label="answer",
-    ),
-}
+    "amc23": Benchmark("AMC 12 of 2023, A and B, without the choices", 40, ("amc23", "amc23/test"), QWEN),
+}  # fmt: skip
 KNOWN = (*BENCHMARKS, *GENERATORS)
 """What ``eval.benchmarks`` may name without a file."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class HeldOut:
     """Held-out problems of a run, before they are read."""
 
     name: str
-    """Under which they are reported; "" for the only ones of a run that have none."""
+    """The name in reports; "" where a run has one file without a name."""
     file: str
-    """A file, or the generator's name."""
+    """A file, or the name of a generator."""
     setting: str
+    """The setting that names it, ``data.eval`` or ``eval.benchmarks``."""
     benchmark: Benchmark | None = None
-    """None: a user's own, whose prompts are asked as they stand and judged by ``reward.function``."""
+    """None for a file of the user: its prompts are asked as they stand, and ``reward.function`` judges the answers."""
 
     @property
     def shown(self) -> str:
-        """The name where there must be one."""
+        """The name, or the file's where there is none."""
         return self.name or Path(self.file).stem
 
 
-def sources(config: Config) -> list[Source]:
+def sources(config: Config) -> list[HeldOut]:
     """What a run holds out: ``data.eval``, or the generator's problems where it says nothing; then ``eval.benchmarks``.
 
     Raises:
@@ -128,33 +106,30 @@ def sources(config: Config) -> list[Source]:
     """
     named = [_named(entry, config) for entry in config.eval.benchmarks]
     of = config.data.eval
-    if of is None:
-        generates = config.data.train in GENERATORS and not named
-        plain = [Source("", config.data.train, "data.eval")] if generates else []
-    else:
-        files = of if isinstance(of, dict) else {"": of}
-        plain = [Source(name, file, "data.eval") for name, file in files.items()]
-    found = [*plain, *named]
+    if of is None and config.data.train in GENERATORS and not named:
+        of = config.data.train
+    files = of if isinstance(of, dict) else {} if of is None else {"": of}
+    found = [*(HeldOut(name, file, "data.eval") for name, file in files.items()), *named]
     for number, source in enumerate(found):
         if source.name in TAKEN and (source.name or isinstance(of, dict) or source.setting == SETTING):
-            problem = "is what another metric is called"
-            raise UserError(source.setting, source.name, problem, "Give that file another name")
+            problem, remedy = "is what another metric is called", "Give that file another name"
+            raise UserError(source.setting, source.name, problem, remedy)
         if source.shown in [other.shown for other in found[:number]]:
             raise UserError(source.setting, source.shown, "stands twice", "Give one of the two another name")
     return found
 
 
-def _named(entry: str, config: Config) -> Source:
+def _named(entry: str, config: Config) -> HeldOut:
     name, equals, file = entry.partition("=")
     if equals:
-        return Source(name.strip(), file.strip(), SETTING)
+        return HeldOut(name.strip(), file.strip(), SETTING)
     if name in GENERATORS:
-        return Source(name, name, SETTING)
+        return HeldOut(name, name, SETTING)
     if name not in BENCHMARKS:
         near = get_close_matches(name, KNOWN, 1)
         remedy = f"Write {near[0]}, if that was meant" if near else f"Known are {', '.join(KNOWN)}"
         raise UserError(SETTING, name, "is no benchmark", f"{remedy}; a file of your own is NAME=FILE")
-    return Source(name, str(find_file(name, folder_of(config))), SETTING, BENCHMARKS[name])
+    return HeldOut(name, str(find_file(name, folder_of(config))), SETTING, BENCHMARKS[name])
 
 
 def folder_of(config: Config) -> Path:
@@ -169,16 +144,13 @@ def find_file(name: str, folder: Path) -> Path:
         UserError: if there is none, saying what it may be called and who publishes it.
     """
     benchmark = BENCHMARKS[name]
-    for stem in benchmark.files:
-        for suffix in SUFFIXES:
-            file = folder / (stem + suffix)
-            if file.is_file():
-                return file
-    stems = ", ".join(benchmark.files)
+    files = (folder / (stem + suffix) for stem in benchmark.files for suffix in SUFFIXES)
+    if file := next((file for file in files if file.is_file()), None):
+        return file
     raise UserError(
         SETTING,
         name,
-        f"has no file in {folder} (looked for {stems}, as {', '.join(SUFFIXES)})",
+        f"has no file in {folder} (looked for {', '.join(benchmark.files)}, as {', '.join(SUFFIXES)})",
         f"Put its {benchmark.problems} problems there as they are published ({benchmark.source}), point eval.folder or "
         f"${FOLDER} at the folder that has them, or leave {name} out",
     )
@@ -208,18 +180,16 @@ def read_benchmark(name: str, file: str, benchmark: Benchmark) -> list[Question]
     return [Question(row, _prompt(row, benchmark), _label(row, benchmark)) for row in rows]
 
 
-def usual_column(row: Row, wanted: str, setting: str) -> str:
+def _usual_column(row: Row, wanted: str, setting: str) -> str:
     """The column of a user's own file: the one that the run's data have, else the first with a usual name."""
     for column in (wanted, *COLUMNS_IN_USE[setting]):
-        try:
+        with suppress(KeyError):
             row[column]
-        except KeyError:
-            continue
-        return column
+            return column
     return wanted
 
 
-def rows_of(source: Source, data: DataConfig) -> tuple[list[Row], DataConfig]:
+def rows_of(source: HeldOut, data: DataConfig) -> tuple[list[Row], DataConfig]:
     """What ``eval.benchmarks`` names, and the settings under which it is read.
 
     Args:
@@ -234,8 +204,8 @@ def rows_of(source: Source, data: DataConfig) -> tuple[list[Row], DataConfig]:
         rows = [replace(q.row, values={"data_source": source.name, PROBLEM: q.prompt, ANSWER: q.label}) for q in asked]
         return rows, replace(data, prompt_key=PROBLEM, label_key=ANSWER)
     rows = read_rows(source.file, SETTING)
-    question = usual_column(rows[0], data.prompt_key, "data.prompt_key")
-    return rows, replace(data, prompt_key=question, label_key=usual_column(rows[0], data.label_key, "data.label_key"))
+    question = _usual_column(rows[0], data.prompt_key, "data.prompt_key")
+    return rows, replace(data, prompt_key=question, label_key=_usual_column(rows[0], data.label_key, "data.label_key"))
 
 
 def _prompt(row: Row, benchmark: Benchmark) -> str:
@@ -258,7 +228,7 @@ def _label(row: Row, benchmark: Benchmark) -> str:
 
 
 def _value(row: Row, columns: tuple[str, ...]) -> Any:
-    """What stands in the first of these columns that the row has."""
+    """The value of the first of these columns that the row has."""
     column = next((name for name in columns if row.values.get(name) is not None), None)
     if column is None:
         problem = f"has nothing in a column {' or '.join(columns)} (it has {', '.join(row.values) or 'none'})"

@@ -1,10 +1,9 @@
-"""Held-out accuracy while a run goes on; pruning history and data order stay as they are."""
+"""Evaluations while a run goes on: held-out accuracy as metrics, and some answers for people to read."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,9 +12,8 @@ import numpy as np
 
 from megatron_dppo.config import EvalConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluator import Answer, Evaluator
-from megatron_dppo.evaluation.problems import Problem, names
-from megatron_dppo.evaluation.statistics import mean, pass_at, per_problem_mean, powers_up_to
+from megatron_dppo.evaluation.evaluator import Answer, Evaluator, Problem, by_name
+from megatron_dppo.evaluation.scores import mean, pass_at, per_problem_mean, powers_up_to
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.rl.types import Floats
 
@@ -32,15 +30,15 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What answers to the held-out problems were worth."""
+    """The scores of the answers to the held-out problems."""
 
     metrics: dict[str, float]
     """``eval/…``; of several files each one's accuracy under its name, and ``eval/accuracy`` is their mean."""
     shown: tuple[Shown, ...]
     notes: tuple[str, ...]
-    """What the log must say in words: how scoring failed."""
+    """Notes for the log on how scoring failed."""
     problems: Mapping[str, int] = field(default_factory=dict)
-    """How many were asked, by name: what an accuracy's interval goes by."""
+    """How many were asked, by name. The interval of an accuracy depends on it."""
 
 
 def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConfig) -> Evaluation:
@@ -64,8 +62,8 @@ def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConf
         "eval/response_len/mean": sum(answer.tokens for answer in answers) / max(len(answers), 1),
     }
     accuracies = []
-    for name in names(problems):
-        mine = [i for i, problem in enumerate(problems) if problem.name == name]
+    indices = by_name(problems)
+    for name, mine in indices.items():
         figures = _figures(name, [found.answers[i] for i in mine], found.votes[mine])
         if name:
             metrics |= {f"eval/{key}": value for key, value in figures.items()}
@@ -79,8 +77,8 @@ def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConf
         Shown(problem.prompt.text, group[0].text or "", problem.prompt.label_text, _is_right(group[0]) == 1.0)
         for problem, group in zip(problems[: config.show], found.answers, strict=False)
     ]
-    counts = Counter(problem.name for problem in problems)
-    return Evaluation(metrics, tuple(shown), found.tracebacks, dict(counts))
+    counts = {name: len(of) for name, of in indices.items()}
+    return Evaluation(metrics, tuple(shown), found.tracebacks, counts)
 
 
 def _figures(name: str, groups: Sequence[Sequence[Answer]], votes: Floats) -> dict[str, float]:

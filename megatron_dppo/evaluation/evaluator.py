@@ -1,40 +1,66 @@
-"""Asking problems, scoring the answers and counting them: the same for a training run's evaluations and for ``eval``.
+"""Held-out problems: read as the policy is asked them, answered by an engine, scored, and put to the vote.
 
-Every rank asks and scores its own share. What all ranks then know of an answer is small, but for texts that are wanted.
+A training run's evaluations and ``megatron-dppo eval`` do the same here. Every rank asks and scores its own share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
 from typing import Literal
 
 import numpy as np
 
 from megatron_dppo.config import Config
-from megatron_dppo.evaluation.problems import Problem
-from megatron_dppo.evaluation.vote import Pair, votes
+from megatron_dppo.data.generators import GENERATORS
+from megatron_dppo.data.prompts import load_prompts, prompts_of
+from megatron_dppo.data.tokenizer import Tokenizer
+from megatron_dppo.errors import UserError
+from megatron_dppo.evaluation.benchmarks import SETTING, HeldOut, rows_of, sources
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rewards.functions import check_labels
 from megatron_dppo.rewards.math.completion import said_answer, stated_answer
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.seeds import Purpose, sequence
-from megatron_dppo.rl.types import Completion, Floats, Score
+from megatron_dppo.rl.types import Completion, Floats, Prompt, Score
 from megatron_dppo.rollout.collect import Answers, Collector, Failures
 
 MATH = "math"
 """The verifier that can also tell whether two answers without their texts are the same."""
+MOST = 1 << 20
+"""Problems of one name that have ids of their own."""
+Pair = tuple[str, str]
+Same = Callable[[Sequence[Pair]], Sequence[bool]]
+"""For each pair of answers whether the verifier takes the second for the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One held-out problem."""
+
+    name: str
+    """The name of its benchmark or file; "" where a run has one file without a name."""
+    number: int
+    """Its number in that file, from 0."""
+    prompt: Prompt
+    verifier: str
+    """The reward function that judges answers to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One completion, and what became of it."""
+    """One completion of a problem, and its score."""
 
     text: str | None
-    """Special tokens left out; None where nobody wanted it."""
+    """Without special tokens; None where the caller did not ask for texts."""
     extracted: str
-    """What it states as its answer; empty if nothing."""
+    """The answer that the text states; empty if it states none."""
     score: Score | None
     """None where scoring failed."""
     tokens: int
@@ -43,7 +69,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Answers to P problems, k to each, in the problems' order; the same on every rank."""
+    """Answers to P problems, k to each, in the problems' order."""
 
     answers: Sequence[Sequence[Answer]]
     """[P][k]"""
@@ -55,16 +81,59 @@ class Answered:
     """One for each kind of error that was never reported before."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one rank tells the others of its share."""
+def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> list[Problem]:
+    """All problems that a run holds out, source by source, at most ``eval.problems`` of each.
 
-    answers: Mapping[int, Sequence[Answer]]
-    """By the problem's place among all."""
-    votes: Mapping[int, float]
-    timeouts: int
-    errors: int
-    tracebacks: tuple[str, ...]
+    Args:
+        config: of the run.
+        tokenizer: of the policy.
+        max_positions: tokens that the policy was made for, prompt and answer together.
+
+    Raises:
+        UserError: as ``sources`` and ``load_prompts``; and for a benchmark's prompt that leaves an answer no room.
+    """
+    if config.eval.problems == 0:
+        return []
+    return [problem for source in sources(config) for problem in _load(source, config, tokenizer, max_positions)]
+
+
+def by_name(problems: Sequence[Problem]) -> dict[str, list[int]]:
+    """The indices of each source's problems, by the source's name."""
+    found: dict[str, list[int]] = {}
+    for index, problem in enumerate(problems):
+        found.setdefault(problem.name, []).append(index)
+    return found
+
+
+def _load(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int) -> list[Problem]:
+    verifier = source.benchmark.verifier if source.benchmark else config.reward.function
+    named = source.setting == SETTING
+    if source.file in GENERATORS:
+        data = replace(config.data, eval=None, train=source.file)
+        prompts: Sequence[Prompt] = load_prompts(data, tokenizer, split="eval")
+    elif named:
+        prompts = _named(source, config, tokenizer, max_positions)
+    else:
+        prompts = load_prompts(replace(config.data, eval=source.file), tokenizer, split="eval")
+    prompts = prompts[: config.eval.problems]
+    check_labels(verifier, [(prompt.place, prompt.label) for prompt in prompts])
+    # The engine's seed depends on the id: problems of the same number in two benchmarks get different ones.
+    first = zlib.crc32(source.name.encode()) * MOST if named else 0
+    return [Problem(source.name, i, replace(p, id=first + i), verifier) for i, p in enumerate(prompts)]
+
+
+def _named(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int) -> Sequence[Prompt]:
+    """Prompts of a file that ``eval.benchmarks`` names. None is ever left out: a score is of all problems."""
+    rows, data = rows_of(source, config.data)
+    prompts = prompts_of(rows, data, tokenizer)
+    most = config.rollout.max_response_tokens
+    for row, prompt in zip(rows, prompts, strict=True):
+        if len(prompt.token_ids) > (room := max_positions - most):
+            problem = f"leaves {room} of the policy's {max_positions} positions for a prompt, and {row.place} has one"
+            raise UserError(
+                "rollout.max_response_tokens", most, f"{problem} of {len(prompt.token_ids)} tokens", "Lower it"
+            )
+    return prompts
 
 
 class Evaluator:
@@ -79,42 +148,45 @@ class Evaluator:
         self._seed = int(sequence(config.run.seed, 0, Purpose.EVALUATION).generate_state(1)[0])
 
     def answer(self, problems: Sequence[Problem], *, keep: int, of_all: int) -> Answered:
-        """Answer every problem ``eval.samples`` times. Collective.
+        """Answer every problem ``eval.samples`` times. Collective; every rank gets the same.
 
-        Where the engine can be seeded, an answer is a function of ``run.seed``, its problem and its number: the same in
-        every evaluation of a policy, and not drawn anew from one policy to the next.
+        Where the engine can be seeded, an answer depends on the policy, ``run.seed``, the problem and the sample's
+        number, and on nothing else: every evaluation of a policy gives the same answers.
 
         Args:
             problems: to be asked, the same on every rank.
-            keep: of so many problems, from the first one on, the texts of the answers are kept.
-            of_all: answers of the whole evaluation. Past the failures that ``reward.max_failures`` allows among those,
-                the rest is left unscored: :meth:`check_failures` is then about to stop it.
+            keep: the number of problems, from the first one on, whose answers keep their texts.
+            of_all: the number of answers of the whole evaluation. Once more of them failed than ``reward.max_failures``
+                allows, the rest is left unscored, and :meth:`check_failures` will stop the evaluation.
         """
         samples, temperature = self._config.eval.samples, temperature_of(self._config)
         mine = range(self._world.rank, len(problems), self._world.size)
-        places = {v: [i for i in mine if problems[i].verifier == v] for v in self._collectors}
+        indices = {v: [i for i in mine if problems[i].verifier == v] for v in self._collectors}
         asked = {
             verifier: collector.ask(
-                [problems[i].prompt for i in places[verifier]],
+                [problems[i].prompt for i in indices[verifier]],
                 samples=samples,
                 temperature=temperature,
                 seed=self._seed,
             )
             for verifier, collector in self._collectors.items()
         }
-        parts: list[_Part] = []
+        shares: list[tuple[list[int], Answered]] = []
         for verifier, collector in self._collectors.items():
             answers = collector.answers(asked[verifier], of_all=of_all)
-            parts += self._world.gather(self._part(places[verifier], answers, verifier, keep))
-        given = {i: answers for part in parts for i, answers in part.answers.items()}
-        voted = {i: share for part in parts for i, share in part.votes.items()}
-        order = range(len(problems))
+            share = self._share(indices[verifier], answers, verifier, keep)
+            shares += self._world.gather((indices[verifier], share))
+        given = {
+            index: (group, majority)
+            for theirs, share in shares
+            for index, group, majority in zip(theirs, share.answers, share.votes, strict=True)
+        }
         return Answered(
-            answers=[given[i] for i in order],
-            votes=np.array([voted[i] for i in order], np.float64),
-            timeouts=sum(part.timeouts for part in parts),
-            errors=sum(part.errors for part in parts),
-            tracebacks=tuple(dict.fromkeys(text for part in parts for text in part.tracebacks)),
+            answers=[given[index][0] for index in range(len(problems))],
+            votes=np.array([given[index][1] for index in range(len(problems))], np.float64),
+            timeouts=sum(share.timeouts for _, share in shares),
+            errors=sum(share.errors for _, share in shares),
+            tracebacks=tuple(dict.fromkeys(text for _, share in shares for text in share.tracebacks)),
         )
 
     def check_failures(self, found: Sequence[Failures], of_all: int) -> None:
@@ -124,45 +196,75 @@ class Evaluator:
         """
         next(iter(self._collectors.values())).check_failures(found, of_all)
 
-    def _part(self, places: Sequence[int], answers: Answers, verifier: str, keep: int) -> _Part:
-        groups = {
-            place: [
-                _answer(completion, text, score)
-                for completion, text, score in zip(completions, texts, scores, strict=True)
-            ]
-            for place, completions, texts, scores in zip(
-                places, answers.completions, answers.texts, answers.scores, strict=True
-            )
-        }
-        shares = self._vote(list(groups.values()), verifier)
-        told = {
-            place: group if place < keep else [_without_text(answer) for answer in group]
-            for place, group in groups.items()
-        }
-        return _Part(told, dict(zip(groups, shares, strict=True)), answers.timeouts, answers.errors, answers.tracebacks)
+    def _share(self, indices: Sequence[int], answers: Answers, verifier: str, keep: int) -> Answered:
+        """What this rank tells the others of its problems."""
+        groups = [
+            [_answer(*each) for each in zip(completions, texts, scores, strict=True)]
+            for completions, texts, scores in zip(answers.completions, answers.texts, answers.scores, strict=True)
+        ]
+        told = [
+            group if index < keep else [replace(answer, text=None) for answer in group]
+            for index, group in zip(indices, groups, strict=True)
+        ]
+        majority = self._vote(groups, verifier)
+        return Answered(told, majority, answers.timeouts, answers.errors, answers.tracebacks)
 
-    def _vote(self, groups: Sequence[Sequence[Answer]], verifier: str) -> list[float]:
-        scored = [[answer for answer in group if answer.score is not None] for group in groups]
-        right = [[bool(answer.score and answer.score.correct) for answer in group] for group in scored]
-
+    def _vote(self, groups: Sequence[Sequence[Answer]], verifier: str) -> Floats:
         def same(pairs: Sequence[Pair]) -> list[bool]:
-            if verifier != MATH:  # of another function nobody knows what it makes of an answer without its text
+            if verifier != MATH:  # another function may need the whole text of an answer
                 return [False] * len(pairs)
             items = [ScoreItem("", f"\\boxed{{{second}}}", first) for first, second in pairs]
             return [bool(score and score.correct) for score in self._collectors[verifier].workers.score(items).scores]
 
-        shares = votes(
-            [
-                (sum(verdicts), [a.extracted for a, verdict in zip(group, verdicts, strict=True) if not verdict])
-                for group, verdicts in zip(scored, right, strict=True)
-            ],
-            same,
-        )
-        return [share if group else float("nan") for share, group in zip(shares, scored, strict=True)]
+        scored = [[(answer.extracted, answer.score.correct) for answer in of if answer.score] for of in groups]
+        counts = [(sum(right for _, right in of), [text for text, right in of if not right]) for of in scored]
+        shares = votes(counts, same)
+        return np.array([share if of else np.nan for share, of in zip(shares, scored, strict=True)], np.float64)
+
+
+def vote(right: int, wrong: Sequence[str], same: set[Pair] | frozenset[Pair] = frozenset()) -> float:
+    """The chance that the most frequent answer is right, where answers that are equally frequent share it evenly.
+
+    All right answers are one answer, the label's. Wrong ones are the same by their text, or by ``same``.
+
+    Args:
+        right: how many right answers there are.
+        wrong: the text of each wrong one; an empty one has no vote.
+        same: pairs of different texts that are the same answer, each in the order of their first appearance.
+
+    Returns:
+        1, 0, or 1/m where the right answer is one of m that are equally frequent.
+    """
+    most: dict[str, int] = {}
+    for text, count in Counter(filter(None, wrong)).items():
+        twin = next((other for other in most if (other, text) in same), text)
+        most[twin] = most.get(twin, 0) + count
+    if right == 0 or right < max(most.values(), default=0):
+        return 0.0
+    return 1.0 / (1 + sum(count == right for count in most.values()))
+
+
+def votes(problems: Sequence[tuple[int, Sequence[str]]], same: Same) -> list[float]:
+    """``vote`` for each problem, the verifier being asked only where its word can change the outcome.
+
+    Args:
+        problems: of each the number of right answers, and the texts of the wrong ones.
+        same: asked once, for all of them together.
+    """
+    open_ones = [_pairs(right, wrong) for right, wrong in problems]
+    verdicts = iter(same([pair for pairs in open_ones for pair in pairs]))
+    equal = [{pair for pair in pairs if next(verdicts)} for pairs in open_ones]
+    return [vote(right, wrong, pairs) for (right, wrong), pairs in zip(problems, equal, strict=True)]
+
+
+def _pairs(right: int, wrong: Sequence[str]) -> list[Pair]:
+    counts = Counter(filter(None, wrong))
+    decided = right == 0 or right > counts.total() or right < max(counts.values(), default=0)
+    return [] if decided else list(combinations(counts, 2))
 
 
 def temperature_of(config: Config) -> float:
-    """What held-out problems are answered at: several greedy answers would be one."""
+    """The temperature for held-out problems. It is 0 for one sample only: several greedy answers are all the same."""
     if config.eval.temperature is None:
         return config.rollout.temperature if config.eval.samples > 1 else 0.0
     return config.eval.temperature
@@ -173,27 +275,20 @@ def open_verifiers(
 ) -> dict[str, RewardWorkers]:
     """Workers of every verifier that the problems want, started where they are not ``known`` already. Collective."""
     reward = config.reward
-    workers = {}
-    for verifier in dict.fromkeys(problem.verifier for problem in problems):
-        workers[verifier] = known.get(verifier) or to_close.enter_context(
-            closing(
-                RewardWorkers(
-                    verifier, workers=reward.workers, timeout_s=reward.timeout_s, memory_mib=reward.memory_mib
-                )
-            )
-        )
+    start = partial(RewardWorkers, workers=reward.workers, timeout_s=reward.timeout_s, memory_mib=reward.memory_mib)
+    workers = {
+        verifier: known.get(verifier) or to_close.enter_context(closing(start(verifier)))
+        for verifier in dict.fromkeys(problem.verifier for problem in problems)
+    }
     for each in workers.values():
         world.together(each.wait_ready)
     return workers
 
 
 def _answer(completion: Completion, text: str, score: Score | None) -> Answer:
-    extracted = score.answer if score is not None and score.answer is not None else None
+    extracted = score.answer if score is not None else None
     if extracted is None:
-        stated = stated_answer(text)
-        extracted = said_answer(text) if stated is None else stated
+        extracted = stated_answer(text)
+    if extracted is None:
+        extracted = said_answer(text)
     return Answer(text, extracted, score, len(completion.token_ids), completion.finish_reason)
-
-
-def _without_text(answer: Answer) -> Answer:
-    return Answer(None, answer.extracted, answer.score, answer.tokens, answer.finish_reason)

@@ -1,67 +1,149 @@
-"""From an evaluation's answers to its scores, to a table of them, and to what differs between two evaluations."""
+"""From an evaluation's answers to its scores, to a table of them, and to what differs between two evaluations.
+
+Every figure has the 95% interval that resampling its problems gives. Notation: P problems, k answers to each.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import comb
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.answers import read_answers
-from megatron_dppo.evaluation.statistics import (
-    Estimate,
-    difference,
-    estimates,
-    pass_at,
-    per_problem_mean,
-    powers_up_to,
-    share_bounds,
-)
+from megatron_dppo.evaluation.answers import AnswerRow, read_finished
 from megatron_dppo.rl.types import Floats
 
-Row = Mapping[str, Any]
 LENGTH = "mean_length"
 FEWEST = 10
-"""Problems below which resampling says nothing about a difference: of one alone its interval would be a point."""
+"""With fewer problems resampling says nothing about a difference: with one problem the interval is a point."""
+RESAMPLES = 4000
+CONFIDENCE = 0.95
+SEED = 20210707
+"""The seed of the resampling: the same answers have the same intervals."""
+Cell = Mapping[str, float | None]
+"""An estimate as JSON has it: null for what is not a number."""
 
 
-def by_benchmark(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over problems, and the bounds of its interval. Not a number where nothing could be measured."""
+
+    value: float
+    low: float
+    high: float
+
+
+def pass_at(correct: Floats, k: int) -> Floats:
+    """The chance that one of k answers is right, for each problem: 1 − C(n − c, k) / C(n, k) with c right ones among n
+    (Chen et al. 2021, arXiv:2107.03374), which is unbiased for every k up to n.
+
+    Args:
+        correct: [P, answers], 1 or 0; not a number where scoring failed, and then none of the n.
+        k: at least 1.
+
+    Returns:
+        [P], not a number where fewer than k answers were scored.
+    """
+    scored = (~np.isnan(correct)).sum(axis=1)
+    right = np.nansum(correct, axis=1).astype(int)
+    # Whole numbers in Python: of a thousand answers no coefficient fits in a float.
+    ways = [(comb(n, k), comb(n - c, k)) for n, c in zip(scored.tolist(), right.tolist(), strict=True)]
+    return np.array([(all_ - wrong) / all_ if all_ else np.nan for all_, wrong in ways], np.float64)
+
+
+def powers_up_to(samples: int) -> list[int]:
+    """1, 2, 4, … and ``samples`` itself."""
+    return sorted({1 << i for i in range(samples.bit_length())} | {samples})
+
+
+def per_problem_mean(values: Floats) -> Floats:
+    """Mean over the answers of each problem that could be scored. [P, k] → [P]; not a number where none could."""
+    return _ratio(np.nansum(values, axis=1), (~np.isnan(values)).sum(axis=1))
+
+
+def mean(values: Floats) -> float:
+    """Mean over the problems that have a value."""
+    known = values[~np.isnan(values)]
+    return float(known.sum() / len(known)) if len(known) else float("nan")
+
+
+def estimates(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
+    """The mean of each column over its problems, with its 95% interval by the percentile bootstrap.
+
+    Whole problems are drawn with replacement, as many as there are, and their answers come along: answers to one
+    problem are alike, and another benchmark of the kind would have other problems. All columns see the same draws.
+
+    Args:
+        columns: [P] each, not a number where a problem has no value.
+    """
+    values = np.stack(list(columns.values()), axis=1)
+    problems = len(values)
+    draws = np.random.default_rng(SEED).integers(problems, size=(RESAMPLES, problems))
+    draws += np.arange(RESAMPLES)[:, None] * problems
+    times = np.bincount(draws.ravel(), minlength=RESAMPLES * problems).reshape(RESAMPLES, problems).astype(np.float64)
+    known = ~np.isnan(values)
+    means = _ratio(times @ np.where(known, values, 0.0), times @ known)
+    return {name: _estimate(values[:, i], means[:, i]) for i, name in enumerate(columns)}
+
+
+def difference(mine: Floats, theirs: Floats) -> Estimate:
+    """Mean of ``mine − theirs``, paired problem by problem, with its interval: how hard a problem is cancels out."""
+    return estimates({"difference": mine - theirs})["difference"]
+
+
+def share_bounds(found: Estimate, problems: int) -> Estimate:
+    """The interval of a share, also where every problem has 0 or every problem has 1, and resampling gives a point.
+
+    The bound is then the exact binomial one: if more than a share s of all problems were otherwise, P drawn problems
+    would all agree with a probability below (1 − s)^P.
+    """
+    reach = 1.0 - ((1.0 - CONFIDENCE) / 2) ** (1.0 / max(problems, 1))
+    if found.low == found.high == 0.0:
+        return Estimate(0.0, 0.0, reach)
+    if found.low == found.high == 1.0:
+        return Estimate(1.0, 1.0 - reach, 1.0)
+    return found
+
+
+def by_benchmark(rows: Sequence[AnswerRow]) -> dict[str, list[list[AnswerRow]]]:
     """The rows of each benchmark, problem by problem."""
-    found: dict[str, dict[int, list[Row]]] = {}
+    found: dict[str, dict[int, list[AnswerRow]]] = {}
     for row in rows:
         found.setdefault(row["benchmark"], {}).setdefault(row["problem"], []).append(row)
     return {name: [problems[number] for number in sorted(problems)] for name, problems in found.items()}
 
 
-def score(problems: Sequence[Sequence[Row]]) -> dict[str, Any]:
+def score(problems: Sequence[Sequence[AnswerRow]]) -> dict[str, Any]:
     """The scores of one benchmark, as ``scores.json`` has them.
 
     Args:
         problems: [P][k], the rows of ``answers.jsonl``.
     """
-    samples = len(problems[0])
+    powers = powers_up_to(len(problems[0]))
     correct = _column(problems, "correct")
     columns = {
         "avg@k": per_problem_mean(correct),
-        **{f"pass@{k}": pass_at(correct, k) for k in powers_up_to(samples)},
+        **{f"pass@{k}": pass_at(correct, k) for k in powers},
         "majority": _column(problems, "majority")[:, 0],
         LENGTH: _column(problems, "tokens").mean(axis=1),
         "truncated": np.array([[row["finish"] == "length" for row in of] for of in problems], np.float64).mean(axis=1),
     }
     found = {
-        name: each if name == LENGTH else share_bounds(each, len(problems)) for name, each in estimates(columns).items()
+        name: _cell(each if name == LENGTH else share_bounds(each, len(problems)))
+        for name, each in estimates(columns).items()
     }
-    shown = {name: _plain(each) for name, each in found.items()}
     return {
         "problems": len(problems),
-        "avg@k": shown["avg@k"],
-        "pass@k": {str(k): shown[f"pass@{k}"] for k in powers_up_to(samples)},
-        "majority": shown["majority"],
-        "mean_length": shown[LENGTH],
-        "truncated": shown["truncated"],
+        "avg@k": found["avg@k"],
+        "pass@k": {str(k): found[f"pass@{k}"] for k in powers},
+        "majority": found["majority"],
+        "mean_length": found[LENGTH],
+        "truncated": found["truncated"],
         "unscored": int(np.isnan(correct).sum()),
     }
 
@@ -75,16 +157,14 @@ def table(benchmarks: Mapping[str, Mapping[str, Any]], samples: int) -> list[str
     lines = [f"{'benchmark':<{width}}  problems  {named}  tokens  cut off"]
     for name, of in benchmarks.items():
         cells = [of["avg@k"], *([of["pass@k"][most], of["majority"]] if samples > 1 else [])]
+        shares = "  ".join(f"{_with_interval(cell):<19}" for cell in cells)
         unscored = f"  {of['unscored']} unscored" if of["unscored"] else ""
-        lines.append(
-            f"{name:<{width}}  {of['problems']:>8}  "
-            + "  ".join(f"{_percent(cell):<19}" for cell in cells)
-            + f"  {of['mean_length']['value']:>6.0f}  {_number(100 * _value(of['truncated'])):>6}%{unscored}"
-        )
+        length, cut_off = of["mean_length"]["value"], _percent(of["truncated"]["value"])
+        lines.append(f"{name:<{width}}  {of['problems']:>8}  {shares}  {length:>6.0f}  {cut_off:>6}%{unscored}")
     return [*lines, "[ ] 95% interval, from resampling the problems"]
 
 
-def compare(rows: Sequence[Row], others: Sequence[Row], *, against: str) -> list[str]:
+def compare(rows: Sequence[AnswerRow], others: Sequence[AnswerRow], *, against: str) -> list[str]:
     """What separates two evaluations on the problems that they share, paired problem by problem, as lines of text.
 
     Args:
@@ -116,12 +196,12 @@ def compare_folders(folder: Path, against: Path) -> list[str]:
     Raises:
         UserError: as ``compare``, and if one of them is not finished.
     """
-    return compare(read_answers(folder, "--out"), read_answers(against, "--against"), against=str(against))
+    return compare(read_finished(folder, "--out"), read_finished(against, "--against"), against=str(against))
 
 
 def _pairs(
-    name: str, mine: Sequence[Sequence[Row]], theirs: Sequence[Sequence[Row]], against: str
-) -> list[tuple[Sequence[Row], Sequence[Row]]]:
+    name: str, mine: Sequence[Sequence[AnswerRow]], theirs: Sequence[Sequence[AnswerRow]], against: str
+) -> list[tuple[Sequence[AnswerRow], Sequence[AnswerRow]]]:
     known = {of[0]["problem"]: of for of in theirs}
     pairs = [(of, known[of[0]["problem"]]) for of in mine if of[0]["problem"] in known]
     for one, other in pairs:
@@ -132,25 +212,32 @@ def _pairs(
     return pairs
 
 
-def _column(problems: Sequence[Sequence[Row]], key: str) -> Floats:
+def _column(problems: Sequence[Sequence[AnswerRow]], key: str) -> Floats:
     """[P, k], not a number where a row has null. Where two evaluations have different k, each has its own."""
     return np.array([[np.nan if row[key] is None else row[key] for row in of] for of in problems], np.float64)
 
 
-def _plain(found: Estimate) -> dict[str, float | None]:
-    bounds = {"value": found.value, "low": found.low, "high": found.high}
-    return {name: None if math.isnan(bound) else bound for name, bound in bounds.items()}
+def _ratio(sums: Floats, counts: Floats) -> Floats:
+    """Not a number where nothing was counted."""
+    return np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
 
 
-def _percent(cell: Mapping[str, float | None]) -> str:
-    value, low, high = (_number(100 * _value(cell, which)) for which in ("value", "low", "high"))
-    return f"{value}% [{low}, {high}]"
+def _estimate(values: Floats, means: Floats) -> Estimate:
+    drawn = means[~np.isnan(means)]
+    if not len(drawn):
+        return Estimate(math.nan, math.nan, math.nan)
+    tail = (1.0 - CONFIDENCE) / 2
+    low, high = np.quantile(drawn, [tail, 1.0 - tail])
+    return Estimate(mean(values), float(low), float(high))
 
 
-def _value(cell: Mapping[str, float | None], which: str = "value") -> float:
-    value = cell[which]
-    return math.nan if value is None else value
+def _cell(found: Estimate) -> Cell:
+    return {name: None if math.isnan(bound) else bound for name, bound in asdict(found).items()}
 
 
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.1f}"
+def _with_interval(cell: Cell) -> str:
+    return f"{_percent(cell['value'])}% [{_percent(cell['low'])}, {_percent(cell['high'])}]"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"

@@ -1,9 +1,10 @@
-"""What a person reads while a run goes on: one row per step, and notes on what a number does not tell."""
+"""What a person reads while a run goes on: a row for each step, notes, and warnings about the responses' length."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import mean
 from typing import TextIO
 
 import rich.console
@@ -16,7 +17,15 @@ HEADER_EVERY = 25
 """Rows between two headers."""
 BAR = 16
 """Characters of the bar of phases."""
-
+FIRST = 3
+"""Steps whose mean length later ones are compared with."""
+RECENT = 3
+"""Steps in the running mean that is compared."""
+TRUNCATED = 0.1
+"""A rise of the truncated share by this much counts as growth: a length that is cut off cannot show it."""
+_ON_FALL = "The policy may be settling on a short style for good: read some answers, and watch held-out accuracy"
+_ON_RISE = "Read some answers, and raise rollout.max_response_tokens if right ones are cut off"
+_PRUNED = "; if a run without pruning does not do this, raise pruning.completions.keep or lower pruning.max_weight"
 
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "rollout/raw_reward", "{:.3f}"),
@@ -123,3 +132,56 @@ class Console:
 
 def _width(title: str) -> int:
     return 7 if title == "lr" else max(len(title), 5)
+
+
+class LengthGate:
+    """Warns when the length of the responses leaves where it began. It never stops a run.
+
+    A policy that has two styles of answering can settle on the shorter one within a few steps, because that one is
+    better for a while. It then has no long answers left to learn from. The length shows this before the reward does,
+    which still rises on the way into such a local optimum.
+
+    It takes one row of metrics per step, in order; after a resume the earlier rows come first.
+    """
+
+    def __init__(self, bound: float | None) -> None:
+        """
+        Args:
+            bound: ``run.length_gate``, the factor by which the running mean may fall or rise; None: it never warns.
+        """
+        self._bound = bound
+        self._first: list[tuple[float, float]] = []
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        self._outside = ""
+
+    def look(self, step: int, row: Mapping[str, float]) -> str | None:
+        """A warning when the length crosses a bound, else None. It warns again only if the length had come back.
+
+        Args:
+            step: counted from 1, as in the log.
+            row: the step's metrics; one without ``rollout/response_len/mean`` (an evaluation's) is passed over.
+        """
+        if self._bound is None or "rollout/response_len/mean" not in row:
+            return None
+        measured = row["rollout/response_len/mean"], row.get("rollout/truncated_ratio", 0.0)
+        if len(self._first) < FIRST:
+            self._first.append(measured)
+            return None
+        self._recent.append(measured)
+        if len(self._recent) < RECENT:
+            return None
+        (before, cut_before), (now, cut) = (map(mean, zip(*of, strict=True)) for of in (self._first, self._recent))
+        outside = ""
+        if now * self._bound < before:
+            outside = "fell"
+        elif now > before * self._bound or cut > cut_before + TRUNCATED:
+            outside = "rose"
+        crossed, self._outside = outside not in ("", self._outside), outside
+        if not crossed:
+            return None
+        return (
+            f"response length {outside}: {now:.1f} tokens, mean of steps {step - RECENT + 1} to {step}, against "
+            f"{before:.1f} in the first {FIRST}; {cut:.0%} cut off, against {cut_before:.0%}. "
+            + (_ON_FALL if outside == "fell" else _ON_RISE)
+            + (_PRUNED if row.get("prune/max_weight", 1.0) > 1.0 else "")
+        )

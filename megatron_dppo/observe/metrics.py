@@ -1,7 +1,7 @@
 """The numbers of a run, step by step: ``metrics.jsonl`` for programs, TensorBoard for people.
 
-What depends on the machine or the clock stands under ``perf/``. All else in a row is a function of the run's settings
-and its seed, so that a resumed run's file is that of one that never stopped, bit for bit.
+What depends on the machine or the clock stands under ``perf/``. All else in a row depends on the run's settings and its
+seed alone, so that the file of a resumed run equals that of a run that never stopped, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import replacing_file
 
 FILE = "metrics.jsonl"
-Row = dict[str, float]
 
 
 class StepLog:
@@ -49,7 +48,7 @@ class StepLog:
 
 
 class MetricsLog:
-    """Appends to both logs of a run; only the leader has one.
+    """Appends to ``metrics.jsonl`` and to TensorBoard's log; only the leader has one.
 
     Args:
         run_dir: where ``metrics.jsonl`` and ``tensorboard/`` lie.
@@ -96,15 +95,15 @@ def _rows(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Each row with its line."""
     if not os.path.lexists(file):
         return []
-    lines = file.read_bytes().split(b"\n")
-    rows = [(line, row) for line in lines[:-1] if (row := _parse(line)) is not None]
-    if len(rows) < len(lines) - 1:
-        number = next(number for number, line in enumerate(lines, 1) if _parse(line) is None)
-        problem = f"line {number} is no row of a run: {lines[number - 1][:60].decode(errors='replace')!r}"
-        remedy = "Fetch the file again, take that line out, or move the file away; the run goes on without those rows"
-        raise UserError("run.dir", file, problem, remedy)
-    last = _parse(lines[-1])
-    return rows + ([(lines[-1], last)] if last is not None else [])
+    lines, rows = file.read_bytes().split(b"\n"), []
+    for number, line in enumerate(lines, 1):
+        if (row := _parse(line)) is not None:
+            rows.append((line, row))
+        elif number < len(lines):  # after the last newline there is nothing, or what a kill has left of a row
+            problem = f"line {number} is no row of a run: {line[:60].decode(errors='replace')!r}"
+            remedy = "Fetch the file again, take that line out, or move the file away; the run goes on without it"
+            raise UserError("run.dir", file, problem, remedy)
+    return rows
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -57,10 +57,3 @@ def colour_of(name: str) -> str:
     """On light paper; ``name`` may have words behind it, as the classes of a page's element."""
     word = name.partition(" ")[0]
     return PALETTE[SAME.get(word, word)][0]
-
-
-def css() -> str:
-    """Variables with all colours, and for each a class that makes it the element's own (``--c``)."""
-    variables = "".join(f"--{name}: light-dark({light}, {dark}); " for name, (light, dark) in PALETTE.items())
-    classes = "".join(f".{name} {{ --c: var(--{SAME.get(name, name)}); }}\n" for name in (*PALETTE, *SAME))
-    return f":root {{ color-scheme: light dark; {variables}}}\n{classes}"

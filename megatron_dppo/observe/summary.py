@@ -1,4 +1,4 @@
-"""What a run came to: ``summary.json`` for programs, a few lines for people. Both are computed from the metrics."""
+"""The outcome of a run: ``summary.json`` for programs, a few lines for people. Both are computed from the metrics."""
 
 from __future__ import annotations
 
@@ -29,19 +29,23 @@ PLACES: Sequence[tuple[str, str]] = (
 def summarise(metrics: Rows) -> dict[str, Any]:
     """The figures of a run, from its rows of ``metrics.jsonl``. A figure that no row knows is None.
 
-    Fractions are means over the steps that have them, of pack fill over those that packed anything. ``seconds`` adds up
-    the timed steps and evaluations: of a resumed run, those whose rows were kept, so that nothing is counted twice.
-    What estimates the noise of the gradient is None where a step has no estimate, as under a biased rule: the mean of
-    the others would be no figure of the run.
+    Fractions are means over the steps that have them. The mean of pack fill is over the steps that packed anything.
+    ``seconds`` adds up the timed steps and evaluations. In a resumed run these are the ones whose rows were kept, so
+    that nothing is counted twice. Estimates of the gradient's noise are None if any step lacks one, as under a biased
+    rule.
     """
-    held_out = [row["eval/accuracy"] for row in metrics if "eval/accuracy" in row]
+    held_out = _values(metrics, "eval/accuracy")
     steps = [row for row in metrics if "perf/step_time" in row]
     pruned = [row for row in metrics if "prune/kept_token_fraction" in row]
-    seconds = _total(steps, "perf/step_time") + _total(metrics, "perf/eval_time")
+    phases: dict[str, float] = {}
+    for row in steps:
+        for phase, seconds in breakdown(row).items():
+            phases[phase] = phases.get(phase, 0.0) + seconds
+    evaluation = _total(metrics, "perf/eval_time")
     return {
         "accuracy_before": held_out[0] if held_out else None,
         "accuracy_after": held_out[-1] if held_out else None,
-        "seconds": seconds,
+        "seconds": _total(steps, "perf/step_time") + evaluation,
         "seconds_per_step": _mean(steps, "perf/step_time"),
         "kept_prompt_fraction": _mean(metrics, "prune/kept_prompt_fraction"),
         "kept_token_fraction": _mean(metrics, "prune/kept_token_fraction"),
@@ -51,9 +55,9 @@ def summarise(metrics: Rows) -> dict[str, Any]:
         "saved_seconds_prompts": _total(pruned, "perf/saved_prompts_time"),
         "saved_seconds_completions": _total(pruned, "perf/saved_completions_time"),
         "effective_sample_size": _mean(pruned, "prune/effective_sample_size"),
-        "variance_inflation": _mean_of_all(pruned, "prune/variance_inflation"),
-        "noise_share_prompts": _mean_of_all(pruned, "prune/noise_share_prompts"),
-        "noise_share_completions": _mean_of_all(pruned, "prune/noise_share_completions"),
+        "variance_inflation": _mean(pruned, "prune/variance_inflation", of_all=True),
+        "noise_share_prompts": _mean(pruned, "prune/noise_share_prompts", of_all=True),
+        "noise_share_completions": _mean(pruned, "prune/noise_share_completions", of_all=True),
         "discarded_groups": _whole(pruned, "prune/discarded_groups"),
         "pack_fill": _mean([row for row in metrics if "train/grad_norm" in row], "pack/fill"),
         "steps": len(steps),
@@ -62,7 +66,7 @@ def summarise(metrics: Rows) -> dict[str, Any]:
         "no_op_steps": sum("rollout/raw_reward" in row and "train/grad_norm" not in row for row in metrics),
         "reward_timeouts": _whole(metrics, "reward/timeouts"),
         "reward_errors": _whole(metrics, "reward/errors"),
-        "phase_seconds": _phases(steps) | {"evaluation": _total(metrics, "perf/eval_time")},
+        "phase_seconds": phases | {"evaluation": evaluation},
     }
 
 
@@ -105,8 +109,8 @@ def _learned(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What a run with both rules ``none`` would have rolled out and trained on besides. Such a run does not train on
-    completions with zero advantage either.
+    """What pruning saved, compared with a run whose rules are both ``none``. Such a run does not train on completions
+    with zero advantage either.
 
     The tokens of prompts that were not rolled out are taken to be like those of the others.
     """
@@ -130,7 +134,7 @@ def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
             if saved := summary[f"saved_tokens_{level}"]:
                 yield f"  {level:<12}{saved:>12,} {what}, about {summary[f'saved_seconds_{level}']:.0f} s"
         if summary["discarded_groups"]:
-            yield f"  {summary['discarded_groups']:,} groups were rolled out and thrown away, which saved nothing"
+            yield f"  {summary['discarded_groups']:,} groups were rolled out and discarded, which saved nothing"
         yield from _noise(summary)
     if summary["pack_fill"] is not None:
         yield f"packs were {100 * summary['pack_fill']:.1f}% full"
@@ -151,7 +155,7 @@ def _noise(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _faults(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What went wrong and was survived is said again at the end."""
+    """Failures that did not stop the run, once more at the end."""
     if summary["no_op_steps"]:
         yield f"{_steps(summary['no_op_steps'])} kept nothing to train on and changed no weight"
     if summary["reward_timeouts"] or summary["reward_errors"]:
@@ -163,27 +167,19 @@ def _steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
 
 
-def _phases(steps: Rows) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for row in steps:
-        for phase, seconds in breakdown(row).items():
-            total[phase] = total.get(phase, 0.0) + seconds
-    return total
+def _values(metrics: Rows, key: str) -> list[float]:
+    return [row[key] for row in metrics if key in row]
 
 
 def _total(metrics: Rows, key: str) -> float:
-    return sum((row[key] for row in metrics if key in row), 0.0)
+    return sum(_values(metrics, key), 0.0)
 
 
 def _whole(metrics: Rows, key: str) -> int:
     return round(_total(metrics, key))
 
 
-def _mean_of_all(metrics: Rows, key: str) -> float | None:
-    """None where any row lacks the number."""
-    return _mean(metrics, key) if all(key in row for row in metrics) else None
-
-
-def _mean(metrics: Rows, key: str) -> float | None:
-    values = [row[key] for row in metrics if key in row]
-    return sum(values) / len(values) if values else None
+def _mean(metrics: Rows, key: str, *, of_all: bool = False) -> float | None:
+    """None where no row has the number; with ``of_all`` also where one lacks it."""
+    values = _values(metrics, key)
+    return sum(values) / len(values) if values and not (of_all and len(values) < len(metrics)) else None

@@ -38,7 +38,7 @@ class PhaseTimers:
         self._seconds: dict[str, float] = {}
         self._within: list[str] = []
         self.entered = 0
-        """Phases entered so far, but for those within a phase of a step: equally many on ranks that are equally far."""
+        """Phases entered so far, without those within a phase of a step. Equal on ranks that are equally far."""
         self.moved = time.monotonic()
         """When a phase was last entered or left."""
 
@@ -91,14 +91,14 @@ def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def saving(metrics: Mapping[str, float], *, pruned: float, zero_advantage: float) -> tuple[float, float, float]:
-    """How many seconds longer a step would have taken with prompts not pruned, with completions not pruned, and with
-    neither pruned; the level that is not named stays as it is. An estimate, from the step's own timers.
+    """Estimate from a step's own timers how many seconds longer it would have taken with all prompts, with all
+    completions, and with both. In the first two the other level stays pruned as it was.
 
     The model: ``ROLLING_OUT`` costs the same seconds for every row token rolled out, ``TRAINING`` the same for every
     row token trained on. Prompts that were not rolled out would have cost rollouts, and training of the share of their
     tokens that was kept of the others. What a step costs whatever its size (a sync, a server's latency) is not saved;
-    with ``rollout.ahead`` rollouts count by what the trainer waited for them. Completions with zero advantage are
-    dropped with pruning off too, and are no saving.
+    with ``rollout.ahead`` only the seconds that the trainer waited for rollouts count. Completions with zero advantage
+    are dropped with pruning off too, and are no saving.
 
     Args:
         metrics: of the step.

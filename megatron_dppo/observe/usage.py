@@ -56,7 +56,7 @@ class Usage:
         return metrics
 
     def _training_flops(self, plan: StepPlan) -> float:
-        """Of a forward and a backward pass over what is trained on, without padding and without what is recomputed.
+        """FLOPs of a forward and a backward pass over the tokens trained on, without padding and recomputation.
 
         Forward, a token takes two FLOPs for each weight that it meets, and the two products of causal attention take
         2·heads·head_dim·n² a layer for a sequence of n tokens, of which a token sees half. Backward takes twice that.

@@ -1,7 +1,7 @@
 """Names the rank that others wait for, with the place in the code where it stands.
 
-A collective that one rank never enters looks like a dead network to the others, and it ends in a timeout that names no
-rank. Here a thread of each rank sends heartbeats, whatever its main thread is held up in, and the leader compares them.
+If one rank never enters a collective, the others wait until a timeout that names no rank. Here a thread of each rank
+sends heartbeats, even while its main thread is blocked, and the leader compares them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_dppo.parallel.world import World
 FRAMES = 8
 """Innermost frames of a stack that the log shows."""
 UNLIMITED = ("", "rollout", "eval")
-"""Phases in which all ranks may be for long: rollouts and evaluations, which report their own progress; and the time
-between phases, as when a run loads its weights and waits for servers."""
+"""Phases that may take long on all ranks: rollouts and evaluations, which report their own progress, and the time
+between phases, in which a run loads its weights and waits for servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Heartbeat:
     """What a rank tells the leader."""
 
     number: int
-    """Of its heartbeats so far."""
+    """How many heartbeats it has sent."""
     entered: int
-    """Phases it has entered: the same on all ranks that are equally far."""
+    """Phases it has entered; the same number on all ranks that are equally far."""
     phase: str
     still_s: float
     """Seconds since it entered or left a phase."""
@@ -99,17 +99,17 @@ class Watchdog:
 
     def _compare(self) -> None:
         texts = self._store.multi_get([f"heartbeat/{rank}" for rank in range(self._world.size)])
-        beats = [Heartbeat(**json.loads(text)) for text in texts]
+        heartbeats = [Heartbeat(**json.loads(text)) for text in texts]
         now = time.monotonic()
-        for rank, beat in enumerate(beats):
-            if rank not in self._heard or self._heard[rank][0] != beat.number:
-                self._heard[rank] = beat.number, now
-        silent = [now - self._heard[rank][1] for rank in range(len(beats))]
-        late = late_ranks(beats, silent, self._late_s, self._stuck_s)
-        new = [rank for rank in late if (rank, beats[rank].entered) not in self._named]
+        for rank, heartbeat in enumerate(heartbeats):
+            if rank not in self._heard or self._heard[rank][0] != heartbeat.number:
+                self._heard[rank] = heartbeat.number, now
+        silent = [now - self._heard[rank][1] for rank in range(len(heartbeats))]
+        late = late_ranks(heartbeats, silent, self._late_s, self._stuck_s)
+        new = [rank for rank in late if (rank, heartbeats[rank].entered) not in self._named]
         if new:
-            self._named |= {(rank, beats[rank].entered) for rank in new}
-            print(_describe(new, beats, self._stacks(new)), file=sys.stderr, flush=True)
+            self._named |= {(rank, heartbeats[rank].entered) for rank in new}
+            print(_describe(new, heartbeats, self._stacks(new)), file=sys.stderr, flush=True)
 
     def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Where those ranks stand, as far as they answer within two of their heartbeats."""
@@ -128,37 +128,37 @@ class Watchdog:
         return "".join(traceback.format_stack(frame)[-FRAMES:]) if frame else ""
 
 
-def late_ranks(beats: Sequence[Heartbeat], silent: Sequence[float], late_s: float, stuck_s: float) -> list[int]:
+def late_ranks(heartbeats: Sequence[Heartbeat], silent: Sequence[float], late_s: float, stuck_s: float) -> list[int]:
     """The ranks to name: those without a sign of life; else those that are behind, once others have waited for them;
     else all, once none of them has moved for long, unless their phase is one of ``UNLIMITED``.
 
     Args:
-        beats: the last heartbeat of each rank.
+        heartbeats: the last heartbeat of each rank.
         silent: seconds since each came.
         late_s: seconds of waiting for another rank that are too long.
         stuck_s: seconds without a move that are too long for all of them.
     """
     if gone := [rank for rank, seconds in enumerate(silent) if seconds > late_s]:
         return gone
-    front = max(beat.entered for beat in beats)
-    waited = max(beat.still_s for beat in beats if beat.entered == front)
-    behind = [rank for rank, beat in enumerate(beats) if beat.entered < front]
+    front = max(heartbeat.entered for heartbeat in heartbeats)
+    waited = max(heartbeat.still_s for heartbeat in heartbeats if heartbeat.entered == front)
+    behind = [rank for rank, heartbeat in enumerate(heartbeats) if heartbeat.entered < front]
     if behind:
         return behind if waited > late_s else []
-    still = min(beat.still_s for beat in beats) > stuck_s
-    return list(range(len(beats))) if still and beats[0].phase not in UNLIMITED else []
+    still = min(heartbeat.still_s for heartbeat in heartbeats) > stuck_s
+    return list(range(len(heartbeats))) if still and heartbeats[0].phase not in UNLIMITED else []
 
 
-def _describe(late: Sequence[int], beats: Sequence[Heartbeat], stacks: dict[int, str]) -> str:
-    """One paragraph for each place where late ranks stand."""
-    places: dict[tuple[str, str], list[int]] = {}
+def _describe(late: Sequence[int], heartbeats: Sequence[Heartbeat], stacks: dict[int, str]) -> str:
+    """One paragraph for each phase and stack in which late ranks are."""
+    alike: dict[tuple[str, str], list[int]] = {}
     for rank in late:
-        places.setdefault((beats[rank].phase, stacks.get(rank, "")), []).append(rank)
-    waiting = len(beats) - len(late)
+        alike.setdefault((heartbeats[rank].phase, stacks.get(rank, "")), []).append(rank)
+    waiting = len(heartbeats) - len(late)
     lines = []
-    for (phase, stack), ranks in places.items():
-        who = ", ".join(f"{rank} on {beats[rank].host}" for rank in ranks)
-        seconds = max(beats[rank].still_s for rank in ranks)
+    for (phase, stack), ranks in alike.items():
+        who = ", ".join(f"{rank} on {heartbeats[rank].host}" for rank in ranks)
+        seconds = max(heartbeats[rank].still_s for rank in ranks)
         others = f"; {waiting} others wait" if waiting else ""
         lines.append(f"late: rank {who}, in {phase or 'no phase'} for {seconds:.0f} s{others}. It stands at:")
         lines.append(stack.rstrip() or "  (no answer: its process is stopped or gone, or holds the interpreter's lock)")
@@ -166,7 +166,7 @@ def _describe(late: Sequence[int], beats: Sequence[Heartbeat], stacks: dict[int,
 
 
 def _shared_store(world: World) -> dist.TCPStore:
-    """A store of our own: the process group's may be locked by what a main thread waits for in it."""
+    """A store for the heartbeats alone: a main thread that waits in the process group's store may lock that one."""
     limit = timedelta(seconds=world.timeout_s)
     mine: list[dist.TCPStore] = []
 

@@ -1,4 +1,4 @@
-"""Axes of plots: where their ticks are, how numbers are written along them, and how many points a line needs."""
+"""Axes of plots: their ticks, how numbers are written, and how a line is thinned, smoothed and labelled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from megatron_dppo.rl.types import Floats
 
 Form = Literal["share", "number", "count", "times"]
-"""What a number is: a share of 1, which is written in percent; any number; a whole one; a factor."""
+"""The kind of a number: a share of 1, written in percent; any number; a whole number; a factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Axis:
     log: bool = False
     """In powers of ten; both ends are then above 0."""
 
-    def place(self, values: Floats) -> Floats:
+    def position(self, values: Floats) -> Floats:
         """Where values lie, 0 at the low end and 1 at the high end."""
         if self.log:
             return (np.log10(np.maximum(values, 1e-300)) - log10(self.low)) / (log10(self.high) - log10(self.low))
@@ -35,8 +35,8 @@ class Axis:
     def ticks(self, wanted: int) -> list[tuple[float, str]]:
         """About ``wanted`` round numbers: where they lie, and as words."""
         at = _powers(self, wanted) if self.log else _round_numbers(self, wanted)
-        places = self.place(np.array(at, dtype=np.float64))
-        return [(float(place), _tick(value, at, self)) for place, value in zip(places, at, strict=True)]
+        positions = self.position(np.array(at, dtype=np.float64))
+        return [(float(position), _tick(value, at, self)) for position, value in zip(positions, at, strict=True)]
 
 
 def around(values: Floats, *, form: Form, low: float | None = None, high: float | None = None) -> Axis:
@@ -52,16 +52,13 @@ def around(values: Floats, *, form: Form, low: float | None = None, high: float 
 
 
 def _round_numbers(axis: Axis, wanted: int) -> list[float]:
-    step = _step((axis.high - axis.low) / wanted)
+    least = (axis.high - axis.low) / wanted
+    power = 10.0 ** floor(log10(least))
+    step = next(power * mantissa for mantissa in (1.0, 2.0, 2.5, 5.0, 10.0) if power * mantissa >= least * 0.999)
     if axis.form == "count":
         step = max(step, 1.0)
     slack = 1e-9 * step
     return [i * step for i in range(ceil((axis.low - slack) / step), floor((axis.high + slack) / step) + 1)]
-
-
-def _step(least: float) -> float:
-    power = 10.0 ** floor(log10(least))
-    return next(power * mantissa for mantissa in (1.0, 2.0, 2.5, 5.0, 10.0) if power * mantissa >= least * 0.999)
 
 
 def _powers(axis: Axis, wanted: int) -> list[float]:
@@ -117,7 +114,7 @@ class Thinned:
     mean: Floats
     low: Floats
     high: Floats
-    """The least and the greatest of them: what a mean does not show."""
+    """The least and the greatest of the neighbours."""
 
 
 def thin(x: Floats, y: Floats, most: int) -> Thinned:
@@ -126,8 +123,8 @@ def thin(x: Floats, y: Floats, most: int) -> Thinned:
         return Thinned(x, y, y, y)
     starts = np.arange(0, len(x), ceil(len(x) / most))
     counts = np.diff([*starts, len(x)])
-    places, mean = (np.add.reduceat(values, starts) / counts for values in (x, y))
-    return Thinned(places, mean, np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts))
+    positions, mean = (np.add.reduceat(values, starts) / counts for values in (x, y))
+    return Thinned(positions, mean, np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts))
 
 
 def smooth(values: Floats) -> Floats:
@@ -139,10 +136,10 @@ def smooth(values: Floats) -> Floats:
     return smoothed
 
 
-def spread(places: Sequence[float], gap: float) -> list[float]:
+def spread(positions: Sequence[float], gap: float) -> list[float]:
     """Heights for labels, from 0 to 1: as near to their lines as leaves ``gap`` between any two."""
-    order = sorted(range(len(places)), key=lambda i: places[i])
-    heights = [min(max(place, 0.0), 1.0) for place in places]
+    order = sorted(range(len(positions)), key=lambda i: positions[i])
+    heights = [min(max(position, 0.0), 1.0) for position in positions]
     for lower, upper in pairwise(order):
         heights[upper] = max(heights[upper], heights[lower] + gap)
     ceiling = 1.0

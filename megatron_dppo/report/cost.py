@@ -1,4 +1,4 @@
-"""What runs cost, and what pruning saved of it."""
+"""What runs cost, and what pruning saved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 from megatron_dppo.observe.timers import saving
 from megatron_dppo.report.axes import say
 from megatron_dppo.report.parts import Note, Part, Section, Table
-from megatron_dppo.report.run import Row, Run
+from megatron_dppo.report.run import Record, Run
 from megatron_dppo.report.timing import race
 
 
@@ -23,7 +23,7 @@ class Spent:
     """Estimated hours saved by pruning prompts, with the pruning of completions left as it is."""
     by_completions: float
     both: float
-    """Saved by both levels. It is more than their sum: prompts that are not rolled out are not trained on either."""
+    """Hours saved by both levels, which is more than the sum: what is not rolled out is not trained on either."""
     devices: str
     """``8 GPUs``, ``2 processes``; and whether servers are among them."""
 
@@ -33,13 +33,14 @@ class Spent:
 
     @property
     def share(self) -> float:
-        """Saved by both, of what the run would have taken without."""
+        """The share that both levels saved of the hours of a run without pruning."""
         return self.both / (self.hours + self.both) if self.hours else 0.0
 
 
 def spent(run: Run) -> Spent:
-    """Every row's seconds, times what the run held at that time."""
+    """The seconds of every row, times the GPUs or processes that the run held then."""
     servers = _server_gpus(run)
+    # In pruning.jsonl ``idle`` counts completions with zero advantage.
     dropped = {row["step"]: (row["pruned"][1], row["idle"][1]) for row in run.census}
     hours, saved = 0.0, [0.0, 0.0, 0.0]
     for row in run.rows:
@@ -51,15 +52,15 @@ def spent(run: Run) -> Spent:
     return Spent(hours, saved[0], saved[1], saved[2], _devices(run, servers))
 
 
-def _ranks(run: Run, row: Row) -> int:
-    """Of the trainer: as the row says, else what the layout comes to."""
+def _ranks(run: Run, row: Record) -> int:
+    """The trainer's ranks: those of the row, else those of the layout."""
     sizes = (int(run.setting(f"layout.{size}") or 1) for size in ("tp", "pp", "cp", "dp"))
     return int(row.get("perf/ranks", 0)) or prod(sizes)
 
 
 def _server_gpus(run: Run) -> int | None:
-    """GPUs of servers beside the trainer's; None of servers that the run was given: one may be any size, and behind a
-    router may be any number of them."""
+    """GPUs of servers besides the trainer's. None if the run did not start the servers itself: then neither their size
+    nor their number is known."""
     if run.setting("rollout.engine") == "local" or run.setting("rollout.colocated"):
         return 0
     tp, count = run.setting("rollout.launch.tp"), int(run.setting("rollout.launch.count"))
@@ -78,7 +79,7 @@ def _devices(run: Run, servers: int | None) -> str:
 
 
 def cost(runs: Sequence[Run], price: float | None) -> Section:
-    """Hours and money: spent, saved by this run's own estimate, and what the clock says of runs against each other.
+    """Hours and money: what was spent, what each run estimates that pruning saved, and how long the runs took.
 
     Args:
         runs: at least one.
@@ -111,14 +112,14 @@ def cost(runs: Sequence[Run], price: float | None) -> Section:
             what = f"measured, until {say(outcome.target, 'share')} were right"
             rows.append([what, *(outcome.cells(outcome.reached, run.name) for run in runs)])
     lead = (
-        "Spent: seconds of all steps and evaluations, times what was held; starting and checkpoints are not in it. "
-        "Saved: estimated from each run's own timers, as if every token cost the mean of its step's. What a step costs "
-        "whatever its size is not saved: where a run without pruning is on this page, believe the clock."
+        "Spent: seconds of all steps and evaluations, times the GPUs or processes held; not starts and checkpoints. "
+        "Saved: estimated from each run's own timers, as if every token of a step cost the same. Costs that do not "
+        "depend on the tokens are not saved: where a run without pruning is on this page, trust the measured times."
     )
     if any(_server_gpus(run) is None for run in runs):
         lead += (
-            " Servers that a run was given are not counted, for how many GPUs they have is not known: its hours and "
-            "money are those of the trainer alone."
+            " Servers that a run was given are not counted, because the number of their GPUs is not known: its hours "
+            "and money are those of the trainer alone."
         )
     parts: list[Part] = [Table(["", *(run.name for run in runs)], rows)]
     if outcome and outcome.differs:

@@ -1,4 +1,4 @@
-"""What runs learned, how sure that is, and whether the run is well: reward, accuracy, packs, signs of health."""
+"""What runs learned and how sure that is: reward, accuracy, signs of health, packs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from math import sqrt
 
 import numpy as np
 
+from megatron_dppo.evaluation.benchmarks import TAKEN
 from megatron_dppo.report.axes import Form, say
 from megatron_dppo.report.parts import Note, Part, Plots, Section, Table
 from megatron_dppo.report.plot import Line, Plot, line_plot
@@ -35,8 +36,8 @@ DIFFERENCES: Sequence[tuple[str, str, Form]] = (
     ("tokens made by older weights", "rollout/stale_tokens", "share"),
     ("versions that completions are older", "rollout/version_lag", "number"),
 )
-"""Between trainer and engine: the words of a table's row, its metric and form."""
-Places = Callable[[Run], Floats]
+"""How far trainer and engine are apart: the words of a table's row, its metric and form."""
+Positions = Callable[[Run], Floats]
 """Where the steps of a run lie on an axis, [steps]."""
 
 
@@ -49,16 +50,17 @@ def wilson(share: float, of: int) -> tuple[float, float]:
 
 def learning(runs: Sequence[Run]) -> Section:
     """Reward and accuracy, drawn over each of four axes; the page shows one of them at a time."""
-    spans = _unit(max((float(_seconds(run)[-1]) for run in runs if run.steps), default=0.0))
-    axes: Sequence[tuple[str, str, Places]] = (
+    time = "perf/step_time"
+    size, unit = _unit(max((float(_sum(run, time)[-1]) for run in runs if run.steps), default=0.0))
+    axes: Sequence[tuple[str, str, Positions]] = (
         ("steps", "step", step_numbers),
         ("tokens generated", "tokens generated", lambda run: _sum(run, "rollout/generated_tokens")),
         ("tokens trained on", "tokens trained on", lambda run: _sum(run, "train/tokens")),
-        ("time", f"{spans[1]} in training steps", lambda run: _seconds(run) / spans[0]),
+        ("time", f"{unit} in training steps", lambda run: _sum(run, time) / size),
     )
     parts = [
-        Plots([reward_plot(runs, label, places), accuracy_plot(runs, label, places)], axis=name)
-        for name, label, places in axes
+        Plots([reward_plot(runs, label, positions), accuracy_plot(runs, label, positions)], axis=name)
+        for name, label, positions in axes
     ]
     lead = (
         "Time counts training steps and leaves evaluations out. Bold lines are means over a tenth of a run; the band "
@@ -75,7 +77,7 @@ def signs(runs: Sequence[Run]) -> Section:
     parts: list[Part] = [Plots([plot for plot in plots if not plot.empty and plot.title not in never])]
     if never:
         parts.append(Note(f"{', '.join(never)}: 0 at every step."))
-    lead = "What tells early that a run goes wrong: lengths that collapse, an entropy near zero, gradients that jump."
+    lead = "These show early that a run goes wrong: lengths collapse, the entropy nears zero, or gradients jump."
     measured = any(not plot.empty for plot in plots)
     return Section("signs", "Signs of health", lead, parts if measured else [], "No step has been recorded yet.")
 
@@ -83,8 +85,8 @@ def signs(runs: Sequence[Run]) -> Section:
 def packs(runs: Sequence[Run]) -> Section:
     """How full packs were, and how far trainer and engine were apart."""
     lead = (
-        "A pack's empty slots are computed for nothing. Trainer and engine score the same tokens with the same "
-        "weights: only rounding may lie between them, and a run that passes the limit stops."
+        "Empty slots of a pack cost time and train nothing. Trainer and engine score the same tokens with the same "
+        "weights: they may differ by rounding only, and a run that passes the limit stops."
     )
     about = "share of slots that hold a token"
     fill = line_plot("Pack fill", about, [run.line("pack/fill") for run in runs], form="share", high=1.0)
@@ -102,20 +104,18 @@ def step_numbers(run: Run) -> Floats:
     return np.array([row["step"] for row in run.steps], dtype=np.float64)
 
 
-def reward_plot(runs: Sequence[Run], label: str = "step", places: Places = step_numbers) -> Plot:
+def reward_plot(runs: Sequence[Run], label: str = "step", positions: Positions = step_numbers) -> Plot:
     key, about = "rollout/raw_reward", "mean over a step's completions"
-    lines = [Line(run.name, run.colour, *_over(run, key, places), noisy=True) for run in runs]
+    lines = [Line(run.name, run.colour, *_over(run, key, positions), noisy=True) for run in runs]
     return line_plot("Reward", about, lines, x_label=label, empty="no rollouts")
 
 
-def accuracy_plot(runs: Sequence[Run], label: str = "step", places: Places = step_numbers) -> Plot:
+def accuracy_plot(runs: Sequence[Run], label: str = "step", positions: Positions = step_numbers) -> Plot:
     lines = []
     for run in runs:
-        x, y = _over(run, "eval/accuracy", places)
-        low = high = None
-        if run.held_out and len(y):
-            low, high = np.array([wilson(share, run.held_out) for share in y]).T
-        lines.append(Line(run.name, run.colour, x, y, low, high))
+        x, y = _over(run, "eval/accuracy", positions)
+        bounds = np.array([wilson(share, run.held_out) for share in y]).T if run.held_out and len(y) else ()
+        lines.append(Line(run.name, run.colour, x, y, *bounds))
     about = "share of the held-out problems that were answered correctly"
     return line_plot("Held-out accuracy", about, lines, x_label=label, form="share", empty="no evaluation")
 
@@ -125,10 +125,10 @@ def _only_zeros(runs: Sequence[Run], key: str) -> bool:
     return bool(len(values)) and not values.any()
 
 
-def _over(run: Run, key: str, places: Places) -> tuple[Floats, Floats]:
-    """The values of ``key``, and their places on an axis; what was measured before the first step is at 0."""
+def _over(run: Run, key: str, positions: Positions) -> tuple[Floats, Floats]:
+    """The values of ``key``, and their positions on an axis; what was measured before the first step is at 0."""
     steps, values = run.series(key)
-    ends = np.concatenate([[0.0], places(run)])
+    ends = np.concatenate([[0.0], positions(run)])
     return ends[np.searchsorted(step_numbers(run), steps, side="right")], values
 
 
@@ -136,19 +136,15 @@ def _sum(run: Run, key: str) -> Floats:
     return np.cumsum([row.get(key, 0.0) for row in run.steps], dtype=np.float64)
 
 
-def _seconds(run: Run) -> Floats:
-    return _sum(run, "perf/step_time")
-
-
 def _unit(longest: float) -> tuple[float, str]:
-    return next(
-        ((size, word) for size, word in ((3600.0, "hours"), (60.0, "minutes")) if longest > 2 * size), (1.0, "seconds")
-    )
+    units = ((3600.0, "hours"), (60.0, "minutes"))
+    return next(((size, word) for size, word in units if longest > 2 * size), (1.0, "seconds"))
 
 
 def _by_file(runs: Sequence[Run]) -> list[Table]:
     """Where the run is held against several files: each one's accuracy, first and last."""
-    names = sorted({key.removeprefix("eval/") for run in runs for row in run.rows for key in row if _is_file(key)})
+    keys = {key.removeprefix("eval/") for run in runs for row in run.rows for key in row if key.startswith("eval/")}
+    names = sorted(name for name in keys if "/" not in name and name not in TAKEN)
     rows = [[name, *(_first_last(run, name) for run in runs)] for name in names]
     return [Table(["held out, first → last", *(run.name for run in runs)], rows)] if rows else []
 
@@ -162,11 +158,6 @@ def _first_last(run: Run, name: str) -> str:
         return said
     low, high = wilson(values[-1], run.problems[name])
     return f"{said} ({100 * low:.1f}–{100 * high:.1f})"
-
-
-def _is_file(key: str) -> bool:
-    section, _, name = key.partition("/")
-    return section == "eval" and "/" not in name and name not in ("accuracy", "reward", "unscored")
 
 
 def _difference_plot(runs: Sequence[Run]) -> Plot:
@@ -187,8 +178,8 @@ def _difference_table(runs: Sequence[Run]) -> Table:
         if not len(values):
             return "–"
         if key.endswith("prob_error"):
-            return say(float(values.max()) - 1.0, form)
-        return say(float(values.max() if "max" in key else values.mean()), form)
+            values = values - 1.0
+        return say(float(values.max() if key.endswith(("prob_error", "max_diff")) else values.mean()), form)
 
     fill = ["pack fill, mean", *(say(run.mean("pack/fill"), "share") for run in runs)]
     rows = [[what, *(figure(run, key, form) for run in runs)] for what, key, form in DIFFERENCES]

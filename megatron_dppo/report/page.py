@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import jinja2
 from markupsafe import Markup
 
 from megatron_dppo import __version__
 from megatron_dppo.errors import UserError
-from megatron_dppo.observe.palette import css
+from megatron_dppo.observe.palette import PALETTE, SAME
 from megatron_dppo.process.files import replacing_file
-from megatron_dppo.report.cost import cost
-from megatron_dppo.report.evaluations import benchmarks, sample_answers
-from megatron_dppo.report.headline import headline
-from megatron_dppo.report.learning import learning, packs, signs
-from megatron_dppo.report.options import options
-from megatron_dppo.report.pruning import pruning
+from megatron_dppo.report.axes import duration, say
+from megatron_dppo.report.cost import cost, spent
+from megatron_dppo.report.learning import learning, packs, signs, wilson
+from megatron_dppo.report.pruning import prunes, pruning
 from megatron_dppo.report.run import Run, read_runs
+from megatron_dppo.report.tables import benchmarks, options, sample_answers
 from megatron_dppo.report.timing import race, timing
+from megatron_dppo.rl.types import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of a run's headline, with its title and a remark."""
+
+    title: str
+    value: str
+    about: str
 
 
 def report(folders: Sequence[Path], out: Path, *, png: Path | None = None, price: float | None = None) -> None:
@@ -62,23 +72,82 @@ def page(runs: Sequence[Run], price: float | None = None) -> str:
         cost(runs, price), options(runs),
     ]  # fmt: skip
     folder = files(__package__)
-    style, script = ((folder / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
+    text, style, script = ((folder / name).read_text("utf-8") for name in ("page.html", "style.css", "page.js"))
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    return environment.get_template("page.html").render(
+    return environment.from_string(text).render(
         runs=runs,
-        headlines=[headline(run) for run in runs],
+        headlines=[(run, _what(run), _state(run), list(_figures(run))) for run in runs],
         outcome=race(runs),
         sections=sections,
-        palette=Markup(css()),
+        palette=Markup(_css()),
         style=Markup(style),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         version=__version__,
         now=f"{datetime.now():%Y-%m-%d %H:%M}",
     )
+
+
+def _css() -> str:
+    """Variables with all colours, and for each a class that makes it the element's own (``--c``)."""
+    variables = "".join(f"--{name}: light-dark({light}, {dark}); " for name, (light, dark) in PALETTE.items())
+    classes = "".join(f".{name} {{ --c: var(--{SAME.get(name, name)}); }}\n" for name in (*PALETTE, *SAME))
+    return f":root {{ color-scheme: light dark; {variables}}}\n{classes}"
+
+
+def _what(run: Run) -> str:
+    """The run in one line."""
+    if not run.config:
+        return "no settings are recorded"
+    model, data = (PurePath(str(run.setting(key))).name for key in ("model.path", "data.train"))
+    window = f"{run.setting('rollout.prompts_per_step')} prompts × {run.setting('rollout.samples_per_prompt')} samples"
+    return f"{model or 'a policy'} on {data} · {run.setting('loss.name')} · {window} · seed {run.setting('run.seed')}"
+
+
+def _state(run: Run) -> str:
+    """Empty for a finished run. A run that goes on and one that was killed differ only in when they last wrote."""
+    if not run.rows:
+        return "no step is recorded yet"
+    step, last = int(run.rows[-1]["step"]), int(run.setting("run.steps"))
+    if step >= last or not run.config:
+        return ""
+    return f"not at its end: step {step:,} of {last:,}, last written {run.written:%Y-%m-%d %H:%M}"
+
+
+def _figures(run: Run) -> Iterator[Figure]:
+    accuracy = run.series("eval/accuracy")[1]
+    if len(accuracy):
+        before_after = f"{100 * accuracy[0]:.1f} → {say(accuracy[-1], 'share')}"
+        yield Figure("held-out accuracy", before_after, _how_sure(run, accuracy))
+    reward = run.series("rollout/raw_reward")[1]
+    if len(reward):
+        end = max(1, len(reward) // 10)
+        about = f"mean of the first and of the last {end} step{'s' if end > 1 else ''}"
+        yield Figure("reward", f"{reward[:end].mean():.2f} → {reward[-end:].mean():.2f}", about)
+    if run.steps:
+        seconds = [row["perf/step_time"] for row in run.steps]
+        evaluations = sum(row.get("perf/eval_time", 0.0) for row in run.rows)
+        mean = duration(sum(seconds) / len(seconds))
+        about = f"{len(seconds):,} steps of {mean}, {duration(evaluations)} of evaluations"
+        yield Figure("time", duration(sum(seconds) + evaluations), about)
+        yield _pruning(run)
+
+
+def _how_sure(run: Run, accuracy: Floats) -> str:
+    points = f"{100 * (accuracy[-1] - accuracy[0]):+.1f} points".replace("-", "−")
+    if not run.held_out:
+        return points
+    low, high = wilson(accuracy[-1], run.held_out)
+    return f"{points}; {100 * low:.1f}–{100 * high:.1f}% is the 95% interval of {run.held_out} problems"
+
+
+def _pruning(run: Run) -> Figure:
+    prompts, tokens = run.mean("prune/kept_prompt_fraction"), run.mean("prune/kept_token_fraction")
+    if prompts is None or tokens is None:
+        return Figure("pruning", "–", "not recorded")
+    kept = f"{100 * prompts:.0f}% of the prompts rolled out, {100 * tokens:.0f}% of their tokens trained on"
+    if not prunes(run):
+        return Figure("pruning", "off", kept)
+    return Figure("saved by pruning, estimated", f"{100 * spent(run).share:.0f}% of the time", kept)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_dppo.report.plot import Key, Plot
 
@@ -18,7 +19,7 @@ class Plots:
     """Said under the heading."""
     axis: str = ""
     """The axis that these are drawn over, where the reader chooses among several."""
-    kind: str = field(default="plots", init=False)
+    kind: ClassVar = "plots"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Table:
     caption: str = ""
     words: bool = False
     """Whether cells are words, which are aligned on the left."""
-    kind: str = field(default="table", init=False)
+    kind: ClassVar = "table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Bars:
     rows: Sequence[tuple[str, str, Sequence[Segment]]]
     """A run's name, its total, its parts."""
     key: Sequence[Key]
-    kind: str = field(default="bars", init=False)
+    kind: ClassVar = "bars"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +58,30 @@ class Note:
     """A paragraph."""
 
     text: str
-    kind: str = field(default="note", init=False)
+    kind: ClassVar = "note"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SampleAnswer:
     step: int
     text: str
     correct: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class SampleProblem:
     prompt: str
     label: str
-    runs: Sequence[tuple[str, str, Sequence[Answer]]]
+    runs: Sequence[tuple[str, str, Sequence[SampleAnswer]]]
     """Name, colour and answers of each run that was shown it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    problems: Sequence[Problem]
+class SampleAnswers:
+    problems: Sequence[SampleProblem]
     steps: Sequence[int]
     """All steps at which any run answered."""
-    kind: str = field(default="answers", init=False)
+    kind: ClassVar = "answers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,10 @@ class Folded:
 
     title: str
     text: str
-    kind: str = field(default="folded", init=False)
+    kind: ClassVar = "folded"
 
 
-Part = Plots | Table | Bars | Note | Answers | Folded
+Part = Plots | Table | Bars | Note | SampleAnswers | Folded
 
 
 @dataclass(frozen=True, slots=True)

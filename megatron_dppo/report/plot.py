@@ -1,7 +1,7 @@
 """Plots of lines and of stacked bars, as data: ``page.html`` draws them as SVG, ``pictures.py`` as PNG.
 
-Values are smoothed, thinned and placed here, and the two renderers only draw. All places are from 0 to 1, from the left
-and from the bottom. A renderer stretches this square to the room it has; lines keep their width, and words their size.
+Values are smoothed, thinned and positioned here; the two renderers only draw. All positions are from 0 to 1, from the
+left and from the bottom. A renderer stretches this square to the space that it has; lines and words keep their size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_POINTS = 240
 """Of a line; a plot is about 500 pixels wide."""
 MOST_BARS = 120
 MOST_LINES = 3
-"""With more of them in a plot, bands and single values hide each other, and there is no room for names."""
+"""A plot with more lines has no bands, no single values and no names: they would hide each other."""
 LABEL = 0.085
 """Height of a label, as a share of a plot's."""
 
@@ -173,7 +173,7 @@ def line_plot(
     marks = [mark for line in lines for mark in _marks(line, along, down, alone=crowded)]
     labels = _labels(lines, along, down, named=several and not crowded)
     if limit:
-        at = float(down.place(np.array([limit[0]]))[0])
+        at = float(down.position(np.array([limit[0]]))[0])
         marks.insert(0, Mark("limit", "", _points(np.array([0.0, 1.0]), np.full(2, at))))
         labels.append(Label(0.0, at, "", limit[1], "of-limit"))
     return Plot(
@@ -212,16 +212,17 @@ def stack_plot(
     if not len(x):
         return Plot(title, about, empty=empty)
     thinned = [thin(x, layer.values, MOST_BARS) for layer in layers]
-    places = thinned[0].x
+    centres = thinned[0].x
     down = around(np.zeros(1), form=form, low=0.0, high=usual_top(layers) if top is None else top)
-    left, right = _around_each(places)
+    left, right = _around_each(centres)
     along = Axis(float(left[0]), float(right[-1]), "count")
-    gap = (right - left) * (0.0 if len(places) > 40 else 0.1)
-    floor, marks = np.zeros(len(places)), []
+    gap = (right - left) * (0.0 if len(centres) > 40 else 0.1)
+    sides = along.position(left + gap), along.position(right - gap)
+    floor, marks = np.zeros(len(centres)), []
     for layer, points in zip(layers, thinned, strict=True):
         bottom, floor = floor, floor + points.mean
-        shapes = boxes(along.place(left + gap), along.place(right - gap), down.place(bottom), down.place(floor))
-        marks.append(Mark("fill", layer.colour, shapes, layer.name, _numbers(places), _numbers(points.mean)))
+        shapes = boxes(*sides, down.position(bottom), down.position(floor))
+        marks.append(Mark("fill", layer.colour, shapes, layer.name, _numbers(centres), _numbers(points.mean)))
     return Plot(
         title,
         about,
@@ -248,10 +249,10 @@ def boxes(left: Floats, right: Floats, bottom: Floats, top: Floats) -> Floats:
 
 
 def _marks(line: Line, along: Axis, down: Axis, *, alone: bool) -> list[Mark]:
-    """The line, over what lies around it unless it is to be ``alone``."""
+    """The line, over its bands and single values unless it is to be ``alone``."""
     points = thin(line.x, line.y, MOST_POINTS)
-    x = along.place(points.x)
-    y = down.place(smooth(points.mean) if line.noisy else points.mean)
+    x = along.position(points.x)
+    y = down.position(smooth(points.mean) if line.noisy else points.mean)
     marks = [] if alone else _marks_around(line, points, along, down)
     values = (_numbers(points.x), _numbers(points.mean))
     marks.append(Mark("line", line.colour, _points(x, y), line.name, *values))
@@ -262,10 +263,10 @@ def _marks(line: Line, along: Axis, down: Axis, *, alone: bool) -> list[Mark]:
 
 def _marks_around(line: Line, points: Thinned, along: Axis, down: Axis) -> list[Mark]:
     """Its interval; and of a long line the range of the neighbours, of a short one every value."""
-    x, marks = along.place(points.x), []
+    x, marks = along.position(points.x), []
 
     def band(low: Floats, high: Floats) -> Mark:
-        outline = np.concatenate([down.place(high), down.place(low)[::-1]])
+        outline = np.concatenate([down.position(high), down.position(low)[::-1]])
         return Mark("band", line.colour, _points(np.concatenate([x, x[::-1]]), outline))
 
     if line.low is not None and line.high is not None:
@@ -273,14 +274,14 @@ def _marks_around(line: Line, points: Thinned, along: Axis, down: Axis) -> list[
     if len(points.x) < len(line.x):
         marks.append(band(points.low, points.high))
     elif line.noisy:
-        marks.append(Mark("faint", line.colour, _points(x, down.place(points.mean))))
+        marks.append(Mark("faint", line.colour, _points(x, down.position(points.mean))))
     return marks
 
 
 def _labels(lines: Sequence[Line], along: Axis, down: Axis, *, named: bool) -> list[Label]:
     """Each line's last value, where the line ends."""
-    across = along.place(np.array([line.x[-1] for line in lines])).tolist()
-    heights = spread(down.place(np.array([line.last for line in lines])).tolist(), LABEL)
+    across = along.position(np.array([line.x[-1] for line in lines])).tolist()
+    heights = spread(down.position(np.array([line.last for line in lines])).tolist(), LABEL)
     return [
         Label(x, y, say(line.last, down.form), line.name * named, line.colour)
         for line, x, y in zip(lines, across, heights, strict=True)
@@ -296,12 +297,12 @@ def _numbers(values: Floats) -> str:
     return " ".join(f"{value:.5g}" for value in values)
 
 
-def _around_each(places: Floats) -> tuple[Floats, Floats]:
-    """Where bars at these places begin and end: half-way to their neighbours. [n] each."""
-    if len(places) == 1:
-        return places - 0.5, places + 0.5
-    half = np.diff(places) / 2
-    return places - np.concatenate([half[:1], half]), places + np.concatenate([half, half[-1:]])
+def _around_each(centres: Floats) -> tuple[Floats, Floats]:
+    """Where bars with these centres begin and end: half-way to their neighbours. [n] each."""
+    if len(centres) == 1:
+        return centres - 0.5, centres + 0.5
+    half = np.diff(centres) / 2
+    return centres - np.concatenate([half[:1], half]), centres + np.concatenate([half, half[-1:]])
 
 
 def _above_zero(line: Line) -> Line:

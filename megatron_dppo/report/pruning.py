@@ -18,14 +18,14 @@ from megatron_dppo.rl.types import Floats
 
 RULES: Mapping[str, Mapping[str, Rule[Any]]] = {"prompts": PROMPT_RULES, "completions": COMPLETION_RULES}
 CHANCES = ("never", "25%", "50%", "75%", "always")
-FATES = ("trained on", "pruned", "nothing to teach", "not rolled out")
+FATES = ("trained on", "pruned", "zero advantage", "not rolled out")
 
 
 def pruning(runs: Sequence[Run]) -> Section:
-    """The runs' kept shares and noise beside each other; then each run's answers, by what decided over them."""
+    """The shares that the runs kept, and their noise; then which answers each run kept, and why."""
     lead = (
-        "An answer can teach something where its group's rewards differ. Of those, an unbiased rule keeps each with a "
-        "known probability, and weights what it keeps so that the gradient stays right in the mean."
+        "An answer has a gradient where its group's rewards differ. An unbiased rule keeps each of these answers with "
+        "a known probability, and weights those that it keeps so that the expected gradient stays the same."
     )
     parts: list[Part] = []
     measured = [run for run in runs if run.mean("prune/kept_token_fraction") is not None]
@@ -53,13 +53,11 @@ def answers_plot(run: Run) -> Plot:
     binary = all(row["binary"] for row in run.census)
     title, about = "Which answers are trained on", "probability, over all steps"
     cells = _cells(run, "by_group" if binary else "by_reward")
-    if not _are_pruned(cells):
-        return Plot(title, about, empty=_nothing_pruned(cells))
+    if nothing := _nothing_pruned(cells):
+        return Plot(title, about, empty=nothing)
     words = ("right", "wrong") if binary else ("above the mean", "below the mean")
-    lines = [
-        Line(name, colour, *cells[cells[:, 1] == side][:, [0, 3]].T)
-        for side, colour, name in ((1.0, "good", words[0]), (-1.0, "bad", words[1]))
-    ]
+    sides = zip((1.0, -1.0), ("good", "bad"), words, strict=True)
+    lines = [Line(name, colour, *cells[cells[:, 1] == side][:, [0, 3]].T) for side, colour, name in sides]
     x_label = "accuracy of the answer's group" if binary else "reward, in deviations from the group's mean"
     x_form: Form = "share" if binary else "number"
     return line_plot(title, about, lines, x_label=x_label, x_form=x_form, form="share", low=0.0, high=1.02)
@@ -70,8 +68,8 @@ def causes_plot(run: Run) -> Plot:
     answers are there."""
     title, about = "… and why", "score over the step's median, by length; stronger: more answers"
     cells = _cells(run, "by_cause")
-    if not _are_pruned(cells):
-        return Plot(title, about, empty=_nothing_pruned(cells))
+    if nothing := _nothing_pruned(cells):
+        return Plot(title, about, empty=nothing)
     x, y, count, chance = cells.T
     wide, tall = (min(np.diff(np.unique(values)).min(initial=np.inf), 1.0) / 2 for values in (x, y))
     left, right, bottom, top = x.min() - wide, x.max() + wide, y.min() - tall, y.max() + tall
@@ -104,23 +102,22 @@ def noise_plot(run: Run) -> Plot:
     steps, by_prompts = run.series("prune/noise_share_prompts")
     _, by_completions = run.series("prune/noise_share_completions")
     sampling = np.maximum(1.0 - by_prompts - by_completions, 1e-9)
+    sources = (("sampling", sampling), ("prompts pruned", by_prompts), ("completions pruned", by_completions))
     layers = [
         Layer(name, f"noise{i}", share / sampling, f"{100 * share.mean():.0f}%" if len(share) else "")
-        for i, (name, share) in enumerate(
-            (("sampling", sampling), ("prompts pruned", by_prompts), ("completions pruned", by_completions))
-        )
+        for i, (name, share) in enumerate(sources)
     ]
     return stack_plot(title, about, steps, layers, form="times", empty="not estimated: the rule is biased")
 
 
 def tokens_plot(run: Run) -> Plot:
-    """Prompt and response tokens, by what became of them."""
+    """Prompt and response tokens: trained on, pruned, without a gradient, or not rolled out."""
     unseen = {row["step"]: row.get("prune/saved_tokens_prompts", 0.0) for row in run.rows}
     steps = np.array([row["step"] for row in run.census], dtype=np.float64)
-    counted = np.array(
-        [[*(row[what][1] for what in ("kept", "pruned", "idle")), unseen.get(row["step"], 0.0)] for row in run.census],
-        dtype=np.float64,
-    ).reshape(-1, 4)
+    counts = [
+        [row["kept"][1], row["pruned"][1], row["idle"][1], unseen.get(row["step"], 0.0)] for row in run.census
+    ]  # pruning.jsonl calls zero advantage ``idle``
+    counted = np.array(counts, dtype=np.float64).reshape(-1, 4)
     shares = counted.sum(axis=0) / max(counted.sum(), 1.0)
     layers = [
         Layer(name, f"fate{i}", counted[:, i], f"{100 * share:.0f}%")
@@ -132,7 +129,7 @@ def tokens_plot(run: Run) -> Plot:
 
 
 def _rules(run: Run) -> str:
-    """What was on, and of a biased rule why it is."""
+    """The rules that were on; for a biased rule with the reason."""
     words = []
     for level, known in RULES.items():
         rule, keep = run.setting(f"pruning.{level}.rule"), run.setting(f"pruning.{level}.keep")
@@ -163,9 +160,8 @@ def _cells(run: Run, table: str) -> Floats:
     return np.array(rows, dtype=np.float64).reshape(-1, 4)
 
 
-def _are_pruned(cells: Floats) -> bool:
-    return bool((cells[:, 3] < 1.0).any())
-
-
 def _nothing_pruned(cells: Floats) -> str:
-    return "every answer that could teach was trained on" if len(cells) else "no answer could teach anything"
+    """Why there is no choice to show; empty where there is one."""
+    if (cells[:, 3] < 1.0).any():
+        return ""
+    return "every answer with a gradient was trained on" if len(cells) else "no answer had a gradient"

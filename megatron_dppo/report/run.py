@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
-import yaml
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.metrics import FILE
@@ -21,32 +20,33 @@ from megatron_dppo.rl.types import Floats
 from megatron_dppo.settings import settings, short
 from megatron_dppo.trainer.history import Change, changes, read_history
 
-Row = Mapping[str, Any]
+Record = Mapping[str, Any]
+"""A line of JSON."""
 NOISE = {"prune/noise_share_prompts", "prune/noise_share_completions"}
-"""These two are drawn on top of each other, so a row that has only one of them loses it."""
+"""These two are drawn on top of each other: a row that has only one of them is read without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one folder holds; what is not there is empty."""
+    """The contents of one folder. A field is empty where its file is absent."""
 
     name: str
-    """Short, and different from those of the page's other runs."""
+    """A short name that no other run of the page has."""
     folder: Path
     number: int
-    """Of the run on the page, from 0; it decides the colour."""
+    """Its place on the page, from 0. It decides the colour."""
     config: Mapping[str, Any]
     """Values of ``config.yaml`` by dotted key."""
     changes: Sequence[tuple[int, Sequence[Change]]]
-    """After how many steps settings changed, and which; empty for a run that was started again as it was."""
-    rows: Sequence[Row]
+    """After how many steps settings changed, and which."""
+    rows: Sequence[Record]
     """Of ``metrics.jsonl``: finite numbers, and nothing else."""
-    census: Sequence[Row]
+    census: Sequence[Record]
     """Of ``pruning.jsonl``."""
-    answers: Sequence[Row]
+    answers: Sequence[Record]
     """Of ``answers.jsonl``."""
-    scores: Sequence[tuple[str, Row]]
-    """Every ``scores.json`` under the folder, with the place where it lies."""
+    scores: Sequence[tuple[str, Record]]
+    """Every ``scores.json`` under the folder, with the folder that it is in."""
     written: datetime | None
     """When its last row of metrics was."""
 
@@ -56,7 +56,7 @@ class Run:
         return f"run{self.number % 6}" + " again" * (self.number >= 6)
 
     @property
-    def steps(self) -> list[Row]:
+    def steps(self) -> list[Record]:
         """The rows of steps. Row 0, of the evaluation before the first step, is not among them."""
         return [row for row in self.rows if "perf/step_time" in row]
 
@@ -90,8 +90,7 @@ class Run:
 
     @property
     def held_out(self) -> int | None:
-        """Problems that ``eval/accuracy`` is a share of; None of a mean over several files, and where the run does
-        not tell."""
+        """The number of problems behind ``eval/accuracy``; None where it is a mean over several files or not known."""
         return next(iter(self.problems.values())) if len(self.problems) == 1 else None
 
     @property
@@ -103,8 +102,8 @@ class Run:
 
 
 def default_of(key: str) -> Any:
-    """As YAML has it: a list where ``config/`` has a tuple."""
-    default = settings()[key].default
+    """As YAML has it: a list where ``config/`` has a tuple; None for what is no setting of this version."""
+    default = settings()[key].default if key in settings() else None
     return list(default) if isinstance(default, tuple) else default
 
 
@@ -129,14 +128,15 @@ def read_run(folder: Path, name: str, number: int = 0) -> Run:
     if not metrics.is_file() and not scores:
         remedy = f"Give folders that hold a {FILE} (run.dir of a training) or a scores.json"
         raise UserError("RUN", folder, "is no folder of a run" if folder.is_dir() else "is no folder", remedy)
+    history = read_history(folder)
     return Run(
         name=name,
         folder=folder,
         number=number,
-        config=dict(_flat(_yaml(folder / "config.yaml"), "")),
+        config={key: value for key, value in history[-1].settings.items() if _is_given(key, value)} if history else {},
         changes=[
             (entry.step, found)
-            for before, entry in pairwise(read_history(folder))
+            for before, entry in pairwise(history)
             if (found := changes(before.settings, entry.settings))
         ],
         rows=[_numbers(row) for row in _rows(metrics)],
@@ -145,6 +145,11 @@ def read_run(folder: Path, name: str, number: int = 0) -> Run:
         scores=scores,
         written=datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.is_file() else None,
     )
+
+
+def _is_given(key: str, value: Any) -> bool:
+    """Whether it is no null that stands for the rest of a line that was not written yet."""
+    return value is not None or key not in settings() or settings()[key].takes_none
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -157,7 +162,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [f"{folder} ({i})" for i, folder in enumerate(folders, 1)]
 
 
-def _rows(file: Path) -> list[Row]:
+def _rows(file: Path) -> list[Record]:
     """Lines of JSON that name their step."""
     return [row for line in _text(file).split("\n") if is_number((row := _parse(line)).get("step"))]
 
@@ -167,7 +172,7 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-def _parse(text: str) -> Row:
+def _parse(text: str) -> Record:
     """A JSON object; empty for anything else, as for a line that a kill cut short."""
     try:
         found = json.loads(text)
@@ -176,22 +181,21 @@ def _parse(text: str) -> Row:
     return found if isinstance(found, dict) else {}
 
 
-def _numbers(row: Row) -> Row:
-    """The entries of a row of metrics that can be drawn and summed."""
+def _numbers(row: Record) -> Record:
+    """The entries of a row of metrics that are finite numbers."""
     found = {key: value for key, value in row.items() if is_number(value)}
-    alone = set() if found.keys() >= NOISE else NOISE
-    return {key: value for key, value in found.items() if key not in alone}
+    return found if found.keys() >= NOISE else {key: found[key] for key in found if key not in NOISE}
 
 
 def _whole(value: Any) -> bool:
-    """Whether nothing in it is null, NaN or infinite."""
+    """Whether it holds no null, NaN or infinity."""
     if isinstance(value, dict | list):
         return all(map(_whole, value.values() if isinstance(value, dict) else value))
     return isinstance(value, str) or is_number(value)
 
 
-def _shown(row: Row) -> Iterator[Row]:
-    """Its answers, but for those that lack something."""
+def _shown(row: Record) -> Iterator[Record]:
+    """The answers of a row that lack nothing."""
     answers = row.get("answers")
     for shown in answers if isinstance(answers, list) else ():
         if not isinstance(shown, dict) or not isinstance(shown.get("correct"), bool):
@@ -200,25 +204,7 @@ def _shown(row: Row) -> Iterator[Row]:
             yield shown
 
 
-def _yaml(file: Path) -> Mapping[str, Any]:
-    """Of a run that starts at this moment the file may be half written."""
-    try:
-        tree = yaml.load(_text(file), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError:
-        return {}
-    return tree if isinstance(tree, dict) else {}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and key not in settings():
-            yield from _flat(value, key + ".")
-        elif value is not None or key not in settings() or settings()[key].takes_none:
-            yield key, value
-
-
-def _scores(folder: Path) -> Iterator[tuple[str, Row]]:
+def _scores(folder: Path) -> Iterator[tuple[str, Record]]:
     for file in sorted(folder.glob("**/scores.json")):
         found = _parse(_text(file))
         if isinstance(found.get("benchmarks"), dict):

@@ -1,4 +1,4 @@
-"""What a step took of the time and of the machines; and runs against each other, by the clock."""
+"""Where the seconds of a step go, how the machines are used, and which of several runs is faster."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ from megatron_dppo.report.run import Run
 from megatron_dppo.settings import settings
 
 USAGE: Metrics = (
-    (
-        "Waiting",
-        "share of a step in which the trainer passes no tokens through the policy",
-        "perf/wait_time_ratio",
-        "share",
-    ),
+    ("Waiting", "share of a step in which the trainer does not run the policy", "perf/wait_time_ratio", "share"),
     ("Training rate", "TFLOPS of a rank during training", "perf/actor_train_tflops", "number"),
     ("Share of the peak", "of a GPU's rate by its data sheet, during training", "perf/actor_train_peak_share", "share"),
     ("GPU memory", "GiB, of the rank that held the most", "perf/gpu_memory_gib", "number"),
@@ -32,11 +27,11 @@ NARROWEST = 0.07
 """Share of the scale below which a part of a bar has no label within."""
 TEST = ("data.eval", "data.prompt_key", "data.label_key", "eval.benchmarks", "eval.folder", "eval.samples",
         "eval.temperature", "reward.function")  # fmt: skip
-"""Settings that decide which test an accuracy is of."""
+"""Settings that decide what an accuracy is measured on."""
 GENERATED = ("data.arithmetic.", "data.reasoning_gym.")
-"""Settings of generators decide it too, but for ``TRAINING_ONLY``."""
+"""Settings of generators decide it too, except ``TRAINING_ONLY``."""
 TRAINING_ONLY = ("problems", "forgotten_carries", "short_answers", "eval_problems")
-"""``eval_problems`` says how many problems are held out and not which; the runs' records tell how many were asked."""
+"""``eval_problems`` says how many problems are held out, and the runs' own records say how many were asked."""
 COUNTS = ("eval.problems", "data.arithmetic.eval_problems", "data.reasoning_gym.eval_problems")
 
 
@@ -66,21 +61,17 @@ def phase_plot(run: Run, title: str, about: str, top: float | None = None) -> Pl
 def _layers(run: Run) -> list[Layer]:
     """Seconds of each phase, and in words its share of the mean step."""
     found = [breakdown(row) for row in run.steps]
-    seconds = {
-        name: np.array([row.get(name, 0.0) for row in found]) for name in NAMES if any(name in row for row in found)
-    }
+    names = [name for name in NAMES if any(name in row for row in found)]
+    seconds = {name: np.array([row.get(name, 0.0) for row in found]) for name in names}
     total = sum(float(values.mean()) for values in seconds.values()) or 1.0
-    return [
-        Layer(name, f"phase-{name}", values, _percent(float(values.mean()) / total)) for name, values in seconds.items()
-    ]
+    return [Layer(name, f"phase-{name}", of, _percent(float(of.mean()) / total)) for name, of in seconds.items()]
 
 
 def _segments(mean: Mapping[str, float], phases: Sequence[str], longest: float) -> list[Segment]:
-    shares = {phase: mean.get(phase, 0.0) / longest for phase in phases}
     return [
         Segment(f"phase-{phase}", phase, 100 * share, duration(mean[phase]) if share > NARROWEST else "")
-        for phase, share in shares.items()
-        if share > 0.0
+        for phase in phases
+        if (share := mean.get(phase, 0.0) / longest) > 0.0
     ]
 
 
@@ -101,7 +92,7 @@ def _percent(share: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """What was measured of several runs. Mappings are by the runs' names, the first run first."""
+    """The times of several runs, compared. Mappings are by the runs' names, the first run first."""
 
     pace: Mapping[str, float]
     """Mean seconds of a step."""
@@ -110,9 +101,9 @@ class Race:
     reached: Mapping[str, float]
     """Seconds of training steps until the first evaluation at the target or above."""
     differs: Sequence[str] = ()
-    """Settings in which the runs' tests differ, which forbid a target."""
+    """Settings by which the runs were tested differently. Then there is no target."""
     changed: Sequence[str] = ()
-    """Settings of results that were changed on a run's way, in words."""
+    """Settings that a result depends on and that changed during a run, in words."""
 
     def cells(self, seconds: Mapping[str, float], name: str) -> str:
         """A run's seconds, and how they compare with the first run's."""
@@ -123,10 +114,11 @@ class Race:
         return duration(seconds[name]) + ratio
 
     def said(self) -> str:
-        """The outcome in words, and how far it can be trusted."""
+        """The outcome in words, with its limits."""
         words = f"Measured, a step: {self._against_first(self.pace)}."
         if self.changed:
-            words = f"{words} What a run's results are of was changed on its way: {'; '.join(self.changed)}."
+            changed = "; ".join(self.changed)
+            words = f"{words} A setting that a run's result depends on was changed on its way: {changed}."
         if self.target is None:
             return f"{words} {self.unlike}".rstrip()
         return (
@@ -141,16 +133,17 @@ class Race:
         if not self.differs:
             return ""
         tested = f"The runs were tested on different problems, or in different ways ({', '.join(self.differs)})"
-        return f"{tested}: how long each took to an accuracy is not compared."
+        return f"{tested}: the times that they took to an accuracy are not compared."
 
     def _against_first(self, seconds: Mapping[str, float]) -> str:
-        first, *others = seconds
-        ratios = [
-            f"{name} {duration(seconds[name])}"
-            + (f", {seconds[name] / seconds[first]:.2f} times as long" if seconds[first] else "")
-            for name in others
-        ]
-        return "; ".join([f"{first} {duration(seconds[first])}", *ratios])
+        first = next(iter(seconds))
+
+        def words(name: str) -> str:
+            compared = name != first and seconds[first]
+            ratio = f", {seconds[name] / seconds[first]:.2f} times as long" if compared else ""
+            return f"{name} {duration(seconds[name])}{ratio}"
+
+        return "; ".join(map(words, seconds))
 
 
 def race(runs: Sequence[Run]) -> Race | None:
@@ -161,29 +154,24 @@ def race(runs: Sequence[Run]) -> Race | None:
     pace = {run.name: sum(row["perf/step_time"] for row in run.steps) / len(run.steps) for run in timed}
     changed = [f"{run.name}, {words}" for run in timed for words in run.of_several_settings]
     target = min(max(run.series("eval/accuracy")[1], default=0.0) for run in timed)
-    if target and (differs := _different_tests(timed)):
-        return Race(pace, None, {}, differs, changed)
+    differs = _different_tests(timed) if target else []
     reached = {run.name: _seconds_until(run, target) for run in timed}
-    # A target that a run had met before its first step is no race.
-    raced = bool(target) and min(reached.values()) > 0.0
-    return Race(pace, target, reached, (), changed) if raced else Race(pace, None, {}, (), changed)
+    # Times are not compared if a run had reached the target before its first step.
+    if not target or differs or min(reached.values()) == 0.0:
+        return Race(pace, None, {}, differs, changed)
+    return Race(pace, target, reached, (), changed)
 
 
 def _different_tests(runs: Sequence[Run]) -> list[str]:
-    """The settings that make accuracies those of different tests, and whether their problems are as many."""
+    """The settings by which the runs were tested on different problems, or in different ways."""
     if not all(run.config for run in runs):
         return ["not every run's settings are recorded"]
     own = [key for key in settings() if key.startswith(GENERATED) and key.rpartition(".")[2] not in TRAINING_ONLY]
     keys = [*TEST, *own]
     if not any(run.setting("data.eval") or run.setting("eval.benchmarks") for run in runs):
         keys.append("data.train")  # a generator's own
-    differs = [
-        change.key
-        for run in runs
-        for _, changes in run.changes
-        for change in changes
-        if change.key in keys and change.key != "data.train"
-    ]
+    changed = [change.key for run in runs for _, changes in run.changes for change in changes]
+    differs = [key for key in changed if key in keys and key != "data.train"]
     if not all(run.problems for run in runs):
         keys += COUNTS
     elif any(run.problems != runs[0].problems for run in runs):

@@ -89,7 +89,8 @@ def read_history(folder: Path) -> list[Entry]:
     if entries := [entry for line in lines if (entry := _entry(line)) is not None]:
         return entries
     try:
-        tree = yaml.safe_load((folder / IN_FORCE).read_text(encoding="utf-8"))
+        text = (folder / IN_FORCE).read_text(encoding="utf-8", errors="replace")
+        tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C, ten times as fast
     except (OSError, ValueError, yaml.YAMLError):
         return []
     return [Entry(0, _leaves(tree, ""))] if isinstance(tree, dict) else []

@@ -8,8 +8,7 @@ from typing import Any
 
 from megatron_dppo.config import Config
 from megatron_dppo.evaluation.evaluate import Evaluation, read_answers, record_answers
-from megatron_dppo.observe.console import Console
-from megatron_dppo.observe.length_gate import LengthGate
+from megatron_dppo.observe.console import Console, LengthGate
 from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics
 from megatron_dppo.observe.summary import print_summary, read_summary, write_summary
 from megatron_dppo.observe.timers import saved_seconds

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.answers import ANSWERS, AnswerLog, read_answers, write_scores
+from megatron_dppo.evaluation.answers import ANSWERS, AnswerLog, read_finished, write_scores
 
 SETTINGS = {"eval.samples": 2, "eval.temperature": 0.5, "rollout.stop_token_ids": (1, 2)}
 BATCHES = [[("sums", 0), ("sums", 1)], [("sums", 2), ("sums", 3)], [("products", 0)]]
@@ -89,13 +89,13 @@ def test_a_folder_that_cannot_be_made_is_the_user_s_to_mend(tmp_path: Path) -> N
 
 def test_only_a_finished_evaluation_can_be_compared_with(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no evaluation"):
-        read_answers(tmp_path, "--against")
+        read_finished(tmp_path, "--against")
     with closing(opened(tmp_path)) as log:
         log.append(rows(BATCHES[0]))
     with pytest.raises(UserError, match="not finished"):
-        read_answers(tmp_path, "--against")
+        read_finished(tmp_path, "--against")
     write_scores(tmp_path, {"model": "m"})
-    assert read_answers(tmp_path, "--against") == rows(BATCHES[0])
+    assert read_finished(tmp_path, "--against") == rows(BATCHES[0])
     assert json.loads((tmp_path / "scores.json").read_text()) == {"model": "m"}
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         ".lock",

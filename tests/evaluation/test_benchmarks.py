@@ -22,7 +22,7 @@ from megatron_dppo.evaluation.benchmarks import (
     read_benchmark,
     sources,
 )
-from megatron_dppo.evaluation.problems import held_out, names
+from megatron_dppo.evaluation.evaluator import by_name, held_out
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.settings import load_config
@@ -178,7 +178,7 @@ def test_problems_are_rendered_numbered_and_have_luck_of_their_own(short: Path, 
     own.write_text('{"question": "1+1=", "ground_truth": 2}\n{"question": "2+2=", "ground_truth": 4}\n')
     config = load_config(None, [f"eval.benchmarks=[gsm8k, own={own}, arithmetic]", "eval.problems=2"])
     problems = held_out(config, tokenizer, max_positions=4096)
-    assert names(problems) == ["gsm8k", "own", "arithmetic"]
+    assert list(by_name(problems)) == ["gsm8k", "own", "arithmetic"]
     assert [(p.number, p.verifier) for p in problems] == [(0, "math"), (1, "math"), *[(0, "math"), (1, "math")] * 2]
     assert len({problem.prompt.id for problem in problems}) == 6
     gsm8k, own_first = problems[0].prompt, problems[2].prompt

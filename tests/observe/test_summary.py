@@ -91,7 +91,7 @@ def test_of_a_biased_rule_no_variance_is_said_not_even_of_the_steps_that_have_on
     print_summary("nowhere", summary, Console(4, file=said))
     assert "no variance is estimated" in said.getvalue()
     assert "sampling" not in said.getvalue()
-    assert "12 groups were rolled out and thrown away" in said.getvalue()
+    assert "12 groups were rolled out and discarded" in said.getvalue()
 
 
 def test_a_run_without_evaluation_or_pruning_has_no_such_figures() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,8 +26,8 @@ ROLLOUT_S, TRAIN_S, FIXED_S = 3e-4, 7e-4, 0.25
 
 
 def one_step(folder: Path, *, prompts: float, completions: float, **held: float) -> Run:
-    """A step of such a machine. Of 1,000 tokens in the window this share is rolled out; of those a fifth can teach
-    nothing, and of the rest this share is trained on."""
+    """A step of such a machine. Of 1,000 tokens in the window this share is rolled out; of those a fifth has zero
+    advantage, and of the rest this share is trained on."""
     rolled_out = 1000.0 * prompts
     trained = 0.8 * rolled_out * completions
     row = {
@@ -41,8 +42,8 @@ def one_step(folder: Path, *, prompts: float, completions: float, **held: float)
     }
     folder.mkdir(parents=True)
     write_lines(folder / "metrics.jsonl", [row])
-    idle = 0.2 * rolled_out
-    census = {"step": 1, "kept": [1, trained], "pruned": [1, rolled_out - trained - idle], "idle": [1, idle]}
+    dropped = 0.2 * rolled_out
+    census = {"step": 1, "kept": [1, trained], "pruned": [1, rolled_out - trained - dropped], "idle": [1, dropped]}
     write_lines(folder / "pruning.jsonl", [census | {"binary": True, "by_group": [], "by_reward": [], "by_cause": []}])
     return read_runs([folder])[0]
 
@@ -58,7 +59,7 @@ def test_what_pruning_saved_is_what_the_run_without_it_takes_longer(tmp_path: Pa
     assert found.both > found.by_prompts + found.by_completions
 
 
-def test_without_pruning_nothing_is_saved_though_idle_answers_are_dropped(tmp_path: Path) -> None:
+def test_without_pruning_nothing_is_saved_though_zero_advantages_are_dropped(tmp_path: Path) -> None:
     found = spent(one_step(tmp_path / "run", prompts=1.0, completions=1.0))
     assert (found.by_prompts, found.by_completions, found.both) == (0.0, 0.0, 0.0)
     assert found.share == 0.0
@@ -68,7 +69,7 @@ def test_hours_count_every_device_for_every_second(tmp_path: Path) -> None:
     run = read_runs([write_run(tmp_path / "run", 6, held={"perf/ranks": 8, "perf/gpus": 8})])[0]
     assert spent(run).hours == pytest.approx(8 * (6 * 2.0 + 4 * 3.0) / 3600)
     assert spent(run).devices == "8 GPUs"
-    with_servers = Run(**{**fields(run), "config": dict(run.config) | SERVERS})
+    with_servers = replace(run, config={**run.config, **SERVERS})
     assert spent(with_servers).devices == "11 GPUs, 3 of them for servers"
     assert spent(with_servers).hours == pytest.approx(11 / 8 * spent(run).hours)
     on_cpu = read_runs([write_run(tmp_path / "cpu", 6, held={"perf/ranks": 2, "perf/gpus": 0})])[0]
@@ -79,26 +80,22 @@ def test_hours_count_every_device_for_every_second(tmp_path: Path) -> None:
 def test_servers_that_were_given_are_not_counted_and_this_is_said(tmp_path: Path, given: object) -> None:
     run = read_runs([write_run(tmp_path / "run", 6, held={"perf/ranks": 8, "perf/gpus": 8})])[0]
     own = {"rollout.engine": "sglang", "rollout.servers": given, "cluster.server_nodes": 2}
-    with_servers = Run(**{**fields(run), "config": dict(run.config) | own})
+    with_servers = replace(run, config={**run.config, **own})
     assert spent(with_servers).devices == "8 GPUs, servers not counted"
     assert spent(with_servers).hours == spent(run).hours
     assert "Servers that a run was given are not counted" in cost([run, with_servers], 2.0).lead
     assert "not counted" not in cost([run], 2.0).lead
-    beside = Run(**{**fields(run), "config": dict(run.config) | own | {"rollout.colocated": True}})
+    beside = replace(run, config={**run.config, **own, "rollout.colocated": True})
     assert spent(beside).devices == "8 GPUs"
 
 
 SERVERS = {"rollout.engine": "sglang", "rollout.launch.count": 2, "rollout.launch.tp": [1, 2]}
 
 
-def fields(run: Run) -> dict[str, object]:
-    return {name: getattr(run, name) for name in Run.__dataclass_fields__}
-
-
 def test_a_run_that_changed_its_size_is_counted_row_by_row(tmp_path: Path) -> None:
     run = one_step(tmp_path / "run", prompts=1.0, completions=1.0, **{"perf/ranks": 2})
     second = dict(run.rows[0]) | {"step": 2, "perf/ranks": 4}
-    twice = Run(**{**fields(run), "rows": [*run.rows, second]})
+    twice = replace(run, rows=[*run.rows, second])
     assert spent(twice).hours == pytest.approx(3 * spent(run).hours)
 
 
@@ -137,7 +134,7 @@ def test_a_race_is_to_what_all_have_reached(tmp_path: Path) -> None:
 def against_another(folder: Path, problems: Mapping[str, int] | None = None, **own: object) -> Race:
     """A race of a run against one with settings of its own; the page says the same."""
     runs = read_runs([write_run(folder / "a", 6), write_run(folder / "b", 6, problems=problems)])
-    other = Run(**{**fields(runs[1]), "config": dict(runs[1].config) | own})
+    other = replace(runs[1], config={**runs[1].config, **own})
     outcome = race([runs[0], other])
     assert outcome is not None
     said = [part.text for part in cost([runs[0], other], None).parts if isinstance(part, Note)]

@@ -1,10 +1,12 @@
-"""Seconds that pruning saved, by the step's own timers: everything of it depends on the clock, and is under perf/."""
+"""Seconds of a step by phase, and those that pruning saved by the step's own timers."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from megatron_dppo.observe.timers import saved_seconds
+from megatron_dppo.observe.timers import PhaseTimers, breakdown, saved_seconds
 
 STEP = {
     "prune/saved_tokens_prompts": 300.0,
@@ -48,3 +50,18 @@ def test_a_step_that_trained_on_nothing_has_no_seconds_per_trained_token() -> No
 
 def test_a_row_without_pruning_gains_nothing() -> None:
     assert saved_seconds({"train/loss": 1.0, "perf/actor_train_time": 1.0}) == {}
+
+
+def test_a_phase_is_timed_and_what_is_left_is_other() -> None:
+    timers = PhaseTimers()
+    with timers("step"):
+        for _ in range(2):
+            with timers("rollout"):
+                time.sleep(0.01)
+        with pytest.raises(ValueError), timers("actor_train"):
+            raise ValueError
+    metrics = timers.take()
+    assert set(metrics) == {"perf/step_time", "perf/rollout_time", "perf/actor_train_time"}
+    assert metrics["perf/step_time"] >= metrics["perf/rollout_time"] >= 0.02
+    assert sum(breakdown(metrics).values()) == pytest.approx(metrics["perf/step_time"])
+    assert timers.take() == {}

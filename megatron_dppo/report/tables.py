@@ -1,0 +1,158 @@
+"""Sections that show what a run's folder holds: sample answers, scores of benchmarks, settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_dppo.report.parts import Folded, Note, Part, SampleAnswer, SampleAnswers, SampleProblem, Section, Table
+from megatron_dppo.report.run import Record, Run, default_of, is_number
+from megatron_dppo.settings import settings, short
+
+MOST_EVALUATIONS = 12
+"""Of a run, that are shown; the first and the last are among them."""
+MOST_PROBLEMS = 8
+HEAD, TAIL = 400, 800
+"""Characters of an answer that are shown; the end is where the result stands."""
+LAUNCH, ENV = "rollout.launch.", "rollout.launch.env"
+SECRET = re.compile(r"(token(?!s|iz)|key|secret|passw|credential|bearer)[\w.-]*(['\"]?[=:\s]+|$)", re.IGNORECASE)
+"""A name that looks like a secret's, with the characters up to the secret, or up to the end of the word if the secret
+is the next word. ``--tokenizer`` and ``--max-total-tokens`` are no such names."""
+
+
+def sample_answers(runs: Sequence[Run]) -> Section:
+    """Problems in the order of the first run that was shown them."""
+    found: dict[tuple[str, str], dict[int, list[SampleAnswer]]] = {}
+    for run in runs:
+        for row in _evenly([row for row in run.answers if row.get("answers")]):
+            for shown in row["answers"]:
+                of_run = found.setdefault((shown["prompt"], shown["label"]), {}).setdefault(run.number, [])
+                of_run.append(SampleAnswer(int(row["step"]), _clipped(shown["answer"]), shown["correct"]))
+    problems = [
+        SampleProblem(prompt, label, [(runs[i].name, runs[i].colour, of_run) for i, of_run in by_run.items()])
+        for (prompt, label), by_run in list(found.items())[:MOST_PROBLEMS]
+    ]
+    steps = sorted({answer.step for problem in problems for _, _, of_run in problem.runs for answer in of_run})
+    lead = "The first held-out problems, before training and at the step that is chosen below."
+    nothing = "No answers were kept: a run shows eval.show of them at each evaluation."
+    return Section("answers", "Sample answers", lead, [SampleAnswers(problems, steps)] if problems else [], nothing)
+
+
+def benchmarks(runs: Sequence[Run]) -> Section:
+    """One table for each evaluation; a figure that a file does not hold is a dash."""
+    parts: list[Part] = []
+    for run in runs:
+        for folder, found in run.scores:
+            k = found.get("samples", "k")
+            head = ("benchmark", "problems", f"avg@{k}", "pass", f"majority@{k}", "mean tokens", "cut off", "unscored")
+            rows = [_scores(name, of) for name, of in found["benchmarks"].items() if isinstance(of, dict)]
+            parts.append(Table(head, rows, f"{run.name}{f' · {folder}' * (folder != '.')}: {_how(found)}"))
+    lead = "In brackets 95% intervals, over the problems of a benchmark."
+    nothing = "No scores.json lies in these folders: megatron-dppo eval writes one."
+    return Section("benchmarks", "Benchmarks", lead, parts, nothing)
+
+
+def _evenly(rows: Sequence[Record]) -> list[Record]:
+    """The first, the last, and some between."""
+    chosen = np.linspace(0, len(rows) - 1, min(len(rows), MOST_EVALUATIONS)).round().astype(int)
+    return [rows[i] for i in np.unique(chosen)]
+
+
+def _clipped(text: str) -> str:
+    left_out = len(text) - HEAD - TAIL
+    return f"{text[:HEAD]}\n[… {left_out:,} characters …]\n{text[-TAIL:]}" if left_out > 0 else text
+
+
+def _how(found: Record) -> str:
+    step = f"step {found['step']}, " if found.get("step") is not None else ""
+    asked = (("samples", "{} samples a problem"), ("temperature", "temperature {}"), ("engine", "{}"))
+    words = [form.format(found[key]) for key, form in asked if found.get(key) is not None]
+    return f"{found.get('model', 'a model')}, {step}{', '.join(words)}"
+
+
+def _scores(name: str, of: Record) -> list[str]:
+    found = of.get("pass@k")
+    passes = {k: value for k, value in found.items() if str(k).isdigit()} if isinstance(found, dict) else {}
+    most = max(passes, key=int, default=None)
+    return [
+        name,
+        str(of.get("problems", "–")),
+        _interval(of.get("avg@k")),
+        f"@{most} {_interval(passes[most])}" if most is not None else "–",
+        _interval(of.get("majority")),
+        _interval(of.get("mean_length"), "{:,.0f}"),
+        _interval(of.get("truncated")),
+        str(of.get("unscored", "–")),
+    ]
+
+
+def _interval(found: Any, form: str = "{:.1%}") -> str:
+    """A number, with its interval where the file holds one; a dash where it holds no number."""
+    value, low, high = map(found.get, ("value", "low", "high")) if isinstance(found, dict) else (found, None, None)
+    if not is_number(value):
+        return "–"
+    if not is_number(low) or not is_number(high):
+        return form.format(value)
+    return f"{form.format(value)} ({form.format(low).rstrip('%')}–{form.format(high).rstrip('%')})"
+
+
+def options(runs: Sequence[Run]) -> Section:
+    """The settings that differ between several runs, or from the defaults in one run; then all settings of each run."""
+    told = [run for run in runs if run.config]
+    parts: list[Part] = []
+    if len(told) > 1:
+        keys = [key for key in dict.fromkeys(key for run in told for key in run.config) if key != "run.dir"]
+        values = [(key, [run.setting(key) for run in told]) for key in keys]
+        rows = [[key, *(_word(key, value) for value in of)] for key, of in values if any(v != of[0] for v in of)]
+        head = ["setting", *(run.name for run in told)]
+        parts.append(Table(head, rows, words=True) if rows else Note("No setting but the folder differs."))
+    elif told:
+        run = told[0]
+        rows = [
+            [key, _word(key, value), _word(key, default_of(key))]
+            for key, value in run.config.items()
+            if key not in settings() or value != default_of(key)
+        ]
+        parts.append(Table(["setting", "value", "default"], rows, words=True))
+    for run in runs:
+        rows = [
+            [f"{step:,}", change.key, _word(change.key, change.before), _word(change.key, change.now)]
+            for step, changes in run.changes
+            for change in changes
+        ]
+        if rows:
+            parts.append(Note(f"Changed in {run.name} when it was started again:"))
+            parts.append(Table(["after step", "setting", "before", "then"], rows, words=True))
+    for run in told:
+        text = "\n".join(f"{key} = {_word(key, value)}" for key, value in run.config.items())
+        parts.append(Folded(f"All settings of {run.name}", text))
+    lead = "Only what differs between the runs." if len(told) > 1 else "Only what is not the default."
+    return Section("settings", "Settings", lead, parts)
+
+
+def _word(key: str, value: Any) -> str:
+    """As YAML writes it. Because pages are passed on, values that look like secrets are left out, and so are the values
+    of all environment variables."""
+    if key == ENV and isinstance(value, list):
+        value = [f"{str(variable).partition('=')[0]}=…" for variable in value]
+    elif key.startswith(LAUNCH) and isinstance(value, list):
+        value = list(_masked(value))
+    return short(value)
+
+
+def _masked(words: Sequence[Any]) -> Iterator[Any]:
+    """The words without what follows the name of a secret, in the same word or in the next one."""
+    named = False
+    for word in words:
+        found = SECRET.search(str(word))
+        if named and not str(word).startswith("--"):
+            found = None
+            yield "…"
+        elif found and found.end() < len(word):
+            yield word[: found.end()] + "…"
+        else:
+            yield word
+        named = found is not None and found.end() == len(word)
