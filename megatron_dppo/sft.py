@@ -21,7 +21,7 @@ from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.rl.pack import TrainingSample
 from megatron_dppo.rl.packing import packs_wanted
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, lock_run
-from megatron_dppo.trainer.history import record_warm_up
+from megatron_dppo.trainer.resume import record_warm_up
 
 
 def sft(config: Config) -> None:

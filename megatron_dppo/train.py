@@ -34,9 +34,9 @@ from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import assemble_policy, load_pools, lock_run
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.collapse import CollapseGuard
-from megatron_dppo.trainer.history import same_prompts
 from megatron_dppo.trainer.learner import Learner
 from megatron_dppo.trainer.prompt_sampler import PromptSampler
+from megatron_dppo.trainer.resume import same_prompts
 from megatron_dppo.trainer.run_logger import RunLogger
 
 

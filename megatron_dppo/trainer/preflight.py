@@ -24,7 +24,7 @@ from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
 from megatron_dppo.rewards.functions import BUILTIN, check_labels, resolve
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 from megatron_dppo.trainer.disk_room import check_room, check_run_dir
-from megatron_dppo.trainer.history import check_resume, check_warm_up
+from megatron_dppo.trainer.resume import check_resume, check_warm_up
 
 
 def preflight(config: Config, command: Command) -> None:
