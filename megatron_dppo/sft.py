@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from megatron_dppo.config import Config, OptimizerConfig
-from megatron_dppo.data.order import PromptOrder
 from megatron_dppo.data.prompts import WorkedAnswer, load_worked_answers
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Microbatch, Responses, Sums, learning_rate
@@ -21,6 +20,7 @@ from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.rl.pack import TrainingSample
 from megatron_dppo.rl.packing import packs_wanted
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, lock_run
+from megatron_dppo.trainer.prompt_sampler import PromptOrder
 from megatron_dppo.trainer.resume import record_warm_up
 
 
