@@ -110,12 +110,12 @@ def check_disagreement(
     """Stop the run where trainer and engine are further apart than precision explains. Collective.
 
     Args:
-        who: generated: "the engine", a server's name.
-        when: "in step 3".
-        difference: mean |Δ log p|, the same on every rank; so is
-        error: the mean of exp |Δ log p|.
-        compared: gives what this rank has of the completions; the rank that has the worst one writes the evidence.
-        name: of the file of evidence, in ``RUN/disagreement``.
+        who: what generated the tokens, for the message: "the engine", or a server's name.
+        when: for the message: "in step 3".
+        difference: mean |Δ log p|, the same on every rank.
+        error: mean exp |Δ log p|, the same on every rank.
+        compared: returns the completions that this rank has. The rank with the worst one writes the evidence.
+        name: of the file of evidence in ``RUN/disagreement``, without its ending.
 
     Raises:
         UserError: on every rank, past a limit. Numbers that are not finite are past every limit.
@@ -234,7 +234,7 @@ def _check_versions(answers: Sequence[Compared], version: int, engine: str) -> N
 
 
 def _scored(policy: PolicyParts, answers: Sequence[Compared]) -> list[Compared]:
-    """The answers with the actor's log-probabilities, on one rank of each replica; none on the others."""
+    """The answers with the actor's log-probabilities. Only one rank of each replica has them, the others have none."""
     if not answers:
         return []
     rows, packs = zip(*policy.pack([_row(each) for each in answers]), strict=True)

@@ -102,7 +102,7 @@ class PromptOrder:
 
 
 class PromptSampler:
-    """The data order and the pruning history. History holds earlier visits only: it learns of a step after its plan."""
+    """The data order and the pruning history. The history learns of a step after its plan is made."""
 
     def __init__(self, config: Config, pool_size: int) -> None:
         """

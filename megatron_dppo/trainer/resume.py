@@ -41,7 +41,7 @@ WARM_UP = "sft.json"
 Settings = Mapping[str, Any]
 
 RESULTS = ("model.path", "model.checkpoint", "data.", "reward.", "loss.", "pruning.", "rollout.temperature", "run.seed")
-"""What a result is a result of, but for:"""
+"""Settings that decide what a result is a result of, all but ``LIMITS``."""
 LIMITS = ("reward.timeout_s", "reward.workers", "reward.memory_mib", "reward.max_failures")
 PROMPTS = ("data.", "run.seed")
 """What the order of the prompts depends on, and what is known of each of them."""
@@ -93,7 +93,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_history(folder: Path) -> list[Entry]:
-    """What is known of the settings of a run's steps, oldest first; an older version's run has its last ones alone."""
+    """The settings of a run's steps, oldest first. A run of an older version has left its last ones alone."""
     try:
         lines = (folder / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -108,8 +108,8 @@ def read_history(folder: Path) -> list[Entry]:
 
 
 def changes(before: Settings, now: Settings) -> list[Change]:
-    """Settings that differ. What an older version did not know had its default; what this one does not know says
-    nothing."""
+    """Settings that differ. One that an older version did not know had its default. One that this version does not know
+    is left out."""
     found = []
     for key, setting in settings().items():
         default = list(setting.default) if isinstance(setting.default, tuple) else setting.default
@@ -120,7 +120,7 @@ def changes(before: Settings, now: Settings) -> list[Change]:
 
 
 def changed_since(folder: Path, step: int, config: Config) -> list[Change]:
-    """What is other than in the run of that folder at that step, where it has taken any."""
+    """Settings that differ from those by which the folder's run has taken its steps up to ``step``."""
     entries = [entry for entry in read_history(folder) if entry.step < step]
     return changes(entries[-1].settings, flat(config)) if entries else []
 

@@ -295,7 +295,7 @@ def _without(text: str) -> tuple[list[Interval], str | None] | None:
     points = _points("⦃" + unequal[2] + "⦄" if unequal else sides[1])
     if points is None:
         return None
-    ends = [-math.inf, *sorted(points), math.inf]
+    ends: list[End] = [-math.inf, *sorted(points), math.inf]
     return [Interval(low, False, high, False) for low, high in pairwise(ends)], unequal and unequal[1]
 
 
