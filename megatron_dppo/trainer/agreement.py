@@ -156,7 +156,7 @@ def _keep(world: World, file: Path, facts: dict[str, Any], compared: Sequence[Co
 
 
 def check_agreement(
-    policy: PolicyParts, engine: RolloutEngine[Any], pool: Sequence[Prompt], *, version: int
+    policy: PolicyParts[Any], engine: RolloutEngine[Any], pool: Sequence[Prompt], *, version: int
 ) -> dict[str, float]:
     """Hold completions of every server against the actor. Collective; nothing that training depends on changes.
 
@@ -173,31 +173,8 @@ def check_agreement(
         UserError: on every rank, if a server is further from the actor than precision explains, or generates with
             other weights by its own account. The message names it.
     """
-    from megatron_dppo.rollout.engine import Sampling
-
     config, world = policy.config, policy.world
-    count = min(PROMPTS, len(pool))
-    prompts = [pool[(version * count + i) % len(pool)] for i in range(count)]
-    sampling = Sampling(
-        samples=SAMPLES,
-        max_tokens=min(MAX_TOKENS, config.rollout.max_response_tokens),
-        temperature=config.rollout.temperature,
-        stop_token_ids=policy.stop_ids,
-        seed=int(sequence(config.run.seed, version, Purpose.AGREEMENT).generate_state(1)[0]),
-    )
-    answers = [
-        Compared(
-            source=server,
-            prompt_ids=prompt.token_ids,
-            response_ids=completion.token_ids,
-            trainer=np.zeros(0, np.float32),
-            engine=completion.logprobs,
-            versions=tuple(span.version for span in completion.versions),
-        )
-        for server, groups in engine.sample_each(prompts, sampling).items()
-        for prompt, group in zip(prompts, groups, strict=True)
-        for completion in group
-    ]
+    answers = _answers(policy, engine, pool, version)
     _check_versions(answers, version, config.rollout.engine)
     by_server: dict[str, list[Compared]] = {}
     for each in _scored(policy, answers):
@@ -221,6 +198,37 @@ def check_agreement(
     return {"rollout/agreement_mean_diff": max(means), "rollout/agreement_max_diff": max(largest)}
 
 
+def _answers(
+    policy: PolicyParts[Any], engine: RolloutEngine[Any], pool: Sequence[Prompt], version: int
+) -> list[Compared]:
+    """What every server answers to the same prompts, not yet scored by the actor."""
+    from megatron_dppo.rollout.engine import Sampling  # imports torch
+
+    config = policy.config
+    count = min(PROMPTS, len(pool))
+    prompts = [pool[(version * count + i) % len(pool)] for i in range(count)]
+    sampling = Sampling(
+        samples=SAMPLES,
+        max_tokens=min(MAX_TOKENS, config.rollout.max_response_tokens),
+        temperature=config.rollout.temperature,
+        stop_token_ids=policy.stop_ids,
+        seed=int(sequence(config.run.seed, version, Purpose.AGREEMENT).generate_state(1)[0]),
+    )
+    return [
+        Compared(
+            source=server,
+            prompt_ids=prompt.token_ids,
+            response_ids=completion.token_ids,
+            trainer=np.zeros(0, np.float32),
+            engine=completion.logprobs,
+            versions=tuple(span.version for span in completion.versions),
+        )
+        for server, groups in engine.sample_each(prompts, sampling).items()
+        for prompt, group in zip(prompts, groups, strict=True)
+        for completion in group
+    ]
+
+
 def _check_versions(answers: Sequence[Compared], version: int, engine: str) -> None:
     for each in answers:
         if set(each.versions) != {version}:
@@ -233,7 +241,7 @@ def _check_versions(answers: Sequence[Compared], version: int, engine: str) -> N
             )
 
 
-def _scored(policy: PolicyParts, answers: Sequence[Compared]) -> list[Compared]:
+def _scored(policy: PolicyParts[Any], answers: Sequence[Compared]) -> list[Compared]:
     """The answers with the actor's log-probabilities. Only one rank of each replica has them, the others have none."""
     if not answers:
         return []
