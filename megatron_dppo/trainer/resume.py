@@ -22,6 +22,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,16 +81,7 @@ class Change:
 
 def flat(config: Config) -> dict[str, Any]:
     """Every setting by its dotted key, as JSON has it."""
-    return leaves(json.loads(json.dumps(asdict(config))))
-
-
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested sections by their dotted keys."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        found |= leaves(value, key + ".") if isinstance(value, dict) and key not in settings() else {key: value}
-    return found
+    return dict(json.loads(json.dumps({key: attrgetter(key)(config) for key in settings()})))
 
 
 def read_history(folder: Path) -> list[Entry]:
@@ -104,7 +96,7 @@ def read_history(folder: Path) -> list[Entry]:
         tree = yaml.safe_load((folder / IN_FORCE).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return []
-    return [Entry(0, leaves(tree))] if isinstance(tree, dict) else []
+    return [Entry(0, _leaves(tree))] if isinstance(tree, dict) else []
 
 
 def changes(before: Settings, now: Settings) -> list[Change]:
@@ -197,6 +189,15 @@ def _entry(line: str) -> Entry | None:
         return Entry(int(row["step"]), dict(row["settings"]))
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested sections by their dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        found |= _leaves(value, key + ".") if isinstance(value, dict) and key not in settings() else {key: value}
+    return found
 
 
 def _same_place(one: Any, other: Any) -> bool:
