@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from megatron_dppo.config import Config, OptimizerConfig
-from megatron_dppo.data.order import PromptOrder
 from megatron_dppo.data.prompts import WorkedAnswer, load_worked_answers
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Microbatch, Responses, Sums, learning_rate
@@ -18,11 +17,11 @@ from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import MetricsLog
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize, shut_down
-from megatron_dppo.rl.pack import TrainingSample, build_pack
-from megatron_dppo.rl.packing import pack_sequences, packs_wanted
-from megatron_dppo.rl.types import Pack
+from megatron_dppo.rl.pack import TrainingSample
+from megatron_dppo.rl.packing import packs_wanted
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, lock_run
-from megatron_dppo.trainer.history import record_warm_up
+from megatron_dppo.trainer.prompt_sampler import PromptOrder
+from megatron_dppo.trainer.resume import record_warm_up
 
 
 def sft(config: Config) -> None:
@@ -79,32 +78,18 @@ def _load(config: Config, parts: PolicyParts) -> list[WorkedAnswer]:
 
 def _update(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], step: int) -> dict[str, float]:
     tokens = sum(len(answer.response_ids) for answer in batch)
-    microbatches = [Microbatch(pack) for pack in _packs(parts, config, batch, tokens)]
-    result = parts.actor.update(microbatches, _negative_log_likelihood, lr=_rate(config, step))
+    rate, least = _rate(config, step), packs_wanted(config.pack.min_per_rank, config.layout.pp)
+    packs = parts.pack([_row(a, tokens) for a in batch], replicas=parts.world.dp, min_per_rank=least)
+    result = parts.actor.update(
+        [Microbatch(pack) for _, pack in packs], _negative_log_likelihood, lr=_rate(config, step)
+    )
     return {
         "train/loss": result.sums["train/loss"],
         "train/entropy_loss": result.sums["entropy"] / tokens,
         "train/grad_norm": result.grad_norm,
-        "train/lr": _rate(config, step),
+        "train/lr": rate,
         "train/tokens": float(sum(len(a.prompt_ids) + len(a.response_ids) for a in batch)),
     }
-
-
-def _packs(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], tokens: int) -> list[Pack]:
-    world, layout = parts.world, config.layout
-    packing = pack_sequences(
-        np.array([len(a.prompt_ids) + len(a.response_ids) for a in batch]),
-        ranks=world.dp,
-        max_tokens=config.pack.max_tokens,
-        align=layout.row_multiple,
-        capacity_multiple=world.capacity_multiple(layout, config.pack.max_tokens),
-        window=config.pack.window,
-        min_per_rank=packs_wanted(config.pack.min_per_rank, layout.pp),
-    )
-    return [
-        build_pack([_row(batch[i], tokens) for i in rows], packing.capacity, parts.pad_id, align=layout.row_multiple)
-        for rows in packing.packs[world.dp_rank]
-    ]
 
 
 def _row(answer: WorkedAnswer, tokens: int) -> TrainingSample:

@@ -31,11 +31,12 @@ from megatron_dppo.rollout.collect import Begun, Collected
 from megatron_dppo.rollout.in_flight import Batch, read_batch, write_batch
 from megatron_dppo.rollout.staleness import staleness
 from megatron_dppo.trainer.agreement import check_agreement
-from megatron_dppo.trainer.assemble import assemble_learner, assemble_policy, load_pools, lock_run
+from megatron_dppo.trainer.assemble import assemble_policy, load_pools, lock_run
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.collapse import CollapseGuard
-from megatron_dppo.trainer.history import same_prompts
+from megatron_dppo.trainer.learner import Learner
 from megatron_dppo.trainer.prompt_sampler import PromptSampler
+from megatron_dppo.trainer.resume import same_prompts
 from megatron_dppo.trainer.run_logger import RunLogger
 
 
@@ -69,7 +70,7 @@ class Trainer:
         world.together(workers.wait_ready)
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
         self.pool, self.held_out = load_pools(self.policy)  # a bad row is named before any server is started
-        self.learner = assemble_learner(self.policy, self.timers)
+        self.learner = Learner(self.policy, self.timers)
         weights, gpu = parameters_of(self.policy.shape), GPUS[config.cluster.gpu]
         self.usage = Usage(world, self.policy.shape, weights.matrices, weights.head, gpu.rate(config.model.dtype))
         self.engine = to_close.enter_context(closing(self.policy.engine()))

@@ -21,7 +21,7 @@ from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.types import NOT_SAMPLED, Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan
-from megatron_dppo.trainer.assemble import PolicyParts, assemble_learner, assemble_policy
+from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 from megatron_dppo.trainer.learner import Learner
 
 QUERIES, SAMPLES, VOCAB = 6, 4, 131
@@ -96,7 +96,7 @@ def plan_for(world: World, config: Config, metadata: StepMetadata) -> StepPlan:
 def build(config: Config) -> tuple[World, Learner, PolicyParts]:
     world = initialize(config.layout, seed=1, timeout_s=120.0)
     policy = assemble_policy(config, world, temperature=config.rollout.temperature)
-    return world, assemble_learner(policy, PhaseTimers()), policy
+    return world, Learner(policy, PhaseTimers()), policy
 
 
 def held_by(rank: int, metadata: StepMetadata, groups: list[Group]) -> dict[int, Group]:

@@ -83,22 +83,15 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
     """
     lengths = range(config.min_terms, config.max_terms + 1)
     if not lengths:
-        raise UserError(
-            "data.arithmetic.min_terms",
-            config.min_terms,
-            f"is more than data.arithmetic.max_terms = {config.max_terms}",
-            "Lower it, or raise max_terms",
-        )
+        problem = f"is more than data.arithmetic.max_terms = {config.max_terms}"
+        raise UserError("data.arithmetic.min_terms", config.min_terms, problem, "Lower it, or raise max_terms")
     wanted = config.problems + config.eval_problems
     left = {length: config.max_operand**length for length in lengths}
-    if sum(left.values()) < wanted:
-        raise UserError(
-            "data.arithmetic.problems",
-            config.problems,
-            f"with {config.eval_problems} held-out ones more than the {sum(left.values())} distinct sums of "
-            f"{config.min_terms} to {config.max_terms} numbers up to {config.max_operand}",
-            "Lower problems or eval_problems, or raise max_operand or max_terms",
-        )
+    if (most := sum(left.values())) < wanted:
+        sums = f"sums of {config.min_terms} to {config.max_terms} numbers up to {config.max_operand}"
+        problem = f"with {config.eval_problems} held-out ones more than the {most} distinct {sums}"
+        remedy = "Lower problems or eval_problems, or raise max_operand or max_terms"
+        raise UserError("data.arithmetic.problems", config.problems, problem, remedy)
     draw = random.Random(config.seed)
     drawn: dict[tuple[int, ...], None] = {}
     while len(drawn) < wanted:
@@ -179,20 +172,13 @@ def _distinct(task: str, settings: Mapping[str, Any], dataset: Any, seen: set[st
         repeats = 0
         seen.add(entry["question"])
         label = None if entry["answer"] is None else str(entry["answer"])
-        values = {
-            "prompt": entry["question"],
-            "label": label or "",
-            "response": label and f"<answer>{label}</answer>",
-            "data_source": f"{REASONING_GYM}/{task}",
-            "extra_info": {"entry": entry, "settings": dict(settings)},
-        }
-        yield Row(values, "data.reasoning_gym", f"{task}, problem {number}")
-    raise UserError(
-        "data.reasoning_gym.tasks",
-        task,
-        f"has no more than about {number + 1} distinct problems",
-        "Ask for fewer problems, name more tasks, or give it settings with more variety",
-    )
+        worked = label and f"<answer>{label}</answer>"
+        extra = {"entry": entry, "settings": dict(settings)}
+        source = f"{REASONING_GYM}/{task}"
+        yield _row(entry["question"], label or "", worked, source, extra, "data.reasoning_gym", number)
+    problem = f"has no more than about {number + 1} distinct problems"
+    remedy = "Ask for fewer problems, name more tasks, or give it settings with more variety"
+    raise UserError("data.reasoning_gym.tasks", task, problem, remedy)
 
 
 def _dataset(task: str, settings: Mapping[str, Any], *, size: int, seed: int) -> Any:
@@ -208,9 +194,8 @@ def _dataset(task: str, settings: Mapping[str, Any], *, size: int, seed: int) ->
     try:
         return create_dataset(task, size=size, seed=seed, **settings)
     except (TypeError, ValueError, AssertionError) as error:
-        raise UserError(
-            f"data.reasoning_gym.tasks.{task}", json.dumps(dict(settings)), str(error), "Look into reasoning-gym's docs"
-        ) from error
+        setting, remedy = f"data.reasoning_gym.tasks.{task}", "Look into reasoning-gym's docs"
+        raise UserError(setting, json.dumps(dict(settings)), str(error), remedy) from error
 
 
 def _main() -> None:
@@ -236,17 +221,17 @@ class Generator:
 
 def _sums(data: DataConfig, split: Split) -> list[Row]:
     train, held_out = make_sums(data.arithmetic)
-    rows = []
-    for number, problem in enumerate(train if split == "train" else held_out, 1):
-        values = {
-            "prompt": problem.question,
-            "label": problem.label,
-            "response": problem.worked_answer,
-            "data_source": "arithmetic",
-            "extra_info": {},
-        }
-        rows.append(Row(values, "data.arithmetic", f"arithmetic, problem {number}"))
-    return rows
+    return [
+        _row(problem.question, problem.label, problem.worked_answer, "arithmetic", {}, "data.arithmetic", number)
+        for number, problem in enumerate(train if split == "train" else held_out, 1)
+    ]
+
+
+def _row(
+    question: str, label: str, response: str | None, source: str, extra: Mapping[str, Any], setting: str, number: int
+) -> Row:
+    values = {"prompt": question, "label": label, "response": response, "data_source": source, "extra_info": extra}
+    return Row(values, setting, f"{source.rpartition('/')[2]}, problem {number}")
 
 
 GENERATORS: Mapping[str, Generator] = {

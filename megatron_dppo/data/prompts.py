@@ -1,43 +1,178 @@
-"""Prompts and worked answers as a run reads them: from a file or the generator, rendered and tokenised once."""
+"""Prompts and worked answers as a run reads them: from a file or a generator, checked, rendered and tokenised once.
+
+All that can be seen without a tokenizer is checked first. Importing this file imports neither torch nor transformers,
+so that a bad row is known before a rank starts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import overload
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import DataConfig
-from megatron_dppo.data.examples import Example, Messages, Source, example_of, read_examples, source_of
-from megatron_dppo.data.generators import Split
-from megatron_dppo.data.rows import Row
+from megatron_dppo.data.generators import GENERATORS, Split
+from megatron_dppo.data.rows import Row, as_text, is_blank, is_too_deep, read_rows
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.types import Prompt
+from megatron_dppo.rl.types import Label, Prompt
+
+Messages = list[Mapping[str, Any]]
+ROLES = ("system", "user", "assistant", "tool")
+"""What Qwen's chat templates render. They leave out messages of another role, without a word."""
+A_LIST = 'a list like [{"role": "user", "content": "..."}]'
+OF_A_CHAT = re.compile(r"\s*\[?\s*\{\s*[\"'](?:role|content)[\"']\s*:")
 
 
-class PromptPool(Sequence[Prompt]):
-    """The prompts of a run. ``pool[i].id == i``."""
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One problem of a source."""
 
-    def __init__(self, prompts: Sequence[Prompt], dropped: int = 0) -> None:
-        """
-        Args:
-            prompts: in the order of the file.
-            dropped: how many more there were, longer than ``data.max_prompt_tokens``.
-        """
-        self._prompts, self.dropped = tuple(prompts), dropped
+    row: Row
+    prompt: str | Messages
+    label: Label
+    """Or the worked answer, a text, where that is asked for."""
+    data_source: str
+    extra: Mapping[str, Any]
 
-    def __len__(self) -> int:
-        return len(self._prompts)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
-        return self._prompts[index]
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file or generator, and the setting that names it."""
+
+    name: str
+    setting: str
+
+
+def source_of(data: DataConfig, split: Split) -> Source | None:
+    """Where a split comes from; None: nowhere."""
+    name = data.train if split == "train" or (data.eval is None and data.train in GENERATORS) else data.eval
+    assert not isinstance(name, dict), "of several files the caller asks for one"
+    return None if name is None else Source(name, "data.train" if name is data.train else "data.eval")
+
+
+def read_examples(source: Source, data: DataConfig, split: Split, *, responses: bool = False) -> list[Example]:
+    """All problems of a source; with ``responses`` their worked answers in the place of labels.
+
+    Raises:
+        UserError: for a file that is absent, empty or malformed, and whatever ``example_of`` refuses.
+    """
+    if source.name in GENERATORS:
+        rows = GENERATORS[source.name].rows(data, split)
+        data = replace(data, prompt_key="prompt", label_key="label", response_key="response")
+    else:
+        rows = read_rows(source.name, source.setting)
+    return [example_of(row, data, responses=responses) for row in rows]
+
+
+def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Example:
+    """What a row says under the columns that ``data`` names.
+
+    Raises:
+        UserError: naming the row: for a prompt that ``read_prompt`` refuses, and a label or worked answer that is
+            absent, no number (NaN), of a type that can be written in several ways (a date, bytes), or half a character.
+    """
+    extra = row.values.get("extra_info", row.values.get("metadata"))  # as verl has it, and slime
+    data_source = str(row.values.get("data_source") or "")
+    row.check_strings(data_source, "data_source")
+    prompt = read_prompt(row, data)
+    setting = "data.response_key" if responses and data.response_key else "data.label_key"
+    key = (responses and data.response_key) or data.label_key
+    answer = row.require(key, setting)
+    if responses or not isinstance(answer, dict | list):
+        answer = _as_text(row, key, answer)
+    if responses and is_blank(answer):
+        raise row.error(f"has an empty answer in column {key!r}", "Remove the row")
+    return Example(row, prompt, answer, data_source, extra if isinstance(extra, Mapping) else row.values)
+
+
+def _as_text(row: Row, key: str, value: Any) -> str:
+    try:
+        return as_text(value)
+    except ValueError as error:
+        raise row.error(f"holds {error} in column {key!r}", "Write it as text, or remove the row") from error
+
+
+def read_prompt(row: Row, data: DataConfig) -> str | Messages:
+    """The prompt of a row: text, or chat messages, also where a column holds them as JSON text. Needs no tokenizer.
+
+    Raises:
+        UserError: if it is neither, blank, or a chat that the template would not render whole or that answers itself;
+            for messages under ``data.chat_template = false``, and a ``data.system`` there.
+    """
+    if data.system is not None and not data.chat_template:
+        remedy = "Remove it, or set data.chat_template=true"
+        raise UserError("data.system", data.system, "has no place without a chat template", remedy)
+    prompt = row.require(data.prompt_key, "data.prompt_key")
+    if isinstance(prompt, str):
+        prompt = _read_text(row, prompt, data.prompt_key)
+    if isinstance(prompt, str):
+        if is_blank(prompt):
+            raise row.error("has an empty prompt", "Remove the row")
+        return prompt
+    if not data.chat_template:
+        problem = f"has a {type(prompt).__name__} as prompt, while data.chat_template is false"
+        raise row.error(problem, "Give a string, or set data.chat_template=true")
+    if not _is_chat(prompt):
+        raise row.error("has a prompt that is neither a string nor a list of messages", f"Give text, or {A_LIST}")
+    for message in prompt:
+        _check_message(row, message)
+    if prompt[-1]["role"] == "assistant":
+        problem = "has a prompt that ends with an answer, a message of the assistant: the policy would be shown it"
+        remedy = "Take that message out of the prompt; data.response_key names a column of answers for sft"
+        raise row.error(problem, remedy)
+    if not any(message["role"] == "user" for message in prompt):
+        raise row.error("has a prompt without a message of the user", "Add one, or remove the row")
+    return prompt
+
+
+def _read_text(row: Row, text: str, key: str) -> str | Messages:
+    """The messages that a text writes down, or the text where it is none of those."""
+    if text.lstrip().startswith(("[", "{")):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if _is_chat(value) and not is_too_deep(value):
+            row.check_strings(value, key)
+            return value
+        if _is_chat(value) or OF_A_CHAT.match(text):
+            problem = f"holds chat messages in column {key!r} as text that is no plain JSON list of them"
+            raise row.error(problem, f"Give {A_LIST}, or JSON text of one")
+    return text
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
+
+
+def _check_message(row: Row, message: Mapping[str, Any]) -> None:
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        remedy = f"Call it one of {', '.join(ROLES)}: chat templates leave out any other"
+        raise row.error(f"has a prompt with a message of the role {role!r:.60}", remedy)
+    if role == "assistant" and message.get("tool_calls") and not content:
+        return
+    if not isinstance(content, str):
+        kind = "no content" if content is None else f"a {type(content).__name__} for its content"
+        raise row.error(f"has a prompt with a message of the {role} that has {kind}", "Give its text as a string")
+    if is_blank(content):
+        raise row.error(f"has a prompt with an empty message of the {role}", "Fill it in, or remove it")
+
+
+class PromptPool(list[Prompt]):
+    """The prompts of a run, in the order of the file. ``pool[i].id == i``."""
+
+    def __init__(self, prompts: Iterable[Prompt], dropped: int = 0) -> None:
+        super().__init__(prompts)
+        self.dropped = dropped
+        """How many more there were, longer than ``data.max_prompt_tokens``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +185,7 @@ class WorkedAnswer:
     """[L], the end-of-turn token included."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rendered:
+class _Rendered(NamedTuple):
     example: Example
     text: str
     token_ids: NDArray[np.int32]
@@ -86,7 +220,7 @@ def load_worked_answers(data: DataConfig, tokenizer: Tokenizer, *, split: Split 
     """
     end = end_token_id(tokenizer)
     rendered, _ = _load(data, tokenizer, split, responses=True)
-    responses = _tokenise(tokenizer, [r.example.response for r in rendered])
+    responses = _tokenise(tokenizer, [str(r.example.label) for r in rendered])
     return [
         WorkedAnswer(r.token_ids, np.array([*response, end], np.int32))
         for r, response in zip(rendered, responses, strict=True)
@@ -120,21 +254,18 @@ def _texts(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer) 
             "data.chat_template", True, "the tokenizer has no chat template", "Set data.chat_template=false, or add one"
         )
     chats = [_chat(example.prompt, data.system) for example in examples]
+    render = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
     try:
-        return _apply(tokenizer, chats)
+        return render(chats) if chats else []
     except Exception:  # a template may raise anything; one by one tells which row it was
-        return [_apply_to_one(tokenizer, example.row, chat) for example, chat in zip(examples, chats, strict=True)]
+        return [_of_one(example.row, render, chat) for example, chat in zip(examples, chats, strict=True)]
 
 
-def _apply(tokenizer: Tokenizer, chats: Sequence[Messages]) -> list[str]:
-    return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False) if chats else []
-
-
-def _apply_to_one(tokenizer: Tokenizer, row: Row, chat: Messages) -> str:
+def _of_one(row: Row, render: Callable[[Sequence[Messages]], list[str]], chat: Messages) -> str:
     try:
-        return _apply(tokenizer, [chat])[0]
+        return render([chat])[0]
     except Exception as error:
-        raise row.complaint(f"fails in the chat template ({error})", "Mend the row's messages") from error
+        raise row.error(f"fails in the chat template ({error})", "Mend the row's messages") from error
 
 
 def _chat(prompt: str | Messages, system: str | None) -> Messages:
@@ -169,9 +300,9 @@ def _within_limit(rendered: list[_Rendered], data: DataConfig, source: Source) -
     limit = data.max_prompt_tokens
     for r in rendered:
         if not len(r.token_ids):
-            raise r.example.row.complaint("has an empty prompt", "Remove the row")
+            raise r.example.row.error("has an empty prompt", "Remove the row")
         if len(r.token_ids) > limit and data.overlong_prompts == "error":
-            raise r.example.row.complaint(
+            raise r.example.row.error(
                 f"has a prompt of {len(r.token_ids)} tokens, over data.max_prompt_tokens = {limit}",
                 "Raise the limit, or set data.overlong_prompts=drop to leave such prompts out",
             )

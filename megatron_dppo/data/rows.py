@@ -37,7 +37,7 @@ class Row:
     place: str
     """File and line, or file and row."""
 
-    def complaint(self, problem: str, remedy: str) -> UserError:
+    def error(self, problem: str, remedy: str) -> UserError:
         """An error that names this row."""
         return UserError(self.setting, self.place, problem, remedy)
 
@@ -60,9 +60,9 @@ class Row:
             others = [c for c in columns if c not in COLUMNS_IN_USE["data.prompt_key"] or setting == "data.prompt_key"]
             likely = likely or next(iter(get_close_matches(key, others, 1, 0.0)), None)
             remedy = f"Set {setting} to the right column" + (f", perhaps {likely!r}" if likely else "")
-            raise self.complaint(f"has no column {key!r} (it has {', '.join(columns) or 'none'})", remedy) from None
+            raise self.error(f"has no column {key!r} (it has {', '.join(columns) or 'none'})", remedy) from None
         if value is None:
-            raise self.complaint(f"holds null in column {key!r}", f"Remove the row, or set {setting} to another column")
+            raise self.error(f"holds null in column {key!r}", f"Remove the row, or set {setting} to another column")
         self.check_strings(value, key)
         return value
 
@@ -78,7 +78,7 @@ class Row:
             except UnicodeEncodeError as error:
                 half = f"\\u{ord(text[error.start]):04x}"
                 problem = f"holds half a character ({half}, a lone surrogate) in column {key!r}"
-                raise self.complaint(problem, "Mend the text, or remove the row") from error
+                raise self.error(problem, "Mend the text, or remove the row") from error
 
 
 def strings(value: Any, *, names: bool = False) -> Iterator[str]:
@@ -145,12 +145,8 @@ def read_rows(file: str, setting: str) -> list[Row]:
     """
     path = Path(file)
     if not path.is_file():
-        raise UserError(
-            setting,
-            file,
-            "is no file",
-            "Give the path of a JSONL or parquet file, or a generator: arithmetic, reasoning_gym",
-        )
+        remedy = "Give the path of a JSONL or parquet file, or a generator: arithmetic, reasoning_gym"
+        raise UserError(setting, file, "is no file", remedy)
     readers = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
     if path.suffix not in readers:
         raise UserError(setting, file, "is of no known kind", f"Give a file ending in {', '.join(readers)}")
@@ -169,19 +165,31 @@ def _read_jsonl(path: Path, setting: str) -> Iterator[Row]:
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield _parse(line, f"{path}, line {number}", setting)
+                    place = f"{path}, line {number}"
+                    yield _as_row(_parse(line, place, setting, "Mend or remove the line"), place, setting)
         except UnicodeDecodeError as error:
             raise UserError(setting, path, f"is not UTF-8 text ({error})", "Convert the file to UTF-8") from error
 
 
-def _parse(line: str, place: str, setting: str) -> Row:
+def _read_json(path: Path, setting: str) -> Iterator[Row]:
+    remedy = "Mend it, or call it .jsonl if it holds one object a line"
     try:
-        values = json.loads(line)
+        values = _parse(path.read_text(encoding="utf-8"), str(path), setting, remedy)
+    except UnicodeDecodeError as error:
+        raise UserError(setting, path, f"is not JSON ({error})", remedy) from error
+    if not isinstance(values, list):
+        raise UserError(setting, path, "is not a list of objects", "Give a JSON list, or JSONL")
+    for number, value in enumerate(values, 1):
+        yield _as_row(value, f"{path}, row {number}", setting)
+
+
+def _parse(text: str, place: str, setting: str, remedy: str) -> Any:
+    try:
+        return json.loads(text)
     except ValueError as error:
-        raise UserError(setting, place, f"is not JSON ({error})", "Mend or remove the line") from error
+        raise UserError(setting, place, f"is not JSON ({error})", remedy) from error
     except RecursionError as error:
         raise _too_deep(setting, place) from error
-    return _as_row(values, place, setting)
 
 
 def _as_row(values: Any, place: str, setting: str) -> Row:
@@ -194,20 +202,6 @@ def _as_row(values: Any, place: str, setting: str) -> Row:
 
 def _too_deep(setting: str, place: str) -> UserError:
     return UserError(setting, place, f"holds more than {DEEPEST} values within each other", "Flatten or remove it")
-
-
-def _read_json(path: Path, setting: str) -> Iterator[Row]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        remedy = "Mend it, or call it .jsonl if it holds one object a line"
-        raise UserError(setting, path, f"is not JSON ({error})", remedy) from error
-    except RecursionError as error:
-        raise _too_deep(setting, str(path)) from error
-    if not isinstance(values, list):
-        raise UserError(setting, path, "is not a list of objects", "Give a JSON list, or JSONL")
-    for number, value in enumerate(values, 1):
-        yield _as_row(value, f"{path}, row {number}", setting)
 
 
 def _read_parquet(path: Path, setting: str) -> Iterator[Row]:

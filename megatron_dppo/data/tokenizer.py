@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from transformers import AutoTokenizer
-
 from megatron_dppo.errors import UserError
 
 
@@ -48,6 +46,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "holds no tokenizer (neither tokenizer.json nor vocab.json)",
             "Copy the tokenizer files of the model there",
         )
+    from transformers import AutoTokenizer  # which takes seconds to import
+
     try:
         return cast(Tokenizer, AutoTokenizer.from_pretrained(folder, local_files_only=True))
     except Exception as error:  # the tokenizers library raises bare Exception for malformed files

@@ -211,7 +211,7 @@ def rows_of(source: HeldOut, data: DataConfig) -> tuple[list[Row], DataConfig]:
 def _prompt(row: Row, benchmark: Benchmark) -> str:
     problem = _value(row, benchmark.prompt)
     if not isinstance(problem, str) or is_blank(problem):
-        raise row.complaint("has no problem that is a text", "Fetch the file again")
+        raise row.error("has no problem that is a text", "Fetch the file again")
     return benchmark.template.replace("{problem}", problem)
 
 
@@ -220,10 +220,10 @@ def _label(row: Row, benchmark: Benchmark) -> str:
     try:
         text = ", ".join(map(as_text, value)) if isinstance(value, list) else as_text(value)
     except ValueError as error:
-        raise row.complaint(f"holds {error} in column {benchmark.label!r}", "Fetch the file again") from error
+        raise row.error(f"holds {error} in column {benchmark.label!r}", "Fetch the file again") from error
     label = stated_answer(text) if benchmark.worked else text
     if not label:
-        raise row.complaint(f"states no answer in column {benchmark.label!r}", "Fetch the file again")
+        raise row.error(f"states no answer in column {benchmark.label!r}", "Fetch the file again")
     return label
 
 
@@ -232,5 +232,5 @@ def _value(row: Row, columns: tuple[str, ...]) -> Any:
     column = next((name for name in columns if row.values.get(name) is not None), None)
     if column is None:
         problem = f"has nothing in a column {' or '.join(columns)} (it has {', '.join(row.values) or 'none'})"
-        raise row.complaint(problem, "Put the file there as it is published, or name it as your own: NAME=FILE")
+        raise row.error(problem, "Put the file there as it is published, or name it as your own: NAME=FILE")
     return row.values[column]

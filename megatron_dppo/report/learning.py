@@ -13,7 +13,7 @@ from megatron_dppo.report.parts import Note, Part, Plots, Section, Table
 from megatron_dppo.report.plot import Line, Plot, line_plot
 from megatron_dppo.report.run import Run
 from megatron_dppo.rl.types import Floats
-from megatron_dppo.trainer.disagreement import MAX_LOGPROB_DIFF
+from megatron_dppo.trainer.agreement import MAX_LOGPROB_DIFF
 
 Z = 1.959964
 """95% of a normal distribution lie within so many standard deviations."""

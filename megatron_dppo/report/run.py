@@ -18,7 +18,7 @@ from megatron_dppo.observe.metrics import FILE
 from megatron_dppo.report.plot import Line
 from megatron_dppo.rl.types import Floats
 from megatron_dppo.settings import settings, short
-from megatron_dppo.trainer.history import Change, changes, read_history
+from megatron_dppo.trainer.resume import Change, changes, read_history
 
 Record = Mapping[str, Any]
 """A line of JSON."""

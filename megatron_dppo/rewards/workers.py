@@ -18,7 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -39,17 +39,17 @@ CHUNK = 32
 """Most completions that a worker is given at once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Scored:
     """What became of a list of items."""
 
     scores: list[Score | None]
     """In the order of the items; None where scoring failed."""
-    timeouts: int
+    timeouts: int = 0
     """Items whose worker was killed at a time limit."""
-    errors: int
+    errors: int = 0
     """Items whose function raised, returned no number to train on, or took two processes down."""
-    tracebacks: list[str]
+    tracebacks: list[str] = field(default_factory=list)
     """One for each kind of error that was never reported before."""
 
 
@@ -135,18 +135,19 @@ class RewardWorkers:
     def _await_ready(self, worker: _Worker) -> None:
         if not worker.pipe.poll(0):
             if time.monotonic() > worker.deadline:
-                self._refuse(f"its import did not end within {START_LIMIT_S:.0f} s", "Import it by hand and see why")
+                raise self._not_imported(f"its import did not end within {START_LIMIT_S:.0f} s")
             return
         try:
             kind, *rest = worker.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            self._refuse(f"its process {_how_it_ended(worker)} while importing it", "Import it by hand and see why")
+        except (EOFError, ConnectionResetError) as error:
+            problem = f"its process {_how_it_ended(_exit_code(worker))} while importing it"
+            raise self._not_imported(problem) from error
         if kind == "refused":
             raise rest[0]
         worker.ready = True
 
-    def _refuse(self, problem: str, remedy: str) -> None:
-        raise UserError("reward.function", self._spec, problem, remedy)
+    def _not_imported(self, problem: str) -> UserError:
+        return UserError("reward.function", self._spec, problem, "Import it by hand and see why")
 
     def _replace(self, worker: _Worker) -> None:
         worker.end()
@@ -164,27 +165,27 @@ class _Scoring:
     def __init__(self, owner: RewardWorkers, items: Sequence[ScoreItem], most_failures: int) -> None:
         self._owner, self._items, self._most_failures = owner, items, most_failures
         self._queue = deque(range(len(items)))
-        self._left = len(items)
-        self._scores: list[Score | None] = [None] * len(items)
-        self._timeouts = self._errors = 0
-        self._tracebacks: list[str] = []
+        self._scored = Scored([None] * len(items))
         self._lost_once: set[int] = set()
         # Small enough that the last chunks leave no worker idle for long.
         self._chunk = max(1, min(CHUNK, len(items) // (4 * len(owner._workers))))
 
     def run(self) -> Scored:
-        while self._left and self._timeouts + self._errors <= self._most_failures:
-            for worker in list(self._owner._workers):
+        workers = self._owner._workers  # whose dead are replaced in place
+        while self._scored.timeouts + self._scored.errors <= self._most_failures:
+            for worker in list(workers):
                 if worker.ready and not worker.pending:
                     self._send_chunk(worker)
-            busy = [w for w in self._owner._workers if w.pending or not w.ready]
+            if not self._queue and not any(worker.pending for worker in workers):
+                return self._scored
+            busy = [w for w in workers if w.pending or not w.ready]
             soonest = min(w.deadline for w in busy)
             wait([w.pipe for w in busy], timeout=max(soonest - time.monotonic(), 0.0))
             for worker in busy:
                 self._receive(worker)
-        for worker in [w for w in self._owner._workers if w.pending]:  # given up: what they are doing is of no use
+        for worker in [w for w in workers if w.pending]:  # given up: what they are doing is of no use
             self._owner._replace(worker)
-        return Scored(self._scores, self._timeouts, self._errors, self._tracebacks)
+        return self._scored
 
     def _send_chunk(self, worker: _Worker) -> None:
         chunk = [self._queue.popleft() for _ in range(min(self._chunk, len(self._queue)))]
@@ -197,7 +198,6 @@ class _Scoring:
             worker.pipe.send([(i, pickle.dumps(self._items[i])) for i in chunk])
         except (BrokenPipeError, ConnectionResetError):
             self._put_back(worker)  # it died while it had nothing to do
-            self._owner._replace(worker)
 
     def _receive(self, worker: _Worker) -> None:
         if not worker.ready:
@@ -219,45 +219,41 @@ class _Scoring:
     def _record(self, worker: _Worker, kind: str, index: int, *said: Any) -> None:
         worker.pending.remove(index)
         worker.deadline = time.monotonic() + self._owner._limit_s
-        self._left -= 1
         if kind == "score":
-            self._scores[index] = Score(*said)
+            self._scored.scores[index] = Score(*said)
         else:
             self._fail(index, *said)
 
     def _fail(self, index: int, kind: str, text: str) -> None:
-        self._errors += 1
+        self._scored.errors += 1
         if kind not in self._owner._reported:
             self._owner._reported.add(kind)
             of = f", for {self._items[index].place}" if self._items[index].place else ""
-            self._tracebacks.append(f"reward.function = {self._owner._spec}{of}: {text}")
+            self._scored.tracebacks.append(f"reward.function = {self._owner._spec}{of}: {text}")
 
     def _time_out(self, worker: _Worker) -> None:
         worker.pending.popleft()
-        self._timeouts += 1
-        self._left -= 1
+        self._scored.timeouts += 1
         self._put_back(worker)
-        self._owner._replace(worker)
 
     def _replace_dead(self, worker: _Worker) -> None:
-        if _exit_code(worker) == -signal.SIGPROF:
+        code = _exit_code(worker)
+        if code == -signal.SIGPROF:
             self._time_out(worker)
             return
-        index, end = worker.pending[0], _how_it_ended(worker)
+        index, end = worker.pending[0], _how_it_ended(code)
         if index in self._lost_once:
-            worker.pending.popleft()
-            self._left -= 1
-            self._fail(
-                index, end, f"the scoring process {end}, scoring the completion {self._items[index].solution!r:.300}"
-            )
+            solution = self._items[worker.pending.popleft()].solution
+            self._fail(index, end, f"the scoring process {end}, scoring the completion {solution!r:.300}")
         # One death may have another cause, such as the kernel's need of memory; the second is the completion's own.
         self._lost_once.add(index)
         self._put_back(worker)
-        self._owner._replace(worker)
 
     def _put_back(self, worker: _Worker) -> None:
+        """Give what a worker has not done to others, and end it."""
         self._queue.extendleft(reversed(worker.pending))
         worker.pending.clear()
+        self._owner._replace(worker)
 
 
 def _exit_code(worker: _Worker) -> int | None:
@@ -268,8 +264,7 @@ def _exit_code(worker: _Worker) -> int | None:
         return None
 
 
-def _how_it_ended(worker: _Worker) -> str:
-    code = _exit_code(worker)
+def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "closed its pipe"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

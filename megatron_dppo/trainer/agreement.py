@@ -1,31 +1,162 @@
-"""Law 5: after a sync, every server's log-probabilities are the actor's, and its tokens say so by their version."""
+"""Law 5: after a sync, the log-probabilities of what generates are the actor's, and its tokens say so by their version.
+
+What generates is held against the trainer here: how far the two may be apart, and what is kept as evidence if they are
+further. Needs no torch to be imported: a report reads the limits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.pack import TrainingSample, build_pack
-from megatron_dppo.rl.packing import pack_sequences
+from megatron_dppo.rl.pack import TrainingSample
 from megatron_dppo.rl.seeds import Purpose, sequence
-from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import RolloutEngine, Sampling
-from megatron_dppo.trainer.assemble import PolicyParts
-from megatron_dppo.trainer.disagreement import Compared, check_disagreement
 
+if TYPE_CHECKING:
+    from megatron_dppo.parallel.world import World
+    from megatron_dppo.rl.types import Pack, Prompt
+    from megatron_dppo.rollout.engine import RolloutEngine
+    from megatron_dppo.trainer.assemble import PolicyParts
+
+MAX_LOGPROB_DIFF = {"fp32": 1e-4, "bf16": 0.1}
+"""Mean |log p(trainer) − log p(engine)| per token past which something other than rounding is at work."""
+MAX_PROB_ERROR = {"fp32": 1.001, "bf16": 1.2}
+"""Mean exp |log p(trainer) − log p(engine)| per token, which a few tokens that are far off move more."""
+MOST_COMPLETIONS = 8
+"""How many completions, the worst ones, are kept as evidence."""
 PROMPTS, SAMPLES, MAX_TOKENS = 4, 2, 32
 """What every server is asked: so many prompts, of so many completions, of so many tokens each."""
-Stats = dict[str, tuple[float, float, float]]
-"""Mean and largest |Δ log p|, and mean exp |Δ log p|, by server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A completion with the L tokens that both have scored."""
+
+    source: str
+    """What generated it."""
+    prompt_ids: NDArray[np.integer]
+    """[P]"""
+    response_ids: NDArray[np.integer]
+    """[L], those that were sampled."""
+    trainer: NDArray[np.float32]
+    """[L], log-probabilities."""
+    engine: NDArray[np.float32]
+    """[L]"""
+    versions: tuple[int, ...]
+    """Of the weights that generated it."""
+
+    @property
+    def differences(self) -> NDArray[np.float64]:
+        """[L]"""
+        return np.abs(self.trainer.astype(np.float64) - self.engine)
+
+    @property
+    def mean(self) -> float:
+        return float(self.differences.mean())
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "versions": list(self.versions),
+            "mean_abs_diff": self.mean,
+            "prompt_ids": self.prompt_ids.tolist(),
+            "response_ids": self.response_ids.tolist(),
+            "trainer_logprobs": self.trainer.tolist(),
+            "engine_logprobs": self.engine.tolist(),
+        }
+
+
+def compared_rows(pack: Pack, trainer: NDArray[np.float32], version: int) -> Iterator[Compared]:
+    """The completions of a pack that ``version`` has made, as the trainer ([R]) and the engine have scored them."""
+    for row in np.unique(pack.sample[pack.versions == version]):
+        (targets,) = np.nonzero(pack.sample == row)
+        start, end = pack.cu_seqlens[row], pack.predictors[targets[0]] + 1
+        yield Compared(
+            source="rollouts",
+            prompt_ids=pack.token_ids[start:end],
+            response_ids=pack.targets[targets],
+            trainer=trainer[targets],
+            engine=pack.engine_logprobs[targets],
+            versions=(version,),
+        )
+
+
+def logprob_limit(config: Config) -> float:
+    """``rollout.max_logprob_diff``, or what takes its place."""
+    limit = config.rollout.max_logprob_diff
+    return MAX_LOGPROB_DIFF[config.model.dtype] if limit is None else limit
+
+
+def check_disagreement(
+    config: Config,
+    world: World,
+    *,
+    who: str,
+    when: str,
+    difference: float,
+    error: float,
+    compared: Callable[[], Sequence[Compared]],
+    name: str,
+) -> None:
+    """Stop the run where trainer and engine are further apart than precision explains. Collective.
+
+    Args:
+        who: what generated the tokens, for the message: "the engine", or a server's name.
+        when: for the message: "in step 3".
+        difference: mean |Δ log p|, the same on every rank.
+        error: mean exp |Δ log p|, the same on every rank.
+        compared: returns the completions that this rank has. The rank with the worst one writes the evidence.
+        name: of the file of evidence in ``RUN/disagreement``, without its ending.
+
+    Raises:
+        UserError: on every rank, past a limit. Numbers that are not finite are past every limit.
+    """
+    rollout = config.rollout
+    error_limit = MAX_PROB_ERROR[config.model.dtype] if rollout.max_prob_error is None else rollout.max_prob_error
+    for setting, measured, limit, what in (
+        ("rollout.max_logprob_diff", difference, logprob_limit(config), "|log p difference|"),
+        ("rollout.max_prob_error", error, error_limit, "exp |log p difference|"),
+    ):
+        if measured <= limit:
+            continue
+        facts = {"who": who, "when": when, "mean_abs_diff": difference, "mean_prob_error": error}
+        file = _keep(world, Path(config.run.dir) / "disagreement" / f"{name}.json", facts, compared())
+        raise UserError(
+            setting,
+            f"{limit:g}",
+            f"trainer and {who} disagree on the log-probabilities of the same tokens {when}: the mean {what} is "
+            f"{measured:.4g}. {who[0].upper()}{who[1:]} may hold other weights (another model, an update that did not "
+            "arrive whole), score at another temperature or with top-p, top-k or a penalty, or compute in another "
+            f"precision (a quantised model or cache). The worst completions are in {file}",
+            f"Find the cause; raise {setting} only for a difference that precision explains",
+        )
+
+
+def _keep(world: World, file: Path, facts: dict[str, Any], compared: Sequence[Compared]) -> Path:
+    """Have the rank with the worst completion write its worst ones."""
+    worst = sorted(compared, key=lambda each: np.nan_to_num(each.mean, nan=np.inf), reverse=True)[:MOST_COMPLETIONS]
+    heights = world.gather(float(np.nan_to_num(worst[0].mean, nan=np.inf)) if worst else -1.0)
+
+    def write() -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(facts | {"completions": [each.as_json() for each in worst]}, indent=1))
+
+    holder = max(range(world.size), key=heights.__getitem__)
+    world.together(lambda: write() if world.rank == holder else None, what="evidence")
+    return file
 
 
 def check_agreement(
-    policy: PolicyParts, engine: RolloutEngine[Any], pool: Sequence[Prompt], *, version: int
+    policy: PolicyParts[Any], engine: RolloutEngine[Any], pool: Sequence[Prompt], *, version: int
 ) -> dict[str, float]:
     """Hold completions of every server against the actor. Collective; nothing that training depends on changes.
 
@@ -43,6 +174,37 @@ def check_agreement(
             other weights by its own account. The message names it.
     """
     config, world = policy.config, policy.world
+    answers = _answers(policy, engine, pool, version)
+    _check_versions(answers, version, config.rollout.engine)
+    by_server: dict[str, list[Compared]] = {}
+    for each in _scored(policy, answers):
+        by_server.setdefault(each.source, []).append(each)
+    parts = [stats for stats in world.gather({name: _stats(some) for name, some in by_server.items()}) if stats]
+    if not parts:
+        return {}
+    worst = {server: np.max([stats[server] for stats in parts], axis=0).tolist() for server in parts[0]}
+    for server, (mean, _, error) in worst.items():
+        check_disagreement(
+            config,
+            world,
+            who=f"the server {server}",
+            when=f"after the sync to version {version}",
+            difference=mean,
+            error=error,
+            compared=partial(by_server.get, server, []),
+            name=f"sync_{version:07d}",
+        )
+    means, largest, _ = zip(*worst.values(), strict=True)
+    return {"rollout/agreement_mean_diff": max(means), "rollout/agreement_max_diff": max(largest)}
+
+
+def _answers(
+    policy: PolicyParts[Any], engine: RolloutEngine[Any], pool: Sequence[Prompt], version: int
+) -> list[Compared]:
+    """What every server answers to the same prompts, not yet scored by the actor."""
+    from megatron_dppo.rollout.engine import Sampling  # imports torch
+
+    config = policy.config
     count = min(PROMPTS, len(pool))
     prompts = [pool[(version * count + i) % len(pool)] for i in range(count)]
     sampling = Sampling(
@@ -52,7 +214,7 @@ def check_agreement(
         stop_token_ids=policy.stop_ids,
         seed=int(sequence(config.run.seed, version, Purpose.AGREEMENT).generate_state(1)[0]),
     )
-    answers = [
+    return [
         Compared(
             source=server,
             prompt_ids=prompt.token_ids,
@@ -65,29 +227,6 @@ def check_agreement(
         for prompt, group in zip(prompts, groups, strict=True)
         for completion in group
     ]
-    _check_versions(answers, version, config.rollout.engine)
-    compared = _scored(policy, answers)
-    parts = [stats for stats in world.gather(_stats(compared)) if stats]
-    if not parts:
-        return {}
-    worst = {server: tuple(np.max([stats[server] for stats in parts], axis=0).tolist()) for server in parts[0]}
-    for server, (mean, _, error) in worst.items():
-        check_disagreement(
-            config,
-            world,
-            who=f"the server {server}",
-            when=f"after the sync to version {version}",
-            difference=mean,
-            error=error,
-            compared=partial(_from, compared, server),
-            name=f"sync_{version:07d}",
-        )
-    means, largest, _ = zip(*worst.values(), strict=True)
-    return {"rollout/agreement_mean_diff": max(means), "rollout/agreement_max_diff": max(largest)}
-
-
-def _from(compared: Sequence[Compared], server: str) -> list[Compared]:
-    return [each for each in compared if each.source == server]
 
 
 def _check_versions(answers: Sequence[Compared], version: int, engine: str) -> None:
@@ -102,31 +241,19 @@ def _check_versions(answers: Sequence[Compared], version: int, engine: str) -> N
             )
 
 
-def _scored(policy: PolicyParts, answers: Sequence[Compared]) -> list[Compared]:
-    """The answers with the actor's log-probabilities, on one rank of each replica; none on the others."""
-    config, world, layout = policy.config, policy.world, policy.config.layout
+def _scored(policy: PolicyParts[Any], answers: Sequence[Compared]) -> list[Compared]:
+    """The answers with the actor's log-probabilities. Only one rank of each replica has them, the others have none."""
     if not answers:
         return []
-    packing = pack_sequences(
-        np.array([len(each.prompt_ids) + len(each.response_ids) for each in answers]),
-        ranks=1,  # every replica has the whole policy, and does the same
-        max_tokens=config.pack.max_tokens,
-        align=layout.row_multiple,
-        capacity_multiple=world.capacity_multiple(layout, config.pack.max_tokens),
-        window=config.pack.window,
-    )
-    packs = [
-        build_pack([_row(answers[i]) for i in rows], packing.capacity, policy.pad_id, align=layout.row_multiple)
-        for rows in packing.packs[0]
-    ]
+    rows, packs = zip(*policy.pack([_row(each) for each in answers]), strict=True)
     logprobs = policy.actor.log_probabilities(packs)
-    if world.tp_rank or world.cp_rank:
+    if policy.world.tp_rank or policy.world.cp_rank:
         return []
     return [
         replace(answers[i], trainer=scores[pack.sample == row])
-        for rows, pack, scores in zip(packing.packs[0], packs, logprobs, strict=True)
+        for held, pack, scores in zip(rows, packs, logprobs, strict=True)
         if scores is not None
-        for row, i in enumerate(rows)
+        for row, i in enumerate(held)
     ]
 
 
@@ -141,10 +268,8 @@ def _row(each: Compared) -> TrainingSample:
     )
 
 
-def _stats(compared: Sequence[Compared]) -> Stats:
-    stats: Stats = {}
-    for server in dict.fromkeys(each.source for each in compared):
-        differences = np.concatenate([each.differences for each in compared if each.source == server])
-        error = np.exp(np.minimum(differences, 50.0)).mean()
-        stats[server] = (float(differences.mean()), float(differences.max()), float(error))
-    return stats
+def _stats(compared: Sequence[Compared]) -> tuple[float, float, float]:
+    """Mean and largest |Δ log p|, and mean exp |Δ log p|."""
+    differences = np.concatenate([each.differences for each in compared])
+    error = np.exp(np.minimum(differences, 50.0)).mean()
+    return float(differences.mean()), float(differences.max()), float(error)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from megatron_dppo.bridge.export import check_destination, export_hf
 from megatron_dppo.bridge.hf_directory import plan_files
@@ -22,18 +24,20 @@ from megatron_dppo.models.policy import DTYPES, PolicyModel
 from megatron_dppo.models.reference import Reference
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.console import Console
-from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.layout import resolve_layout
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.lock import FolderLock
 from megatron_dppo.rewards.functions import check_labels
 from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rl.pack import TrainingSample, build_pack
+from megatron_dppo.rl.packing import pack_sequences
+from megatron_dppo.rl.types import Pack
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.local import LocalEngine
-from megatron_dppo.trainer.learner import Learner
 
 P_co = TypeVar("P_co", bound=Policy, covariant=True)
+FrozenT = TypeVar("FrozenT", bound=Policy)
 MAX_SHARD_BYTES = 5 * 2**30
 """Size of a safetensors shard, as the hub's own files have it."""
 
@@ -88,6 +92,39 @@ class PolicyParts(Generic[P_co]):
         """One for each verifier's workers."""
         return {verifier: self.collector(engine, each) for verifier, each in workers.items()}
 
+    def reference(self) -> Reference:
+        """A frozen copy of the initial policy, for the loss's KL term. Collective."""
+        config = self.config
+        reference = _frozen(Reference, config, self.world, config.rollout.temperature, self.shape)
+        if config.model.reference_on_host:
+            reference.leave_device()
+        return reference
+
+    def pack(
+        self, samples: Sequence[TrainingSample], *, replicas: int = 1, min_per_rank: int = 1
+    ) -> list[tuple[Sequence[int], Pack]]:
+        """Lay samples into this replica's packs, and say for each pack which samples it holds.
+
+        Args:
+            samples: the same on every rank.
+            replicas: over how many they are spread; with 1 every replica packs all of them.
+            min_per_rank: packs that each replica has at least.
+        """
+        layout, most = self.config.layout, self.config.pack.max_tokens
+        packing = pack_sequences(
+            np.array([len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]),
+            ranks=replicas,
+            max_tokens=most,
+            align=layout.row_multiple,
+            capacity_multiple=self.world.capacity_multiple(layout, most),
+            window=self.config.pack.window,
+            min_per_rank=min_per_rank,
+        )
+        return [
+            (rows, build_pack([samples[i] for i in rows], packing.capacity, self.pad_id, align=layout.row_multiple))
+            for rows in packing.packs[self.world.dp_rank % replicas]
+        ]
+
     def check_export(self, out: Path, *, setting: str) -> None:
         """Find out now, rather than after the last step, whether ``export`` may write there. Collective."""
         size = plan_files(self.shape, MAX_SHARD_BYTES, DTYPES[self.config.model.dtype]).total_bytes
@@ -120,14 +157,7 @@ def assemble_policy(config: Config, world: World, *, temperature: float) -> Poli
 
 def assemble_frozen(config: Config, world: World, *, temperature: float) -> PolicyParts[Policy]:
     """The same without gradients and optimizer."""
-
-    def frozen(shape: PolicyShape) -> Policy:
-        layout = resolve_layout(config.layout, world.size)
-        policy = Policy(shape, config.model, layout, world, temperature=temperature)
-        _load(policy.bare, config, shape, world)
-        return policy
-
-    return _assemble(config, world, frozen)
+    return _assemble(config, world, partial(_frozen, Policy, config, world, temperature))
 
 
 def _assemble(config: Config, world: World, make: Callable[[PolicyShape], P_co]) -> PolicyParts[P_co]:
@@ -138,17 +168,10 @@ def _assemble(config: Config, world: World, make: Callable[[PolicyShape], P_co])
     return PolicyParts(config, world, shape, policy, tokenizer, pad_token_id(tokenizer), tuple(stops))
 
 
-def assemble_learner(parts: PolicyParts[Actor], timers: PhaseTimers) -> Learner:
-    """The learner, with a frozen copy of the initial policy where the loss asks for one."""
-    config, world = parts.config, parts.world
-    reference = None
-    if config.loss.kl_coef > 0:
-        layout = resolve_layout(config.layout, world.size)
-        reference = Reference(parts.shape, config.model, layout, world, temperature=config.rollout.temperature)
-        _load(reference.bare, config, parts.shape, world)
-        if config.model.reference_on_host:
-            reference.leave_device()
-    return Learner(config, world, parts.actor, reference, pad_id=parts.pad_id, timers=timers)
+def _frozen(kind: type[FrozenT], config: Config, world: World, temperature: float, shape: PolicyShape) -> FrozenT:
+    policy = kind(shape, config.model, resolve_layout(config.layout, world.size), world, temperature=temperature)
+    _load(policy.bare, config, shape, world)
+    return policy
 
 
 def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem]]:

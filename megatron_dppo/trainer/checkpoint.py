@@ -44,7 +44,7 @@ from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import choose_spec
 from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.parallel.world import World
-from megatron_dppo.process.files import replacing_directory
+from megatron_dppo.process.files import replacing_directory, replacing_file
 from megatron_dppo.trainer.resume import Writer, read_state, write_state
 from megatron_dppo.trainer.shard_writer import ShardWriter
 
@@ -98,7 +98,8 @@ class Checkpoints:
             UserError: on every rank, if it does not fit on the disk; the last good checkpoint stays.
         """
         self.finish()
-        partial, needed = self._partial(step), _bytes(actor, self._world)
+        partial = self._folder / f".{iteration_name(step)}.partial"
+        needed = _bytes(actor, self._world)
         self._world.from_leader(lambda: self._make_room(partial, self.path(step), needed))
         with self._disk_errors(needed):
             state = _sharded_state(actor, self._writer, loading=False)
@@ -182,9 +183,6 @@ class Checkpoints:
         """Where the checkpoint of a step is."""
         return self._folder / iteration_name(step)
 
-    def _partial(self, step: int) -> Path:
-        return self._folder / f".{iteration_name(step)}.partial"
-
     @contextmanager
     def _disk_errors(self, needed: int) -> Iterator[None]:
         """Torch says little of a full disk, and not in one way."""
@@ -206,8 +204,7 @@ class Checkpoints:
         partial.mkdir()
 
     def _put_in_place(self, written: _Unfinished, shards: Mapping[str, Sequence[Block]]) -> None:
-        step = written.step
-        partial = self._partial(step)
+        step, partial = written.step, written.shards.folder
         try:
             if not (hf := self._folder / HF_FOLDER).exists():  # and never a checkpoint without them
                 with replacing_directory(hf) as draft:
@@ -218,19 +215,17 @@ class Checkpoints:
             Checksums(partial, shards).write()
             self._flush_tree(partial)
             partial.rename(self.path(step))
-            tracker = self._folder / (TRACKER + ".partial")
-            tracker.write_text(f"{step}\n")
-            self._flush(self._folder)  # the checkpoint's name
-            self._flush(tracker)
-            tracker.replace(self._folder / TRACKER)
+            with replacing_file(self._folder / TRACKER) as tracker:
+                tracker.write_text(f"{step}\n")
+                self._flush(tracker)
+                self._flush(self._folder)  # the checkpoint's name, before the tracker says it
             self._flush(self._folder)
         except OSError as error:
             raise _disk_error(self._folder, error) from error
-        for old in [self.path(number) for number in steps_in(self._folder) if number <= step][: -self._keep]:
-            if written.also_keep is not None and old == self.path(written.also_keep):
-                continue
-            leaving = old.rename(self._folder / f".{old.name}.old")  # never half a checkpoint under a good name
-            _remove(leaving)
+        for number in [number for number in steps_in(self._folder) if number <= step][: -self._keep]:
+            if number != written.also_keep:
+                old = self.path(number)  # never half a checkpoint under a good name
+                _remove(old.rename(self._folder / f".{old.name}.old"))
 
     def _flush(self, path: Path) -> None:
         if self._durable:

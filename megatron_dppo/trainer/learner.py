@@ -9,18 +9,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.actor import Actor, Policy, Sums, learning_rate
+from megatron_dppo.models.actor import Actor, Sums, learning_rate
 from megatron_dppo.models.microbatch import Microbatch, Responses
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.exchange import deliver
-from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepMetadata, StepPlan
-from megatron_dppo.trainer.disagreement import Compared, check_disagreement, compared_rows, logprob_limit
+from megatron_dppo.trainer.agreement import Compared, check_disagreement, compared_rows, logprob_limit
+from megatron_dppo.trainer.assemble import PolicyParts
 
 TIS_CAP_AHEAD = 2.0
 """Cap of the truncated importance weights where rollouts are one step ahead and no cap is set."""
@@ -83,12 +82,11 @@ class PolicyLoss:
 class Learner:
     """The actor, the frozen reference where the loss has a KL term, and the step between a plan and new weights."""
 
-    def __init__(
-        self, config: Config, world: World, actor: Actor, reference: Policy | None, *, pad_id: int, timers: PhaseTimers
-    ) -> None:
-        self._config, self._world, self._actor = config, world, actor
-        self.reference = reference
-        self._pad_id, self._timers = pad_id, timers
+    def __init__(self, parts: PolicyParts[Actor], timers: PhaseTimers) -> None:
+        """Load the reference where the loss asks for one. Collective."""
+        self._config, self._world, self._actor = parts.config, parts.world, parts.actor
+        self.reference = parts.reference() if parts.config.loss.kl_coef > 0 else None
+        self._pad_id, self._timers = parts.pad_id, timers
 
     def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int) -> Learned:
         """Train on a plan: one optimizer step per minibatch that kept anything. Collective.

@@ -16,15 +16,15 @@ from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.config import Config
 from megatron_dppo.config.types import Command
-from megatron_dppo.data.examples import Example, Source, example_of, read_examples
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM
+from megatron_dppo.data.prompts import Example, Source, example_of, read_examples
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
 from megatron_dppo.rewards.functions import BUILTIN, check_labels, resolve
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 from megatron_dppo.trainer.disk_room import check_room, check_run_dir
-from megatron_dppo.trainer.history import check_resume, check_warm_up
+from megatron_dppo.trainer.resume import check_resume, check_warm_up
 
 
 def preflight(config: Config, command: Command) -> None:

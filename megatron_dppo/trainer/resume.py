@@ -1,26 +1,209 @@
-"""Which runs can go on from a checkpoint. Needs no torch, so that it can be asked before any rank starts.
+"""Whether a run can go on from its last checkpoint, and by which settings its steps were taken.
 
-The weights fit every layout. The optimizer's state follows them where it was written parameter by parameter; written as
-it lies in the distributed optimizer's buffers it fits no other cut of the policy, and no other order of its parameters,
-which Megatron would not notice.
+Needs no torch, so that it can be asked before any rank starts.
+
+``config.yaml`` has the settings that are in force, ``config_history.jsonl`` a line for each time that they changed::
+
+    {"step": 0, "version": "0.1", "settings": {"loss.name": "grpo", "run.seed": 1, …}}
+    {"step": 40, "version": "0.1", "settings": {"loss.name": "grpo", …, "optimizer.lr": 1e-06}}
+
+says that steps 1 to 40 were taken by the first, and those from 41 on by the second. The policy, the data, the reward,
+the loss, the pruning and the seed decide what a result is a result of. They do not change on the way unless
+``run.resume`` says so, since the old result would bear a new name.
+
+The weights of a checkpoint fit every layout. The optimizer's state follows them where it was written parameter by
+parameter. Written as it lies in the distributed optimizer's buffers, it fits no other cut of the policy, and no other
+order of its parameters, which Megatron would not notice.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dppo.bridge.checkpoint_folder import damaged, refusing_damage
+import yaml
+
+from megatron_dppo import __version__
+from megatron_dppo.bridge.checkpoint_folder import damaged, latest_checkpoint, refusing_damage, step_of
 from megatron_dppo.bridge.checksums import Checksums, DamagedError
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.process.files import replacing_file
+from megatron_dppo.settings import as_yaml, settings, short
 
+HISTORY, IN_FORCE = "config_history.jsonl", "config.yaml"
+WARM_UP = "sft.json"
+"""Beside a policy that ``sft`` has written: its settings then."""
+Settings = Mapping[str, Any]
+
+RESULTS = ("model.path", "model.checkpoint", "data.", "reward.", "loss.", "pruning.", "rollout.temperature", "run.seed")
+"""Settings that decide what a result is a result of, all but ``LIMITS``."""
+LIMITS = ("reward.timeout_s", "reward.workers", "reward.memory_mib", "reward.max_failures")
+PROMPTS = ("data.", "run.seed")
+"""What the order of the prompts depends on, and what is known of each of them."""
+PLACES = ("model.path", "model.checkpoint", "data.train", "data.eval")
+"""Files and folders, which have several names."""
+OF_THE_START = ("run.dir", "run.resume")
+"""Settings that say nothing of a step."""
 STATE = "trainer_state.json"
 """The trainer's own file in a checkpoint: its state, and the writer."""
 _KEY = "written_by"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Settings, and after how many steps they came into force."""
+
+    step: int
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that is another one than before."""
+
+    key: str
+    before: Any
+    now: Any
+
+    @property
+    def of_results(self) -> bool:
+        return self.key.startswith(RESULTS) and self.key not in LIMITS
+
+    def __str__(self) -> str:
+        return f"{self.key} = {short(self.now)} (was {short(self.before)})"
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted key, as JSON has it."""
+    return dict(json.loads(json.dumps({key: attrgetter(key)(config) for key in settings()})))
+
+
+def read_history(folder: Path) -> list[Entry]:
+    """The settings of a run's steps, oldest first. A run of an older version has left its last ones alone."""
+    try:
+        lines = (folder / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    if entries := [entry for line in lines if (entry := _entry(line)) is not None]:
+        return entries
+    try:
+        text = (folder / IN_FORCE).read_text(encoding="utf-8", errors="replace")
+        tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C, ten times as fast
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    return [Entry(0, _leaves(tree))] if isinstance(tree, dict) else []
+
+
+def changes(before: Settings, now: Settings) -> list[Change]:
+    """Settings that differ. One that an older version did not know had its default. One that this version does not know
+    is left out."""
+    found = []
+    for key, setting in settings().items():
+        default = list(setting.default) if isinstance(setting.default, tuple) else setting.default
+        was, is_now = before.get(key, default), now.get(key, default)
+        if key not in OF_THE_START and was != is_now and not (key in PLACES and _same_place(was, is_now)):
+            found.append(Change(key, was, is_now))
+    return found
+
+
+def changed_since(folder: Path, step: int, config: Config) -> list[Change]:
+    """Settings that differ from those by which the folder's run has taken its steps up to ``step``."""
+    entries = [entry for entry in read_history(folder) if entry.step < step]
+    return changes(entries[-1].settings, flat(config)) if entries else []
+
+
+def same_prompts(folder: Path, step: int, config: Config) -> bool:
+    """Whether the run goes on with the prompts, and the draws, that it had."""
+    return not any(change.key.startswith(PROMPTS) for change in changed_since(folder, step, config))
+
+
+def check_resume(config: Config) -> None:
+    """
+    Raises:
+        UserError: the run cannot go on from its last checkpoint; or it could, and its results would be those of other
+            settings, which ``run.resume`` does not allow.
+    """
+    folder = Path(config.run.dir)
+    place = latest_checkpoint(folder / "checkpoints")
+    if place is None or (step := step_of(place)) is None:
+        return
+    read_state(place, Writer.of(config))
+    other = [change for change in changed_since(folder, step, config) if change.of_results]
+    if other and config.run.resume != "anyway":
+        raise UserError(
+            "run.dir",
+            folder,
+            "\n".join([f"holds {step} steps that were taken with other settings:", *map(str, other)]),
+            "Name another run.dir; or give those settings as they were; or set run.resume=anyway to go on with the new "
+            "ones, which reports then tell",
+        )
+
+
+def record(folder: Path, step: int, config: Config) -> None:
+    """Write down that the steps after ``step`` are taken by these settings. What was in force for steps that are taken
+    again is forgotten."""
+    entries = [entry for entry in read_history(folder) if entry.step < step]
+    now = flat(config)
+    if not entries or changes(entries[-1].settings, now):
+        entries.append(Entry(step if entries else 0, now))
+    lines = [{"step": entry.step, "version": __version__, "settings": dict(entry.settings)} for entry in entries]
+    for name, text in (HISTORY, "".join(json.dumps(line) + "\n" for line in lines)), (IN_FORCE, as_yaml(config)):
+        with replacing_file(folder / name) as partial:
+            partial.write_text(text, encoding="utf-8")
+
+
+def check_warm_up(config: Config) -> None:
+    """
+    Raises:
+        UserError: the policy that ``sft`` is to start from is one that it has warmed up already.
+    """
+    file = Path(config.model.path) / WARM_UP
+    if config.run.resume == "anyway" or config.model.checkpoint is not None or not file.exists():
+        return
+    try:
+        source = str(json.loads(file.read_text(encoding="utf-8"))["model.path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        source = "THE_INITIAL_POLICY"
+    raise UserError(
+        "model.path",
+        config.model.path,
+        f"is a policy that sft has warmed up already, from {source}",
+        f"Set model.path={source} to warm that one up again, or run.resume=anyway to go on with this one",
+    )
+
+
+def record_warm_up(out: Path, config: Config) -> None:
+    """Write down beside a warmed-up policy what it comes from."""
+    with replacing_file(out / WARM_UP) as partial:
+        partial.write_text(json.dumps(flat(config), indent=2) + "\n", encoding="utf-8")
+
+
+def _entry(line: str) -> Entry | None:
+    try:
+        row = json.loads(line)
+        return Entry(int(row["step"]), dict(row["settings"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested sections by their dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        found |= _leaves(value, key + ".") if isinstance(value, dict) and key not in settings() else {key: value}
+    return found
+
+
+def _same_place(one: Any, other: Any) -> bool:
+    """Whether two names, if they are such, are of one file or folder."""
+    return isinstance(one, str) and isinstance(other, str) and Path(one).resolve() == Path(other).resolve()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +246,25 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
         raise UserError("run.dir", place.parent.parent, problem, remedy)
     with refusing_damage(place, "run.dir"):
         state = _parse(place)
-    weights_alone = f"or begin another run.dir with its weights alone: model.checkpoint={place}"
+
+    def refused(setting: str, value: object, problem: str, remedy: str) -> UserError:
+        instead = f"or begin another run.dir with its weights alone: model.checkpoint={place}"
+        return UserError(setting, value, f"{place} {problem}", f"{remedy}, {instead}")
+
     if _KEY not in state:
-        problem = f"{place} is of an earlier version, and does not say how its optimizer's state was written"
-        raise UserError("run.dir", place.parent.parent, problem, f"Finish that run with that version, {weights_alone}")
+        problem = "is of an earlier version, and does not say how its optimizer's state was written"
+        raise refused("run.dir", place.parent.parent, problem, "Finish that run with that version")
     try:
         written = Writer(**state.pop(_KEY))
     except TypeError as error:
         raise damaged(place, "run.dir", f"{STATE} does not say who wrote it ({error})") from error
     if written.dtype != now.dtype:
-        problem = f"{place} was written with model.dtype = {written.dtype}"
-        raise UserError("model.dtype", now.dtype, problem, f"Resume with model.dtype={written.dtype}, {weights_alone}")
-    distributed = {writer: writer.optimizer != "plain" for writer in (written, now)}
-    if distributed[written] != distributed[now]:
-        was, is_now = str(distributed[written]).lower(), str(distributed[now]).lower()
-        problem = f"{place} holds the optimizer's state of optimizer.distributed = {was}, in another form"
-        raise UserError(
-            "optimizer.distributed", is_now, problem, f"Resume with optimizer.distributed={was}, {weights_alone}"
-        )
+        problem = f"was written with model.dtype = {written.dtype}"
+        raise refused("model.dtype", now.dtype, problem, f"Resume with model.dtype={written.dtype}")
+    was, is_now = (str(writer.optimizer != "plain").lower() for writer in (written, now))
+    if was != is_now:
+        problem = f"holds the optimizer's state of optimizer.distributed = {was}, in another form"
+        raise refused("optimizer.distributed", is_now, problem, f"Resume with optimizer.distributed={was}")
     if written.optimizer == "dp_reshardable":
         _check_cut(place, written, now)
     return state, written

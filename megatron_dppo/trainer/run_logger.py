@@ -16,7 +16,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Census, StepPlan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.trainer.collapse import Best
-from megatron_dppo.trainer.history import changed_since, record
+from megatron_dppo.trainer.resume import changed_since, record
 
 WIDEST = 100
 """Characters of an answer that the console shows: its end, where the result stands."""

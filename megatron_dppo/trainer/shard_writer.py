@@ -73,6 +73,7 @@ class ShardWriter:
         durable: bool = True,
         limit_s: float | None = None,
     ) -> None:
+        self.folder = folder
         # Megatron would start a process that hands over what writers say, and that outlives a rank which is killed. A
         # queue within this process will do.
         self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()

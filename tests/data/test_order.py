@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.data.order import PromptOrder
 from megatron_dppo.errors import UserError
+from megatron_dppo.trainer.prompt_sampler import PromptOrder
 
 SIZES = st.integers(1, 30).flatmap(lambda size: st.tuples(st.just(size), st.lists(st.integers(1, size), max_size=40)))
 

@@ -17,7 +17,7 @@ from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.init import write_model
 from megatron_dppo.rewards.adapters import ScoreItem
-from megatron_dppo.rewards.verifiers import reasoning_gym_score
+from megatron_dppo.rewards.functions import reasoning_gym_score
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Score
 

@@ -18,7 +18,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.report.page import page, report
 from megatron_dppo.report.run import read_runs
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.history import record
+from megatron_dppo.trainer.resume import record
 from tests.report.made_up import UNPRUNED, write_lines, write_run
 
 SECTIONS = ("learning", "time", "pruning", "packs", "signs", "answers", "benchmarks", "cost", "settings")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_dppo.rewards.functions import exact_score
 from megatron_dppo.rewards.math.completion import said_answer, stated_answer
 from megatron_dppo.rewards.math.verdict import math_verdict
-from megatron_dppo.rewards.verifiers import exact_score
 
 GSM8K_LABEL = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
 

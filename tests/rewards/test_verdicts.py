@@ -5,16 +5,26 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_dppo.rewards.math.verdict import RULES, judge
+from megatron_dppo.rewards.math.verdict import RULES, judge, math_verdict
 
 DOCUMENTATION = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text("utf-8")
 ENTRY = re.compile(r"^\| (\w+) \| [^|]+ \| `(.+)`, `(.+)` \| `(.+)`, `(.+)` \|$", re.MULTILINE)
 EQUIVALENCES = {name: (pairs[:2], pairs[2:]) for name, *pairs in ENTRY.findall(DOCUMENTATION)}
 """The declared equivalences: a label and an answer that each makes equal, and the nearest two that it does not."""
-ROWS = [json.loads(line) for line in (Path(__file__).parent / "verdicts.jsonl").read_text("utf-8").splitlines()]
+
+
+def table(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(__file__).parent / name).read_text("utf-8").splitlines()]
+
+
+ROWS = table("verdicts.jsonl")
+PUBLISHED = table("published_verdicts.jsonl")
+"""Final answers of four models to the first 200 problems of GSM8K's test set, with the verdicts that its authors
+published (github.com/openai/grade-school-math, example_model_solutions.jsonl, MIT). An empty one was never given."""
 
 
 @pytest.mark.parametrize("name", EQUIVALENCES)
@@ -29,6 +39,18 @@ def test_every_right_answer_is_right_by_the_equivalence_that_the_table_names(nam
     for row in (row for row in ROWS if row["equivalence"] == name and row["right"]):
         by = judge(row["label"], row["answer"]).by
         assert name in by or (name == "spelling" and not by), (row, by)
+
+
+def test_published_verdicts_on_answers_of_models_are_ours() -> None:
+    verdicts = [
+        (row["label"], answer, verdict == "right")
+        for row in PUBLISHED
+        for verdict in ("right", "wrong")
+        for answer in row[verdict]
+    ]
+    assert len(verdicts) == 800
+    ours = [math_verdict("", f"so it is\n#### {answer}", f"#### {label}")["score"] for label, answer, _ in verdicts]
+    assert not [verdict for verdict, score in zip(verdicts, ours, strict=True) if verdict[2] != score]
 
 
 def test_table_has_answers_of_both_kinds_for_every_equivalence() -> None:

@@ -10,18 +10,19 @@ import pytest
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import as_yaml, load_config
-from megatron_dppo.trainer.history import (
+from megatron_dppo.trainer.resume import (
     HISTORY,
     IN_FORCE,
     WARM_UP,
+    Writer,
     changed_since,
     check_resume,
     check_warm_up,
     read_history,
     record,
     same_prompts,
+    write_state,
 )
-from megatron_dppo.trainer.resume import Writer, write_state
 
 
 def words(folder: Path, *overrides: str) -> list[str]:

@@ -17,12 +17,11 @@ from megatron_dppo.config import (
     RunConfig,
     ScheduleConfig,
 )
-from megatron_dppo.data.order import PromptOrder
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Selection, StepMetadata
-from megatron_dppo.trainer.prompt_sampler import PromptSampler
+from megatron_dppo.trainer.prompt_sampler import PromptOrder, PromptSampler
 from tests.rl.steps import step_metadata
 
 WINDOW, SAMPLES = 24, 8

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from functools import cmp_to_key
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -245,8 +244,10 @@ def _fraction(value: Value) -> Fraction:
     return Fraction((-1) ** sign * int(mantissa)) * Fraction(2) ** int(exponent)
 
 
-End = tuple[int, Value]
-"""-1, 0 or 1 for minus infinity, a number and infinity; and the number."""
+End = Fraction | float
+"""A number, or an infinity."""
+SIMPLE = 10**12
+"""The largest denominator that a value is taken to have which is a fraction but for rounding."""
 
 
 class Interval(NamedTuple):
@@ -263,13 +264,8 @@ def same_real_set(label: str, answer: str) -> bool | None:
     expected, found = _intervals(label), _intervals(answer)
     if expected is None or found is None:
         return None
-    if expected[1] and found[1] and expected[1] != found[1]:
-        return False
-    one, other = _joined(expected[0]), _joined(found[0])
-    return len(one) == len(other) and all(
-        _order(a.low, b.low) == _order(a.high, b.high) == 0 and (a.with_low, a.with_high) == (b.with_low, b.with_high)
-        for a, b in zip(one, other, strict=True)
-    )
+    named = {unknown for _, unknown in (expected, found) if unknown}
+    return len(named) <= 1 and _joined(expected[0]) == _joined(found[0])
 
 
 def _intervals(text: str) -> tuple[list[Interval], str | None] | None:
@@ -299,7 +295,7 @@ def _without(text: str) -> tuple[list[Interval], str | None] | None:
     points = _points("⦃" + unequal[2] + "⦄" if unequal else sides[1])
     if points is None:
         return None
-    ends: list[End] = [(-1, 0), *sorted(points, key=cmp_to_key(_order)), (1, 0)]
+    ends: list[End] = [-math.inf, *sorted(points), math.inf]
     return [Interval(low, False, high, False) for low, high in pairwise(ends)], unequal and unequal[1]
 
 
@@ -311,7 +307,7 @@ def _one_interval(text: str) -> tuple[list[Interval], str | None] | None:
     found = bracketed(text)
     if found is None or len(found.elements) != 2:
         return None
-    low, high = (_end(part) for part in found.elements)
+    low, high = map(_end, found.elements)
     if low is None or high is None:
         return None
     return [Interval(low, found.opening == "[", high, found.closing == "]")], found.unknown
@@ -322,49 +318,33 @@ def _points(text: str) -> list[End] | None:
     if whole is None or whole[0] != OPEN_SET:
         return None
     ends = [_end(part) for part in split(whole[1], "[,;]")]
-    points = [end for end in ends if end is not None and end[0] == 0]
+    points = [end for end in ends if isinstance(end, Fraction)]
     return points if len(points) == len(ends) else None
 
 
 def _end(text: str) -> End | None:
     plain = re.sub(r"[\s+]", "", text)
     if plain in (r"\infty", r"-\infty"):
-        return (-1 if plain[0] == "-" else 1, 0)
+        return -math.inf if plain[0] == "-" else math.inf
     value = constant(text)
-    return None if value is None else (0, value)
-
-
-def _order(one: End, other: End) -> int:
-    """-1, 0 or 1, where the one is less than the other, equal, or more."""
-    if one[0] or other[0]:
-        return (one[0] > other[0]) - (one[0] < other[0])
-    a, b = one[1], other[1]
-    if isinstance(a, Fraction) and isinstance(b, Fraction):
-        return (a > b) - (a < b)
-    context = (b if isinstance(a, Fraction) else a).context
-    first, second = (context.mpf(v.numerator) / v.denominator if isinstance(v, Fraction) else v for v in (a, b))
-    if abs(first - second) <= max(abs(first), abs(second)) * context.mpf(10) ** -CLOSE:
-        return 0
-    return 1 if first > second else -1
-
-
-def _earlier(one: Interval, other: Interval) -> int:
-    return _order(one.low, other.low) or other.with_low - one.with_low
+    if value is None or isinstance(value, Fraction):
+        return value
+    exact = _fraction(value)
+    near, close = exact.limit_denominator(SIMPLE), abs(exact) / 10**CLOSE
+    return near if abs(near - exact) <= close else Fraction(value.context.nstr(value, CLOSE))
 
 
 def _joined(intervals: list[Interval]) -> list[Interval]:
     """The intervals in order, those that touch as one, without empty ones."""
     joined: list[Interval] = []
-    for one in sorted(intervals, key=cmp_to_key(_earlier)):
-        order = _order(one.low, one.high)
-        if order > 0 or (order == 0 and not (one.with_low and one.with_high)):
+    for one in sorted(intervals, key=lambda one: (one.low, not one.with_low)):
+        if one.low > one.high or (one.low == one.high and not (one.with_low and one.with_high)):
             continue
-        touch = _order(one.low, joined[-1].high) if joined else 1
-        if touch > 0 or (touch == 0 and not (one.with_low or joined[-1].with_high)):
+        before = joined[-1] if joined else None
+        touch = before and (one.low < before.high or (one.low == before.high and (one.with_low or before.with_high)))
+        if before and touch:
+            high, with_high = max((before.high, before.with_high), (one.high, one.with_high))
+            joined[-1] = before._replace(high=high, with_high=with_high)
+        else:
             joined.append(one)
-            continue
-        before = joined[-1]
-        order = _order(one.high, before.high)
-        high, with_high = (one.high, one.with_high) if order > 0 else (before.high, before.with_high)
-        joined[-1] = before._replace(high=high, with_high=with_high or (order == 0 and one.with_high))
     return joined

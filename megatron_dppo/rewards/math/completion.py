@@ -54,14 +54,11 @@ def stated_boxes(text: str) -> list[str]:
     for match in list(BOXED.finditer(text))[-MOST_BOXES:]:
         if found and match.start() < found[-1][1]:  # a box within the box before
             continue
-        if match[1] is not None:
-            found.append((match.start(), match.end(), match[1]))
-            continue
-        closing = _closing(text, match.end())
-        if closing is None:
-            found.append((match.start(), match.end(), ""))
-        else:
-            found.append((match.start(), closing + 1, text[match.end() : closing]))
+        end, inside = match.end(), match[1]
+        if inside is None:
+            closing = _closing(text, end)
+            end, inside = (end, "") if closing is None else (closing + 1, text[end:closing])
+        found.append((match.start(), end, inside))
     boxes = [found[-1][2]] if found else []
     for one, other in zip(reversed(found[:-1]), reversed(found), strict=False):
         between = text[one[1] : other[0]]

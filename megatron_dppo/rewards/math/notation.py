@@ -13,6 +13,7 @@ SIGNS = {
     "±": r"\pm ", "∓": r"\mp ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ",
     "∖": r"\setminus ", "∈": r"\in ", "∅": r"\emptyset ", "∠": r"\angle ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
     "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "′": "'", "º": "°", "µm": "um", "μm": "um",
+    "≈": "=",
 }  # fmt: skip
 GREEK = re.compile(
     "GREEK (SMALL|CAPITAL) LETTER (ALPHA|BETA|GAMMA|DELTA|EPSILON|ZETA|ETA|THETA|IOTA|KAPPA|LAMDA|MU|NU|XI|PI|RHO"
@@ -21,10 +22,18 @@ GREEK = re.compile(
 OPEN_SET, CLOSE_SET = "⦃", "⦄"
 """Braces of a set, told apart from LaTeX's grouping."""
 
+COMMANDS = {
+    "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "leq": r"\le ", "leqslant": r"\le ", "geq": r"\ge ",
+    "geqslant": r"\ge ", "lt": "<", "gt": ">", "neq": r"\ne ", "approx": "=", "simeq": "=", "vert": "|", "lvert": "|",
+    "rvert": "|", "langle": "⟨", "rangle": "⟩", "backslash": r"\setminus ", "smallsetminus": r"\setminus ",
+    "varnothing": r"\emptyset ",
+}  # fmt: skip
+"""Commands that have a simpler or a shorter name."""
+COMMAND = re.compile(r"\\([a-zA-Z]+)")
+
 REWRITINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?<=[0-9])(?:,\\!|\{,\}(?:\\!)?)\s*(?=[0-9]{3}(?![0-9]))", ""),
     (r",\\!\s*", ","),
-    (r"\\(?:dfrac|tfrac|cfrac)(?![a-zA-Z])", r"\\frac"),
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad)(?![a-zA-Z])\.?", " "),
     (r"\\(?:lbrace(?![a-zA-Z])|\{)", OPEN_SET),
     (r"\\(?:rbrace(?![a-zA-Z])|\})", CLOSE_SET),
@@ -32,8 +41,6 @@ REWRITINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\\(?:mathrm|mathbf|mathit|mathsf|mathtt|mathnormal|textbf|textit|textrm|textsf|texttt|textnormal|textup|mbox|hbox"
      r"|operatorname\*?|boldsymbol|bm|pmb|rm|bf)\s*\{", r"\\text{"),
     (r"\\text\{d\}(?=\s*[a-zA-Z^}])", "d"),
-    (r"\\[lr]?vert(?![a-zA-Z])", "|"),
-    (r"\\(?:backslash|smallsetminus)(?![a-zA-Z])", r"\\setminus "),
     (r"\\(?:not\s*=)", r"\\ne "),
     (r"\\vec\s*\{([a-zA-Z]+)\}|\\overline\s*\{([A-Z]{2})\}", lambda found: found[1] or found[2]),
     (r"\\f?boxed\s*\{([^{}]*)\}", r"\1"),
@@ -46,16 +53,10 @@ REWRITINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\s*\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![a-zA-Z]))", "°"),
     (r"\\degree(?![a-zA-Z])|\s+degrees?\b|\\text\{\s*degrees?\}", "°"),
     (r"\\%|\b(?:per ?cent|pct)\b|\\text\{\s*(?:per ?cent|pct)\}", "%"),
-    (r"\\leq(?:slant)?(?![a-zA-Z])|<=", r"\\le "),
-    (r"\\geq(?:slant)?(?![a-zA-Z])|>=", r"\\ge "),
-    (r"\\lt(?![a-zA-Z])", "<"),
-    (r"\\gt(?![a-zA-Z])", ">"),
-    (r"\\(?:approx|simeq)(?![a-zA-Z])|≈", "="),
-    (r"\\neq(?![a-zA-Z])", r"\\ne "),
-    (r"\\varnothing(?![a-zA-Z])", r"\\emptyset "),
+    (r"<=", r"\\le "),
+    (r">=", r"\\ge "),
     (r"(?i)(?<![a-zA-Z\\])(?:infinity|infty)(?![a-zA-Z])", r"\\infty "),
     (r"\+\s*\\infty", r"\\infty"),
-    (r"\\[lr]angle(?![a-zA-Z])", lambda found: "⟨" if found[0][1] == "l" else "⟩"),
     (r"(?i)(?:\\text\{\s*)?\ball real(?: number)?s?\b\}?", r"\\mathbb{R}"),
     (r"√\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (r"√\s*(\d+|[a-z])", r"\\sqrt{\1}"),
@@ -75,7 +76,7 @@ def spelled(text: str) -> str:
     """The text in one spelling: typography, spacing, fraction forms, bracket sizes, fonts; no outer dollar signs."""
     if not text.isascii():
         text = _in_ascii(text)
-    text = _without_delimiters(text)
+    text = COMMAND.sub(lambda found: COMMANDS.get(found[1], found[0]), _without_delimiters(text))
     for pattern, into in COMPILED:
         text = pattern.sub(into, text)
     return _trimmed(text)

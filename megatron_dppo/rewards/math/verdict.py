@@ -118,15 +118,6 @@ class _Comparison:
             return found == (label.lstrip("0"), "10")
         return expected == (found or (answer.lstrip("0"), expected[1]))
 
-    def by_number(self, label: str, answer: str) -> bool | None:
-        return same_number(label, answer)
-
-    def by_percent(self, label: str, answer: str) -> bool | None:
-        return same_share(label, answer, self.same)
-
-    def by_unit(self, label: str, answer: str) -> bool | None:
-        return same_amount(label, answer, self.same)
-
     def by_interval(self, label: str, answer: str) -> bool | None:
         (name, expected), (other, found) = sides(label), sides(answer)
         two_names = bool(name and other and name != other)
@@ -252,23 +243,20 @@ class _Comparison:
             return False
         return all(map(self.all_same, expected, found))
 
-    def by_algebra(self, label: str, answer: str) -> bool:
-        return same_algebra(label, answer)
-
 
 RULES: Mapping[str, Callable[[_Comparison, str, str], bool | None]] = {
     "choice": _Comparison.by_choice,
     "words": _Comparison.by_words,
     "base": _Comparison.by_base,
-    "number": _Comparison.by_number,
-    "percent": _Comparison.by_percent,
-    "unit": _Comparison.by_unit,
+    "number": lambda _, label, answer: same_number(label, answer),
+    "percent": lambda comparison, label, answer: same_share(label, answer, comparison.same),
+    "unit": lambda comparison, label, answer: same_amount(label, answer, comparison.same),
     "interval": _Comparison.by_interval,
     "list": _Comparison.by_list,
     "side": _Comparison.by_side,
     "tuple": _Comparison.by_tuple,
     "matrix": _Comparison.by_matrix,
-    "algebra": _Comparison.by_algebra,
+    "algebra": lambda _, label, answer: same_algebra(label, answer),
 }
 """The equivalences in the order in which they are asked: the first whose case the two texts are decides."""
 
