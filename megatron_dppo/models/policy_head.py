@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.models import logit_passes, wide_products
+from megatron_dppo.models import policy_head_torch, wide_products
 
 _LOWEST = torch.finfo(torch.float32).min
 """The largest logit of a rank that has no token of the vocabulary. Finite, so that 0 · it is 0."""
@@ -162,10 +162,10 @@ def _left_to_autograd(weight: Any, gradient: torch.Tensor) -> torch.Tensor | Non
 def _passes(on_cuda: bool) -> ModuleType:
     """Triton's kernels on CUDA, where they are installed, else torch's operators."""
     if not on_cuda or importlib.util.find_spec("triton") is None:
-        return logit_passes
-    from megatron_dppo.models import logit_kernels
+        return policy_head_torch
+    from megatron_dppo.models import policy_head_triton
 
-    return logit_kernels
+    return policy_head_triton
 
 
 def _chunks(
