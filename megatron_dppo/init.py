@@ -18,8 +18,7 @@ from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, Safetensors
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.data.vocabulary import END_OF_TEXT, TURN_END, character_tokenizer, train_bpe, write_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.published import PUBLISHED
-from megatron_dppo.models.shape import ARCHITECTURES, PolicyShape
+from megatron_dppo.models.shape import ARCHITECTURES, PUBLISHED, PolicyShape
 from megatron_dppo.process.files import check_replaceable, replacing_directory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

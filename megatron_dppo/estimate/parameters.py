@@ -8,8 +8,7 @@ from math import prod
 from pathlib import Path
 
 from megatron_dppo.bridge.mapping import entries
-from megatron_dppo.models.published import PUBLISHED
-from megatron_dppo.models.shape import PolicyShape, read_shape
+from megatron_dppo.models.shape import PUBLISHED, PolicyShape, read_shape
 
 VARIANTS = ("-base", "-instruct-2507", "-thinking-2507", "-instruct", "-thinking", "-fp8")
 

@@ -141,6 +141,32 @@ class Policy:
             )
 
 
+class Reference(Policy):
+    """The frozen policy that the loss's KL term compares with.
+
+    Between its passes its weights may wait in the host's memory.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._on_host: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def leave_device(self) -> None:
+        """Move the weights to the host, from where every later pass fetches them. Called once they are loaded."""
+        for parameter in self.module.parameters():
+            waiting = torch.empty_like(parameter, device="cpu", pin_memory=self.world.device.type == "cuda")
+            self._on_host[parameter] = parameter.data = waiting.copy_(parameter.data)
+
+    def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
+        for parameter, waiting in self._on_host.items():
+            parameter.data = waiting.to(self.world.device, non_blocking=True)
+        try:
+            return super().log_probabilities(packs)
+        finally:
+            for parameter, waiting in self._on_host.items():
+                parameter.data = waiting
+
+
 class Actor(Policy):
     """The policy with gradients and an optimizer. Weights are loaded into ``bare`` before the first update."""
 

@@ -24,7 +24,7 @@ from megatron_dppo.estimate.plan import Plan, as_json, make_plan
 from megatron_dppo.estimate.remedy import with_settings
 from megatron_dppo.estimate.report import as_text
 from megatron_dppo.estimate.work import Lengths, work_of
-from megatron_dppo.models.published import PUBLISHED
+from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.settings import load_config
 
 ROOT = Path(__file__).parents[2]
