@@ -25,7 +25,7 @@ from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
 from megatron_dppo.models.layer_specs import add_to_main_gradients
-from megatron_dppo.models.microbatch import Microbatch, Responses, place
+from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
 from megatron_dppo.models.offload import OffloadedState
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.shape import PolicyShape
@@ -66,13 +66,13 @@ class Policy:
         return self._measure(packs, lambda responses: responses.logprobs)
 
     def score_norms(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
-        """√Σ_t ‖e_t − p_t‖² of each row of a pack, [rows]; None but on the last stage. Collective over the replica."""
+        """√Σ_t ‖e_t − p_t‖² of each sample of a pack; None but on the last stage. Collective over the replica."""
 
         def norms(responses: Responses) -> torch.Tensor:
-            rows = int(responses.pack.sample.max(initial=-1)) + 1
+            samples = int(responses.pack.sample.max(initial=-1)) + 1
             assert responses.score_norm is not None
             squares = responses.score_norm.square()
-            return squares.new_zeros(rows).index_add(0, responses.row, squares).sqrt()
+            return squares.new_zeros(samples).index_add(0, responses.arrays.sample, squares).sqrt()
 
         return self._measure(packs, norms, score_norm=True)
 
@@ -111,19 +111,19 @@ class Policy:
 
         def forward(batches: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
             batch = next(batches)
-            pack, placed = batch.pack, place(batch, device, self._share(batch.pack))
+            pack, arrays = batch.pack, to_device(batch, device, self._share(batch.pack))
             output = module(
-                placed.token_ids[None],
-                placed.position_ids[None],
-                packed_seq_params=packed_sequence(pack.cu_seqlens, pack.max_seqlen, device, there=placed.cu_seqlens),
-                predictors=placed.predictors,
-                targets=placed.targets,
-                share=placed.share,
+                arrays.token_ids[None],
+                arrays.position_ids[None],
+                packed_seq_params=packed_sequence(pack.cu_seqlens, pack.max_seqlen, device, there=arrays.cu_seqlens),
+                predictors=arrays.predictors,
+                targets=arrays.targets,
+                share=arrays.share,
                 score_norm=score_norm,
             )
 
             def reduce(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-                value, sums = loss(Responses.of(pack, placed, output))
+                value, sums = loss(Responses(pack, arrays, *output))
                 tokens = torch.zeros((), dtype=torch.int, device=device)  # nothing is divided by it
                 return value, tokens, sums
 
