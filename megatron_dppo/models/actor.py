@@ -26,10 +26,9 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
 from megatron_dppo.models.layer_specs import add_to_main_gradients
 from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
-from megatron_dppo.models.offload import OffloadedState
+from megatron_dppo.models.optimizer_state import OffloadedState, prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.parallel.adam_state import prepare_adam_state
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Pack
 
