@@ -54,10 +54,6 @@ def plan_step(
         UserError: a kept sequence is longer than ``pack.max_tokens``.
     """
     objective = objective_for(config.loss)
-    pruning = config.pruning.completions
-    keep = scheduled_keep(pruning.keep, pruning.schedule, step, config.run.steps)
-    draws = generator(config.run.seed, step, Purpose.COMPLETIONS)
-    split = generator(config.run.seed, step, Purpose.MINIBATCHES)
     pack = partial(
         pack_sequences,
         ranks=replicas,
@@ -68,14 +64,11 @@ def plan_step(
         costs=costs,
         min_per_rank=packs_wanted(config.pack.min_per_rank, pipeline),
     )
+    usable = mixed(metadata) if in_rounds(config.pruning) else np.arange(len(metadata.prompt_ids))
     parts: list[tuple[StepMetadata, Pruned]] = []
     packings: list[Packing] = []
     minibatches: list[MinibatchPlan] = []
-    usable = mixed(metadata) if in_rounds(config.pruning) else np.arange(len(metadata.prompt_ids))
-    updates = max(1, min(config.loss.updates_per_rollout, len(usable)))
-    for groups in split_groups(usable, updates, split):
-        part = take_groups(metadata, groups)
-        pruned = prune_minibatch(part, config, objective, keep=keep, rng=draws)
+    for groups, part, pruned in draw_minibatches(metadata, usable, config, objective, step):
         samples = training_samples(part, groups, pruned)
         packing = pack(samples.prompt_length + samples.response_length)
         parts.append((part, pruned))
@@ -94,6 +87,23 @@ def plan_step(
         notes=(*notes(metadata, config, objective, minibatches), *missing_groups(len(usable), config, step)),
         census=census(parts),
     )
+
+
+def draw_minibatches(
+    metadata: StepMetadata, usable: Ints, config: Config, objective: Objective, step: int
+) -> Iterator[tuple[Ints, StepMetadata, Pruned]]:
+    """The minibatches of a step: the indices of each one's groups in ``metadata``, their metadata, and the draw.
+
+    Args:
+        usable: indices of the groups that may be trained on.
+    """
+    pruning = config.pruning.completions
+    keep = scheduled_keep(pruning.keep, pruning.schedule, step, config.run.steps)
+    draws = generator(config.run.seed, step, Purpose.COMPLETIONS)
+    split = generator(config.run.seed, step, Purpose.MINIBATCHES)
+    for groups in split_groups(usable, max(1, min(config.loss.updates_per_rollout, len(usable))), split):
+        part = take_groups(metadata, groups)
+        yield groups, part, prune_minibatch(part, config, objective, keep=keep, rng=draws)
 
 
 def unpruned(config: Config) -> Config:

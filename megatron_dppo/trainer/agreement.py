@@ -12,7 +12,7 @@ import numpy as np
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences
-from megatron_dppo.rl.seeds import Purpose, sequence
+from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import RolloutEngine, Sampling
 from megatron_dppo.trainer.assemble import PolicyParts
@@ -50,7 +50,7 @@ def check_agreement(
         max_tokens=min(MAX_TOKENS, config.rollout.max_response_tokens),
         temperature=config.rollout.temperature,
         stop_token_ids=policy.stop_ids,
-        seed=int(sequence(config.run.seed, version, Purpose.AGREEMENT).generate_state(1)[0]),
+        seed=engine_seed(config.run.seed, version, Purpose.AGREEMENT),
     )
     answers = [
         Compared(
