@@ -1,4 +1,8 @@
-"""The loss of each token, in torch. The plan says how token losses are weighted, divided and summed."""
+"""The loss of each token, in torch. The plan says how token losses are weighted, divided and summed.
+
+The pruning weight multiplies the finished loss of a token. Inside the minimum it would move the clip, and change the
+expectation of clipped completions.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +51,6 @@ def token_losses(
     """−ℓ of R response tokens: the clipped surrogate of PPO, corrected for the engine, plus the KL to a reference.
 
         ℓ = w · min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) − β KL,    ρ = exp(log p − log p_old)
-
-    The pruning weight does not enter here. It multiplies the finished term. Inside the minimum it would move the clip,
-    and change the expectation of clipped completions.
 
     Args:
         objective: gives the clips and the kind of ratio.

@@ -55,7 +55,7 @@ def prune_metrics(
     kept = np.concatenate([pruned.kept.ravel() for _, pruned in parts])
     zero_advantage = np.concatenate([pruned.zero_advantage.ravel() for _, pruned in parts])
     advantage = np.concatenate([pruned.advantage.ravel() for _, pruned in parts])
-    tokens = np.concatenate([(part.prompt_lengths[:, None] + part.response_lengths).ravel() for part, _ in parts])
+    tokens = np.concatenate([part.tokens.ravel() for part, _ in parts])
     weight = np.concatenate([pruned.weight.ravel() for _, pruned in parts])[kept]
     metrics = {
         "prune/kept_prompt_fraction": prompts / window if window else 0.0,
@@ -155,14 +155,14 @@ def _weighted_by_inclusion(part: StepMetadata, pruned: Pruned) -> bool:
 
 
 def _tokens_not_rolled_out(part: StepMetadata) -> float:
-    group = (part.prompt_lengths[:, None] + part.response_lengths).sum(axis=1)
+    group = part.tokens.sum(axis=1)
     return float((group * (1.0 / part.prompt_inclusion - 1.0)).sum())
 
 
 def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
     """Count a step's completions: of all its minibatches, and of the groups that were ``left_out``."""
     rewards = np.concatenate([part.rewards for part, _ in parts])
-    tokens = np.concatenate([part.prompt_lengths[:, None] + part.response_lengths for part, _ in parts])
+    tokens = np.concatenate([part.tokens for part, _ in parts])
     lengths = np.concatenate([part.response_lengths for part, _ in parts]).astype(np.float64)
     score = np.concatenate([_term_norm(part, pruned) / part.prompt_inclusion[:, None] for part, pruned in parts])
     advantage = np.concatenate([pruned.advantage for _, pruned in parts])

@@ -101,7 +101,7 @@ def completion_candidates(part: StepMetadata, config: Config, objective: Objecti
     return CompletionCandidates(
         advantage=advantage,
         score=np.abs(advantage) * c * score_norms / prompt_inclusion,
-        cost=(part.prompt_lengths[:, None] + part.response_lengths).astype(np.float64),
+        cost=part.tokens.astype(np.float64),
         floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
         zero_advantage=(advantage == 0.0) & (config.loss.kl_coef == 0.0),
     )
