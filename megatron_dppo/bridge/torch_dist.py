@@ -69,7 +69,7 @@ class CheckpointPlan:
         tensors: dict[str, TensorStorageMetadata] = {}
         indexed: dict[MetadataIndex, _StorageInfo] = {}
         for entry, stored in self.storage.items():
-            key, shape = entry.row.key, _block_shape(entry)
+            key, shape = entry.key, _block_shape(entry)
             whole = TensorStorageMetadata(TensorProperties(dtype=self.dtype), torch.Size(entry.stored_shape), [])
             offsets = torch.Size([*entry.leading, *(0 for _ in shape[len(entry.leading) :])])
             tensors.setdefault(key, whole).chunks.append(ChunkStorageMetadata(offsets, torch.Size(shape)))
