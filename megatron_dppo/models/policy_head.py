@@ -1,8 +1,8 @@
 """From hidden states to log-probabilities without the logits: in chunks, vocabulary-parallel, recomputed for gradients.
 
-An fp32 ``[tokens, vocabulary]`` tensor is the largest of a training step: 5 GB for 8,192 tokens of Qwen3's vocabulary,
-and several of them. Here it never exists. Logits live in one buffer of a set size, a chunk of positions at a time, in
-the forward pass and again in the backward pass.
+An fp32 ``[tokens, vocabulary]`` tensor takes 5 GB for 8,192 tokens of Qwen3's vocabulary, and a training step would
+hold several of them. Here none is made. The logits of a chunk of positions at a time are computed in a buffer of a set
+size, in the forward pass and again in the backward pass.
 
 With logits z over the whole vocabulary, temperature τ, p = softmax(z/τ) and target t:
 
