@@ -270,9 +270,9 @@ class Actor(Policy):
 
     def _total(self, outputs: list[Sums]) -> dict[str, float]:
         """Sums over packs and replicas, in one order on every rank, so that metrics repeat bit by bit."""
-        speaks = self.world.last_stage and self.world.tp_rank == 0 and self.world.cp_rank == 0
+        has_sums = self.world.last_stage and self.world.tp_rank == 0 and self.world.cp_rank == 0
         mine: dict[str, float] = {}
-        if speaks and outputs:
+        if has_sums and outputs:
             # All in one tensor: each read of one by itself would wait for the device.
             values = torch.stack([part.double() for output in outputs for part in output.values()]).tolist()
             for name, value in zip((name for output in outputs for name in output), values, strict=True):

@@ -43,8 +43,8 @@ def prune_metrics(
     - ``noise_share_prompts``, ``noise_share_completions``: the shares of prompt and completion pruning in the
       gradient's noise, see ``Noise``. The rest is the share of sampling.
 
-    The last three are left out if the rule of either level is biased, since the error of a biased rule is more than its
-    variance. A biased rule for completions is recognised by its weights.
+    The last three are left out if the rule of either level is biased: its error is its bias as well as its variance.
+    A biased rule for completions is recognised by its weights.
 
     Args:
         window: N, the prompts that the step considered.

@@ -37,7 +37,7 @@ class Pruned:
     weights of its own in place of 1/π."""
     kept: Bools
     zero_advantage: Bools
-    """A = 0 and no KL term: the gradient is exactly 0. No rule trains on these, so they are no saving of the rule's."""
+    """A = 0 and no KL term: the gradient is exactly 0. No rule trains on these, and none is said to save them."""
     normaliser: float
     """Z"""
 
