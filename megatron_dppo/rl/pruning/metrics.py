@@ -149,8 +149,8 @@ def _term_norm(part: StepMetadata, pruned: Pruned) -> Floats:
 
 def _weighted_by_inclusion(part: StepMetadata, pruned: Pruned) -> bool:
     """Whether every completion with an advantage may be kept, and then has the weight 1/(π_prompt·π)."""
-    teaches = pruned.advantage != 0.0
-    back = (pruned.weight * pruned.inclusion * part.prompt_inclusion[:, None])[teaches]
+    has_advantage = pruned.advantage != 0.0
+    back = (pruned.weight * pruned.inclusion * part.prompt_inclusion[:, None])[has_advantage]
     return bool(np.allclose(back, 1.0))
 
 
@@ -169,18 +169,18 @@ def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
     inclusion = np.concatenate([pruned.inclusion for _, pruned in parts])
     kept = np.concatenate([pruned.kept for _, pruned in parts])
     zero_advantage = np.concatenate([pruned.zero_advantage for _, pruned in parts])
-    teaches = advantage != 0.0
+    has_advantage = advantage != 0.0
 
     def total(which: Bools) -> tuple[int, int]:
         return int(which.sum()), int(tokens[which].sum())
 
     def table(x: Floats, y: Floats) -> tuple[Cell, ...]:
-        return _table(x[teaches], y[teaches], inclusion[teaches], kept[teaches])
+        return _table(x[has_advantage], y[has_advantage], inclusion[has_advantage], kept[has_advantage])
 
     low, high = rewards.min(axis=1, keepdims=True), rewards.max(axis=1, keepdims=True)
     side = np.sign(advantage)
     better = np.broadcast_to((side > 0.0).sum(axis=1, keepdims=True) / max(side.shape[1], 1), side.shape)
-    typical = float(np.median(score[teaches])) if teaches.any() else 1.0
+    typical = float(np.median(score[has_advantage])) if has_advantage.any() else 1.0
     octaves = np.clip(_log2(score / (typical or 1.0)), -WIDEST_SCORE, WIDEST_SCORE)
     return Census(
         kept=total(kept),
