@@ -80,7 +80,12 @@ def weight_stream(
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An entry of the mapping in a bucket."""
+    """An entry of the mapping in a bucket.
+
+        Item(entry, stage=1, shard=(96, 64))
+
+    is sent by both ranks of stage 1, if tp is 2 and the whole parameter is [192, 64].
+    """
 
     entry: Entry
     stage: int

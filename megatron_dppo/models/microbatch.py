@@ -61,7 +61,12 @@ class DeviceArrays:
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """A pack's response tokens as the loss sees them: R targets, on the device of the last stage."""
+    """A pack's response tokens as the loss sees them: R targets, on the device of the last stage.
+
+        Responses(pack, arrays, logprobs=[-0.7, -0.3], entropy=[0.9, 0.5])
+
+    are two tokens, whose advantages are ``arrays.advantage``. The lists stand for tensors.
+    """
 
     pack: Pack
     arrays: DeviceArrays

@@ -29,7 +29,12 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 class HeadOutput(NamedTuple):
-    """What the policy says of R response tokens, in fp32. Only ``logprobs`` carries a gradient."""
+    """What the policy says of R response tokens, in fp32. Only ``logprobs`` carries a gradient.
+
+        HeadOutput(logprobs=[-0.69], entropy=[0.69], score_norm=[0.71])
+
+    is of one token, where two tokens of the vocabulary had probability 0.5 each. The lists stand for tensors.
+    """
 
     logprobs: torch.Tensor
     """[R]"""

@@ -84,7 +84,7 @@ def plan_step(
         metrics=prune_metrics(metadata.window, parts, biased_prompts=biased)
         | {"prune/discarded_groups": float(len(discarded))}
         | pack_metrics(packings),
-        notes=(*notes(metadata, config, objective, minibatches), *missing_groups(len(usable), config, step)),
+        notes=tuple(notes(metadata, config, objective, minibatches, usable=len(usable), step=step)),
         census=census(parts),
     )
 
@@ -153,9 +153,15 @@ def training_samples(part: StepMetadata, groups: Ints, pruned: Pruned) -> Traini
 
 
 def notes(
-    metadata: StepMetadata, config: Config, objective: Objective, minibatches: Sequence[MinibatchPlan]
+    metadata: StepMetadata,
+    config: Config,
+    objective: Objective,
+    minibatches: Sequence[MinibatchPlan],
+    *,
+    usable: int,
+    step: int,
 ) -> Iterator[str]:
-    """The sentences that the log has beside its numbers."""
+    """The sentences that the log has beside its numbers. ``usable`` groups of the step could be trained on."""
     pruning = config.pruning
     for level, rule, biased in (
         ("prompts", pruning.prompts.rule, PROMPT_RULES[pruning.prompts.rule].biased),
@@ -175,14 +181,10 @@ def notes(
         if minibatch.capacity == 0:
             which = f" of minibatch {number} of {len(minibatches)}" if len(minibatches) > 1 else ""
             yield f"nothing{which} was kept: no optimizer step"
-
-
-def missing_groups(found: int, config: Config, step: int) -> Iterator[str]:
-    """A sentence for the log of a step whose rounds of rollouts did not find enough groups of mixed reward."""
-    if in_rounds(config.pruning) and found < window_size(config, step):
+    if in_rounds(pruning) and usable < window_size(config, step):
         yield (
             "a step trains on fewer groups than its window has prompts: no more of mixed reward were found in "
-            f"pruning.max_rounds = {config.pruning.max_rounds} rounds, or in the whole pool"
+            f"pruning.max_rounds = {pruning.max_rounds} rounds, or in the whole pool"
         )
 
 
