@@ -208,19 +208,8 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
 
 
 def _qwen3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False) -> PolicyShape:
-    return PolicyShape(
-        num_layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=128,
-        ffn=ffn,
-        vocab_size=151936,
-        tied=tied,
-        rope_theta=1e6,
-        rms_eps=1e-6,
-        max_positions=40960,
-    )
+    sizes = layers, hidden, heads, kv_heads, 128, ffn, 151936
+    return PolicyShape(*sizes, tied, rope_theta=1e6, rms_eps=1e-6, max_positions=40960)
 
 
 PUBLISHED = {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_dppo.rl.pruning.minibatch import Pruned
 from megatron_dppo.rl.types import Bools, Cell, Census, Floats, StepMetadata
@@ -52,11 +54,9 @@ def prune_metrics(
         biased_prompts: whether the rule for prompts is biased.
     """
     prompts = sum(len(part.prompt_ids) for part, _ in parts)
-    kept = np.concatenate([pruned.kept.ravel() for _, pruned in parts])
-    zero_advantage = np.concatenate([pruned.zero_advantage.ravel() for _, pruned in parts])
-    advantage = np.concatenate([pruned.advantage.ravel() for _, pruned in parts])
-    tokens = np.concatenate([part.tokens.ravel() for part, _ in parts])
-    weight = np.concatenate([pruned.weight.ravel() for _, pruned in parts])[kept]
+    tokens = np.concatenate([part.tokens for part, _ in parts])
+    kept, zero_advantage, advantage, weight = _of_all(parts, "kept", "zero_advantage", "advantage", "weight")
+    weight = weight[kept]
     metrics = {
         "prune/kept_prompt_fraction": prompts / window if window else 0.0,
         "prune/kept_completion_fraction": float(kept.mean()) if kept.size else 0.0,
@@ -79,6 +79,11 @@ def prune_metrics(
             "prune/noise_share_completions": noise.completions / noise.total if noise.total > 0.0 else 0.0,
         }
     return metrics
+
+
+def _of_all(parts: Sequence[tuple[StepMetadata, Pruned]], *names: str) -> list[NDArray[Any]]:
+    """Arrays of all draws: of each name one [Q, G], over the groups of all parts."""
+    return [np.concatenate([getattr(pruned, name) for _, pruned in parts]) for name in names]
 
 
 def left_out(part: StepMetadata) -> Pruned:
@@ -161,14 +166,10 @@ def _tokens_not_rolled_out(part: StepMetadata) -> float:
 
 def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
     """Count a step's completions: of all its minibatches, and of the groups that were ``left_out``."""
-    rewards = np.concatenate([part.rewards for part, _ in parts])
-    tokens = np.concatenate([part.tokens for part, _ in parts])
+    rewards, tokens = (np.concatenate([getattr(part, name) for part, _ in parts]) for name in ("rewards", "tokens"))
     lengths = np.concatenate([part.response_lengths for part, _ in parts]).astype(np.float64)
     score = np.concatenate([_term_norm(part, pruned) / part.prompt_inclusion[:, None] for part, pruned in parts])
-    advantage = np.concatenate([pruned.advantage for _, pruned in parts])
-    inclusion = np.concatenate([pruned.inclusion for _, pruned in parts])
-    kept = np.concatenate([pruned.kept for _, pruned in parts])
-    zero_advantage = np.concatenate([pruned.zero_advantage for _, pruned in parts])
+    kept, zero_advantage, advantage, inclusion = _of_all(parts, "kept", "zero_advantage", "advantage", "inclusion")
     has_advantage = advantage != 0.0
 
     def total(which: Bools) -> tuple[int, int]:
