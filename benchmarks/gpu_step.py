@@ -68,8 +68,7 @@ from megatron_dppo.estimate.memory import actor_memory
 from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.models.actor import Actor, Microbatch, Sums
 from megatron_dppo.models.policy import DTYPES, PolicyModel
-from megatron_dppo.models.published import PUBLISHED
-from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 from megatron_dppo.parallel.layout import capacity_multiple
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rl.objectives import objective_for

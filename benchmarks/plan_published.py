@@ -16,8 +16,7 @@ from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import server_memory
 from megatron_dppo.estimate.time import StepTime, step_time
 from megatron_dppo.estimate.workload import Setup, place, without_pruning
-from megatron_dppo.models.published import PUBLISHED
-from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 from megatron_dppo.settings import load_config
 
 TRAINING = ("old log-probabilities", "reference log-probabilities", "training", "pipeline bubble", "gradient reduction")

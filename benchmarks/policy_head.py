@@ -33,7 +33,7 @@ import psutil
 import torch
 
 from megatron_dppo.config import HEAD_CHUNK_MIB
-from megatron_dppo.models import logit_passes, policy_head
+from megatron_dppo.models import policy_head, policy_head_torch
 from megatron_dppo.models.policy_head import score_responses
 
 MIB = 1 << 20
@@ -122,7 +122,7 @@ def chunked(sizes: Sizes) -> Head:
 
 def with_operators(sizes: Sizes) -> Head:
     """On a GPU, without the kernels, in all of this process."""
-    mock.patch.object(policy_head, "_passes", lambda on_cuda: logit_passes).start()
+    mock.patch.object(policy_head, "_passes", lambda on_cuda: policy_head_torch).start()
     return chunked(sizes)
 
 

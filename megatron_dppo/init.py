@@ -18,8 +18,7 @@ from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, Safetensors
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.data.vocabulary import END_OF_TEXT, TURN_END, character_tokenizer, train_bpe, write_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.published import PUBLISHED
-from megatron_dppo.models.shape import ARCHITECTURES, PolicyShape
+from megatron_dppo.models.shape import ARCHITECTURES, PUBLISHED, PolicyShape
 from megatron_dppo.process.files import check_replaceable, replacing_directory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -54,8 +53,7 @@ def write_model(
 ) -> int:
     """Write a randomly initialised Qwen3: configuration, weights, tokenizer, chat template.
 
-    The directory appears whole or not at all, and one tensor is in memory at a time. Weights are a function of the seed
-    and the sizes, whatever the shards.
+    The directory appears whole or not at all. One tensor is in memory at a time. Seed and sizes decide the weights.
 
     Args:
         out: the directory to make.
@@ -63,10 +61,8 @@ def write_model(
         experts, experts_per_token: of a Qwen3-MoE, each expert of width ``ffn``; 0: a dense model.
         vocab_size: rows of the embedding; None: as many as the tokenizer needs (a published shape: its own).
             With the ``bpe`` tokenizer, also the size that is trained.
-        tokenizer: characters for sums, or a byte-level BPE trained on ``corpus``.
-        corpus: JSONL or parquet file whose strings train the BPE.
-        dtype: type of the weights in the files.
-        std: standard deviation of the initial matrices.
+        tokenizer, corpus: characters for sums, or a byte-level BPE trained on a JSONL or parquet file's strings.
+        dtype, std: type of the weights in the files, and standard deviation of the initial matrices.
         shape: a published model's name (``qwen3-4b``; ``4b`` will do).
         overwrite: replace a model directory that stands there.
 
@@ -74,30 +70,23 @@ def write_model(
         The number of parameters.
 
     Raises:
-        UserError: for sizes that make no model, a corpus that is missing, a target that exists, a full disk.
+        UserError: for sizes that make no model, a missing corpus, a target that exists, a full disk.
     """
+    size = PolicyShape(layers, hidden, heads, kv_heads, head_dim, ffn, 0, tie, ROPE_THETA, RMS_EPS, MAX_POSITIONS)
     if shape:
         size = _published(shape)
-    else:
-        sizes = layers, hidden, heads, kv_heads, head_dim, ffn
-        size = PolicyShape(*sizes, 0, tie, ROPE_THETA, RMS_EPS, MAX_POSITIONS)
-        size = size.with_experts(experts, per_token=experts_per_token) if experts else size
+    elif experts:
+        size = size.with_experts(experts, per_token=experts_per_token)
     _check(size, std)
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise UserError("out", out, "exists", "Give another directory, or --overwrite")
     vocabulary = character_tokenizer() if tokenizer == "arithmetic" else _train(corpus, vocab_size)
-    tokens = vocabulary.get_vocab_size()
-    rows = vocab_size or size.vocab_size or tokens
-    if rows < tokens:
-        raise UserError("--vocab-size", rows, f"is less than the tokenizer's {tokens} tokens", f"Give {tokens} or more")
-    size = replace(size, vocab_size=rows)
+    size = replace(size, vocab_size=_rows(vocab_size or size.vocab_size, vocabulary.get_vocab_size()))
     plan = plan_files(size, max_shard_bytes, DTYPES[dtype])
     check_replaceable(out, plan.total_bytes, "out", mark="config.json", what="model directory", files=MODEL_FILES)
-    ends = _id(vocabulary, TURN_END), _id(vocabulary, END_OF_TEXT)
     with _disk(out), replacing_directory(out) as folder:
         write_tokenizer(vocabulary, folder, max_tokens=MAX_POSITIONS)
-        _write_json(folder / "config.json", _config(size, DTYPES[dtype], std, ends))
-        _write_json(folder / "generation_config.json", {"eos_token_id": ends[0], "pad_token_id": ends[1]})
+        _write_config(folder, size, plan.dtype, std, vocabulary)
         _write_weights(folder, plan, seed=seed, std=std)
     return parameters(size)
 
@@ -146,6 +135,14 @@ def _published(shape: str) -> PolicyShape:
     return PUBLISHED[name]
 
 
+def _rows(wanted: int, tokens: int) -> int:
+    """Rows of the embedding, for a tokenizer with so many tokens; 0: as many as it has."""
+    if wanted and wanted < tokens:
+        problem = f"is less than the tokenizer's {tokens} tokens"
+        raise UserError("--vocab-size", wanted, problem, f"Give {tokens} or more")
+    return wanted or tokens
+
+
 def _check(size: PolicyShape, std: float) -> None:
     sizes = {
         "--hidden": size.hidden,
@@ -184,7 +181,8 @@ def _train(corpus: Path | None, vocab_size: int | None) -> Any:
     return train_bpe(corpus, vocab_size or DEFAULT_BPE_VOCABULARY)
 
 
-def _config(size: PolicyShape, dtype: torch.dtype, std: float, ends: tuple[int, int]) -> dict[str, Any]:
+def _write_config(folder: Path, size: PolicyShape, dtype: torch.dtype, std: float, vocabulary: Tokenizer) -> None:
+    ends = {"eos_token_id": _id(vocabulary, TURN_END), "pad_token_id": _id(vocabulary, END_OF_TEXT)}
     experts = {
         "num_experts": size.experts,
         "num_experts_per_tok": size.experts_per_token,
@@ -193,7 +191,7 @@ def _config(size: PolicyShape, dtype: torch.dtype, std: float, ends: tuple[int, 
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-    return {
+    config = {
         "architectures": [size.architecture],
         "model_type": ARCHITECTURES[size.architecture],
         "vocab_size": size.vocab_size,
@@ -216,10 +214,11 @@ def _config(size: PolicyShape, dtype: torch.dtype, std: float, ends: tuple[int, 
         "use_sliding_window": False,
         "sliding_window": None,
         "use_cache": True,
-        "eos_token_id": ends[0],
-        "pad_token_id": ends[1],
+        **ends,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    for name, content in (("config.json", config), ("generation_config.json", ends)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_weights(folder: Path, plan: FilePlan, *, seed: int, std: float) -> None:
@@ -229,7 +228,3 @@ def _write_weights(folder: Path, plan: FilePlan, *, seed: int, std: float) -> No
         for name, size in plan.tensors.items():
             norm = len(size) == 1
             writer.write(name, torch.ones(size) if norm else torch.empty(size).normal_(0.0, std, generator=generator))
-
-
-def _write_json(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -98,7 +98,7 @@ def _row(answer: WorkedAnswer, tokens: int) -> TrainingSample:
 
 
 def _negative_log_likelihood(responses: Responses) -> tuple[torch.Tensor, Sums]:
-    loss = -(responses.logprobs * responses.scale).sum()
+    loss = -(responses.logprobs * responses.arrays.scale).sum()
     return loss, {"train/loss": loss.detach(), "entropy": responses.entropy.sum()}
 
 

@@ -12,8 +12,7 @@ from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import shape_of
 from megatron_dppo.estimate.plan import make_plan
 from megatron_dppo.evaluation.benchmarks import BENCHMARKS
-from megatron_dppo.models.published import PUBLISHED
-from megatron_dppo.models.shape import check_layout
+from megatron_dppo.models.shape import PUBLISHED, check_layout
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.preflight import check_config, preflight
 from tests.policies import write_policy

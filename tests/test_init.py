@@ -17,7 +17,7 @@ from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.data.vocabulary import SUM_CHARACTERS
 from megatron_dppo.errors import UserError
 from megatron_dppo.init import add_init_arguments, init_from_arguments, write_model
-from megatron_dppo.models.published import PUBLISHED
+from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.process import files
 
 TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}

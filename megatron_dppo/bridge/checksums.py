@@ -64,9 +64,7 @@ class BlockWriter:
         return start, self._end - start
 
     def close(self, *, durable: bool = False) -> None:
-        """Args:
-        durable: whether to wait until the disk itself has it.
-        """
+        """Close the file; with ``durable`` only after the disk itself has it."""
         with self._file:
             self._file.flush()
             if durable:

@@ -1,8 +1,8 @@
 """Matrices read from rectangles of them that lie in files, a few rows at a time.
 
-A conversion is nothing else: a Hugging Face tensor is a rectangle of its file, and so is what one rank wrote of a
-parameter. Whatever the size of a matrix, one buffer of rows is all that is in memory. A vector is a matrix of one
-column.
+A conversion reads such matrices and writes them elsewhere. A Hugging Face tensor is a rectangle of its file, and so is
+what one rank wrote of a parameter. Only one buffer of rows is in memory, whatever the size of a matrix. A vector is a
+matrix of one column.
 """
 
 from __future__ import annotations

@@ -100,13 +100,8 @@ def stored_chunks(stored: Mapping[str, StoredTensor]) -> dict[str, Chunk]:
 def in_threads(work: Callable[[T], None], items: Iterable[T], workers: int) -> None:
     """Call ``work`` for every item, in as many threads; the first exception ends it and is raised."""
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        calls = [pool.submit(work, item) for item in items]
-        try:
-            for call in calls:
-                call.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for _ in pool.map(work, items):  # which cancels the calls that are left where one raises
+            pass
 
 
 MEMORY = 1.9

@@ -1,7 +1,7 @@
 """A Hugging Face model directory as it is written: safetensors files, their index, configuration and tokenizer.
 
-Where each tensor goes follows from the policy's shape and type alone, so tensors may be written in any order, and the
-files are the same whoever writes them.
+Where each tensor goes follows from the policy's shape and type alone. Tensors may therefore be written in any order,
+and the files do not depend on who writes them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """Which file each tensor goes to, and where in it."""
+    """Which file each tensor goes to, and where in it.
+
+        FilePlan(torch.bfloat16, {"model.norm.weight": (64,)}, {"model.safetensors": ["model.norm.weight"]})
+
+    writes 128 bytes of weights, behind the header of the only file.
+    """
 
     dtype: torch.dtype
     tensors: Mapping[str, tuple[int, ...]]

@@ -29,7 +29,7 @@ REPLICATED, COLUMN, ROW, VOCABULARY, QKV = Split
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class ParameterMapping:
     """One line of a table. In its names ``{layer}`` is counted over all stages, ``{expert}`` over all ranks."""
 
     split: Split
@@ -38,7 +38,7 @@ class Row:
     tensors: tuple[str, ...]
     """Hugging Face's names, in the order of stacking."""
     is_copy: bool = False
-    """Whether another row has these tensors too. Such a parameter is loaded, and never streamed."""
+    """Whether another mapping has these tensors too. Such a parameter is loaded, and never streamed."""
 
     @property
     def key(self) -> str:
@@ -54,10 +54,10 @@ class Row:
         return "{expert}" in self.tensors[0]
 
 
-def _layer(split: Split, megatron: str, *tensors: str) -> Row:
-    """A row of every layer. Where layer specifications name the parameter differently, ``|`` is between the names."""
+def _layer(split: Split, megatron: str, *tensors: str) -> ParameterMapping:
+    """A parameter of every layer. Where layer specifications differ in its name, ``|`` is between the names."""
     names = tuple("decoder.layers.{layer}." + name for name in megatron.split(" | "))
-    return Row(split, names, tuple("model.layers.{layer}." + name for name in tensors))
+    return ParameterMapping(split, names, tuple("model.layers.{layer}." + name for name in tensors))
 
 
 _INPUT_NORM = "input_layernorm.weight | self_attention.linear_qkv.layer_norm_weight"
@@ -88,17 +88,17 @@ _EXPERTS = (
     _layer(ROW, _EXPERT_FC2, _EXPERT + "down_proj.weight"),
 )
 
-TABLES: Mapping[str, tuple[Row, ...]] = {
+TABLES: Mapping[str, tuple[ParameterMapping, ...]] = {
     "Qwen3ForCausalLM": (*_ATTENTION, *_QK_NORMS, *_MLP),
     "Qwen3MoeForCausalLM": (*_ATTENTION, *_QK_NORMS, *_EXPERTS),
     "Qwen2ForCausalLM": (*_ATTENTION, _QKV_BIAS, *_MLP),
 }
-"""The rows of a layer, by the architecture that config.json names."""
+"""The mappings of a layer, by the architecture that config.json names."""
 
-EMBEDDING = Row(VOCABULARY, ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",))
-FINAL_NORM = Row(REPLICATED, ("decoder.final_layernorm.weight",), ("model.norm.weight",))
-UNTIED_OUTPUT = Row(VOCABULARY, ("output_layer.weight",), ("lm_head.weight",))
-TIED_OUTPUT = Row(VOCABULARY, ("output_layer.weight",), ("model.embed_tokens.weight",), is_copy=True)
+EMBEDDING = ParameterMapping(VOCABULARY, ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",))
+FINAL_NORM = ParameterMapping(REPLICATED, ("decoder.final_layernorm.weight",), ("model.norm.weight",))
+UNTIED_OUTPUT = ParameterMapping(VOCABULARY, ("output_layer.weight",), ("lm_head.weight",))
+TIED_OUTPUT = ParameterMapping(VOCABULARY, ("output_layer.weight",), ("model.embed_tokens.weight",), is_copy=True)
 """With tied embeddings the output layer has no weight of its own, unless it is on another stage than the embedding."""
 
 _DIMENSIONS = {
@@ -123,6 +123,10 @@ class Slice:
     """Rows (axis 0) or columns (axis 1) ``start`` to ``stop`` of one Hugging Face tensor; the axis is its entry's.
 
     Without a ``name``, zeros: tokens that only the padded vocabulary has.
+
+        Slice("model.layers.0.self_attn.o_proj.weight", 96, 192)
+
+    is the half of the columns that rank 1 of 2 holds of a [192, 192] matrix.
     """
 
     name: str | None
@@ -136,9 +140,14 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row of the table for one layer (and expert) of one policy: a parameter, and the tensors it is made of."""
+    """A mapping of the table for one layer (and expert) of one policy: a parameter, and the tensors it is made of.
 
-    row: Row
+        Entry(TABLES["Qwen3ForCausalLM"][2], shape, layer=5)
+
+    is ``decoder.layers.5.self_attention.linear_proj.weight``, made of ``model.layers.5.self_attn.o_proj.weight``.
+    """
+
+    mapping: ParameterMapping
     shape: PolicyShape
     layer: int | None = None
     """Counted over all stages; None outside the layers."""
@@ -148,12 +157,17 @@ class Entry:
     @property
     def megatron(self) -> tuple[str, ...]:
         """The parameter's possible names."""
-        return tuple(self._numbered(name) for name in self.row.megatron)
+        return tuple(self._numbered(name) for name in self.mapping.megatron)
+
+    @property
+    def key(self) -> str:
+        """The parameter's name in Megatron's distributed format."""
+        return self.mapping.key
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the Hugging Face tensors, by name."""
-        return {self._numbered(name): _tensor_shape(self.shape, name) for name in self.row.tensors}
+        return {self._numbered(name): _tensor_shape(self.shape, name) for name in self.mapping.tensors}
 
     @property
     def elements(self) -> int:
@@ -173,7 +187,7 @@ class Entry:
     @property
     def axis(self) -> int:
         """The dimension along which tensors are cut and slices are put together."""
-        return 1 if self.row.split is ROW else 0
+        return 1 if self.mapping.split is ROW else 0
 
     def shard_shape(self, tp: int) -> tuple[int, ...]:
         """Shape of the parameter on each of ``tp`` ranks."""
@@ -188,7 +202,7 @@ class Entry:
             ValueError: if ``tp`` does not divide what is split.
         """
         extents = {name: shape[self.axis] for name, shape in self.tensors.items()}
-        match self.row.split:
+        match self.mapping.split:
             case Split.REPLICATED:
                 return tuple(Slice(name, 0, extent) for name, extent in extents.items())
             case Split.COLUMN | Split.ROW:
@@ -221,11 +235,11 @@ def entries(shape: PolicyShape, stage: int = 0, stages: int = 1) -> Iterator[Ent
     first, last = stage == 0, stage == stages - 1
     if first:
         yield Entry(EMBEDDING, shape)
-    rows = TABLES[shape.architecture]
+    mappings = TABLES[shape.architecture]
     for layer in range(*_part(shape.num_layers, stage, stages, "layers")):
-        yield from (Entry(row, shape, layer) for row in rows if not row.of_expert)
+        yield from (Entry(mapping, shape, layer) for mapping in mappings if not mapping.of_expert)
         for expert in range(shape.experts):
-            yield from (Entry(row, shape, layer, expert) for row in rows if row.of_expert)
+            yield from (Entry(mapping, shape, layer, expert) for mapping in mappings if mapping.of_expert)
     if last:
         yield Entry(FINAL_NORM, shape)
     if last and not shape.tied:

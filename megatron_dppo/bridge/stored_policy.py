@@ -171,7 +171,7 @@ class StoredPolicy:
     @property
     def dtype(self) -> torch.dtype:
         """The type that holds every stored weight."""
-        dtypes = {self._tensors[entry.row.key].properties.dtype for entry in self.parameters}
+        dtypes = {self._tensors[entry.key].properties.dtype for entry in self.parameters}
         return reduce(torch.promote_types, dtypes)
 
     def check(self, *, share: int = 0, of: int = 1) -> None:
@@ -183,7 +183,7 @@ class StoredPolicy:
         Raises:
             UserError: naming the first file that is damaged.
         """
-        stored = [(entry.row.key, block) for entry, blocks in self.parameters.items() for block in blocks]
+        stored = [(entry.key, block) for entry, blocks in self.parameters.items() for block in blocks]
         with refusing_damage(self._folder, self._setting):
             for key, block in stored[share::of]:
                 self._check_block(key, block)
@@ -194,7 +194,7 @@ class StoredPolicy:
         Raises:
             UserError: if a file is damaged there.
         """
-        key, leading = entry.row.key, len(entry.leading)
+        key, leading = entry.key, len(entry.leading)
         try:
             chunks = [self._chunk(key, block, leading) for block in self.parameters[entry]]
         except DamagedError as error:
@@ -237,7 +237,7 @@ class StoredPolicy:
 
     def _find(self, shape: PolicyShape) -> dict[Entry, Blocks]:
         wanted = list(entries(shape))
-        keys = {entry.row.key: len(entry.leading) for entry in wanted}
+        keys = {entry.key: len(entry.leading) for entry in wanted}
         roots = {key.partition(".")[0] for key in (*keys, UNTIED_OUTPUT.key)}  # beside these are an optimizer's
         unexpected = [key for key in self._tensors if key.partition(".")[0] in roots and key not in keys]
         if missing := [key for key in keys if key not in self._tensors]:
@@ -249,20 +249,20 @@ class StoredPolicy:
         for key, leading in keys.items():
             for block in self._tensors[key].chunks:
                 blocks.setdefault((key, tuple(block.offsets[:leading])), []).append(block)
-        found: dict[Entry, Blocks] = {entry: blocks.get((entry.row.key, entry.leading), []) for entry in wanted}
+        found: dict[Entry, Blocks] = {entry: blocks.get((entry.key, entry.leading), []) for entry in wanted}
         for entry, of_entry in found.items():
-            self._check_parameter(entry, tuple(self._tensors[entry.row.key].size), of_entry)
+            self._check_parameter(entry, tuple(self._tensors[entry.key].size), of_entry)
         return found
 
     def _check_parameter(self, entry: Entry, stored: tuple[int, ...], blocks: Blocks) -> None:
         expected = list(entry.stored_shape)
-        if entry.row.split is Split.VOCABULARY and stored[:1] >= (entry.shape.vocab_size,):
+        if entry.mapping.split is Split.VOCABULARY and stored[:1] >= (entry.shape.vocab_size,):
             expected[0] = stored[0]  # the padding depends on who wrote it
         if stored != tuple(expected):
-            raise self._other_policy(f"{entry.row.key} has shape {list(stored)}, but config.json makes it {expected}")
+            raise self._other_policy(f"{entry.key} has shape {list(stored)}, but config.json makes it {expected}")
         if sum(prod(block.sizes) for block in blocks) != prod(expected[len(entry.leading) :]):
             layer = f" of layer {entry.layer}" if entry.leading else ""
-            raise self._unreadable(f"{entry.row.key}{layer} is there in part only", "Fetch the checkpoint again")
+            raise self._unreadable(f"{entry.key}{layer} is there in part only", "Fetch the checkpoint again")
 
     def _other_policy(self, problem: str) -> UserError:
         return self._unreadable(problem, "Give the config.json of the policy that it was written of")

@@ -80,7 +80,12 @@ def weight_stream(
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An entry of the mapping in a bucket."""
+    """An entry of the mapping in a bucket.
+
+        Item(entry, stage=1, shard=(96, 64))
+
+    is sent by both ranks of stage 1, if tp is 2 and the whole parameter is [192, 64].
+    """
 
     entry: Entry
     stage: int
@@ -100,7 +105,7 @@ def plan_buckets(
     room = 0
     for turn in zip_longest(*(entries(shape, stage, pp) for stage in stages)):
         for stage, entry in zip(stages, turn, strict=True):
-            if entry is None or entry.row.is_copy:
+            if entry is None or entry.mapping.is_copy:
                 continue
             size = entry.elements * dtype.itemsize
             if size > room:
@@ -223,11 +228,11 @@ class _Gathers:
     def _senders(self, item: Item) -> range:
         """The ranks whose shards make an entry: all of its stage, or the first where each has it whole."""
         first = (item.stage - self._first_stage) * self._world.tp
-        return range(first, first + (1 if item.entry.row.split is Split.REPLICATED else self._world.tp))
+        return range(first, first + (1 if item.entry.mapping.split is Split.REPLICATED else self._world.tp))
 
     def _has_whole(self, item: Item) -> bool:
         """Whether this rank has the entry whole among its parameters."""
-        whole = self._world.tp == 1 or item.entry.row.split is Split.REPLICATED
+        whole = self._world.tp == 1 or item.entry.mapping.split is Split.REPLICATED
         return item.stage == self._world.pp_rank and whole
 
     def _is_large_embedding(self, bucket: Bucket) -> bool:
@@ -237,7 +242,7 @@ class _Gathers:
         its own, they are the whole tensor already, so that it need not be in memory twice.
         """
         entry = bucket[0].entry
-        return entry.row.split is Split.VOCABULARY and entry.elements > self._most_elements
+        return entry.mapping.split is Split.VOCABULARY and entry.elements > self._most_elements
 
     def _elements_exchanged(self, bucket: Bucket) -> int:
         return sum(prod(item.shard) for items in self._exchanged(bucket).values() for item in items)

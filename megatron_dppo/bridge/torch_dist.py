@@ -1,8 +1,9 @@
 """Weights in Megatron's distributed format (``torch_dist``), written and read in one process without a process group.
 
 A checkpoint holds, under a key for each parameter, blocks of the parameter as one tensor-parallel rank would have it;
-layers and experts are leading dimensions. Blocks are cut in whatever way the layout that wrote them did, and any layout
-loads them. ``.metadata`` says where each block lies, as an archive of ``torch.save`` in a file of many.
+layers and experts are leading dimensions. The layout that wrote a checkpoint decides how its blocks are cut, and any
+layout loads them. Each block is an archive of ``torch.save``. A file holds many of them, and ``.metadata`` says where
+each one lies.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class CheckpointPlan:
         tensors: dict[str, TensorStorageMetadata] = {}
         indexed: dict[MetadataIndex, _StorageInfo] = {}
         for entry, stored in self.storage.items():
-            key, shape = entry.row.key, _block_shape(entry)
+            key, shape = entry.key, _block_shape(entry)
             whole = TensorStorageMetadata(TensorProperties(dtype=self.dtype), torch.Size(entry.stored_shape), [])
             offsets = torch.Size([*entry.leading, *(0 for _ in shape[len(entry.leading) :])])
             tensors.setdefault(key, whole).chunks.append(ChunkStorageMetadata(offsets, torch.Size(shape)))

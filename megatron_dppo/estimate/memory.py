@@ -11,8 +11,7 @@ from megatron_dppo.bridge.mapping import entries
 from megatron_dppo.config import HEAD_CHUNK_MIB, Config
 from megatron_dppo.estimate.assumptions import GIB
 from megatron_dppo.estimate.workload import Setup
-from megatron_dppo.models.published import PUBLISHED
-from megatron_dppo.models.shape import PolicyShape, padded_vocab, read_shape
+from megatron_dppo.models.shape import PUBLISHED, PolicyShape, padded_vocab, read_shape
 
 VARIANTS = ("-base", "-instruct-2507", "-thinking-2507", "-instruct", "-thinking", "-fp8")
 

@@ -27,7 +27,7 @@ from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.functions import check_labels
 from megatron_dppo.rewards.math.completion import said_answer, stated_answer
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.seeds import Purpose, sequence
+from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Prompt, Score
 from megatron_dppo.rollout.collect import Answers, Collector, Failures
 
@@ -145,7 +145,7 @@ class Evaluator:
 
     def __init__(self, config: Config, world: World, collectors: Mapping[str, Collector]) -> None:
         self._config, self._world, self._collectors = config, world, collectors
-        self._seed = int(sequence(config.run.seed, 0, Purpose.EVALUATION).generate_state(1)[0])
+        self._seed = engine_seed(config.run.seed, 0, Purpose.EVALUATION)
 
     def answer(self, problems: Sequence[Problem], *, keep: int, of_all: int) -> Answered:
         """Answer every problem ``eval.samples`` times. Collective; every rank gets the same.

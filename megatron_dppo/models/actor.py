@@ -25,11 +25,10 @@ from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
 from megatron_dppo.models.layer_specs import add_to_main_gradients
-from megatron_dppo.models.microbatch import Microbatch, Responses, place
-from megatron_dppo.models.offload import OffloadedState
+from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
+from megatron_dppo.models.optimizer_state import OffloadedState, prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.parallel.adam_state import prepare_adam_state
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Pack
 
@@ -42,7 +41,12 @@ Loss = Callable[[Responses], tuple[torch.Tensor, Sums]]
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What one optimizer step did."""
+    """What one optimizer step did.
+
+        UpdateResult(sums={"train/loss": -0.02, "tokens": 512.0}, grad_norm=0.31)
+
+    is a step on 512 tokens.
+    """
 
     sums: dict[str, float]
     """The loss's sums over all targets of the minibatch, on every rank."""
@@ -66,13 +70,13 @@ class Policy:
         return self._measure(packs, lambda responses: responses.logprobs)
 
     def score_norms(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
-        """√Σ_t ‖e_t − p_t‖² of each row of a pack, [rows]; None but on the last stage. Collective over the replica."""
+        """√Σ_t ‖e_t − p_t‖² of each sample of a pack; None but on the last stage. Collective over the replica."""
 
         def norms(responses: Responses) -> torch.Tensor:
-            rows = int(responses.pack.sample.max(initial=-1)) + 1
+            samples = int(responses.pack.sample.max(initial=-1)) + 1
             assert responses.score_norm is not None
             squares = responses.score_norm.square()
-            return squares.new_zeros(rows).index_add(0, responses.row, squares).sqrt()
+            return squares.new_zeros(samples).index_add(0, responses.arrays.sample, squares).sqrt()
 
         return self._measure(packs, norms, score_norm=True)
 
@@ -111,19 +115,19 @@ class Policy:
 
         def forward(batches: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
             batch = next(batches)
-            pack, placed = batch.pack, place(batch, device, self._share(batch.pack))
+            pack, arrays = batch.pack, to_device(batch, device, self._share(batch.pack))
             output = module(
-                placed.token_ids[None],
-                placed.position_ids[None],
-                packed_seq_params=packed_sequence(pack.cu_seqlens, pack.max_seqlen, device, there=placed.cu_seqlens),
-                predictors=placed.predictors,
-                targets=placed.targets,
-                share=placed.share,
+                arrays.token_ids[None],
+                arrays.position_ids[None],
+                packed_seq_params=packed_sequence(pack.cu_seqlens, pack.max_seqlen, device, there=arrays.cu_seqlens),
+                predictors=arrays.predictors,
+                targets=arrays.targets,
+                share=arrays.share,
                 score_norm=score_norm,
             )
 
             def reduce(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-                value, sums = loss(Responses.of(pack, placed, output))
+                value, sums = loss(Responses(pack, arrays, *output))
                 tokens = torch.zeros((), dtype=torch.int, device=device)  # nothing is divided by it
                 return value, tokens, sums
 
@@ -139,6 +143,32 @@ class Policy:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
+
+
+class Reference(Policy):
+    """The frozen policy that the loss's KL term compares with.
+
+    Between its passes its weights may wait in the host's memory.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._on_host: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def leave_device(self) -> None:
+        """Move the weights to the host, from where every later pass fetches them. Called once they are loaded."""
+        for parameter in self.module.parameters():
+            waiting = torch.empty_like(parameter, device="cpu", pin_memory=self.world.device.type == "cuda")
+            self._on_host[parameter] = parameter.data = waiting.copy_(parameter.data)
+
+    def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
+        for parameter, waiting in self._on_host.items():
+            parameter.data = waiting.to(self.world.device, non_blocking=True)
+        try:
+            return super().log_probabilities(packs)
+        finally:
+            for parameter, waiting in self._on_host.items():
+                parameter.data = waiting
 
 
 class Actor(Policy):
@@ -240,9 +270,9 @@ class Actor(Policy):
 
     def _total(self, outputs: list[Sums]) -> dict[str, float]:
         """Sums over packs and replicas, in one order on every rank, so that metrics repeat bit by bit."""
-        speaks = self.world.last_stage and self.world.tp_rank == 0 and self.world.cp_rank == 0
+        has_sums = self.world.last_stage and self.world.tp_rank == 0 and self.world.cp_rank == 0
         mine: dict[str, float] = {}
-        if speaks and outputs:
+        if has_sums and outputs:
             # All in one tensor: each read of one by itself would wait for the device.
             values = torch.stack([part.double() for output in outputs for part in output.values()]).tolist()
             for name, value in zip((name for output in outputs for name in output), values, strict=True):

@@ -1,9 +1,9 @@
 """How context-parallel ranks share a pack: every segment is cut into 2 · cp chunks, and rank r holds chunks r and
 2 · cp − 1 − r of each.
 
-Late tokens attend to more than early ones do, and so each rank has as much attention to compute. It is the order that
-Megatron's rotary positions and Transformer Engine's attention assume of packs. A segment's length is a multiple of
-2 · cp: the padding comes after its tokens, which never attend to it.
+Late tokens attend to more tokens than early ones do. A rank that holds an early and a late chunk has as much attention
+to compute as any other. Megatron's rotary positions and Transformer Engine's attention assume this order of packs.
+A segment's length is a multiple of 2 · cp. The padding comes after its tokens, which never attend to it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ def held_positions(lengths: Sequence[int], rank: int, size: int) -> torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank holds of a pack with R response tokens. Made on the host, from what the host knows of the pack."""
+    """What a rank holds of a pack with R response tokens. It is made on the host, from what the host knows of the pack.
+
+        Share(held=[0, 1, 6, 7], mine=[0, 2], predictors=[1, 2])
+
+    is rank 0 of 2 with a segment of 8 tokens and the predictors [1, 5, 6]. The lists stand for tensors.
+    """
 
     held: torch.Tensor
     """[T / size] int64, positions in the pack."""

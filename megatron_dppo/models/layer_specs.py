@@ -88,7 +88,7 @@ class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension.
 
     Megatron's wrapper of torch's refuses sequence parallelism, because it does not mark the weight: each rank of the
-    group then sees its own tokens only, and Megatron sums the gradients of the weights that are marked.
+    group then sees its own tokens only, and Megatron sums the gradients only of weights that are marked.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:

@@ -16,16 +16,23 @@ SHARE = tuple(field.name for field in fields(Share))
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """A pack, and what earlier passes said of its targets (on the last stage; None elsewhere or where not needed)."""
+    """A pack, and what earlier passes said of its targets (on the last stage; None elsewhere or where not needed).
+
+        Microbatch(pack, old_logprobs=np.array([-0.7, -0.3], np.float32))
+
+    is a pack with two targets, to which the policy gave e^−0.7 and e^−0.3 before the rollout's first update.
+    """
 
     pack: Pack
     old_logprobs: np.ndarray | None = None
+    """[R]"""
     reference_logprobs: np.ndarray | None = None
+    """[R]"""
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A microbatch's arrays on the device: T tokens of S segments, R targets."""
+class DeviceArrays:
+    """A microbatch's arrays on the device: T tokens of S segments, R targets. See :class:`Pack` for an example."""
 
     token_ids: torch.Tensor
     """[T] int64"""
@@ -37,13 +44,14 @@ class Placed:
     """[R] int64"""
     targets: torch.Tensor
     """[R] int64"""
-    row: torch.Tensor
-    """[R] int64"""
+    sample: torch.Tensor
+    """[R] int64, which of the pack's training samples a target belongs to."""
     versions: torch.Tensor
-    """[R] int64"""
+    """[R] int64, the oldest weights that made any of that sample."""
     advantage: torch.Tensor
     """[R], fp32, as are the next four."""
     scale: torch.Tensor
+    """What a token's loss is multiplied by."""
     engine_logprobs: torch.Tensor
     old_logprobs: torch.Tensor | None
     reference_logprobs: torch.Tensor | None
@@ -53,68 +61,39 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """A pack's response tokens as the loss sees them: R targets, on the device of the last stage."""
+    """A pack's response tokens as the loss sees them: R targets, on the device of the last stage.
+
+        Responses(pack, arrays, logprobs=[-0.7, -0.3], entropy=[0.9, 0.5])
+
+    are two tokens, whose advantages are ``arrays.advantage``. The lists stand for tensors.
+    """
 
     pack: Pack
+    arrays: DeviceArrays
     logprobs: torch.Tensor
     """[R], fp32, with gradient while training."""
     entropy: torch.Tensor
     """[R]"""
-    score_norm: torch.Tensor | None
+    score_norm: torch.Tensor | None = None
     """[R], the norm of the gradient of log p by the logits over the temperature; None unless it was asked for."""
-    row: torch.Tensor
-    """[R] int64, which of the pack's rows a target belongs to."""
-    versions: torch.Tensor
-    """[R] int64, the oldest weights that made any of that row."""
-    advantage: torch.Tensor
-    scale: torch.Tensor
-    """[R], fp32; what a token's loss is multiplied by."""
-    engine_logprobs: torch.Tensor
-    old_logprobs: torch.Tensor | None
-    reference_logprobs: torch.Tensor | None
-
-    @classmethod
-    def of(cls, pack: Pack, placed: Placed, scores: tuple[torch.Tensor, ...]) -> Responses:
-        """From what the policy's last stage returned for a pack: log-probability, entropy and perhaps score norm."""
-        logprobs, entropy, *score_norm = scores
-        return cls(
-            pack=pack,
-            logprobs=logprobs,
-            entropy=entropy,
-            score_norm=score_norm[0] if score_norm else None,
-            row=placed.row,
-            versions=placed.versions,
-            advantage=placed.advantage,
-            scale=placed.scale,
-            engine_logprobs=placed.engine_logprobs,
-            old_logprobs=placed.old_logprobs,
-            reference_logprobs=placed.reference_logprobs,
-        )
 
 
-def place(batch: Microbatch, device: torch.device, share: Share | None) -> Placed:
+def to_device(batch: Microbatch, device: torch.device, share: Share | None) -> DeviceArrays:
     """Copy a microbatch, and what this rank computes of it, to the device.
 
-    In one go: a copy for each array would wait for the device each time.
-
-    On CUDA the arrays leave from pinned memory, and nothing waits for them to arrive. On a CPU they are views of the
-    buffer that they are laid out in.
+    All arrays go by one copy, since each copy would wait for the device. On CUDA they leave from pinned memory, and
+    nothing waits for them to arrive. On a CPU they are views of the buffer that they are laid out in.
     """
     pack = batch.pack
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
     # Whatever takes four bytes comes after all that takes eight, so that each begins on a multiple of its size.
-    arrays: dict[str, np.ndarray[Any, Any]] = {
-        "token_ids": np.asarray(pack.token_ids, np.int64),
-        "position_ids": np.asarray(pack.position_ids, np.int64),
-        "predictors": np.asarray(pack.predictors, np.int64),
-        "targets": np.asarray(pack.targets, np.int64),
-        "row": np.asarray(pack.sample, np.int64),
-        "versions": np.asarray(pack.versions, np.int64),
-        **({f"share {name}": getattr(share, name).numpy() for name in SHARE} if share else {}),
-        "cu_seqlens": np.asarray(pack.cu_seqlens, np.int32),
-        "advantage": np.asarray(pack.advantage, np.float32),
-        "scale": np.asarray(pack.scale, np.float32),
-        "engine_logprobs": np.asarray(pack.engine_logprobs, np.float32),
-    }
+    for name in ("token_ids", "position_ids", "predictors", "targets", "sample", "versions"):
+        arrays[name] = np.asarray(getattr(pack, name), np.int64)
+    for name in SHARE if share else ():
+        arrays[f"share {name}"] = getattr(share, name).numpy()
+    arrays["cu_seqlens"] = np.asarray(pack.cu_seqlens, np.int32)
+    for name in ("advantage", "scale", "engine_logprobs"):
+        arrays[name] = np.asarray(getattr(pack, name), np.float32)
     for name in ("old_logprobs", "reference_logprobs"):
         if (values := getattr(batch, name)) is not None:
             arrays[name] = np.asarray(values, np.float32)
@@ -127,4 +106,4 @@ def place(batch: Microbatch, device: torch.device, share: Share | None) -> Place
         placed[name] = there[end - array.nbytes : end].view(torch.from_numpy(array).dtype)
     if share:
         placed["share"] = Share(*(placed.pop(f"share {name}") for name in SHARE))
-    return Placed(**placed)
+    return DeviceArrays(**placed)

@@ -30,8 +30,8 @@ from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab
 NOTHING_BETWEEN: dict[str, Any] = (
     {"pad_between_seqs": False} if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__ else {}
 )
-"""From megatron-core 0.19 on Transformer Engine can be told that segments touch; else each layer compares on the host
-where they start and end, if it is given both."""
+"""From megatron-core 0.19 on Transformer Engine can be told that no padding lies between segments. If it is not told,
+each layer compares on the host where segments start and where padded ones do, if it is given both."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -1,8 +1,8 @@
 """From hidden states to log-probabilities without the logits: in chunks, vocabulary-parallel, recomputed for gradients.
 
-An fp32 ``[tokens, vocabulary]`` tensor is the largest of a training step: 5 GB for 8,192 tokens of Qwen3's vocabulary,
-and several of them. Here it never exists. Logits live in one buffer of a set size, a chunk of positions at a time, in
-the forward pass and again in the backward pass.
+An fp32 ``[tokens, vocabulary]`` tensor takes 5 GB for 8,192 tokens of Qwen3's vocabulary, and a training step would
+hold several of them. Here none is made. The logits of a chunk of positions at a time are computed in a buffer of a set
+size, in the forward pass and again in the backward pass.
 
 With logits z over the whole vocabulary, temperature τ, p = softmax(z/τ) and target t:
 
@@ -22,14 +22,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.models import logit_passes, wide_products
+from megatron_dppo.models import policy_head_torch
 
 _LOWEST = torch.finfo(torch.float32).min
 """The largest logit of a rank that has no token of the vocabulary. Finite, so that 0 · it is 0."""
 
 
 class HeadOutput(NamedTuple):
-    """What the policy says of R response tokens, in fp32. Only ``logprobs`` carries a gradient."""
+    """What the policy says of R response tokens, in fp32. Only ``logprobs`` carries a gradient.
+
+        HeadOutput(logprobs=[-0.69], entropy=[0.69], score_norm=[0.71])
+
+    is of one token, where two tokens of the vocabulary had probability 0.5 each. The lists stand for tensors.
+    """
 
     logprobs: torch.Tensor
     """[R]"""
@@ -102,7 +107,7 @@ class _Score(torch.autograd.Function):
         passes = _passes(hidden.is_cuda)
         types = [torch.float32] * passes.BUFFERS
         for chunk, buffers in _chunks(len(targets), rows, types, chunk_mib, hidden.device):
-            wide_products.logits(hidden[chunk], weight[:rows], out=buffers[0])
+            _logits(hidden[chunk], weight[:rows], out=buffers[0])
             passes.summarise(buffers, targets[chunk], temperature, peak[chunk], sums[:, chunk])
         if group is not None and len(targets):
             _combine(peak, sums, group)
@@ -132,15 +137,15 @@ class _Score(torch.autograd.Function):
 
 def _add_gradients(ctx: Any, grad: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor | None) -> None:
     hidden, weight, targets, normaliser = ctx.saved_tensors
-    passes, vocabulary, wanted = _passes(hidden.is_cuda), weight[: ctx.rows], wide_products.slope_type(weight)
+    passes, vocabulary, wanted = _passes(hidden.is_cuda), weight[: ctx.rows], _slope_type(weight)
     types = [torch.float32] if wanted == torch.float32 else [torch.float32, wanted]
     for chunk, buffers in _chunks(len(targets), ctx.rows, types, ctx.chunk_mib, hidden.device):
         logits, slope = buffers[0], buffers[-1]
-        wide_products.logits(hidden[chunk], vocabulary, out=logits)
+        _logits(hidden[chunk], vocabulary, out=logits)
         passes.slope(logits, targets[chunk], ctx.temperature, normaliser[chunk], grad[chunk], out=slope)
-        wide_products.back_to_hidden(slope, vocabulary, out=hidden_grad[chunk])
+        _hidden_gradient(slope, vocabulary, out=hidden_grad[chunk])
         if weight_grad is not None:
-            wide_products.add_back_to_vocabulary(weight_grad[: ctx.rows], slope, hidden[chunk])
+            _add_weight_gradient(weight_grad[: ctx.rows], slope, hidden[chunk])
 
 
 def _left_to_autograd(weight: Any, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -162,10 +167,10 @@ def _left_to_autograd(weight: Any, gradient: torch.Tensor) -> torch.Tensor | Non
 def _passes(on_cuda: bool) -> ModuleType:
     """Triton's kernels on CUDA, where they are installed, else torch's operators."""
     if not on_cuda or importlib.util.find_spec("triton") is None:
-        return logit_passes
-    from megatron_dppo.models import logit_kernels
+        return policy_head_torch
+    from megatron_dppo.models import policy_head_triton
 
-    return logit_kernels
+    return policy_head_triton
 
 
 def _chunks(
@@ -192,3 +197,56 @@ def _combine(peak: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup) -
     total.mul_(factor)
     sums[3:].mul_(factor.square())
     dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
+
+
+# Three products with fp32 results, whatever the type of the weights, and without an fp32 copy of the weights. A product
+# of bf16 matrices would come out as bf16: a logit of 20 would be off by up to 0.06, and its log-probability with it.
+# CUDA's kernels can hand out the fp32 sums that they compute anyway. Elsewhere a few rows of the weights at a time are
+# converted.
+
+CONVERTED = 1 << 22
+"""Weights converted at a time: 16 MiB of fp32."""
+
+
+def _logits(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -> None:
+    """``out = hidden · vocabularyᵀ``: [c, h] and [v, h], both of one type, to [c, v] fp32."""
+    if _hands_out_fp32(vocabulary):
+        torch.mm(hidden, vocabulary.t(), out_dtype=torch.float32, out=out)
+        return
+    wide, size = hidden.float(), _rows_converted(vocabulary)
+    for part, block in zip(out.split(size, dim=1), vocabulary.split(size), strict=True):
+        torch.mm(wide, block.float().t(), out=part)
+
+
+def _slope_type(weight: torch.Tensor) -> torch.dtype:
+    """The type in which the two products below take ``slope``."""
+    return weight.dtype if _hands_out_fp32(weight) else torch.float32
+
+
+def _hidden_gradient(slope: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -> None:
+    """``out = slope · vocabulary``: [c, v] and [v, h] to [c, h] of the vocabulary's type."""
+    if _hands_out_fp32(vocabulary):
+        torch.mm(slope, vocabulary, out=out)
+        return
+    total, size = slope.new_zeros((len(slope), vocabulary.shape[1])), _rows_converted(vocabulary)
+    for part, block in zip(slope.split(size, dim=1), vocabulary.split(size), strict=True):
+        total.addmm_(part, block.float())
+    out.copy_(total)
+
+
+def _add_weight_gradient(total: torch.Tensor, slope: torch.Tensor, hidden: torch.Tensor) -> None:
+    """``total += slopeᵀ · hidden``: [c, v] and [c, h], added to [v, h] fp32 in place."""
+    if _hands_out_fp32(hidden):
+        torch.addmm(total, slope.t(), hidden, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(slope.t(), hidden.float())
+
+
+def _hands_out_fp32(operand: torch.Tensor) -> bool:
+    """Whether the kernel of a product of this type can give its result in fp32."""
+    return operand.is_cuda and operand.dtype != torch.float32
+
+
+def _rows_converted(vocabulary: torch.Tensor) -> int:
+    """Rows of [v, h] that are converted to fp32 at a time: all, if they are fp32 already."""
+    return len(vocabulary) if vocabulary.dtype == torch.float32 else max(1, CONVERTED // vocabulary.shape[1])

@@ -1,4 +1,4 @@
-"""The one journey of a step's tokens: from the rank that generated them straight to the ranks that train on them."""
+"""Sends a minibatch's tokens from the ranks that generated them to the ranks that train on them, in one all-to-all."""
 
 from __future__ import annotations
 

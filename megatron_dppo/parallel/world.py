@@ -1,7 +1,7 @@
-"""Where a rank stands, and the few exchanges of small objects that a step needs.
+"""The coordinates of a rank, and the few exchanges of small objects that a step needs.
 
-Objects travel over gloo, in a group of their own with the rollout's timeout: a slow generation must never look like a
-dead network, and NCCL never waits for one.
+Objects travel over gloo, in a group of their own that waits as long as a rollout may take. A slow generation is then
+not mistaken for a dead network, and NCCL never waits for one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The loss of each token, in torch. The plan says how token losses are weighted, divided and summed."""
+"""The loss of each token, in torch. The plan says how token losses are weighted, divided and summed.
+
+The pruning weight multiplies the finished loss of a token. Inside the minimum it would move the clip, and change the
+expectation of clipped completions.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +52,6 @@ def token_losses(
 
         ℓ = w · min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) − β KL,    ρ = exp(log p − log p_old)
 
-    An objective with one ratio for a sequence (GSPO) has ρ = exp(mean over its tokens of log p − log p_old) on each of
-    them, with the gradient of the token's own log p. Summed over a sequence that is the gradient of its ratio.
-
-    The pruning weight does not enter here. It multiplies the finished term. Inside the minimum it would move the clip,
-    and change the expectation of clipped completions.
-
     Args:
         objective: gives the clips and the kind of ratio.
         logprobs: [R], of the policy, with gradient.
@@ -66,11 +64,10 @@ def token_losses(
         tis_cap: cap of the truncated importance weight w = min(p_old / p_engine, cap), a constant to the gradient;
             None: w is 1. It corrects for an engine that samples from a slightly different distribution, or with older
             weights.
-        sample: [R], which of the pack's training samples a token belongs to, from 0. Needed for an objective with one
-            ratio per sequence.
-        samples: the number of training samples; None: it is worked out, for which the CPU waits for a GPU.
-        fresh: [R] of bool, the tokens that the engine made with the weights of ``old_logprobs``. The others differ
-            rightly, and are left out of the sums of ``MISMATCH``. None: all tokens.
+        sample: [R], which of the pack's samples a token belongs to, from 0. A ratio per sequence needs it.
+        samples: their number; None: it is worked out, for which the CPU waits for a GPU.
+        fresh: [R] of bool, the tokens that the engine made with the weights of ``old_logprobs``; None: all. The others
+            differ rightly, and are left out of the sums of ``MISMATCH``.
 
     Raises:
         ValueError: ``kl_coef`` is positive and there is no reference, or ``sample`` is needed and not given.
@@ -83,33 +80,38 @@ def token_losses(
     if tis_cap is not None:
         policy_loss = policy_loss * torch.exp(old - engine_logprobs).clamp(max=tis_cap).detach()
 
-    if reference_logprobs is not None:
-        divergence = k3(logprobs, reference_logprobs)
-    elif kl_coef > 0.0:
+    if reference_logprobs is None and kl_coef > 0.0:
         raise ValueError("kl_coef is positive, but no log-probabilities of the reference were given")
-    else:
-        divergence = torch.zeros_like(logprobs)
+    divergence = torch.zeros_like(logprobs) if reference_logprobs is None else k3(logprobs, reference_logprobs)
     loss = policy_loss + kl_coef * divergence if kl_coef > 0.0 else policy_loss
-
     with torch.no_grad():
-        mismatch = (old - engine_logprobs).abs()
-        fresh = torch.ones_like(mismatch, dtype=torch.bool) if fresh is None else fresh
         sums = {
             "train/pg_loss": policy_loss.sum(),
             "train/pg_clipfrac": (clipped < unclipped).sum(),
             "train/ppo_kl": (old - logprobs).sum(),
             "train/kl_loss": divergence.sum(),
-            "train/rollout_logprob_abs_diff": torch.where(fresh, mismatch, 0.0).sum(),
-            # e^50 is past every limit, and more would overflow.
-            "train/token_mult_prob_error": torch.where(fresh, mismatch.clamp(max=50.0).exp(), 0.0).sum(),
-            FRESH_TOKENS: fresh.sum(),
+            **_mismatch_sums((old - engine_logprobs).abs(), fresh),
         }
-    return TokenLosses(loss=loss, sums=sums)
+    return TokenLosses(loss, sums)
+
+
+def _mismatch_sums(mismatch: Tensor, fresh: Tensor | None) -> dict[str, Tensor]:
+    """The sums of ``MISMATCH``, and the number of tokens that they are over. [R] both."""
+    fresh = torch.ones_like(mismatch, dtype=torch.bool) if fresh is None else fresh
+    return {
+        "train/rollout_logprob_abs_diff": torch.where(fresh, mismatch, 0.0).sum(),
+        # e^50 is past every limit, and more would overflow.
+        "train/token_mult_prob_error": torch.where(fresh, mismatch.clamp(max=50.0).exp(), 0.0).sum(),
+        FRESH_TOKENS: fresh.sum(),
+    }
 
 
 def _sequence_ratio(logprobs: Tensor, old: Tensor, sample: Tensor | None, samples: int | None) -> Tensor:
-    """GSPO's ratio in its form for tokens (arXiv:2507.18071, equation 14): the value of the sequence, and through each
-    token's log p the gradient that the token would have by itself."""
+    """GSPO's ratio in its form for tokens (arXiv:2507.18071, equation 14).
+
+    Each token has ρ = exp(mean over its sequence of log p − log p_old), with the gradient of the token's own log p.
+    Summed over a sequence that is the gradient of its ratio.
+    """
     if sample is None:
         raise ValueError("a ratio per sequence needs to know which tokens make up a sequence")
     logprobs_now = logprobs.detach()

@@ -195,7 +195,7 @@ def _greedy(descending: list[int], capacity: int, window: int, most_packs: int) 
     """Window-based greedy packing.
 
     Of the ``window`` longest unpacked sequences, the longest that fits anywhere goes into the fullest pack that it
-    fits; if none fits, the longest opens a pack. Then the window slides. Small sequences are so left for the gaps.
+    fits; if none fits, the longest opens a pack. Then the window slides. This leaves the small sequences for the gaps.
 
     Args:
         descending: [n], slots that each sequence takes up, none above the capacity.

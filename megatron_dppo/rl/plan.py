@@ -54,10 +54,6 @@ def plan_step(
         UserError: a kept sequence is longer than ``pack.max_tokens``.
     """
     objective = objective_for(config.loss)
-    pruning = config.pruning.completions
-    keep = scheduled_keep(pruning.keep, pruning.schedule, step, config.run.steps)
-    draws = generator(config.run.seed, step, Purpose.COMPLETIONS)
-    split = generator(config.run.seed, step, Purpose.MINIBATCHES)
     pack = partial(
         pack_sequences,
         ranks=replicas,
@@ -68,14 +64,11 @@ def plan_step(
         costs=costs,
         min_per_rank=packs_wanted(config.pack.min_per_rank, pipeline),
     )
+    usable = mixed(metadata) if in_rounds(config.pruning) else np.arange(len(metadata.prompt_ids))
     parts: list[tuple[StepMetadata, Pruned]] = []
     packings: list[Packing] = []
     minibatches: list[MinibatchPlan] = []
-    usable = mixed(metadata) if in_rounds(config.pruning) else np.arange(len(metadata.prompt_ids))
-    updates = max(1, min(config.loss.updates_per_rollout, len(usable)))
-    for groups in split_groups(usable, updates, split):
-        part = take_groups(metadata, groups)
-        pruned = prune_minibatch(part, config, objective, keep=keep, rng=draws)
+    for groups, part, pruned in draw_minibatches(metadata, usable, config, objective, step):
         samples = training_samples(part, groups, pruned)
         packing = pack(samples.prompt_length + samples.response_length)
         parts.append((part, pruned))
@@ -91,9 +84,26 @@ def plan_step(
         metrics=prune_metrics(metadata.window, parts, biased_prompts=biased)
         | {"prune/discarded_groups": float(len(discarded))}
         | pack_metrics(packings),
-        notes=(*notes(metadata, config, objective, minibatches), *missing_groups(len(usable), config, step)),
+        notes=tuple(notes(metadata, config, objective, minibatches, usable=len(usable), step=step)),
         census=census(parts),
     )
+
+
+def draw_minibatches(
+    metadata: StepMetadata, usable: Ints, config: Config, objective: Objective, step: int
+) -> Iterator[tuple[Ints, StepMetadata, Pruned]]:
+    """The minibatches of a step: the indices of each one's groups in ``metadata``, their metadata, and the draw.
+
+    Args:
+        usable: indices of the groups that may be trained on.
+    """
+    pruning = config.pruning.completions
+    keep = scheduled_keep(pruning.keep, pruning.schedule, step, config.run.steps)
+    draws = generator(config.run.seed, step, Purpose.COMPLETIONS)
+    split = generator(config.run.seed, step, Purpose.MINIBATCHES)
+    for groups in split_groups(usable, max(1, min(config.loss.updates_per_rollout, len(usable))), split):
+        part = take_groups(metadata, groups)
+        yield groups, part, prune_minibatch(part, config, objective, keep=keep, rng=draws)
 
 
 def unpruned(config: Config) -> Config:
@@ -143,9 +153,15 @@ def training_samples(part: StepMetadata, groups: Ints, pruned: Pruned) -> Traini
 
 
 def notes(
-    metadata: StepMetadata, config: Config, objective: Objective, minibatches: Sequence[MinibatchPlan]
+    metadata: StepMetadata,
+    config: Config,
+    objective: Objective,
+    minibatches: Sequence[MinibatchPlan],
+    *,
+    usable: int,
+    step: int,
 ) -> Iterator[str]:
-    """The sentences that the log has beside its numbers."""
+    """The sentences that the log has beside its numbers. ``usable`` groups of the step could be trained on."""
     pruning = config.pruning
     for level, rule, biased in (
         ("prompts", pruning.prompts.rule, PROMPT_RULES[pruning.prompts.rule].biased),
@@ -165,14 +181,10 @@ def notes(
         if minibatch.capacity == 0:
             which = f" of minibatch {number} of {len(minibatches)}" if len(minibatches) > 1 else ""
             yield f"nothing{which} was kept: no optimizer step"
-
-
-def missing_groups(found: int, config: Config, step: int) -> Iterator[str]:
-    """A sentence for the log of a step whose rounds of rollouts did not find enough groups of mixed reward."""
-    if in_rounds(config.pruning) and found < window_size(config, step):
+    if in_rounds(pruning) and usable < window_size(config, step):
         yield (
             "a step trains on fewer groups than its window has prompts: no more of mixed reward were found in "
-            f"pruning.max_rounds = {config.pruning.max_rounds} rounds, or in the whole pool"
+            f"pruning.max_rounds = {pruning.max_rounds} rounds, or in the whole pool"
         )
 
 

@@ -28,15 +28,18 @@ class Purpose(IntEnum):
 
 def generator(seed: int, step: int, purpose: Purpose, again: int = 0) -> np.random.Generator:
     """The generator of one purpose at one step of a run with ``run.seed = seed``: same arguments, same draws."""
-    return np.random.default_rng(sequence(seed, step, purpose, again))
+    return np.random.default_rng(_sequence(seed, step, purpose, again))
 
 
-def sequence(seed: int, step: int, purpose: Purpose, again: int = 0) -> np.random.SeedSequence:
-    """The seed sequence of one purpose at one step.
-
-    Purpose and step are a spawn key. As entropy they could collide, since entropy is padded with zeros.
+def engine_seed(seed: int, step: int, purpose: Purpose, again: int = 0) -> int:
+    """The seed, below 2³², that an engine is given for its sampling.
 
     Args:
         again: how often the step has drawn for this purpose before.
     """
+    return int(_sequence(seed, step, purpose, again).generate_state(1)[0])
+
+
+def _sequence(seed: int, step: int, purpose: Purpose, again: int) -> np.random.SeedSequence:
+    """Purpose and step are a spawn key. As entropy they could collide, since entropy is padded with zeros."""
     return np.random.SeedSequence(entropy=seed, spawn_key=(int(purpose), step, *([again] if again else [])))

@@ -22,7 +22,7 @@ from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers
 from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
-from megatron_dppo.rl.seeds import Purpose, sequence
+from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, Score, Selection, StepMetadata
 from megatron_dppo.rollout.engine import Groups, RolloutEngine, Sampling
 
@@ -142,7 +142,7 @@ class Collector:
             [pool[int(prompt)] for prompt in selection.prompt_ids[self._mine]],
             samples=rollout.samples_per_prompt,
             temperature=rollout.temperature,
-            seed=int(sequence(self._config.run.seed, step, Purpose.SAMPLING, again).generate_state(1)[0]),
+            seed=engine_seed(self._config.run.seed, step, Purpose.SAMPLING, again),
         )
         return Begun(selection, asked)
 

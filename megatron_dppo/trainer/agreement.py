@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.pack import TrainingSample
-from megatron_dppo.rl.seeds import Purpose, sequence
+from megatron_dppo.rl.seeds import Purpose, engine_seed
 
 if TYPE_CHECKING:
     from megatron_dppo.parallel.world import World
@@ -212,7 +212,7 @@ def _answers(
         max_tokens=min(MAX_TOKENS, config.rollout.max_response_tokens),
         temperature=config.rollout.temperature,
         stop_token_ids=policy.stop_ids,
-        seed=int(sequence(config.run.seed, version, Purpose.AGREEMENT).generate_state(1)[0]),
+        seed=engine_seed(config.run.seed, version, Purpose.AGREEMENT),
     )
     return [
         Compared(

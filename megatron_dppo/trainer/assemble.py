@@ -19,9 +19,8 @@ from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import PromptPool, load_prompts
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_token_ids
 from megatron_dppo.evaluation.evaluator import Problem, held_out
-from megatron_dppo.models.actor import Actor, Policy
+from megatron_dppo.models.actor import Actor, Policy, Reference
 from megatron_dppo.models.policy import DTYPES, PolicyModel
-from megatron_dppo.models.reference import Reference
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.console import Console
 from megatron_dppo.parallel.layout import resolve_layout

@@ -52,24 +52,24 @@ class PolicyLoss:
         return scored
 
     def __call__(self, responses: Responses) -> tuple[torch.Tensor, Sums]:
-        logprobs, pack = responses.logprobs, responses.pack
+        logprobs, pack, arrays = responses.logprobs, responses.pack, responses.arrays
         if self._scored is not None:
-            start = logprobs.detach() if responses.old_logprobs is None else responses.old_logprobs
+            start = logprobs.detach() if arrays.old_logprobs is None else arrays.old_logprobs
             self._scored.append((pack, start))
         losses = token_losses(
             self._objective,
             logprobs=logprobs,
-            old_logprobs=responses.old_logprobs,
-            engine_logprobs=responses.engine_logprobs,
-            reference_logprobs=responses.reference_logprobs,
-            advantage=responses.advantage,
+            old_logprobs=arrays.old_logprobs,
+            engine_logprobs=arrays.engine_logprobs,
+            reference_logprobs=arrays.reference_logprobs,
+            advantage=arrays.advantage,
             kl_coef=self._kl_coef,
             tis_cap=self._tis_cap,
-            sample=responses.row,
+            sample=arrays.sample,
             samples=int(pack.sample.max(initial=-1)) + 1,
-            fresh=responses.versions == self._version,
+            fresh=arrays.versions == self._version,
         )
-        loss = (losses.loss * responses.scale).sum()
+        loss = (losses.loss * arrays.scale).sum()
         sums = {
             **losses.sums,
             "train/loss": loss.detach(),

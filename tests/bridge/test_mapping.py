@@ -135,7 +135,7 @@ def test_shards_are_megatrons_and_the_way_back_is_the_identity(tp: int, data: st
             name = entry.megatron[0]
             shards = [ranks[tp_rank, stage][name] for tp_rank in range(tp)]
             assert all(map(torch.equal, shards, megatron_shards(shape, policy, name, tp))), name
-            if not entry.row.is_copy:
+            if not entry.mapping.is_copy:
                 fill_tensors(entry, shards, returned)
     assert all(torch.equal(returned[name], policy[name]) for name in policy)
 
@@ -146,9 +146,9 @@ def test_shards_are_megatrons_and_the_way_back_is_the_identity(tp: int, data: st
 def test_every_tensor_has_one_home_and_tied_embeddings_a_second_one(shape: PolicyShape, pp: int, tied: bool) -> None:
     shape = replace(shape, tied=tied)
     placed = [entry for stage in range(pp) for entry in entries(shape, stage, pp)]
-    own = [name for entry in placed if not entry.row.is_copy for name in entry.tensors]
+    own = [name for entry in placed if not entry.mapping.is_copy for name in entry.tensors]
     assert sorted(own) == sorted(expected_tensors(shape))
-    copies = [entry.tensors for entry in placed if entry.row.is_copy]
+    copies = [entry.tensors for entry in placed if entry.mapping.is_copy]
     assert copies == ([{"model.embed_tokens.weight": (131, 12)}] if tied and pp > 1 else [])
     assert len({name for entry in placed for name in entry.megatron}) == sum(len(entry.megatron) for entry in placed)
 

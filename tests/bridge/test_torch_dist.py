@@ -24,7 +24,7 @@ from tests.bridge.directories import Sizes, write_qwen2, write_qwen3, write_qwen
 def test_torch_reads_every_key_of_the_mapping(tmp_path: Path, write: Callable[..., PolicyShape]) -> None:
     shape = write(tmp_path / "source", Sizes(), dtype=torch.bfloat16)
     assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
-    state = {entry.row.key: torch.full(entry.stored_shape, torch.nan).bfloat16() for entry in entries(shape)}
+    state = {entry.key: torch.full(entry.stored_shape, torch.nan).bfloat16() for entry in entries(shape)}
     reader = dcp.FileSystemReader(tmp_path / "megatron/release")
     assert reader.read_metadata().state_dict_metadata.keys() == state.keys()
     dcp.load(state, storage_reader=reader, no_dist=True)

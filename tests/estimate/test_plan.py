@@ -20,7 +20,7 @@ from megatron_dppo.estimate.memory import actor_memory, parameters_of, rank_elem
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan, with_settings
 from megatron_dppo.estimate.report import as_text
 from megatron_dppo.estimate.workload import Lengths, Setup, place, work_of
-from megatron_dppo.models.published import PUBLISHED
+from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.settings import load_config
 
 ROOT = Path(__file__).parents[2]

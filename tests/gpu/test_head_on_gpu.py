@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_dppo.config import HEAD_CHUNK_MIB
-from megatron_dppo.models import logit_passes, policy_head
+from megatron_dppo.models import policy_head, policy_head_torch
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
 
 MIB = 1 << 20
@@ -27,7 +27,7 @@ Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 @pytest.fixture(params=["kernels", "operators"])
 def passes(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "operators":
-        with mock.patch.object(policy_head, "_passes", lambda on_cuda: logit_passes):
+        with mock.patch.object(policy_head, "_passes", lambda on_cuda: policy_head_torch):
             yield request.param
     else:
         assert importlib.util.find_spec("triton") is not None, "torch for CUDA brings it"

@@ -43,7 +43,7 @@ def microbatches(world: Any, learner: Any, config: Config) -> list[Microbatch]:
 
 
 def loss(responses: Responses) -> tuple[torch.Tensor, Sums]:
-    return -(responses.logprobs * responses.advantage * responses.scale).sum(), {}
+    return -(responses.logprobs * responses.arrays.advantage * responses.arrays.scale).sum(), {}
 
 
 def accumulated(rank: int, size: int, config: Config) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megatron_dppo.models.context import Share, share_of
-from megatron_dppo.models.microbatch import Microbatch, Placed, place
+from megatron_dppo.models.microbatch import DeviceArrays, Microbatch, to_device
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Pack
 
 
-def row(prompt: int, response: int, seed: int) -> TrainingSample:
+def sample(prompt: int, response: int, seed: int) -> TrainingSample:
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 99, prompt + response).astype(np.int32)
     logprobs = rng.normal(size=response).astype(np.float32)
@@ -23,8 +23,8 @@ def row(prompt: int, response: int, seed: int) -> TrainingSample:
 
 
 PACKS = {
-    "of three rows": build_pack([row(3, 4, 1), row(1, 7, 2), row(5, 1, 3)], 32, pad_id=0, align=4),
-    "full": build_pack([row(3, 5, 4)], 8, pad_id=0, align=1),
+    "of three samples": build_pack([sample(3, 4, 1), sample(1, 7, 2), sample(5, 1, 3)], 32, pad_id=0, align=4),
+    "full": build_pack([sample(3, 5, 4)], 8, pad_id=0, align=1),
     "of padding": build_pack([], 8, pad_id=0, align=1),
 }
 
@@ -45,7 +45,7 @@ def test_every_array_arrives_by_one_copy(name: str, scored: bool, shared: bool) 
         return to(self, *arguments, **settings).clone()
 
     with mock.patch.object(torch.Tensor, "to", counted):
-        placed = place(Microbatch(pack, old_logprobs=known, reference_logprobs=None), torch.device("cpu"), share)
+        placed = to_device(Microbatch(pack, old_logprobs=known, reference_logprobs=None), torch.device("cpu"), share)
     assert len(copies) == 1
     same_arrays(placed, pack)
     if share is None:
@@ -61,9 +61,9 @@ def test_every_array_arrives_by_one_copy(name: str, scored: bool, shared: bool) 
         torch.testing.assert_close(placed.old_logprobs, torch.from_numpy(known.astype(np.float32)))
 
 
-def same_arrays(placed: Placed, pack: Pack) -> None:
+def same_arrays(placed: DeviceArrays, pack: Pack) -> None:
     wide = {"advantage", "scale"}
-    for field in fields(Placed):
+    for field in fields(DeviceArrays):
         if hasattr(pack, field.name):
             array, tensor = getattr(pack, field.name), getattr(placed, field.name)
             assert torch.equal(tensor, torch.from_numpy(array.astype(np.float32) if field.name in wide else array))

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.models import actor
-from megatron_dppo.models.offload import OffloadedState
+from megatron_dppo.models.optimizer_state import OffloadedState
 from tests.models.test_actor import configure, learned
 from tests.policies import write_policy
 from tests.ranks import RankPool

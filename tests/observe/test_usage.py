@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.estimate.memory import parameters_of
-from megatron_dppo.models.published import PUBLISHED
+from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.observe.usage import Usage
 from tests.rollout.scripted import as_ranks
 

@@ -86,7 +86,7 @@ def threshold_deterministic(candidates: CompletionCandidates, keep: float) -> Fl
 
 
 def draws_weight(candidates: CompletionCandidates, keep: float) -> Floats:
-    """1/keep for the prunable: the weights of the paper's draw, which keeps another share of them."""
+    """1/keep for the prunable, else 1: the weights of the paper's draw, although this rule keeps another share."""
     return np.where(prunable(candidates.advantage), 1.0 / keep, 1.0)
 
 

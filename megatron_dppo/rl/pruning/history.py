@@ -31,8 +31,8 @@ class Record:
     visits: float = 0.0
     square: float = 0.0
     """Σ over visits of Σ_i A_i²."""
-    magnitude: float = 0.0
-    """Mean |A| of the last visit."""
+    magnitude: float = math.nan
+    """Mean |A| of the last visit; NaN where there was none."""
     equal_visits: float = 0.0
     """Latest visits, without a break, whose rewards were all equal."""
     easy: float = 0.0
@@ -112,15 +112,15 @@ class PromptHistory:
 
     def last_magnitude(self, prompt_ids: Ints) -> Floats:
         """[N], mean |A| of each prompt's last visit; NaN where there was none."""
-        return np.array([r.magnitude if (r := self._records.get(i)) else math.nan for i in prompt_ids.tolist()])
+        return np.array([record.magnitude for record in self._of(prompt_ids)])
 
     def equal_visits(self, prompt_ids: Ints) -> Ints:
         """[N], how many of each prompt's latest visits, without a break, gave equal rewards."""
-        return np.array([r.equal_visits if (r := self._records.get(i)) else 0 for i in prompt_ids.tolist()], np.int64)
+        return np.array([record.equal_visits for record in self._of(prompt_ids)], np.int64)
 
     def explore(self, prompt_ids: Ints) -> Floats:
         """[N], GRESO's p: that of easy prompts where the last visit's rewards were all 1, else that of hard ones."""
-        easy = np.array([bool((r := self._records.get(i)) and r.easy) for i in prompt_ids.tolist()], np.bool_)
+        easy = np.array([record.easy for record in self._of(prompt_ids)], np.bool_)
         return np.where(easy, self._exploration.easy, self._exploration.hard)
 
     def expected_square(self, prompt_ids: Ints, *, group_size: int, normalised: bool) -> Floats:
@@ -139,7 +139,7 @@ class PromptHistory:
         Returns:
             [N], not negative.
         """
-        records = [self._records.get(prompt_id, Record()) for prompt_id in prompt_ids.tolist()]
+        records = self._of(prompt_ids)
         if not self.binary:
             pool = self._sum(lambda r: r.square) / self._sum(lambda r: r.visits)
             return np.array([r.square / r.visits if r.visits else pool for r in records])
@@ -156,6 +156,10 @@ class PromptHistory:
         all_wrong = ((beta[:, None] + later) / seen).prod(axis=1)
         mixed: Floats = np.maximum(1.0 - all_right - all_wrong, 0.0)
         return group_size * mixed
+
+    def _of(self, prompt_ids: Ints) -> list[Record]:
+        """Each prompt's record; an empty one where it was never rolled out."""
+        return [self._records.get(prompt_id, Record()) for prompt_id in prompt_ids.tolist()]
 
     def _sum(self, evidence: Callable[[Record], float]) -> float:
         # fsum is exact, so that the sum does not depend on the order in which prompts were first seen.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_dppo.rl.pruning.minibatch import Pruned
 from megatron_dppo.rl.types import Bools, Cell, Census, Floats, StepMetadata
@@ -43,8 +45,8 @@ def prune_metrics(
     - ``noise_share_prompts``, ``noise_share_completions``: the shares of prompt and completion pruning in the
       gradient's noise, see ``Noise``. The rest is the share of sampling.
 
-    The last three are left out if the rule of either level is biased, since the error of a biased rule is more than its
-    variance. A biased rule for completions is recognised by its weights.
+    The last three are left out if the rule of either level is biased: its error is its bias as well as its variance.
+    A biased rule for completions is recognised by its weights.
 
     Args:
         window: N, the prompts that the step considered.
@@ -52,11 +54,9 @@ def prune_metrics(
         biased_prompts: whether the rule for prompts is biased.
     """
     prompts = sum(len(part.prompt_ids) for part, _ in parts)
-    kept = np.concatenate([pruned.kept.ravel() for _, pruned in parts])
-    zero_advantage = np.concatenate([pruned.zero_advantage.ravel() for _, pruned in parts])
-    advantage = np.concatenate([pruned.advantage.ravel() for _, pruned in parts])
-    tokens = np.concatenate([(part.prompt_lengths[:, None] + part.response_lengths).ravel() for part, _ in parts])
-    weight = np.concatenate([pruned.weight.ravel() for _, pruned in parts])[kept]
+    tokens = np.concatenate([part.tokens for part, _ in parts])
+    kept, zero_advantage, advantage, weight = _of_all(parts, "kept", "zero_advantage", "advantage", "weight")
+    weight = weight[kept]
     metrics = {
         "prune/kept_prompt_fraction": prompts / window if window else 0.0,
         "prune/kept_completion_fraction": float(kept.mean()) if kept.size else 0.0,
@@ -79,6 +79,11 @@ def prune_metrics(
             "prune/noise_share_completions": noise.completions / noise.total if noise.total > 0.0 else 0.0,
         }
     return metrics
+
+
+def _of_all(parts: Sequence[tuple[StepMetadata, Pruned]], *names: str) -> list[NDArray[Any]]:
+    """Arrays of all draws: of each name one [Q, G], over the groups of all parts."""
+    return [np.concatenate([getattr(pruned, name) for _, pruned in parts]) for name in names]
 
 
 def left_out(part: StepMetadata) -> Pruned:
@@ -149,38 +154,34 @@ def _term_norm(part: StepMetadata, pruned: Pruned) -> Floats:
 
 def _weighted_by_inclusion(part: StepMetadata, pruned: Pruned) -> bool:
     """Whether every completion with an advantage may be kept, and then has the weight 1/(π_prompt·π)."""
-    teaches = pruned.advantage != 0.0
-    back = (pruned.weight * pruned.inclusion * part.prompt_inclusion[:, None])[teaches]
+    has_advantage = pruned.advantage != 0.0
+    back = (pruned.weight * pruned.inclusion * part.prompt_inclusion[:, None])[has_advantage]
     return bool(np.allclose(back, 1.0))
 
 
 def _tokens_not_rolled_out(part: StepMetadata) -> float:
-    group = (part.prompt_lengths[:, None] + part.response_lengths).sum(axis=1)
+    group = part.tokens.sum(axis=1)
     return float((group * (1.0 / part.prompt_inclusion - 1.0)).sum())
 
 
 def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
     """Count a step's completions: of all its minibatches, and of the groups that were ``left_out``."""
-    rewards = np.concatenate([part.rewards for part, _ in parts])
-    tokens = np.concatenate([part.prompt_lengths[:, None] + part.response_lengths for part, _ in parts])
+    rewards, tokens = (np.concatenate([getattr(part, name) for part, _ in parts]) for name in ("rewards", "tokens"))
     lengths = np.concatenate([part.response_lengths for part, _ in parts]).astype(np.float64)
     score = np.concatenate([_term_norm(part, pruned) / part.prompt_inclusion[:, None] for part, pruned in parts])
-    advantage = np.concatenate([pruned.advantage for _, pruned in parts])
-    inclusion = np.concatenate([pruned.inclusion for _, pruned in parts])
-    kept = np.concatenate([pruned.kept for _, pruned in parts])
-    zero_advantage = np.concatenate([pruned.zero_advantage for _, pruned in parts])
-    teaches = advantage != 0.0
+    kept, zero_advantage, advantage, inclusion = _of_all(parts, "kept", "zero_advantage", "advantage", "inclusion")
+    has_advantage = advantage != 0.0
 
     def total(which: Bools) -> tuple[int, int]:
         return int(which.sum()), int(tokens[which].sum())
 
     def table(x: Floats, y: Floats) -> tuple[Cell, ...]:
-        return _table(x[teaches], y[teaches], inclusion[teaches], kept[teaches])
+        return _table(x[has_advantage], y[has_advantage], inclusion[has_advantage], kept[has_advantage])
 
     low, high = rewards.min(axis=1, keepdims=True), rewards.max(axis=1, keepdims=True)
     side = np.sign(advantage)
     better = np.broadcast_to((side > 0.0).sum(axis=1, keepdims=True) / max(side.shape[1], 1), side.shape)
-    typical = float(np.median(score[teaches])) if teaches.any() else 1.0
+    typical = float(np.median(score[has_advantage])) if has_advantage.any() else 1.0
     octaves = np.clip(_log2(score / (typical or 1.0)), -WIDEST_SCORE, WIDEST_SCORE)
     return Census(
         kept=total(kept),

@@ -37,7 +37,7 @@ class Pruned:
     weights of its own in place of 1/π."""
     kept: Bools
     zero_advantage: Bools
-    """A = 0 and no KL term: the gradient is exactly 0. No rule trains on these, so they are no saving of the rule's."""
+    """A = 0 and no KL term: the gradient is exactly 0. No rule trains on these, and none is said to save them."""
     normaliser: float
     """Z"""
 
@@ -101,7 +101,7 @@ def completion_candidates(part: StepMetadata, config: Config, objective: Objecti
     return CompletionCandidates(
         advantage=advantage,
         score=np.abs(advantage) * c * score_norms / prompt_inclusion,
-        cost=(part.prompt_lengths[:, None] + part.response_lengths).astype(np.float64),
+        cost=part.tokens.astype(np.float64),
         floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
         zero_advantage=(advantage == 0.0) & (config.loss.kl_coef == 0.0),
     )

@@ -1,4 +1,4 @@
-"""The rules by which prompts of a window are rolled out, and their draw. What is pruned here is not even generated.
+"""The rules by which prompts of a window are rolled out, and their draw. Nothing is generated for the others.
 
 A new rule is a function from candidates and a share to keep to inclusion probabilities, and an entry of
 ``PROMPT_RULES``.

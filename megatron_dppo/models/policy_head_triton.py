@@ -1,4 +1,4 @@
-"""The two functions of :mod:`logit_passes` as Triton kernels: each reads the logits once.
+"""The two functions of :mod:`policy_head_torch` as Triton kernels: each reads the logits once.
 
 Importing this needs Triton. Without CUDA its interpreter runs them (``TRITON_INTERPRET=1`` before the import), which is
 how they are tested where there is no GPU.
@@ -27,7 +27,7 @@ def summarise(
     peak: torch.Tensor,
     sums: torch.Tensor,
 ) -> None:
-    """As :func:`logit_passes.summarise`; leaves the logits as they are."""
+    """As :func:`policy_head_torch.summarise`; leaves the logits as they are."""
     (logits,) = buffers
     rows, columns = logits.shape
     _summarise[(rows,)](
@@ -53,7 +53,7 @@ def slope(
     gradient: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """As :func:`logit_passes.slope`; overwrites the logits only if they are ``out``."""
+    """As :func:`policy_head_torch.slope`; overwrites the logits only if they are ``out``."""
     rows, columns = logits.shape
     _slope[(rows, triton.cdiv(columns, SLOPE_BLOCK))](
         logits,

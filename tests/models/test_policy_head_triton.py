@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_dppo.models import logit_passes, policy_head
+from megatron_dppo.models import policy_head, policy_head_torch
 from tests.models.test_policy_head import assert_equal, case, naive, ours, score_in_parts
 from tests.ranks import RankPool
 
@@ -26,9 +26,9 @@ def interpreted(rank: int, size: int, function: Callable[..., Any], *arguments: 
     for name in [*sys.modules]:
         if name.partition(".")[0] == "triton" and not name.startswith("triton._C"):
             del sys.modules[name]
-    from megatron_dppo.models import logit_kernels
+    from megatron_dppo.models import policy_head_triton
 
-    with mock.patch.object(policy_head, "_passes", lambda on_cuda: logit_kernels):
+    with mock.patch.object(policy_head, "_passes", lambda on_cuda: policy_head_triton):
         return function(rank, size, *arguments)
 
 
@@ -58,11 +58,11 @@ def exact_summary(logits: torch.Tensor, targets: torch.Tensor, temperature: floa
 
 def summaries(rank: int, size: int, rows: int, columns: int, temperature: float) -> list[torch.Tensor]:
     """Peak and sums, by torch and by the kernel, the sums a part of larger tensors; and those without squares."""
-    from megatron_dppo.models import logit_kernels
+    from megatron_dppo.models import policy_head_triton
 
     logits, targets = logits_and_targets(rows, columns)
     found = []
-    for passes, count in ((logit_passes, 4), (logit_kernels, 4), (logit_kernels, 3)):
+    for passes, count in ((policy_head_torch, 4), (policy_head_triton, 4), (policy_head_triton, 3)):
         peak, sums = torch.zeros(rows + 9), torch.zeros(count, rows + 9)
         here = slice(5, 5 + rows)
         buffers = (logits.clone(), torch.empty_like(logits))[: passes.BUFFERS]
@@ -88,10 +88,10 @@ def test_the_summary_of_a_row_is_exact(interpret: Interpret, columns: int, tempe
 
 def slopes(rank: int, size: int, rows: int, columns: int, temperature: float) -> list[torch.Tensor]:
     """By torch and by the kernel: in the place of the logits, and rounded into a tensor of its own."""
-    from megatron_dppo.models import logit_kernels
+    from megatron_dppo.models import policy_head_triton
 
     found = []
-    for passes in (logit_passes, logit_kernels):
+    for passes in (policy_head_torch, policy_head_triton):
         logits, targets = logits_and_targets(rows, columns)
         normaliser, gradient = (logits / temperature).logsumexp(dim=1) + 0.1, torch.linspace(-2.0, 3.0, rows)
         rounded = torch.empty_like(logits, dtype=torch.bfloat16)
@@ -153,7 +153,7 @@ def test_kernels_compile_for_gpus(capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_dppo.models import logit_kernels as kernels
+    from megatron_dppo.models import policy_head_triton as kernels
 
     types = dict.fromkeys(("logits", "peak", "sums", "normaliser", "gradient"), "*fp32")
     types |= {"targets": "*i64", "out": "*bf16", "inverse_temperature": "fp32"}
