@@ -1,0 +1,625 @@
+"""Mistakes that tests must notice: ``python tests/mutants.py`` makes each in a copy of the package and runs its tests.
+
+A mutant is caught where its tests fail. One that survives wants a better test. One whose text no longer stands in the
+package once, wherever it has moved, wants a new text: ``tests/test_mutants.py`` says so at every run of the suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "megatron_dppo"
+COPIED = (PACKAGE, "tests", "configs", "benchmarks", "pyproject.toml")
+"""What the tests of a mutant need."""
+TIMEOUT_S = 300.0
+"""Processor time is scarce where mutants run beside each other. A mutant that hangs its tests is caught, too."""
+
+
+class Mutant(NamedTuple):
+    """A mistake."""
+
+    name: str
+    """With its area in front: ``loss/sign``."""
+    text: str
+    """What stands once in the package."""
+    instead: str
+    tests: str
+    """What must fail, in pytest's spelling below ``tests/``, with spaces between."""
+
+
+MUTANTS = [
+    # The loss and its sums.
+    Mutant(
+        "loss/sign", "-torch.minimum(unclipped, clipped)", "-torch.maximum(unclipped, clipped)", "rl/test_losses.py"
+    ),
+    Mutant(
+        "loss/upper clip",
+        "1.0 - objective.clip_low, 1.0 + objective.clip_high",
+        "1.0 - objective.clip_low, 1.0 + objective.clip_low",
+        "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/engine correction without its cap",
+        "torch.exp(old - engine_logprobs).clamp(max=tis_cap)",
+        "torch.exp(old - engine_logprobs)",
+        "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/kl the wrong way",
+        "= reference_logprobs - logprobs",
+        "= logprobs - reference_logprobs",
+        "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/sequence ratio without a gradient",
+        "torch.exp(mean[sample] + logprobs - logprobs_now)",
+        "torch.exp(mean[sample] + 0.0 * logprobs)",
+        "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/stale tokens count as mismatch",
+        "torch.where(fresh, mismatch, 0.0).sum()",
+        "mismatch.sum()",
+        "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/sample deviation",
+        "np.sqrt(np.mean(deviation**2, axis=1, keepdims=True))",
+        "np.sqrt(np.sum(deviation**2, axis=1, keepdims=True) / max(deviation.shape[1] - 1, 1))",
+        "rl/test_objectives.py",
+    ),
+    Mutant(
+        "loss/mixed groups by rounded advantages",
+        "mixed = (rewards != rewards[:, :1]).any(axis=1, keepdims=True)",
+        "mixed = (rewards != rewards.mean(axis=1, keepdims=True)).any(axis=1, keepdims=True)",
+        "rl/test_objectives.py",
+    ),
+    Mutant(
+        "loss/normaliser of what was rolled out",
+        "return float(prompts * sampled_lengths.shape[1])",
+        "return float(sampled_lengths.size)",
+        "rl/test_objectives.py",
+    ),
+    Mutant(
+        "loss/tokens of pruned prompts forgotten",
+        "(sampled_lengths.sum(axis=1) / prompt_inclusion).sum()",
+        "sampled_lengths.sum()",
+        "rl/test_objectives.py",
+    ),
+    Mutant(
+        "loss/a sequence weighs its tokens",
+        "weight * pruned.coefficient[group, completion] / pruned.normaliser",
+        "weight / pruned.normaliser",
+        "test_formula.py::test_update_is_that_of_the_formula[grpo-0.0]",
+    ),
+    Mutant(
+        "loss/overlong penalty from the limit on",
+        "(limit - buffer - lengths) / buffer",
+        "(limit - lengths) / buffer",
+        "rl/test_objectives.py",
+    ),
+    # Pruning.
+    Mutant(
+        "pruning/weight without the prompt's probability",
+        "completion_weight(pruning.rule, candidates, inclusion, keep) / part.prompt_inclusion[:, None]",
+        "completion_weight(pruning.rule, candidates, inclusion, keep)",
+        "rl/test_unbiasedness.py",
+    ),
+    Mutant(
+        "pruning/score without the first draw",
+        "np.abs(advantage) * c * score_norms / prompt_inclusion",
+        "np.abs(advantage) * c * score_norms",
+        "rl/test_unbiasedness.py::test_the_second_draw_knows_of_the_first",
+    ),
+    Mutant(
+        "pruning/floor of one level alone",
+        "np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0)",
+        "np.minimum(1.0 / (config.pruning.max_weight + 0 * prompt_inclusion), 1.0)",
+        "rl/test_plan.py",
+    ),
+    Mutant(
+        "pruning/offset of the draw", "start = int(offset * GRID)", "start = GRID - 1", "rl/pruning/test_sampling.py"
+    ),
+    Mutant(
+        "pruning/sums that rounding misses",
+        "if 0 < abs(missing) <= len(fractional):",
+        "if False and 0 < abs(missing) <= len(fractional):",
+        "rl/pruning/test_sampling.py",
+    ),
+    Mutant(
+        "pruning/score over cost",
+        "scores[scored] / np.sqrt(costs[scored])",
+        "scores[scored] / costs[scored]",
+        "rl/pruning/test_sampling.py",
+    ),
+    Mutant(
+        "pruning/mean itself is pruned",
+        "scores < mean * (1.0 - ROUNDING)",
+        "scores <= mean * (1.0 + ROUNDING)",
+        "rl/pruning/test_completion_rules.py rl/pruning/test_prompt_rules.py",
+    ),
+    Mutant(
+        "pruning/biased rule of prompts weighs up",
+        "weighted = np.ones_like(inclusion) if rule.biased else inclusion",
+        "weighted = inclusion",
+        "rl/pruning/test_prompt_rules.py",
+    ),
+    Mutant("pruning/evidence never fades", "self.decay * old.right", "old.right", "rl/pruning/test_history.py"),
+    Mutant(
+        "pruning/a step less of full training",
+        "if total_steps - step <= round(",
+        "if total_steps - step < round(",
+        "rl/pruning/test_schedule.py",
+    ),
+    Mutant(
+        "pruning/window of prompts left out",
+        "metadata.window * len(groups) / max(1, len(metadata.prompt_ids))",
+        "metadata.window",
+        "rl/test_plan.py",
+    ),
+    Mutant(
+        "pruning/failed groups take nothing of the window along",
+        "return window * left / (left + failed)",
+        "return float(window)",
+        "rollout/test_collect.py",
+    ),
+    Mutant(
+        "pruning/order forgotten over a resume",
+        'self._order.load_state_dict(state["order"])',
+        'state["order"]',
+        "trainer/test_prompt_sampler.py",
+    ),
+    # Packs, and the way of tokens.
+    Mutant(
+        "packs/predictor off by one",
+        "starts[owner] + prompts[owner] - 1 +",
+        "starts[owner] + prompts[owner] +",
+        "rl/test_pack.py",
+    ),
+    Mutant(
+        "packs/given tokens are trained on",
+        "[np.flatnonzero(sample.loss_mask) for sample in samples]",
+        "[np.arange(len(sample.response_ids)) for sample in samples]",
+        "rl/test_pack.py",
+    ),
+    Mutant(
+        "packs/positions go on from segment to segment",
+        "np.arange(capacity) - np.repeat(starts[:-1], segments)",
+        "np.arange(capacity)",
+        "rl/test_pack.py",
+    ),
+    Mutant(
+        "packs/sequences are not padded to the layout",
+        "slots, most = -(-lengths // align) * align,",
+        "slots, most = lengths,",
+        "rl/test_packing.py",
+    ),
+    Mutant(
+        "packs/ranks have unequal numbers",
+        "if len(shares[rank]) < per_rank:",
+        "if len(shares[rank]) <= per_rank:",
+        "rl/test_packing.py",
+    ),
+    Mutant("packs/balance by tokens", "self.quadratic * lengths", "0.0 * lengths", "rl/test_packing.py"),
+    Mutant(
+        "packs/log-probabilities delivered as tokens",
+        "words[b:c].view(np.float32)",
+        "words[a:b].view(np.float32)",
+        "parallel/test_exchange.py",
+    ),
+    Mutant(
+        "packs/a rank's late chunk is another's",
+        "[[rank, 2 * size - 1 - rank]]",
+        "[[rank, size + rank]]",
+        "models/test_context.py",
+    ),
+    Mutant(
+        "packs/gradients of others' responses",
+        "whole = part.logprobs.new_zeros(len(part.present), responses)",
+        "whole = part.logprobs.new_full((len(part.present), responses), 1e-3)",
+        "models/test_context.py",
+    ),
+    # The policy head.
+    Mutant(
+        "head/a rank's own peak",
+        "sums[3:].mul_(factor.square())",
+        "sums[3:].mul_(factor)",
+        "models/test_policy_head.py",
+    ),
+    Mutant(
+        "head/normaliser without the peak",
+        "ctx.save_for_backward(hidden, weight, targets, peak + total.log())",
+        "ctx.save_for_backward(hidden, weight, targets, total.log())",
+        "models/test_policy_head.py",
+    ),
+    # Weights between Megatron and Hugging Face.
+    Mutant(
+        "weights/up before gate",
+        '"mlp.gate_proj.weight", "mlp.up_proj.weight"',
+        '"mlp.up_proj.weight", "mlp.gate_proj.weight"',
+        "bridge/test_mapping.py",
+    ),
+    Mutant(
+        "weights/all queries before all keys",
+        "Slice(name, group * size, (group + 1) * size) for group in groups for name, size in heads.items()",
+        "Slice(name, group * size, (group + 1) * size) for name, size in heads.items() for group in groups",
+        "bridge/test_mapping.py",
+    ),
+    Mutant(
+        "weights/padding in front",
+        "return tuple(part for part in (held, padding) if part.length)",
+        "return tuple(part for part in (padding, held) if part.length)",
+        "bridge/test_mapping.py",
+    ),
+    Mutant(
+        "weights/layers counted from each stage",
+        "str(numbers[int(local[0])])",
+        "local[0]",
+        "bridge/test_stream.py::test_round_trip_is_the_identity -k Qwen3-fp32-False-pp2",
+    ),
+    Mutant(
+        "weights/a truncated file passes",
+        "if size < end:",
+        "if size < data:",
+        "bridge/test_safetensors_files.py",
+    ),
+    Mutant(
+        "weights/more tensors than the policy has",
+        "unexpected = [name for name in found if name not in allowed]",
+        "unexpected = [name for name in found if False]",
+        "bridge/test_safetensors_files.py",
+    ),
+    Mutant(
+        "weights/bytes beside the rows",
+        "data[(low - top) * row_bytes : (high - top) * row_bytes]",
+        "data[: (high - low) * row_bytes]",
+        "bridge/test_chunks.py",
+    ),
+    Mutant(
+        "weights/a saved tensor without its tail",
+        "write_at(file, end, with_checksum([archive.tail]))",
+        "write_at(file, end, [archive.tail])",
+        "bridge/test_torch_dist.py bridge/test_checkpoint_folder.py bridge/test_verify.py",
+    ),
+    # The stream of weights to servers and engines.
+    Mutant(
+        "stream/tied output twice",
+        "if entry is None or entry.row.is_copy:",
+        "if entry is None:",
+        "bridge/test_stream.py::test_stages_may_have_more_buckets_than_others",
+    ),
+    Mutant(
+        "stream/the next gather waits for the consumer",
+        "            gather = gathers.start(following)\n        yield tensors\n",
+        "            yield tensors\n            gather = gathers.start(following)\n"
+        "        else:\n            yield tensors\n",
+        "bridge/test_stream.py::test_the_next_gather_has_begun_when_a_bucket_is_handed_out",
+    ),
+    Mutant(
+        "stream/norms from every rank",
+        "(1 if item.entry.row.split is Split.REPLICATED else self._world.tp)",
+        "self._world.tp",
+        "bridge/test_stream.py::test_a_consumer_is_sent_what_it_does_not_have_and_nothing_twice",
+    ),
+    Mutant(
+        "stream/stages send from the first one's ranks",
+        "first = (item.stage - self._first_stage) * self._world.tp",
+        "first = 0",
+        "bridge/test_stream.py::test_a_consumer_is_sent_what_it_does_not_have_and_nothing_twice",
+    ),
+    Mutant(
+        "stream/buckets without a limit",
+        "if size > room:",
+        "if not buckets:",
+        "bridge/test_stream.py::test_planned_buckets_are_as_full_as_the_order_allows",
+    ),
+    # Checkpoints, and what a run goes on from.
+    Mutant(
+        "checkpoints/a changed byte passes",
+        "if left or crc != block.crc:",
+        "if left:",
+        "bridge/test_checksums.py",
+    ),
+    Mutant(
+        "checkpoints/shares leave blocks out",
+        "blocks[share::of]",
+        "blocks[share :: of + 1]",
+        "bridge/test_checksums.py",
+    ),
+    Mutant(
+        "checkpoints/an altered list of checksums",
+        '(stored["format"], stored["crc32"]) == (_FORMAT, _crc_of(files))',
+        'stored["format"] == _FORMAT',
+        "bridge/test_checksums.py",
+    ),
+    Mutant(
+        "checkpoints/another type of weights",
+        "if written.dtype != now.dtype:",
+        "if False:",
+        "trainer/test_preflight.py",
+    ),
+    Mutant(
+        "checkpoints/buffers cut otherwise",
+        "if (written.tp, written.pp) != (now.tp, now.pp):",
+        "if False:",
+        "trainer/test_preflight.py",
+    ),
+    Mutant(
+        "checkpoints/the optimizer's settings come from the checkpoint",
+        'if name not in ("params", "step")}',
+        "if name in ()}",
+        "trainer/test_checkpoint.py::test_the_optimizer_keeps_the_settings_of_the_command_that_resumes",
+    ),
+    Mutant(
+        "checkpoints/one more is kept",
+        "[: -self._keep]",
+        "[: -self._keep - 1]",
+        "trainer/test_checkpoint.py::test_resumed_updates_are_those_of_an_undisturbed_run -k cp2",
+    ),
+    Mutant(
+        "checkpoints/no look at the disk first",
+        "        if free < needed:\n",
+        "        if free < 0:\n",
+        "trainer/test_checkpoint.py::test_full_disk_is_told_on_every_rank_and_costs_no_checkpoint",
+    ),
+    Mutant(
+        "checkpoints/rows of steps that are taken again",
+        'if row["step"] <= step]',
+        "]",
+        "observe/test_metrics.py",
+    ),
+    Mutant(
+        "checkpoints/a file is replaced at once",
+        '    partial = file.with_name(file.name + ".partial")\n    yield partial\n    partial.replace(file)\n',
+        "    file.unlink(missing_ok=True)\n    yield file\n",
+        "observe/test_metrics.py process/test_files.py",
+    ),
+    Mutant(
+        "checkpoints/what a kill put aside is lost",
+        "        if former.exists() and not out.exists():  # killed",
+        "        if False:  # killed",
+        "process/test_files.py",
+    ),
+    Mutant(
+        "checkpoints/a held folder is entered",
+        "if lives or not self._has_fallen_silent(holder):",
+        "if False:",
+        "process/test_lock.py",
+    ),
+    # Servers, without real ones.
+    Mutant(
+        "servers/a continuation has all tokens anew",
+        "max_tokens=sampling.max_tokens - len(made)",
+        "max_tokens=sampling.max_tokens",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
+        "servers/older weights pass",
+        "if version is None or version < oldest:",
+        "if version is None:",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
+        "servers/one seed for every attempt",
+        "{which}/{attempt}/{len(made)}",
+        "{which}/{len(made)}",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
+        "servers/too few samples pass",
+        "if len(pieces) != len(samples):",
+        "if len(pieces) > len(samples):",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
+        "servers/no limit of prompts under way",
+        "if len(place.asked) < self._max_in_flight:",
+        "if True:",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
+        "servers/another version than was sent",
+        "if (told := await api.version()) != version:",
+        "if (told := await api.version()) is None:",
+        "servers/test_sync.py",
+    ),
+    Mutant(
+        "servers/checksums are not the actor's",
+        "if known and not of_actor.startswith(checksum):",
+        "if False:",
+        "servers/test_sync.py",
+    ),
+    Mutant(
+        "servers/tensors overlap in a bucket",
+        "        flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)\n        start = end\n",
+        "        flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)\n",
+        "servers/test_sender.py::test_every_bucket_arrives_byte_by_byte_though_its_memory_is_used_again",
+    ),
+    Mutant(
+        "servers/one buffer for two buckets",
+        "self._turn ^= 1",
+        "self._turn = 0",
+        "servers/test_sender.py::test_every_bucket_arrives_byte_by_byte_though_its_memory_is_used_again",
+    ),
+    Mutant(
+        "servers/the local engine repeats its luck",
+        'f"{seed}/{prompt_id}/{sample}"',
+        'f"{seed}/{prompt_id}"',
+        "rollout/test_sampling.py rollout/test_local.py",
+    ),
+    # Rewards.
+    Mutant(
+        "rewards/a function that hangs is waited for",
+        "signal.setitimer(signal.ITIMER_PROF, timeout_s)",
+        "signal.setitimer(signal.ITIMER_PROF, 0.0)",
+        "rewards/test_workers.py",
+    ),
+    Mutant(
+        "rewards/a second death is forgiven",
+        "self._lost_once.add(index)",
+        "self._lost_once.clear()",
+        "rewards/test_workers.py",
+    ),
+    Mutant(
+        "rewards/not a number",
+        "if not math.isfinite(reward):",
+        "if False:",
+        "rewards/test_functions.py",
+    ),
+    Mutant(
+        "rewards/half right is correct",
+        "reward >= 1.0 if accuracy is None",
+        "reward > 0.0 if accuracy is None",
+        "rewards/test_functions.py",
+    ),
+    Mutant(
+        "rewards/a tuple in any order",
+        "return len(expected) == len(found) and all(map(self.same, expected, found))",
+        "return len(expected) == len(found) and all(any(self.same(a, b) for b in found) for a in expected)",
+        "rewards/test_verdicts.py",
+    ),
+    Mutant(
+        "rewards/one member stands for several",
+        "            del left[partner]\n",
+        "",
+        "rewards/test_verdicts.py rewards/test_mutations.py",
+    ),
+    # What trainer and engine owe each other.
+    Mutant(
+        "agreement/no number passes every limit",
+        "        if measured <= limit:\n            continue\n",
+        "        if not measured > limit:\n            continue\n",
+        "trainer/test_learner.py::test_engine_that_disagrees_stops_every_rank_and_leaves_evidence",
+    ),
+    Mutant(
+        "agreement/temperature of the next token",
+        "torch.log_softmax(logits / temperature if temperature > 0 else logits, dim=-1)",
+        "torch.log_softmax(logits, dim=-1)",
+        "rollout/test_sampling.py",
+    ),
+    Mutant(
+        "agreement/the run is never hopeless",
+        "return 0 < self._most <= self._idle",
+        "return 0 < self._most < self._idle",
+        "trainer/test_collapse.py::test_only_steps_in_a_row_count",
+    ),
+    # The estimate of what a run needs.
+    Mutant(
+        "estimate/no master copy",
+        'state = 12 if dtype == "bf16" else 8',
+        "state = 8",
+        "estimate/test_memory_real.py -k bf16",
+    ),
+    Mutant(
+        "estimate/every stage like the last",
+        "tokens * width * (kept * (layout.pp - stage) + once)",
+        "tokens * width * (kept + once)",
+        "estimate/test_plan.py",
+    ),
+    Mutant(
+        "estimate/a head without its second product",
+        "passes(work.trained, work.responses, 3.0 + again, 4.0)",
+        "passes(work.trained, work.responses, 3.0 + again, 3.0)",
+        "estimate/test_plan.py",
+    ),
+    Mutant(
+        "estimate/nothing is hidden one step ahead",
+        'seconds = max(phases["generation"] + phases["weight sync"], seconds - phases["generation"])',
+        "seconds = seconds",
+        "estimate/test_plan.py",
+    ),
+]
+
+
+def places(text: str, package: Path) -> list[Path]:
+    """The files of a package in which a text stands, once for each time."""
+    return [file for file in sorted(package.rglob("*.py")) for _ in range(file.read_text().count(text))]
+
+
+def is_caught(mutant: Mutant, copy: Path) -> bool:
+    """Make the mistake in a copy of the repository, run its tests, and take it back."""
+    (file,) = places(mutant.text, copy / PACKAGE)
+    right = file.read_text()
+    file.write_text(right.replace(mutant.text, mutant.instead))
+    try:
+        return not passes(mutant.tests, copy)
+    finally:
+        file.write_text(right)
+
+
+def passes(tests: str, copy: Path) -> bool:
+    """
+    Raises:
+        RuntimeError: no test ran.
+    """
+    words = [f"tests/{word}" if word.partition("::")[0].endswith(".py") else word for word in tests.split()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        ended = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    if ended.returncode not in (0, 1):
+        raise RuntimeError(f"{tests} did not run:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+    return ended.returncode == 0
+
+
+def outcomes(mutants: list[Mutant]) -> Iterator[tuple[Mutant, str, float]]:
+    """Of each mutant ``caught``, ``survived``, ``gone`` or ``broken``, and the seconds that it took."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, copy / name)
+        for mutant in mutants:
+            began = time.monotonic()
+            if len(places(mutant.text, copy / PACKAGE)) != 1:
+                outcome = "gone"
+            else:
+                try:
+                    outcome = "caught" if is_caught(mutant, copy) else "survived"
+                except RuntimeError as error:
+                    outcome = f"broken: {error}"
+            yield mutant, outcome, time.monotonic() - began
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", metavar="TEXT", default="", help="those whose name has this text in it")
+    parser.add_argument("--json", action="store_true", help="print one object at the end, and nothing else")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    found: dict[str, str] = {}
+    began = time.monotonic()
+    for mutant, outcome, seconds in outcomes(chosen):
+        found[mutant.name] = outcome
+        if not options.json:
+            print(f"{outcome.partition(':')[0]:9}{seconds:6.1f} s  {mutant.name}", flush=True)
+    others = {name: outcome for name, outcome in found.items() if outcome != "caught"}
+    caught, seconds = len(found) - len(others), time.monotonic() - began
+    if options.json:
+        print(json.dumps({"caught": caught, "total": len(found), "seconds": round(seconds), "others": others}))
+    else:
+        print(*(f"{outcome}: {name}" for name, outcome in others.items()), sep="\n")
+        print(f"{caught} of {len(found)} mutants were caught, in {seconds:.0f} s")
+    return int(bool(others))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
