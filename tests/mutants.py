@@ -7,10 +7,15 @@ package once, wherever it has moved, wants a new text: ``tests/test_mutants.py``
 from __future__ import annotations
 
 import argparse
+import compileall
+import contextlib
+import importlib
 import json
+import multiprocessing
 import os
+import py_compile
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -18,12 +23,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import hypothesis
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_dppo"
 COPIED = (PACKAGE, "tests", "configs", "benchmarks", "pyproject.toml")
 """What the tests of a mutant need."""
 TIMEOUT_S = 300.0
-"""Processor time is scarce where mutants run beside each other. A mutant that hangs its tests is caught, too."""
+"""A mutant whose tests hang for so long is caught, too."""
+IMPORTED = (
+    "torch.distributed.checkpoint",
+    "transformers",
+    "megatron.core.optimizer",
+    "aiohttp",
+    "pyarrow",
+)
+"""What takes long to import, and is none of the package."""
 
 
 class Mutant(NamedTuple):
@@ -547,56 +563,69 @@ def places(text: str, package: Path) -> list[Path]:
     return [file for file in sorted(package.rglob("*.py")) for _ in range(file.read_text().count(text))]
 
 
-def is_caught(mutant: Mutant, copy: Path) -> bool:
-    """Make the mistake in a copy of the repository, run its tests, and take it back."""
-    (file,) = places(mutant.text, copy / PACKAGE)
-    right = file.read_text()
-    file.write_text(right.replace(mutant.text, mutant.instead))
-    try:
-        return not passes(mutant.tests, copy)
-    finally:
-        file.write_text(right)
-
-
-def passes(tests: str, copy: Path) -> bool:
-    """
-    Raises:
-        RuntimeError: no test ran.
-    """
-    words = [f"tests/{word}" if word.partition("::")[0].endswith(".py") else word for word in tests.split()]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    try:
-        ended = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    if ended.returncode not in (0, 1):
-        raise RuntimeError(f"{tests} did not run:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
-    return ended.returncode == 0
-
-
 def outcomes(mutants: list[Mutant]) -> Iterator[tuple[Mutant, str, float]]:
-    """Of each mutant ``caught``, ``survived``, ``gone`` or ``broken``, and the seconds that it took."""
+    """Of each mutant ``caught``, ``survived``, ``gone`` or ``not run``, and the seconds that it took."""
+    for module in IMPORTED:
+        importlib.import_module(module)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Path(folder)
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, copy / name)
+        copy = copied(Path(folder))
         for mutant in mutants:
             began = time.monotonic()
-            if len(places(mutant.text, copy / PACKAGE)) != 1:
-                outcome = "gone"
-            else:
-                try:
-                    outcome = "caught" if is_caught(mutant, copy) else "survived"
-                except RuntimeError as error:
-                    outcome = f"broken: {error}"
-            yield mutant, outcome, time.monotonic() - began
+            yield mutant, outcome_of(mutant, copy), time.monotonic() - began
+
+
+def copied(folder: Path) -> Path:
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    for stale in folder.rglob("__pycache__"):
+        shutil.rmtree(stale)
+    by_hash = py_compile.PycInvalidationMode.CHECKED_HASH  # a mutant may be made within the second of the last one
+    compileall.compile_dir(str(folder), quiet=2, invalidation_mode=by_hash)
+    return folder
+
+
+def outcome_of(mutant: Mutant, copy: Path) -> str:
+    """Make the mistake in a copy of the repository, run its tests, and take it back."""
+    where = places(mutant.text, copy / PACKAGE)
+    if len(where) != 1:
+        return "gone"
+    right = where[0].read_text()
+    where[0].write_text(right.replace(mutant.text, mutant.instead))
+    try:
+        return {0: "survived", 1: "caught", None: "caught"}.get(exit_code(mutant.tests, copy), "not run")
+    finally:
+        where[0].write_text(right)
+
+
+def exit_code(tests: str, copy: Path) -> int | None:
+    """Of pytest, which a fork of this process runs; None where it did not end."""
+    words = [f"tests/{word}" if ".py" in word else word for word in tests.split()]
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(words, copy))
+    process.start()
+    process.join(TIMEOUT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
+    return None if process.exitcode == -signal.SIGKILL else process.exitcode
+
+
+def run_tests(words: list[str], copy: Path) -> None:
+    """In a fork, with the copy in the place of the package."""
+    os.setsid()
+    os.chdir(copy)
+    os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "RANKS_ARE": "fork"}
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() not in (ROOT, ROOT / "tests"))]
+    for number in (1, 2):
+        os.dup2(os.open(copy / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    # A failure is enough: to make it small takes hypothesis half a minute.
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("mutants", phases=phases, derandomize=True)
+    hypothesis.settings.load_profile("mutants")
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *words])
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def main() -> int:
@@ -610,7 +639,7 @@ def main() -> int:
     for mutant, outcome, seconds in outcomes(chosen):
         found[mutant.name] = outcome
         if not options.json:
-            print(f"{outcome.partition(':')[0]:9}{seconds:6.1f} s  {mutant.name}", flush=True)
+            print(f"{outcome:9}{seconds:6.1f} s  {mutant.name}", flush=True)
     others = {name: outcome for name, outcome in found.items() if outcome != "caught"}
     caught, seconds = len(found) - len(others), time.monotonic() - began
     if options.json:
