@@ -56,14 +56,19 @@ def in_turn_on_a_rank(rank: int, size: int, calls: tuple[tuple[Any, ...], ...]) 
     return [function(rank, size, *arguments) for function, *arguments in calls]
 
 
+def forks() -> Any:
+    """Processes that are forked from one which has imported everything. ``tests/mutants.py`` has done so itself."""
+    context: Any = multiprocessing.get_context(os.environ.get("RANKS_ARE", "forkserver"))
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload([*IMPORTED])
+    return context
+
+
 class RankPool:
     """Runs functions as the ranks of process groups."""
 
     def __init__(self) -> None:
-        # tests/mutants.py has imported what takes long, and runs tests in forks of itself.
-        self._context: Any = multiprocessing.get_context(os.environ.get("RANKS_ARE", "forkserver"))
-        if self._context.get_start_method() == "forkserver":
-            self._context.set_forkserver_preload([*IMPORTED])
+        self._context = forks()
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
         try:
