@@ -230,8 +230,8 @@ MUTANTS = [
     Mutant("packs/balance by tokens", "self.quadratic * lengths", "0.0 * lengths", "rl/test_packing.py"),
     Mutant(
         "packs/log-probabilities delivered as tokens",
-        "words[b:c].view(np.float32)",
-        "words[a:b].view(np.float32)",
+        "[b:c].view(np.float32)",
+        "[a:b].view(np.float32)",
         "parallel/test_exchange.py",
     ),
     Mutant(
@@ -311,8 +311,8 @@ MUTANTS = [
     # The stream of weights to servers and engines.
     Mutant(
         "stream/tied output twice",
-        "if entry is None or entry.row.is_copy:",
-        "if entry is None:",
+        ".is_copy:",
+        ".is_copy and False:",
         "bridge/test_stream.py::test_stages_may_have_more_buckets_than_others",
     ),
     Mutant(
@@ -324,8 +324,8 @@ MUTANTS = [
     ),
     Mutant(
         "stream/norms from every rank",
-        "(1 if item.entry.row.split is Split.REPLICATED else self._world.tp)",
-        "self._world.tp",
+        "split is Split.REPLICATED else self._world.tp)",
+        "split is None else self._world.tp)",
         "bridge/test_stream.py::test_a_consumer_is_sent_what_it_does_not_have_and_nothing_twice",
     ),
     Mutant(
@@ -428,26 +428,26 @@ MUTANTS = [
     ),
     Mutant(
         "servers/one seed for every attempt",
-        "{which}/{attempt}/{len(made)}",
-        "{which}/{len(made)}",
+        "(batch, index, samples, attempt)",
+        "(batch, index, samples, 0)",
         "servers/test_dispatch.py",
     ),
     Mutant(
         "servers/too few samples pass",
-        "if len(pieces) != len(samples):",
-        "if len(pieces) > len(samples):",
+        "!= len(samples):",
+        "> len(samples):",
         "servers/test_dispatch.py",
     ),
     Mutant(
         "servers/no limit of prompts under way",
-        "if len(place.asked) < self._max_in_flight:",
-        "if True:",
+        "< self._max_in_flight:",
+        "< 10**9:",
         "servers/test_dispatch.py",
     ),
     Mutant(
         "servers/another version than was sent",
-        "if (told := await api.version()) != version:",
-        "if (told := await api.version()) is None:",
+        ".version()) != version:",
+        ".version()) is None:",
         "servers/test_sync.py",
     ),
     Mutant(
@@ -458,8 +458,8 @@ MUTANTS = [
     ),
     Mutant(
         "servers/tensors overlap in a bucket",
-        "        flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)\n        start = end\n",
-        "        flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)\n",
+        "flat[start:end].view(tensor.dtype).view(tensor.shape)",
+        "flat[: end - start].view(tensor.dtype).view(tensor.shape)",
         "servers/test_sender.py::test_every_bucket_arrives_byte_by_byte_though_its_memory_is_used_again",
     ),
     Mutant(
@@ -533,20 +533,20 @@ MUTANTS = [
     # The estimate of what a run needs.
     Mutant(
         "estimate/no master copy",
-        'state = 12 if dtype == "bf16" else 8',
-        "state = 8",
+        "state = 12 if ",
+        "state = 8 if ",
         "estimate/test_memory_real.py -k bf16",
     ),
     Mutant(
         "estimate/every stage like the last",
-        "tokens * width * (kept * (layout.pp - stage) + once)",
-        "tokens * width * (kept + once)",
+        "(kept * (layout.pp - stage) + once)",
+        "(kept + once)",
         "estimate/test_stages.py",
     ),
     Mutant(
-        "estimate/a head without its second product",
-        "passes(work.trained, work.responses, 3.0 + again, 4.0)",
-        "passes(work.trained, work.responses, 3.0 + again, 3.0)",
+        "estimate/a backward pass as long as its forward pass",
+        "work.trained, work.responses, 3.0 +",
+        "work.trained, work.responses, 2.0 +",
         "estimate/test_stages.py",
     ),
     Mutant(
