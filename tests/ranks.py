@@ -81,10 +81,11 @@ class RankPool:
     def in_turn(self, size: int, *calls: tuple[Any, ...], timeout: float = 240.0) -> list[list[Any]]:
         """Several calls, each a function and its arguments, in the same processes: a process takes as long to start as
         most calls take. The results of each call, one per rank. Of functions that leave nothing behind but what they
-        return; their layouts may differ.
+        return; their layouts may differ. Each may take ``timeout`` seconds.
         """
         return [
-            list(of_call) for of_call in zip(*self.run(size, in_turn_on_a_rank, calls, timeout=timeout), strict=True)
+            list(of_call)
+            for of_call in zip(*self.run(size, in_turn_on_a_rank, calls, timeout=len(calls) * timeout), strict=True)
         ]
 
     def _run(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
