@@ -16,7 +16,16 @@ for candidate in python3.11 python3.12 python3; do
 done
 [ -n "$python" ] || { echo "Python 3.11 or 3.12 is needed: install one, or name it in PYTHON" >&2; exit 2; }
 
-stamp="$venv/installed-$extras-$(sha256sum pyproject.toml setup.py | sha256sum | cut -c1-16)"
+state=$(sha256sum pyproject.toml setup.py | sha256sum | cut -c1-16)
+stamp="$venv/installed-$extras-$state"
+for earlier in "$venv"/installed-*-"$state"; do # one that had all of these extras, and perhaps more
+    has=${earlier#"$venv/installed-"}
+    has=,${has%"-$state"},
+    for extra in ${extras//,/ }; do
+        [[ $has == *",$extra,"* ]] || continue 2
+    done
+    stamp=$earlier
+done
 if [ ! -e "$stamp" ]; then
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     echo "installing into $venv (once; the log is $venv/install.log)"

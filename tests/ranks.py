@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,23 @@ def _be_a_rank(
     os._exit(0)  # gloo's threads are not waited for
 
 
+def in_turn_on_a_rank(rank: int, size: int, calls: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    return [function(rank, size, *arguments) for function, *arguments in calls]
+
+
+def forks() -> Any:
+    """Processes that are forked from one which has imported everything. ``tests/mutants.py`` has done so itself."""
+    context: Any = multiprocessing.get_context(os.environ.get("RANKS_ARE", "forkserver"))
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload([*IMPORTED])
+    return context
+
+
 class RankPool:
     """Runs functions as the ranks of process groups."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*IMPORTED])
+        self._context = forks()
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
         try:
@@ -67,8 +78,18 @@ class RankPool:
                 raise
             return self._run(size, function, arguments, timeout)
 
+    def in_turn(self, size: int, *calls: tuple[Any, ...], timeout: float = 240.0) -> list[list[Any]]:
+        """Several calls, each a function and its arguments, in the same processes: a process takes as long to start as
+        most calls take. The results of each call, one per rank. Of functions that leave nothing behind but what they
+        return; their layouts may differ. Each may take ``timeout`` seconds.
+        """
+        return [
+            list(of_call)
+            for of_call in zip(*self.run(size, in_turn_on_a_rank, calls, timeout=len(calls) * timeout), strict=True)
+        ]
+
     def _run(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
-        workers: list[tuple[ForkServerProcess, Connection]] = []
+        workers: list[tuple[BaseProcess, Connection]] = []
         with tempfile.TemporaryDirectory() as folder:
             rendezvous = Path(folder, "rendezvous").as_posix()
             try:
@@ -94,7 +115,7 @@ class RankPool:
                     pipe.close()
 
 
-def _collect(workers: list[tuple[ForkServerProcess, Connection]], deadline: float) -> list[Any]:
+def _collect(workers: list[tuple[BaseProcess, Connection]], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(workers):
         for rank, (process, pipe) in enumerate(workers):

@@ -5,6 +5,7 @@ Runs die here by an exception in the middle of a step: what a kill leaves on the
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -54,13 +55,19 @@ def undisturbed(policy: Path, ranks: RankPool, tmp_path_factory: pytest.TempPath
     return rows(run)
 
 
-@pytest.fixture
-def died(policy: Path, ranks: RankPool, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def left_behind(policy: Path, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run one step ahead that died two steps after its only checkpoint."""
-    ranks.run(2, die, configure(policy, tmp_path / "run", TP2, ahead=1))
-    assert len(rows(tmp_path / "run")) == Mortal.dies_at + 1
-    assert [path.name for path in (tmp_path / "run/checkpoints").glob("iter_*")] == [f"iter_{SAVED:07d}"]
-    return tmp_path / "run"
+    run = tmp_path_factory.mktemp("died") / "run"
+    ranks.run(2, die, configure(policy, run, TP2, ahead=1))
+    assert len(rows(run)) == Mortal.dies_at + 1
+    assert [path.name for path in (run / "checkpoints").glob("iter_*")] == [f"iter_{SAVED:07d}"]
+    return run
+
+
+@pytest.fixture
+def died(left_behind: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(left_behind, tmp_path / "run")
 
 
 def test_tokens_are_one_version_old_but_for_the_first_step(undisturbed: Rows) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.cli import main
+from tests.commands import exit_code, start
 from tests.runs import write_run
 
 LIMIT_S = 120.0
@@ -36,24 +35,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(folder: Path, name: str, *words: str) -> list[str]:
     settings = [*SETTINGS, f"model.path={folder}/hf", f"reward.function={folder}/mixed.py:compute_score"]
-    return [sys.executable, "-m", "megatron_dppo", name, *settings, f"run.dir={folder}/run", *words]
+    return [name, *settings, f"run.dir={folder}/run", *words]
 
 
-def finished(words: list[str]) -> str:
-    said = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
-    assert said.returncode == 0, said.stdout + said.stderr
-    return said.stdout
+def finished(words: list[str], log: Path, code: int = 0) -> str:
+    log.unlink(missing_ok=True)
+    ended = exit_code(words, log)
+    assert ended == code, log.read_text()
+    return log.read_text()
 
 
 def answers(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "answers.jsonl").read_bytes().splitlines()]
 
 
-def test_a_run_s_checkpoint_has_the_accuracy_that_the_trainer_measured(folder: Path) -> None:
+def test_a_run_s_checkpoint_has_the_accuracy_that_the_trainer_measured(folder: Path, tmp_path: Path) -> None:
     """Greedy, on the same problems, with the weights of the last step."""
-    finished(command(folder, "train", "run.steps=2", "run.export=false", "optimizer.lr=1e-3"))
+    log = tmp_path / "log"
+    finished(command(folder, "train", "run.steps=2", "run.export=false", "optimizer.lr=1e-3"), log)
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    said = finished(command(folder, "eval", "--model", f"{folder}/run", "model.path=nowhere", "eval.batch=40"))
+    said = finished(command(folder, "eval", "--model", f"{folder}/run", "model.path=nowhere", "eval.batch=40"), log)
     out = folder / "run" / "eval" / "iter_0000002"
     scores = json.loads((out / "scores.json").read_text())
     figures = scores["benchmarks"]["arithmetic"]
@@ -64,26 +65,27 @@ def test_a_run_s_checkpoint_has_the_accuracy_that_the_trainer_measured(folder: P
     assert "arithmetic        40" in said and "95% interval" in said
 
 
-def test_killed_in_the_middle_it_goes_on_to_the_same_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_in_the_middle_it_goes_on_to_the_same_answers(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Sampled, so that luck would show; the kill leaves half a line and the batch before it."""
     words = command(folder, "eval", "--samples", "2", "eval.batch=2")
-    whole, killed = folder / "whole", folder / "killed"
-    finished([*words, "--out", str(whole)])
-    with subprocess.Popen(
-        [*words, "--out", str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as process:
-        try:
-            until = time.monotonic() + LIMIT_S
-            while not (killed / "answers.jsonl").exists() or len(answers(killed)) < 8:
-                assert process.poll() is None and time.monotonic() < until
-                time.sleep(0.005)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
+    whole, killed, log = folder / "whole", folder / "killed", tmp_path / "log"
+    finished([*words, "--out", str(whole)], log)
+    process = start([*words, "--out", str(killed)], log)
+    try:
+        until = time.monotonic() + LIMIT_S
+        while not (killed / "answers.jsonl").exists() or len(answers(killed)) < 8:
+            assert process.is_alive() and time.monotonic() < until
+            time.sleep(0.005)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
     left = len(answers(killed))
     assert 8 <= left < 80 and not (killed / "scores.json").exists()
     with (killed / "answers.jsonl").open("ab") as torn:
         torn.write(b'{"benchmark": "arith')
-    said = finished([*words, "--out", str(killed)])
+    said = finished([*words, "--out", str(killed)], log)
     assert f"{left // 4 * 2} of 40 problems are answered already" in said
     assert (killed / "answers.jsonl").read_bytes() == (whole / "answers.jsonl").read_bytes()
     assert (killed / "scores.json").read_bytes() == (whole / "scores.json").read_bytes()
@@ -137,13 +139,13 @@ def test_a_training_run_s_limit_of_problems_is_not_the_command_s(capsys: pytest.
     assert problems("--problems", "9") == "  problems: 9"
 
 
-def test_another_benchmark_is_answered_beside_what_is_there(folder: Path) -> None:
-    words, out = command(folder, "eval"), folder / "beside"
+def test_another_benchmark_is_answered_beside_what_is_there(folder: Path, tmp_path: Path) -> None:
+    words, out, log = command(folder, "eval"), folder / "beside", tmp_path / "log"
     own = folder / "own.jsonl"
     own.write_text("".join(json.dumps({"prompt": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(6)))
-    finished([*words, "--out", str(out), "--problems", "8"])
+    finished([*words, "--out", str(out), "--problems", "8"], log)
     first = (out / "answers.jsonl").read_bytes()
-    said = finished([*words, "--out", str(out), "--benchmarks", f"mine={own}"])
+    said = finished([*words, "--out", str(out), "--benchmarks", f"mine={own}"], log)
     assert "mine" in said and "arithmetic" in said
     assert (out / "answers.jsonl").read_bytes().startswith(first)
     assert [row["problem"] for row in answers(out) if row["benchmark"] == "mine"] == list(range(6))
@@ -151,10 +153,9 @@ def test_another_benchmark_is_answered_beside_what_is_there(folder: Path) -> Non
     assert {name: of["problems"] for name, of in scores.items()} == {"arithmetic": 8, "mine": 6}
 
 
-def test_a_warm_policy_is_not_warmed_up_again_by_accident(folder: Path) -> None:
+def test_a_warm_policy_is_not_warmed_up_again_by_accident(folder: Path, tmp_path: Path) -> None:
     words = command(folder, "sft", "sft.steps=1", "sft.batch=2", f"sft.out={folder}/warm")
     for _ in range(2):  # the same command again begins with the same policy
-        finished(words)
-    again = subprocess.run([*words, f"model.path={folder}/warm"], capture_output=True, text=True, timeout=LIMIT_S)
-    assert again.returncode == 2
-    assert f"is a policy that sft has warmed up already, from {folder}/hf" in " ".join(again.stderr.split())
+        finished(words, tmp_path / "log")
+    said = finished([*words, f"model.path={folder}/warm"], tmp_path / "log", code=2)
+    assert f"is a policy that sft has warmed up already, from {folder}/hf" in " ".join(said.split())

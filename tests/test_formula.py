@@ -105,15 +105,14 @@ def test_update_is_that_of_the_formula(name: str, kl: float, ranks: RankPool, tm
         assert difference <= 1e-4 * expected.norm() + 2e-7 * parameter.norm(), parameter_name
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-def test_weight_decay_shrinks_matrices_and_leaves_norms_alone(
-    distributed: bool, ranks: RankPool, tmp_path: Path
-) -> None:
-    config = config_for(write_policy(tmp_path), LayoutConfig(dp=1), LossConfig(), 64, distributed)
-    decay = replace(config, optimizer=replace(config.optimizer, lr=0.1, weight_decay=0.5))
-    plain = replace(config, optimizer=replace(config.optimizer, lr=0.1))
-    (_, shrunk, _), (_, moved, _) = (ranks.run(1, update, each, 1.0)[0] for each in (decay, plain))
-    before = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
-    for name, by in shrunk.items():
-        expected = moved[name] - (0.1 * 0.5 * before[name] if before[name].dim() > 1 else 0.0)
-        torch.testing.assert_close(by, expected, rtol=0.0, atol=1e-6, msg=name)
+def test_weight_decay_shrinks_matrices_and_leaves_norms_alone(ranks: RankPool, tmp_path: Path) -> None:
+    path = write_policy(tmp_path)
+    before = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    for distributed in (True, False):
+        config = config_for(path, LayoutConfig(dp=1), LossConfig(), 64, distributed)
+        decays = [replace(config.optimizer, lr=0.1, weight_decay=decay) for decay in (0.5, 0.0)]
+        results = ranks.in_turn(1, *((update, replace(config, optimizer=each), 1.0) for each in decays))
+        [(_, shrunk, _)], [(_, moved, _)] = results
+        for name, by in shrunk.items():
+            expected = moved[name] - (0.1 * 0.5 * before[name] if before[name].dim() > 1 else 0.0)
+            torch.testing.assert_close(by, expected, rtol=0.0, atol=1e-6, msg=name)

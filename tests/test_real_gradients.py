@@ -212,8 +212,12 @@ def unbiased(cases: list[tuple[str, str]], levels: list[tuple[str, str]]) -> lis
 RULES = ("none", "threshold", "neyman")
 
 
+WINDOWS = [*(("warm", objective) for objective in LOSSES), ("half-way", "grpo"), ("graded", "grpo")]
+"""Every objective once, and every window: of a window an objective makes c/Z, whatever the gradients are."""
+
+
 @pytest.mark.parametrize(
-    ("stage", "objective", "prompts", "completions"), unbiased(CASES, list(itertools.product(RULES, RULES)))
+    ("stage", "objective", "prompts", "completions"), unbiased(WINDOWS, list(itertools.product(RULES, RULES)))
 )
 def test_the_expected_pruned_gradient_is_the_full_one(windows, stage, objective, prompts, completions):
     error, allowed = bias(windows[stage, objective], Way(prompts, completions))

@@ -6,15 +6,16 @@ the optimizer has sharded it, to first order and in every bit that matters.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.rl.types import StepPlan
-from tests.bridge.directories import Sizes, write_qwen3_moe
+from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
@@ -45,52 +46,83 @@ def learned(rank: int, size: int, config: Config, backwards: bool) -> tuple[dict
 Update = tuple[dict[str, float], Weights]
 
 
-def assert_same_update(ours: Update, reference: Update, start: Weights) -> None:
+def size_of(layout: LayoutConfig) -> int:
+    return layout.tp * layout.pp * layout.cp * layout.dp
+
+
+def assert_same_update(ours: Update, reference: Update, start: Weights, where: str) -> None:
     terms = abs(reference[0]["train/pg_loss"])  # the loss is a small difference of terms of about this size
-    assert ours[0]["train/loss"] == pytest.approx(reference[0]["train/loss"], rel=1e-5, abs=1e-5 * terms)
+    assert ours[0]["train/loss"] == pytest.approx(reference[0]["train/loss"], rel=1e-5, abs=1e-5 * terms), where
     for name in ("train/grad_norm", "train/pg_loss", "train/entropy_loss", "train/tokens"):
-        assert ours[0][name] == pytest.approx(reference[0][name], rel=1e-5), name
+        assert ours[0][name] == pytest.approx(reference[0][name], rel=1e-5), (where, name)
     assert ours[1].keys() == reference[1].keys() == start.keys()
     for name, before in start.items():
         moved, expected = ours[1][name] - before, reference[1][name] - before
         assert expected.norm() > 0, name
-        assert (moved - expected).norm() <= 1e-5 * expected.norm() + 2e-7 * before.norm(), name
+        assert (moved - expected).norm() <= 1e-5 * expected.norm() + 2e-7 * before.norm(), (where, name)
 
 
+ONE = LayoutConfig(dp=1)
 LAYOUTS = {
-    "tp2": (2, LayoutConfig(tp=2, dp=1)),
-    "tp2 sp": (2, LayoutConfig(tp=2, dp=1, sequence_parallel=True)),
-    "pp2": (2, LayoutConfig(pp=2, dp=1)),
-    "dp2": (2, LayoutConfig(dp=2)),
-    "tp2 pp2": (4, LayoutConfig(tp=2, pp=2, dp=1)),
-    "cp2": (2, LayoutConfig(cp=2, dp=1)),
-    "cp4": (4, LayoutConfig(cp=4, dp=1)),
-    "cp2 dp2": (4, LayoutConfig(cp=2, dp=2)),
-    "cp2 pp2": (4, LayoutConfig(cp=2, pp=2, dp=1)),
-    "cp2 tp2 sp": (4, LayoutConfig(cp=2, tp=2, dp=1, sequence_parallel=True)),
-    "tp2 sp dp2": (4, LayoutConfig(tp=2, dp=2, sequence_parallel=True)),
+    "tp2": LayoutConfig(tp=2, dp=1),
+    "tp2 sp": LayoutConfig(tp=2, dp=1, sequence_parallel=True),
+    "pp2": LayoutConfig(pp=2, dp=1),
+    "dp2": LayoutConfig(dp=2),
+    "tp2 pp2": LayoutConfig(tp=2, pp=2, dp=1),
+    "cp2": LayoutConfig(cp=2, dp=1),
+    "cp4": LayoutConfig(cp=4, dp=1),
+    "cp2 dp2": LayoutConfig(cp=2, dp=2),
+    "cp2 pp2": LayoutConfig(cp=2, pp=2, dp=1),
+    "cp2 tp2 sp": LayoutConfig(cp=2, tp=2, dp=1, sequence_parallel=True),
+    "tp2 sp dp2": LayoutConfig(tp=2, dp=2, sequence_parallel=True),
+    "tp2 sp pp2": LayoutConfig(tp=2, pp=2, dp=1, sequence_parallel=True),
 }
 GRPO = LossConfig(name="grpo", kl_coef=0.1, tis_cap=2.0)
 DAPO = LossConfig(name="dapo", tis_cap=2.0)
+PLAIN = ("dp2", "cp2")
+"""Where the plain optimizer, whose state is not distributed, is tried as well: it sums gradients in another way."""
+OF_FAMILIES = ("tp2 sp", "tp2 sp pp2", "tp2 sp dp2")
+MATRIX: dict[str, tuple[Callable[[Path], object], LossConfig, Sequence[str]]] = {
+    "Qwen3, grpo": (write_policy, GRPO, [*LAYOUTS]),
+    "Qwen3 tied, dapo": (partial(write_policy, tied=True), DAPO, [*LAYOUTS]),
+    "Qwen2.5, grpo": (partial(write_qwen2, sizes=Sizes(vocab_size=VOCAB)), GRPO, OF_FAMILIES),
+    "Qwen3-MoE, grpo": (
+        partial(write_qwen3_moe, sizes=Sizes(vocab_size=VOCAB)),
+        GRPO,
+        ("dp2", "cp2 tp2 sp", *OF_FAMILIES),
+    ),
+}
+"""Family and loss: who writes the policy, and the layouts that it is trained in."""
 
 
-@pytest.fixture(scope="module", params=[(GRPO, False), (DAPO, True)], ids=["grpo untied", "dapo tied"])
-def reference(request: pytest.FixtureRequest, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory):
-    loss, tied = request.param
-    path = write_policy(tmp_path_factory.mktemp("policy"), tied=tied)
-    config = config_for(path, LayoutConfig(dp=1), loss, 64, distributed=False)
-    start = replace(config, optimizer=replace(config.optimizer, lr=1e-30))
-    (_, before), *_ = ranks.run(1, learned, start, False)
-    return path, loss, before, ranks.run(1, learned, config, False)[0]
+@pytest.mark.parametrize("row", MATRIX)
+def test_an_update_depends_on_no_layout_no_order_and_no_size_of_packs(
+    row: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    write, loss, layouts = MATRIX[row]
+    write(tmp_path)
 
+    def config(layout: LayoutConfig, pack_tokens: int = 64, distributed: bool = True) -> Config:
+        return config_for(tmp_path, layout, loss, pack_tokens, distributed)
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_update_does_not_depend_on_the_layout(name: str, ranks: RankPool, reference) -> None:
-    path, loss, start, expected = reference
-    size, layout = LAYOUTS[name]
-    for distributed in (False, True) if name in ("dp2", "cp2") else (True,):
-        config = config_for(path, layout, loss, 64, distributed)
-        assert_same_update(ranks.run(size, learned, config, False)[0], expected, start)
+    alone = config(ONE, distributed=False)
+    calls = {
+        "start": (replace(alone, optimizer=replace(alone.optimizer, lr=1e-30)), False),
+        "reference": (alone, False),
+        "opposite order": (config(ONE), True),
+        "large packs": (config(ONE, 400), False),
+    }
+    calls |= {name: (config(LAYOUTS[name]), False) for name in layouts}
+    calls |= {f"{name}, plain": (config(LAYOUTS[name], distributed=False), False) for name in layouts if name in PLAIN}
+    found: dict[str, Update] = {}
+    for size in (1, 2, 4):
+        names = [name for name, (of, _) in calls.items() if size_of(of.layout) == size]
+        results = ranks.in_turn(size, *((learned, *calls[name]) for name in names))
+        found |= {name: of_ranks[0] for name, of_ranks in zip(names, results, strict=True)}
+    (_, start), reference = found.pop("start"), found.pop("reference")
+    assert found.keys() >= set(layouts)
+    for name, update in found.items():
+        assert_same_update(update, reference, start, name)
 
 
 def test_gspos_second_update_does_not_depend_on_the_layout(ranks: RankPool, tmp_path: Path) -> None:
@@ -98,36 +130,12 @@ def test_gspos_second_update_does_not_depend_on_the_layout(ranks: RankPool, tmp_
     loss = LossConfig(name="gspo", updates_per_rollout=2, clip_low=0.02, clip_high=0.02)
     path = write_policy(tmp_path)
 
-    def update(size: int, layout: LayoutConfig) -> Update:
-        return ranks.run(size, learned, config_for(path, layout, loss, 64, distributed=True), False)[0]
+    def in_layouts(size: int, *layouts: LayoutConfig) -> list[Update]:
+        configs = [config_for(path, layout, loss, 64, distributed=True) for layout in layouts]
+        return [results[0] for results in ranks.in_turn(size, *((learned, config, False) for config in configs))]
 
-    alone = update(1, LayoutConfig(dp=1))
+    [alone] = in_layouts(1, ONE)
     assert 0.0 < alone[0]["train/pg_clipfrac"] < 0.5
-    for layout in (LayoutConfig(pp=2, dp=1), LayoutConfig(cp=2, dp=1)):
-        shared = update(2, layout)
+    for shared in in_layouts(2, LAYOUTS["pp2"], LAYOUTS["cp2"]):
         for name in ("train/loss", "train/grad_norm", "train/pg_clipfrac"):
             assert shared[0][name] == pytest.approx(alone[0][name], rel=1e-4), name
-
-
-def test_update_does_not_depend_on_microbatch_and_pack_order(ranks: RankPool, reference) -> None:
-    path, loss, start, expected = reference
-    config = config_for(path, LayoutConfig(dp=1), loss, 64, distributed=True)
-    assert_same_update(ranks.run(1, learned, config, True)[0], expected, start)
-
-
-def test_update_does_not_depend_on_the_size_of_packs(ranks: RankPool, reference) -> None:
-    path, loss, start, expected = reference
-    config = config_for(path, LayoutConfig(dp=1), loss, 400, distributed=True)
-    assert_same_update(ranks.run(1, learned, config, False)[0], expected, start)
-
-
-def test_experts_update_does_not_depend_on_the_layout(ranks: RankPool, tmp_path: Path) -> None:
-    write_qwen3_moe(tmp_path, Sizes(vocab_size=VOCAB))
-    write_tokenizer(character_tokenizer(), tmp_path, max_tokens=512)
-    config = config_for(tmp_path, LayoutConfig(dp=1), GRPO, 64, distributed=True)
-    still = replace(config, optimizer=replace(config.optimizer, lr=1e-30))
-    (_, start), *_ = ranks.run(1, learned, still, False)
-    expected = ranks.run(1, learned, config, False)[0]
-    for name in ("dp2", "cp2 tp2 sp"):
-        size, layout = LAYOUTS[name]
-        assert_same_update(ranks.run(size, learned, replace(config, layout=layout), False)[0], expected, start)

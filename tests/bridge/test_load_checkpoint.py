@@ -58,22 +58,25 @@ def from_checkpoint(config: Config, checkpoint: Path, **model: str) -> Config:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("layout", [LayoutConfig(dp=1), LayoutConfig(tp=3, dp=1), LayoutConfig(pp=2, dp=2)])
 def test_a_policy_starts_in_any_layout_from_a_checkpoint_s_weights_alone(
-    tied: bool, layout: LayoutConfig, trained: dict[bool, Path], ranks: RankPool, tmp_path: Path
+    tied: bool, trained: dict[bool, Path], ranks: RankPool, tmp_path: Path
 ) -> None:
     run = trained[tied]
+    one, tp3, both = LayoutConfig(dp=1), LayoutConfig(tp=3, dp=1), LayoutConfig(pp=2, dp=2)
+
+    def elsewhere(layout: LayoutConfig) -> Config:
+        config = configure(run / "checkpoints" / "hf", tmp_path / "run", layout)  # no safetensors in there
+        return from_checkpoint(replace(config, loss=LossConfig(kl_coef=0.1)), run / "checkpoints")
+
     own = configure(run / "policy", run, TP2_PP2)
-    expected, _ = ranks.run(4, start, from_checkpoint(own, run / "checkpoints"))[0]
-    began, _ = ranks.run(1, start, replace(own, layout=LayoutConfig(dp=1)))[0]
-    assert not torch.equal(expected["model.norm.weight"], began["model.norm.weight"])
-    config = configure(run / "checkpoints" / "hf", tmp_path / "run", layout)  # no safetensors in there
-    config = replace(config, loss=LossConfig(kl_coef=0.1))
-    size = layout.tp * layout.pp * layout.dp
-    ours, kl = ranks.run(size, start, from_checkpoint(config, run / "checkpoints"))[0]
-    assert kl == 0.0, "the reference has other weights"
-    assert ours.keys() == expected.keys()
-    assert [name for name in ours if not torch.equal(ours[name], expected[name])] == []
+    began, alone = ranks.in_turn(1, (start, replace(own, layout=one)), (start, elsewhere(one)))
+    as_saved, on_four = ranks.in_turn(4, (start, from_checkpoint(own, run / "checkpoints")), (start, elsewhere(both)))
+    expected, _ = as_saved[0]
+    assert not torch.equal(expected["model.norm.weight"], began[0][0]["model.norm.weight"])
+    for ours, kl in (alone[0], on_four[0], ranks.run(3, start, elsewhere(tp3))[0]):
+        assert kl == 0.0, "the reference has other weights"
+        assert ours.keys() == expected.keys()
+        assert [name for name in ours if not torch.equal(ours[name], expected[name])] == []
 
 
 def test_converted_weights_are_cast_to_the_run_s_precision(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -88,18 +88,21 @@ def assert_complete(ranks: list[dict[Consumers, Names]], layout: LayoutConfig, s
     assert all(len(stream) == len(of_stages[rank // layout.tp * layout.tp]) for rank, stream in enumerate(of_stages))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(
     ("family", "dtype", "tied"),
     [("Qwen3", "fp32", False), ("Qwen3", "fp32", True), ("Qwen2.5", "bf16", True), ("Qwen3-MoE", "bf16", False)],
 )
-def test_round_trip_is_the_identity(
-    ranks: RankPool, tmp_path: Path, family: str, dtype: str, tied: bool, layout: LayoutConfig
+def test_round_trip_is_the_identity_in_every_layout(
+    ranks: RankPool, tmp_path: Path, family: str, dtype: str, tied: bool
 ) -> None:
     sizes = Sizes(tie_word_embeddings=tied)
     shape = FAMILIES[family](tmp_path, sizes, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
     assert sorted(expected_tensors(shape)) == sorted(load_file(tmp_path / "model.safetensors"))
-    assert_complete(ranks.run(size_of(layout), stream_back, tmp_path, layout, dtype), layout, shape)
+    for size in (1, 2, 4):
+        layouts = [layout for layout in LAYOUTS.values() if size_of(layout) == size]
+        results = ranks.in_turn(size, *((stream_back, tmp_path, layout, dtype) for layout in layouts))
+        for layout, streams in zip(layouts, results, strict=True):
+            assert_complete(streams, layout, shape)
 
 
 def test_a_rank_may_hold_nothing_but_padding(ranks: RankPool, tmp_path: Path) -> None:
@@ -170,10 +173,10 @@ def events(rank: int, size: int, path: Path, layout: LayoutConfig, to: Consumers
     return log
 
 
-@pytest.mark.parametrize("to", Consumers)
-def test_the_next_gather_has_begun_when_a_bucket_is_handed_out(ranks: RankPool, tmp_path: Path, to: Consumers) -> None:
+def test_the_next_gather_has_begun_when_a_bucket_is_handed_out(ranks: RankPool, tmp_path: Path) -> None:
     write_qwen3(tmp_path, SEVERAL_BUCKETS)
-    for log in ranks.run(2, events, tmp_path, LAYOUTS["tp2"], to):
+    results = ranks.in_turn(2, *((events, tmp_path, LAYOUTS["tp2"], to) for to in Consumers))
+    for log in chain.from_iterable(results):
         buckets = log.count("bucket")
         assert buckets >= 6
         assert log == ["gather", *["gather", "bucket"] * (buckets - 1), "bucket"]
@@ -192,12 +195,10 @@ def hold_one_back(rank: int, size: int, path: Path, layout: LayoutConfig, to: Co
     return all(same)
 
 
-@pytest.mark.parametrize("to", Consumers)
-def test_the_next_bucket_arrives_while_the_consumer_has_this_one(
-    ranks: RankPool, tmp_path: Path, to: Consumers
-) -> None:
+def test_the_next_bucket_arrives_while_the_consumer_has_this_one(ranks: RankPool, tmp_path: Path) -> None:
     write_qwen3(tmp_path, SEVERAL_BUCKETS)
-    assert all(ranks.run(4, hold_one_back, tmp_path, LAYOUTS["tp2pp2"], to, timeout=90.0))
+    calls = [(hold_one_back, tmp_path, LAYOUTS["tp2pp2"], to) for to in Consumers]
+    assert all(chain.from_iterable(ranks.in_turn(4, *calls, timeout=90.0)))
 
 
 def collectives_between(rank: int, size: int, path: Path, layout: LayoutConfig, to: Consumers) -> bool:
@@ -217,10 +218,10 @@ def collectives_between(rank: int, size: int, path: Path, layout: LayoutConfig, 
     return all(right)
 
 
-@pytest.mark.parametrize("to", Consumers)
-def test_consumers_may_use_the_same_groups_between_buckets(ranks: RankPool, tmp_path: Path, to: Consumers) -> None:
+def test_consumers_may_use_the_same_groups_between_buckets(ranks: RankPool, tmp_path: Path) -> None:
     write_qwen3(tmp_path, replace(SEVERAL_BUCKETS, tie_word_embeddings=True))
-    assert all(ranks.run(4, collectives_between, tmp_path, LAYOUTS["tp2pp2"], to, timeout=90.0))
+    calls = [(collectives_between, tmp_path, LAYOUTS["tp2pp2"], to) for to in Consumers]
+    assert all(chain.from_iterable(ranks.in_turn(4, *calls, timeout=90.0)))
 
 
 def elements_sent(rank: int, size: int, path: Path, layout: LayoutConfig) -> tuple[int, dict[Consumers, int]]:
@@ -284,8 +285,11 @@ def most_held(rank: int, size: int, path: Path, layout: LayoutConfig) -> dict[Co
     return most
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[name] for name in ("tp2", "pp2", "tp2pp2")], ids=["tp2", "pp2", "tp2pp2"])
-@pytest.mark.parametrize("vocabulary", [1280, 4096], ids=["embedding fits", "embedding larger"])
+@pytest.mark.parametrize(
+    ("layout", "vocabulary"),
+    [(LAYOUTS["tp2"], 1280), (LAYOUTS["pp2"], 4096), (LAYOUTS["tp2pp2"], 1280), (LAYOUTS["tp2pp2"], 4096)],
+    ids=["tp2", "pp2, embedding larger", "tp2pp2", "tp2pp2, embedding larger"],
+)
 def test_a_stream_takes_two_buckets(ranks: RankPool, tmp_path: Path, layout: LayoutConfig, vocabulary: int) -> None:
     shape = write_qwen3(tmp_path, replace(SEVERAL_BUCKETS, vocab_size=vocabulary))
     embedding = sizes_in_bytes(shape)["lm_head.weight"] / MIB
@@ -348,28 +352,36 @@ def test_a_stream_may_have_another_type(ranks: RankPool, tmp_path: Path, layout:
     assert all(ranks.run(layout.tp, cast_stream, tmp_path, layout))
 
 
-def binding_refused(rank: int, size: int, path: Path, changes: dict[str, object]) -> str:
+OTHER_SHAPES: dict[str, dict[str, dict[str, object]]] = {
+    "Qwen3": {
+        "linear_fc1.weight has shape": {"ffn": 48},
+        "0 parameters of the model are": {"num_layers": 3},
+        "no entry of the mapping matches": {"num_layers": 1},
+        "0 parameters of the model are .*linear_qkv.bias": {"architecture": "Qwen2ForCausalLM"},
+    },
+    "Qwen2.5": {"0 parameters of the model are .*q_layernorm": {"architecture": "Qwen3ForCausalLM"}},
+    "Qwen3-MoE": {
+        "0 parameters of the model are .*fc1": {"architecture": "Qwen3ForCausalLM", "experts": 0},
+        "router.weight has shape .5, 24., and the mapping makes it .4, 24.": {"experts": 4},
+    },
+}
+"""By family and refusal, what of the shape is another."""
+
+
+def refusals(rank: int, size: int, path: Path, changes: Sequence[dict[str, object]]) -> list[str]:
     model, shape, world = loaded_policy(path, LayoutConfig())
-    with pytest.raises(ValueError) as caught:
-        bind(model, replace(shape, **changes), world)
-    return str(caught.value)
+    said = []
+    for change in changes:
+        with pytest.raises(ValueError) as caught:
+            bind(model, replace(shape, **change), world)
+        said.append(str(caught.value))
+    return said
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "message"),
-    [
-        ("Qwen3", {"ffn": 48}, "linear_fc1.weight has shape"),
-        ("Qwen3", {"num_layers": 3}, "0 parameters of the model are"),
-        ("Qwen3", {"num_layers": 1}, "no entry of the mapping matches"),
-        ("Qwen3", {"architecture": "Qwen2ForCausalLM"}, "0 parameters of the model are .*linear_qkv.bias"),
-        ("Qwen2.5", {"architecture": "Qwen3ForCausalLM"}, "0 parameters of the model are .*q_layernorm"),
-        ("Qwen3-MoE", {"architecture": "Qwen3ForCausalLM", "experts": 0}, "0 parameters of the model are .*fc1"),
-        ("Qwen3-MoE", {"experts": 4}, "router.weight has shape .5, 24., and the mapping makes it .4, 24."),
-    ],
-)
-def test_a_model_that_was_built_for_another_shape_is_refused(
-    ranks: RankPool, tmp_path: Path, family: str, changes: dict[str, object], message: str
-) -> None:
-    FAMILIES[family](tmp_path, Sizes())
-    (refusal,) = ranks.run(1, binding_refused, tmp_path, changes)
-    assert re.search(message, refusal), refusal
+def test_a_model_that_was_built_for_another_shape_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    for family in OTHER_SHAPES:
+        FAMILIES[family](tmp_path / family, Sizes())
+    calls = [(refusals, tmp_path / family, [*others.values()]) for family, others in OTHER_SHAPES.items()]
+    for others, [said] in zip(OTHER_SHAPES.values(), ranks.in_turn(1, *calls), strict=True):
+        for message, refusal in zip(others, said, strict=True):
+            assert re.search(message, refusal), refusal

@@ -60,9 +60,9 @@ LAYOUTS = {
 def test_sums_that_overlap_the_backward_pass_are_the_same_bit_by_bit(ranks: RankPool, path: Path, name: str) -> None:
     layout = LAYOUTS[name]
     size = layout.tp * layout.pp * layout.cp * layout.dp
-    (expected, weights, whole), *_ = ranks.run(size, learned, configure(path, layout))
+    calls = [(learned, configure(path, layout, overlap=overlap)) for overlap in (False, True)]
+    ((expected, weights, whole), *_), results = ranks.in_turn(size, *calls)
     norm = expected.pop("train/grad_norm")
-    results = ranks.run(size, learned, configure(path, layout, overlap=True))
     assert max(buckets for *_, buckets in results) > whole, "on the first stage, whose backward pass ends the update"
     for metrics, ours, _ in results:
         assert metrics.pop("train/grad_norm") == pytest.approx(norm, rel=1e-6), "summed in the order of the buckets"
@@ -95,16 +95,16 @@ def learned_between_servers(rank: int, size: int, config: Config) -> tuple[dict[
     return metrics, weights_of(policy, world), held
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize(
+    ("distributed", "overlap", "dtype"),
+    [(False, False, "bf16"), (False, True, "fp32"), (True, False, "fp32"), (True, True, "bf16")],
+)
 def test_a_step_whose_gradients_were_given_back_before_it_is_the_same_bit_by_bit(
     ranks: RankPool, path: Path, distributed: bool, overlap: bool, dtype: str
 ) -> None:
     config = configure(path, LayoutConfig(dp=2), distributed=distributed, overlap=overlap)
     config = replace(config, model=replace(config.model, dtype=dtype))
-    expected = ranks.run(2, learned, config)
-    results = ranks.run(2, learned_between_servers, config)
+    expected, results = ranks.in_turn(2, (learned, config), (learned_between_servers, config))
     for (metrics, weights, _), (ours, our_weights, held) in zip(expected, results, strict=True):
         assert ours == metrics
         assert [tensor for tensor in weights if not torch.equal(our_weights[tensor], weights[tensor])] == []
@@ -131,9 +131,11 @@ def learned_with_reference(rank: int, size: int, config: Config) -> tuple[dict[s
 def test_a_reference_waits_on_the_host_and_scores_as_before(ranks: RankPool, path: Path) -> None:
     config = configure(path, LayoutConfig(dp=1))
     waiting = replace(config, model=replace(config.model, reference_on_host=True))
-    [(expected, elsewhere)] = ranks.run(1, learned_with_reference, config)
+    [(expected, elsewhere)], results = ranks.in_turn(
+        1, (learned_with_reference, config), (learned_with_reference, waiting)
+    )
     assert not elsewhere
-    assert ranks.run(1, learned_with_reference, waiting) == [(expected, True)]
+    assert results == [(expected, True)]
 
 
 def come_late(rank: int, size: int, config: Config) -> str:

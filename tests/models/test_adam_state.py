@@ -73,7 +73,7 @@ def test_updates_start_from_zeros_and_are_those_of_torchs_adam(
     ranks: RankPool, wheel: Path, policy: Path, tmp_path: Path, distributed: bool
 ) -> None:
     config = configure(policy, tmp_path / "run", LAYOUT, distributed=distributed)
-    ours, theirs = ranks.run(2, train_with_te, wheel, config, 3, ()), ranks.run(2, train, config, 3, ())
+    theirs, ours = ranks.in_turn(2, (train, config, 3, ()), (train_with_te, wheel, config, 3, ()))
     for a, b in zip(ours, theirs, strict=True):
         close(a, b)
 

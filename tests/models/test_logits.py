@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -187,14 +188,19 @@ def reference_scores(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, t
     }
 
 
-@pytest.mark.parametrize(
-    ("policy", "name"),
-    [(policy, name) for policy in POLICIES for name in LAYOUTS if "experts" not in policy or name != "TP2"],
-    indirect=["policy"],
-)
-def test_policy_equals_transformers(ranks: RankPool, policy: Path, name: str) -> None:
-    layout = LAYOUTS[name]
-    results = ranks.run(layout.tp * layout.pp * layout.cp, score_and_logits, policy, layout)
+def test_policy_equals_transformers_in_every_layout(ranks: RankPool, policy: Path) -> None:
+    experts = read_shape(policy).experts
+    for size in (1, 2, 4):
+        names = [name for name, layout in LAYOUTS.items() if layout.tp * layout.pp * layout.cp == size]
+        layouts = [LAYOUTS[name] for name in names if not (experts and name == "TP2")]
+        calls = [(score_and_logits, policy, layout) for layout in layouts]
+        for layout, results in zip(layouts, ranks.in_turn(size, *calls), strict=True):
+            assert_equal_to_transformers(policy, layout, results)
+
+
+def assert_equal_to_transformers(
+    policy: Path, layout: LayoutConfig, results: list[tuple[list[Arrays], np.ndarray | None]]
+) -> None:
     logits = reference_logits(policy, lengths_in(layout))
     ids, _, _ = pack(lengths_in(layout), logits.shape[1])
     expected = reference_scores(logits, targets_of(ids, logits.shape[1]))
@@ -202,10 +208,10 @@ def test_policy_equals_transformers(ranks: RankPool, policy: Path, name: str) ->
     assert len(scored) == layout.tp * layout.cp, "every rank of the last stage, and no other, has scores"
     for output in scored:
         for field, value in expected.items():
-            np.testing.assert_allclose(output[field], value, atol=5e-5, err_msg=field)
+            np.testing.assert_allclose(output[field], value, atol=5e-5, err_msg=f"{field} in {layout}")
     for _, ours in results:
         if layout.pp == 1:
-            np.testing.assert_allclose(ours, logits, atol=5e-5)
+            np.testing.assert_allclose(ours, logits, atol=5e-5, err_msg=f"logits in {layout}")
 
 
 def score_apart(rank: int, size: int, path: Path) -> tuple[Arrays, Arrays]:
@@ -296,21 +302,22 @@ def reference_gradients(path: Path, out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_gradients_equal_those_of_transformers(ranks: RankPool, policy: Path, recompute: str, tmp_path: Path) -> None:
-    [ours] = ranks.run(1, streamed_gradients, policy, LayoutConfig(), recompute)
+def test_gradients_equal_those_of_transformers_whatever_is_recomputed(
+    ranks: RankPool, policy: Path, tmp_path: Path
+) -> None:
     theirs = reference_gradients(policy, tmp_path)
-    assert ours.keys() == theirs.keys()
-    for name, gradient in theirs.items():
-        scale = gradient.abs().max().item()
-        np.testing.assert_allclose(ours[name], gradient, atol=2e-5 * scale, err_msg=name)
+    ways = ("none", "selective", "full")
+    calls = [(streamed_gradients, policy, LayoutConfig(), recompute) for recompute in ways]
+    for recompute, [ours] in zip(ways, ranks.in_turn(1, *calls), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            scale = gradient.abs().max().item()
+            np.testing.assert_allclose(ours[name], gradient, atol=2e-5 * scale, err_msg=f"{name}, {recompute}")
 
 
-@pytest.mark.parametrize("name", ["TP2", "TP2+SP"])
-def test_gradients_of_two_ranks_are_the_parts_of_one_ranks(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_gradients_of_two_ranks_are_the_parts_of_one_ranks(ranks: RankPool, tmp_path: Path) -> None:
     path = write_policy(tmp_path)
     [whole] = ranks.run(1, gradients, path, LayoutConfig())
-    parts = ranks.run(2, gradients, path, LAYOUTS[name])
     layer = "decoder.layers.0."
     split_along = {
         "embedding.word_embeddings.weight": 0,
@@ -319,10 +326,11 @@ def test_gradients_of_two_ranks_are_the_parts_of_one_ranks(ranks: RankPool, tmp_
         layer + "mlp.linear_fc2.weight": 1,
         "output_layer.weight": 0,
     }
-    for parameter, dim in split_along.items():
-        together = torch.cat([part[parameter] for part in parts], dim=dim)
-        scale = whole[parameter].abs().max().item()
-        np.testing.assert_allclose(together, whole[parameter], atol=2e-5 * scale, err_msg=parameter)
+    for parts in ranks.in_turn(2, *((gradients, path, LAYOUTS[name]) for name in ("TP2", "TP2+SP"))):
+        for parameter, dim in split_along.items():
+            together = torch.cat([part[parameter] for part in parts], dim=dim)
+            scale = whole[parameter].abs().max().item()
+            np.testing.assert_allclose(together, whole[parameter], atol=2e-5 * scale, err_msg=parameter)
 
 
 NORMS = ("input_layernorm", "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm")
@@ -342,13 +350,11 @@ def norm_gradients(rank: int, size: int, path: Path, layout: LayoutConfig) -> di
     return {name: policy.get_parameter(name).main_grad.clone() for name in names}
 
 
-@pytest.mark.parametrize("name", ["TP2", "TP2+SP"])
-def test_gradients_of_norms_are_summed_over_the_ranks_that_share_them(
-    ranks: RankPool, tmp_path: Path, name: str
-) -> None:
+def test_gradients_of_norms_are_summed_over_the_ranks_that_share_them(ranks: RankPool, tmp_path: Path) -> None:
     path = write_policy(tmp_path)
     [whole] = ranks.run(1, norm_gradients, path, LayoutConfig())
-    for part in ranks.run(2, norm_gradients, path, LAYOUTS[name]):
+    results = ranks.in_turn(2, *((norm_gradients, path, LAYOUTS[name]) for name in ("TP2", "TP2+SP")))
+    for part in itertools.chain.from_iterable(results):
         for norm, gradient in part.items():
             scale = whole[norm].abs().max().item()
             np.testing.assert_allclose(gradient, whole[norm], atol=2e-5 * scale, err_msg=norm)

@@ -88,9 +88,11 @@ def test_state_on_the_host_but_for_the_step_changes_no_bit(
 ) -> None:
     config = configure(path, LayoutConfig(dp=size))
     config = replace(config, model=replace(config.model, dtype=dtype))
-    (expected, weights, _), *_ = ranks.run(size, learned, config)
     offloading = replace(config, optimizer=replace(config.optimizer, offload=True))
-    for metrics, ours, found in ranks.run(size, learned_and_watched, offloading, experts):
+    ((expected, weights, _), *_), results = ranks.in_turn(
+        size, (learned, config), (learned_and_watched, offloading, experts)
+    )
+    for metrics, ours, found in results:
         assert found["optimizers"] == 1 + experts
         assert metrics.pop("train/grad_norm") == pytest.approx(expected["train/grad_norm"], rel=1e-6 if experts else 0)
         assert metrics == {name: value for name, value in expected.items() if name != "train/grad_norm"}

@@ -14,7 +14,7 @@ import torch
 
 from megatron_dppo.models import policy_head, policy_head_torch
 from tests.models.test_policy_head import assert_equal, case, naive, ours, score_in_parts
-from tests.ranks import RankPool
+from tests.ranks import RankPool, in_turn_on_a_rank
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 Interpret = Callable[..., list[Any]]
@@ -32,9 +32,10 @@ def interpreted(rank: int, size: int, function: Callable[..., Any], *arguments: 
         return function(rank, size, *arguments)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def interpret(ranks: RankPool) -> Interpret:
-    return lambda size, function, *arguments: ranks.run(size, interpreted, function, *arguments)
+    """As ``RankPool.in_turn``, by ranks: Triton is imported once for all calls."""
+    return lambda size, *calls: ranks.run(size, interpreted, in_turn_on_a_rank, calls)
 
 
 def logits_and_targets(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,18 +73,19 @@ def summaries(rank: int, size: int, rows: int, columns: int, temperature: float)
     return found
 
 
-@pytest.mark.parametrize("columns", [1, 451, 4096, 9001])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_the_summary_of_a_row_is_exact(interpret: Interpret, columns: int, temperature: float) -> None:
-    [(torch_peak, torch_sums, peak, sums, _, fewer)] = interpret(1, summaries, 9, columns, temperature)
-    exact_peak, exact = exact_summary(*logits_and_targets(9, columns), temperature)
-    torch.testing.assert_close(peak, torch_peak, rtol=2e-7, atol=0)
-    torch.testing.assert_close(peak.double(), exact_peak, rtol=2e-7, atol=0)
-    for found in (sums, torch_sums):
-        torch.testing.assert_close(found[[0, 2, 3]].double(), exact[[0, 2, 3]], rtol=1e-5, atol=1e-30)
-        # Where one token has all the probability, few digits of its logit are left in this sum.
-        torch.testing.assert_close(found[1].double(), exact[1], rtol=3e-5, atol=1e-5)
-    assert torch.equal(fewer, sums[:3])
+def test_the_summary_of_a_row_is_exact(interpret: Interpret) -> None:
+    cases = [(9, columns, temperature) for columns in (1, 451, 4096, 9001) for temperature in (0.6, 1.0)]
+    [results] = interpret(1, *((summaries, *case) for case in cases))
+    for (rows, columns, temperature), result in zip(cases, results, strict=True):
+        torch_peak, torch_sums, peak, sums, _, fewer = result
+        exact_peak, exact = exact_summary(*logits_and_targets(rows, columns), temperature)
+        torch.testing.assert_close(peak, torch_peak, rtol=2e-7, atol=0)
+        torch.testing.assert_close(peak.double(), exact_peak, rtol=2e-7, atol=0)
+        for found in (sums, torch_sums):
+            torch.testing.assert_close(found[[0, 2, 3]].double(), exact[[0, 2, 3]], rtol=1e-5, atol=1e-30)
+            # Where one token has all the probability, few digits of its logit are left in this sum.
+            torch.testing.assert_close(found[1].double(), exact[1], rtol=3e-5, atol=1e-5)
+        assert torch.equal(fewer, sums[:3])
 
 
 def slopes(rank: int, size: int, rows: int, columns: int, temperature: float) -> list[torch.Tensor]:
@@ -101,49 +103,45 @@ def slopes(rank: int, size: int, rows: int, columns: int, temperature: float) ->
     return found
 
 
-@pytest.mark.parametrize("columns", [1, 451, 2048, 9001])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_the_gradient_of_the_logits_is_that_of_torchs_operators(
-    interpret: Interpret, columns: int, temperature: float
-) -> None:
-    [(expected, expected_rounded, found, rounded)] = interpret(1, slopes, 9, columns, temperature)
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
-    assert rounded.dtype == torch.bfloat16
-    # Triton's interpreter cuts bf16 off where a GPU rounds to the nearest.
-    torch.testing.assert_close(rounded, expected_rounded, rtol=2**-7, atol=1e-6)
+def test_the_gradient_of_the_logits_is_that_of_torchs_operators(interpret: Interpret) -> None:
+    cases = [(9, columns, temperature) for columns in (1, 451, 2048, 9001) for temperature in (0.6, 1.0)]
+    [results] = interpret(1, *((slopes, *case) for case in cases))
+    for expected, expected_rounded, found, rounded in results:
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-6)
+        assert rounded.dtype == torch.bfloat16
+        # Triton's interpreter cuts bf16 off where a GPU rounds to the nearest.
+        torch.testing.assert_close(rounded, expected_rounded, rtol=2**-7, atol=1e-6)
 
 
 def head(rank: int, size: int, positions: int, vocab: int, rows: int, chunk_mib: int, dtype: torch.dtype) -> Any:
     return ours(case(positions, vocab, rows, dtype=dtype), vocab, 0.8, chunk_mib)
 
 
-@pytest.mark.parametrize("positions", [0, 1, 7])
-@pytest.mark.parametrize(("vocab", "rows"), [(451, 451), (451, 512), (5003, 5120)])
-def test_the_head_on_kernels_equals_the_naive_one(interpret: Interpret, positions: int, vocab: int, rows: int) -> None:
-    [found] = interpret(1, head, positions, vocab, rows, 64, torch.float32)
-    assert_equal(found, naive(case(positions, vocab, rows), vocab, 0.8))
+def test_the_head_on_kernels_equals_the_naive_one(interpret: Interpret) -> None:
+    cases = [(positions, *of) for positions in (0, 1, 7) for of in ((451, 451), (451, 512), (5003, 5120))]
+    [results] = interpret(1, *((head, *each, 64, torch.float32) for each in cases))
+    for (positions, vocab, rows), found in zip(cases, results, strict=True):
+        assert_equal(found, naive(case(positions, vocab, rows), vocab, 0.8))
 
 
-def test_weights_in_bf16_are_scored_in_fp32_by_kernels_too(interpret: Interpret) -> None:
-    [(scores, *_)] = interpret(1, head, 7, 451, 512, 64, torch.bfloat16)
+def test_weights_in_bf16_are_scored_in_fp32_by_kernels_too_and_chunks_change_nothing(interpret: Interpret) -> None:
+    calls = [(head, 7, 451, 512, 64, torch.bfloat16)]
+    calls += [(head, 15, 40_000, 40_064, chunk_mib, torch.float32) for chunk_mib in (1, 64)]  # chunks of 6, and one
+    [((scores, *_), (many, *many_gradients), (one, *gradients))] = interpret(1, *calls)
     expected, *_ = naive(case(7, 451, 512, dtype=torch.bfloat16), 451, 0.8)
     assert_equal((scores,), (expected,))
-
-
-def test_chunks_change_nothing_of_what_kernels_find(interpret: Interpret) -> None:
-    [(many, *many_gradients)] = interpret(1, head, 15, 40_000, 40_064, 1, torch.float32)  # chunks of 6
-    [(one, *gradients)] = interpret(1, head, 15, 40_000, 40_064, 64, torch.float32)
     assert_equal((many,), (one,), tolerance=1e-6)
     assert_equal((many_gradients,), (gradients,))
 
 
-@pytest.mark.parametrize(("vocab", "positions"), [(128, 9), (101, 9), (50, 9), (101, 0)])
-def test_kernels_over_two_ranks_equal_torchs_operators_on_one(interpret: Interpret, vocab: int, positions: int) -> None:
-    parts = interpret(2, score_in_parts, vocab, positions)
-    whole = ours(case(positions=positions, vocab=vocab, rows=128), vocab, 0.8)
-    weight_grad = torch.cat([part[2] for part in parts])
-    for scores, hidden_grad, _ in parts:
-        assert_equal((scores, hidden_grad, weight_grad), whole)
+def test_kernels_over_two_ranks_equal_torchs_operators_on_one(interpret: Interpret) -> None:
+    cases = [(128, 9), (101, 9), (50, 9), (101, 0)]
+    parts_of_cases = zip(*interpret(2, *((score_in_parts, *each) for each in cases)), strict=True)
+    for (vocab, positions), parts in zip(cases, parts_of_cases, strict=True):
+        whole = ours(case(positions=positions, vocab=vocab, rows=128), vocab, 0.8)
+        weight_grad = torch.cat([part[2] for part in parts])
+        for scores, hidden_grad, _ in parts:
+            assert_equal((scores, hidden_grad, weight_grad), whole)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -1,4 +1,4 @@
-"""Directories appear whole or not at all, also when two processes want the same one."""
+"""Files and directories appear whole or not at all, also when two processes want the same directory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.process.files import replacing_directory
+from megatron_dppo.process.files import replacing_directory, replacing_file
 from tests.bridge.conversions import contents
+
+
+def test_a_file_is_what_it_was_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("old")
+    with pytest.raises(ValueError, match="no"), replacing_file(file) as draft:
+        draft.write_text("half")
+        assert file.read_text() == "old"
+        raise ValueError("no")
+    assert file.read_text() == "old"
+    with replacing_file(file) as draft:
+        draft.write_text("whole")
+    assert contents(tmp_path) == {"file": b"whole"}
 
 
 def test_of_two_that_write_to_one_place_the_earlier_goes_on_undisturbed(tmp_path: Path) -> None:

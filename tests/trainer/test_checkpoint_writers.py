@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_dppo.cli import main
 from tests.trainer.test_resume import wait_for
 
 SETTINGS = (
@@ -54,9 +55,8 @@ def runs_with(process: psutil.Process, path: str) -> bool:
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
-    command = [sys.executable, "-m", "megatron_dppo", "init", str(folder), "--tokenizer", "arithmetic"]
     size = ["--hidden", "32", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--ffn", "48"]
-    subprocess.run([*command, *size], check=True, capture_output=True)
+    assert main(["init", str(folder), "--tokenizer", "arithmetic", *size]) == 0
     return folder
 
 

@@ -196,6 +196,8 @@ MALICE = {
     "a weight": (in_a_weight, "final_layernorm", True),
 }
 """How a payload gets into a checkpoint, what the refusal names, and whether the weights alone lie behind it."""
+AMONG_SHARDS = ("an object among the shards", "a weight")
+"""Where the index can still be read."""
 
 
 def start_from(rank: int, size: int, config: Config) -> str:
@@ -204,31 +206,40 @@ def start_from(rank: int, size: int, config: Config) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("where", MALICE)
 @pytest.mark.parametrize("checked", [True, False], ids=["with checksums that fit", "without checksums"])
 def test_no_checkpoint_gets_anything_run(
-    where: str, checked: bool, config: Config, ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checked: bool, config: Config, ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plant, name, with_weights = MALICE[where]
-    ours, mark = copied(config, tmp_path / "run"), tmp_path / "it-was-run"
-    place = newest(ours)
-    plant(place, mark)
-    (place / checksums.FILE).unlink()
-    if checked:  # whoever plants one can count as well
-        blocks = {}
-        if where in ("an object among the shards", "a weight"):
-            for file in place.glob("*.distcp"):
-                offsets = {p.offset for p in read_metadata(place).storage_data.values() if p.relative_path == file.name}
-                blocks[file.name] = blocks_of(file, sorted({0, *offsets}))
-        Checksums(place, blocks).write()
-    [(said, weights)] = ranks.run(1, load, [ours])[0]
-    assert weights is None and name in said and not mark.exists(), said
-    if with_weights:
-        start = replace(ours, model=replace(ours.model, checkpoint=str(place)))
-        [said] = ranks.run(1, start_from, replace_run(start, tmp_path / "another"))
-        assert name in said and not mark.exists(), said
+    runs, mark = {}, tmp_path / "it-was-run"
+    for where, (plant, _, _) in MALICE.items():
+        runs[where] = copied(config, tmp_path / where)
+        place = newest(runs[where])
+        plant(place, mark)
+        (place / checksums.FILE).unlink()
+        if checked:  # whoever plants one can count as well
+            Checksums(place, blocks_of_shards(place) if where in AMONG_SHARDS else {}).write()
+    for (where, _), (said, weights) in zip(runs.items(), ranks.run(1, load, [*runs.values()])[0], strict=True):
+        assert weights is None and MALICE[where][1] in said, (where, said)
+    starts = {
+        where: replace(ours, model=replace(ours.model, checkpoint=str(newest(ours))))
+        for where, ours in runs.items()
+        if MALICE[where][2]
+    }
+    calls = [(start_from, replace_run(start, tmp_path / "another")) for start in starts.values()]
+    for where, [said] in zip(starts, ranks.in_turn(1, *calls), strict=True):
+        place, name = newest(runs[where]), MALICE[where][1]
+        assert name in said, (where, said)
         assert to_hf(place, tmp_path / "hf", "--hf", str(place.parent / "hf")) == 2
-        assert name in printed_error(capsys) and not mark.exists()
+        assert name in printed_error(capsys), where
+    assert not mark.exists()
+
+
+def blocks_of_shards(place: Path) -> dict[str, list[checksums.Block]]:
+    stored = read_metadata(place).storage_data.values()
+    offsets = {
+        file: {0, *(p.offset for p in stored if p.relative_path == file.name)} for file in place.glob("*.distcp")
+    }
+    return {file.name: blocks_of(file, sorted(starts)) for file, starts in offsets.items()}
 
 
 def blocks_of(file: Path, starts: list[int]) -> list[checksums.Block]:

@@ -14,9 +14,11 @@ import torch
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import learning_rate
+from megatron_dppo.trainer.disagreement import check_disagreement
 from megatron_dppo.trainer.learner import Learned
 from tests.policies import write_policy
 from tests.ranks import RankPool
+from tests.rollout.scripted import world_of
 from tests.steps import build, config_for, held_by, plan_for, step_of_groups, weights_of
 
 FOUR_RANKS = LayoutConfig(tp=2, pp=2, dp=1)
@@ -114,6 +116,24 @@ def test_engine_that_disagrees_stops_every_rank_and_leaves_evidence(
     )
 
 
+@pytest.mark.parametrize(("difference", "error"), [(np.nan, 1.0), (0.0, np.nan), (np.inf, 1.0)])
+def test_a_difference_that_is_no_number_is_past_every_limit(difference: float, error: float, tmp_path: Path) -> None:
+    config = replace(Config(), run=replace(Config().run, dir=str(tmp_path)))
+    with pytest.raises(UserError, match="disagree") as caught:
+        check_disagreement(
+            config,
+            world_of(1, 0),
+            who="the engine",
+            when="in step 3",
+            difference=difference,
+            error=error,
+            compared=list,
+            name="step",
+        )
+    named = "rollout.max_prob_error" if np.isfinite(difference) else "rollout.max_logprob_diff"
+    assert caught.value.setting == named
+
+
 def test_tokens_of_older_weights_are_compared_with_nothing(ranks: RankPool, path: Path) -> None:
     config = config_for(path, LayoutConfig(pp=2, dp=1), LossConfig(), 64, distributed=True)
     config = replace(config, rollout=replace(config.rollout, max_logprob_diff=0.0, max_prob_error=1.0))
@@ -125,16 +145,12 @@ def test_tokens_of_older_weights_are_compared_with_nothing(ranks: RankPool, path
 def test_one_step_ahead_importance_weights_are_cut_off_at_two(ranks: RankPool, path: Path) -> None:
     config = config_for(path, LayoutConfig(dp=1), LossConfig(), 64, distributed=True)
     ahead = replace(config, rollout=replace(config.rollout, ahead=1))
-    losses = {}
-    for name, settings in {
-        "on-policy": config,
-        "on-policy, 2": replace(config, loss=LossConfig(tis_cap=2.0)),
-        "ahead": ahead,
-        "ahead, 3": replace(ahead, loss=LossConfig(tis_cap=3.0)),
-    }.items():
-        losses[name] = ranks.run(1, learn, settings)[0][0]["train/pg_loss"]
-    assert losses["ahead"] == losses["on-policy, 2"]
-    assert len(set(losses.values())) == 3, "weights without a cap, at 2 and at 3"
+    on_policy_2 = replace(config, loss=LossConfig(tis_cap=2.0))
+    ahead_3 = replace(ahead, loss=LossConfig(tis_cap=3.0))
+    results = ranks.in_turn(1, *((learn, settings) for settings in (config, on_policy_2, ahead, ahead_3)))
+    none, two, of_ahead, three = (metrics["train/pg_loss"] for [(metrics, _)] in results)
+    assert of_ahead == two
+    assert len({none, two, three}) == 3
 
 
 def learn(rank: int, size: int, config: Config) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
@@ -155,21 +171,22 @@ def test_second_update_of_a_rollout_is_measured_against_the_policy_before_the_fi
     assert metrics["train/pg_clipfrac"] > 0
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputing_activations_changes_nothing(ranks: RankPool, path: Path, recompute: str) -> None:
+def test_recomputing_activations_changes_nothing(ranks: RankPool, path: Path) -> None:
     config = config_for(path, LayoutConfig(tp=2, dp=1, sequence_parallel=True), LossConfig(), 64, distributed=True)
-    _, expected = ranks.run(2, learn, config)[0]
-    _, ours = ranks.run(2, learn, replace(config, model=replace(config.model, recompute=recompute)))[0]
-    for name, tensor in expected.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
+    ways = [replace(config, model=replace(config.model, recompute=way)) for way in ("none", "selective", "full")]
+    (_, expected), *others = (results[0] for results in ranks.in_turn(2, *((learn, way) for way in ways)))
+    for _, ours in others:
+        for name, tensor in expected.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 def test_bf16_update_points_where_the_fp32_one_does(ranks: RankPool, path: Path) -> None:
     config = config_for(path, LayoutConfig(tp=2, dp=1), LossConfig(), 64, distributed=True)
     config = replace(config, optimizer=replace(config.optimizer, lr=100.0))  # far enough to be seen in bf16 weights
-    _, start = ranks.run(2, learn, replace(config, optimizer=replace(config.optimizer, lr=1e-30)))[0]
-    _, expected = ranks.run(2, learn, config)[0]
-    _, ours = ranks.run(2, learn, replace(config, model=replace(config.model, dtype="bf16")))[0]
+    still = replace(config, optimizer=replace(config.optimizer, lr=1e-30))
+    in_bf16 = replace(config, model=replace(config.model, dtype="bf16"))
+    results = ranks.in_turn(2, *((learn, settings) for settings in (still, config, in_bf16)))
+    (_, start), (_, expected), (_, ours) = (of_ranks[0] for of_ranks in results)
     moved = torch.cat([(ours[name].float() - start[name]).flatten() for name in start])
     wanted = torch.cat([(expected[name] - start[name]).flatten() for name in start])
     assert torch.nn.functional.cosine_similarity(moved, wanted, dim=0) > 0.95

@@ -1,0 +1,657 @@
+"""Mistakes that tests must notice: ``python tests/mutants.py`` makes each in a copy of the package and runs its tests.
+
+A mutant is caught where its tests fail. One that survives wants a better test. One whose text no longer stands in the
+package once, wherever it has moved, wants a new text: ``tests/test_mutants.py`` says so at every run of the suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import py_compile
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "megatron_dppo"
+COPIED = (PACKAGE, "tests", "configs", "benchmarks", "docs", "pyproject.toml")
+"""What the tests of a mutant need."""
+TIMEOUT_S = 300.0
+"""A mutant whose tests hang for so long is caught, too."""
+IMPORTED = (
+    "torch.distributed.checkpoint",
+    "transformers",
+    "megatron.core.optimizer",
+    "aiohttp",
+    "pyarrow",
+)
+"""What takes long to import, and is none of the package."""
+
+
+class Mutant(NamedTuple):
+    """A mistake."""
+
+    name: str
+    """With its area in front: ``loss/sign``."""
+    text: str
+    """What stands once in the package."""
+    instead: str
+    tests: str
+    """What must fail, in pytest's spelling below ``tests/``, with spaces between."""
+
+
+MUTANTS = [
+    # The loss and its sums.
+    Mutant(
+        "loss/sign", "-torch.minimum(unclipped, clipped)", "-torch.maximum(unclipped, clipped)", "rl/test_losses.py"
+    ),
+    Mutant(
+        "loss/upper clip",
+        "1.0 - objective.clip_low, 1.0 + objective.clip_high",
+        "1.0 - objective.clip_low, 1.0 + objective.clip_low",
+        "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/engine correction without its cap",
+        "torch.exp(old - engine_logprobs).clamp(max=tis_cap)",
+        "torch.exp(old - engine_logprobs)",
+        "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/kl the wrong way",
+        "= reference_logprobs - logprobs",
+        "= logprobs - reference_logprobs",
+        "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/sequence ratio without a gradient",
+        "torch.exp(mean[sample] + logprobs - logprobs_now)",
+        "torch.exp(mean[sample] + 0.0 * logprobs)",
+        "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/stale tokens count as mismatch",
+        "torch.where(fresh, mismatch, 0.0).sum()",
+        "mismatch.sum()",
+        "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/sample deviation",
+        "np.sqrt(np.mean(deviation**2, axis=1, keepdims=True))",
+        "np.sqrt(np.sum(deviation**2, axis=1, keepdims=True) / max(deviation.shape[1] - 1, 1))",
+        "rl/test_objectives.py",
+    ),
+    Mutant(
+        "loss/mixed groups by rounded advantages",
+        "mixed = (rewards != rewards[:, :1]).any(axis=1, keepdims=True)",
+        "mixed = (rewards != rewards.mean(axis=1, keepdims=True)).any(axis=1, keepdims=True)",
+        "rl/test_objectives.py",
+    ),
+    Mutant(
+        "loss/normaliser of what was rolled out",
+        "return float(prompts * sampled_lengths.shape[1])",
+        "return float(sampled_lengths.size)",
+        "rl/test_objectives.py",
+    ),
+    Mutant(
+        "loss/tokens of pruned prompts forgotten",
+        "(sampled_lengths.sum(axis=1) / prompt_inclusion).sum()",
+        "sampled_lengths.sum()",
+        "rl/test_objectives.py",
+    ),
+    Mutant(
+        "loss/a sequence weighs its tokens",
+        "weight * pruned.coefficient[group, completion] / pruned.normaliser",
+        "weight / pruned.normaliser",
+        "test_formula.py::test_update_is_that_of_the_formula[grpo-0.0]",
+    ),
+    Mutant(
+        "loss/overlong penalty from the limit on",
+        "(limit - buffer - lengths) / buffer",
+        "(limit - lengths) / buffer",
+        "rl/test_objectives.py",
+    ),
+    # Pruning.
+    Mutant(
+        "pruning/weight without the prompt's probability",
+        "completion_weight(pruning.rule, candidates, inclusion, keep) / part.prompt_inclusion[:, None]",
+        "completion_weight(pruning.rule, candidates, inclusion, keep)",
+        "rl/test_unbiasedness.py",
+    ),
+    Mutant(
+        "pruning/score without the first draw",
+        "np.abs(advantage) * c * score_norms / prompt_inclusion",
+        "np.abs(advantage) * c * score_norms",
+        "rl/test_unbiasedness.py::test_the_second_draw_knows_of_the_first",
+    ),
+    Mutant(
+        "pruning/floor of one level alone",
+        "np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0)",
+        "np.minimum(1.0 / (config.pruning.max_weight + 0 * prompt_inclusion), 1.0)",
+        "rl/test_plan.py",
+    ),
+    Mutant(
+        "pruning/offset of the draw", "start = int(offset * GRID)", "start = GRID - 1", "rl/pruning/test_sampling.py"
+    ),
+    Mutant(
+        "pruning/sums that rounding misses",
+        "if 0 < abs(missing) <= len(fractional):",
+        "if False and 0 < abs(missing) <= len(fractional):",
+        "rl/pruning/test_sampling.py",
+    ),
+    Mutant(
+        "pruning/score over cost",
+        "scores[scored] / np.sqrt(costs[scored])",
+        "scores[scored] / costs[scored]",
+        "rl/pruning/test_sampling.py",
+    ),
+    Mutant(
+        "pruning/mean itself is pruned",
+        "scores < mean * (1.0 - ROUNDING)",
+        "scores <= mean * (1.0 + ROUNDING)",
+        "rl/pruning/test_completion_rules.py rl/pruning/test_prompt_rules.py",
+    ),
+    Mutant(
+        "pruning/biased rule of prompts weighs up",
+        "weighted = np.ones_like(inclusion) if rule.biased else inclusion",
+        "weighted = inclusion",
+        "rl/pruning/test_prompt_rules.py",
+    ),
+    Mutant("pruning/evidence never fades", "self.decay * old.right", "old.right", "rl/pruning/test_history.py"),
+    Mutant(
+        "pruning/a step less of full training",
+        "if total_steps - step <= round(",
+        "if total_steps - step < round(",
+        "rl/pruning/test_schedule.py",
+    ),
+    Mutant(
+        "pruning/window of prompts left out",
+        "metadata.window * len(groups) / max(1, len(metadata.prompt_ids))",
+        "metadata.window",
+        "rl/test_plan.py",
+    ),
+    Mutant(
+        "pruning/failed groups take nothing of the window along",
+        "return window * left / (left + failed)",
+        "return float(window)",
+        "rollout/test_collect.py",
+    ),
+    Mutant(
+        "pruning/order forgotten over a resume",
+        'self._order.load_state_dict(state["order"])',
+        'state["order"]',
+        "trainer/test_prompt_sampler.py",
+    ),
+    # Packs, and the way of tokens.
+    Mutant(
+        "packs/predictor off by one",
+        "starts[owner] + prompts[owner] - 1 +",
+        "starts[owner] + prompts[owner] +",
+        "rl/test_pack.py",
+    ),
+    Mutant(
+        "packs/given tokens are trained on",
+        "[np.flatnonzero(sample.loss_mask) for sample in samples]",
+        "[np.arange(len(sample.response_ids)) for sample in samples]",
+        "rl/test_pack.py",
+    ),
+    Mutant(
+        "packs/positions go on from segment to segment",
+        "np.arange(capacity) - np.repeat(starts[:-1], segments)",
+        "np.arange(capacity)",
+        "rl/test_pack.py",
+    ),
+    Mutant(
+        "packs/sequences are not padded to the layout",
+        "slots, most = -(-lengths // align) * align,",
+        "slots, most = lengths,",
+        "rl/test_packing.py",
+    ),
+    Mutant(
+        "packs/ranks have unequal numbers",
+        "if len(shares[rank]) < per_rank:",
+        "if len(shares[rank]) <= per_rank:",
+        "rl/test_packing.py",
+    ),
+    Mutant("packs/balance by tokens", "self.quadratic * lengths", "0.0 * lengths", "rl/test_packing.py"),
+    Mutant(
+        "packs/log-probabilities delivered as tokens",
+        "[b:c].view(np.float32)",
+        "[a:b].view(np.float32)",
+        "parallel/test_exchange.py",
+    ),
+    Mutant(
+        "packs/a rank's late chunk is another's",
+        "[[rank, 2 * size - 1 - rank]]",
+        "[[rank, size + rank]]",
+        "models/test_context.py",
+    ),
+    Mutant(
+        "packs/gradients of others' responses",
+        "whole = part.logprobs.new_zeros(len(part.present), responses)",
+        "whole = part.logprobs.new_full((len(part.present), responses), 1e-3)",
+        "models/test_context.py",
+    ),
+    # The policy head.
+    Mutant(
+        "head/a rank's own peak",
+        "sums[3:].mul_(factor.square())",
+        "sums[3:].mul_(factor)",
+        "models/test_policy_head.py",
+    ),
+    Mutant(
+        "head/normaliser without the peak",
+        "ctx.save_for_backward(hidden, weight, targets, peak + total.log())",
+        "ctx.save_for_backward(hidden, weight, targets, total.log())",
+        "models/test_policy_head.py",
+    ),
+    # Weights between Megatron and Hugging Face.
+    Mutant(
+        "weights/up before gate",
+        '"mlp.gate_proj.weight", "mlp.up_proj.weight"',
+        '"mlp.up_proj.weight", "mlp.gate_proj.weight"',
+        "bridge/test_mapping.py",
+    ),
+    Mutant(
+        "weights/all queries before all keys",
+        "Slice(name, group * size, (group + 1) * size) for group in groups for name, size in heads.items()",
+        "Slice(name, group * size, (group + 1) * size) for name, size in heads.items() for group in groups",
+        "bridge/test_mapping.py",
+    ),
+    Mutant(
+        "weights/padding in front",
+        "return tuple(part for part in (held, padding) if part.length)",
+        "return tuple(part for part in (padding, held) if part.length)",
+        "bridge/test_mapping.py",
+    ),
+    Mutant(
+        "weights/layers counted from each stage",
+        "str(numbers[int(local[0])])",
+        "local[0]",
+        "bridge/test_stream.py::test_round_trip_is_the_identity_in_every_layout -k Qwen3-fp32-False",
+    ),
+    Mutant(
+        "weights/a truncated file passes",
+        "if size < end:",
+        "if size < data:",
+        "bridge/test_safetensors_files.py",
+    ),
+    Mutant(
+        "weights/more tensors than the policy has",
+        "unexpected = [name for name in found if name not in allowed]",
+        "unexpected = [name for name in found if False]",
+        "bridge/test_safetensors_files.py",
+    ),
+    Mutant(
+        "weights/bytes beside the rows",
+        "data[(low - top) * row_bytes : (high - top) * row_bytes]",
+        "data[: (high - low) * row_bytes]",
+        "bridge/test_chunks.py",
+    ),
+    Mutant(
+        "weights/a saved tensor without its tail",
+        "write_at(file, end, with_checksum([archive.tail]))",
+        "write_at(file, end, [archive.tail])",
+        "bridge/test_torch_dist.py bridge/test_checkpoint_folder.py bridge/test_verify.py",
+    ),
+    # The stream of weights to servers and engines.
+    Mutant(
+        "stream/tied output twice",
+        ".is_copy:",
+        ".is_copy and False:",
+        "bridge/test_stream.py::test_stages_may_have_more_buckets_than_others",
+    ),
+    Mutant(
+        "stream/the next gather waits for the consumer",
+        "            gather = gathers.start(following)\n        yield tensors\n",
+        "            yield tensors\n            gather = gathers.start(following)\n"
+        "        else:\n            yield tensors\n",
+        "bridge/test_stream.py::test_the_next_gather_has_begun_when_a_bucket_is_handed_out",
+    ),
+    Mutant(
+        "stream/norms from every rank",
+        "split is Split.REPLICATED else self._world.tp)",
+        "split is None else self._world.tp)",
+        "bridge/test_stream.py::test_a_consumer_is_sent_what_it_does_not_have_and_nothing_twice",
+    ),
+    Mutant(
+        "stream/stages send from the first one's ranks",
+        "first = (item.stage - self._first_stage) * self._world.tp",
+        "first = 0",
+        "bridge/test_stream.py::test_a_consumer_is_sent_what_it_does_not_have_and_nothing_twice",
+    ),
+    Mutant(
+        "stream/buckets without a limit",
+        "if size > room:",
+        "if not buckets:",
+        "bridge/test_stream.py::test_planned_buckets_are_as_full_as_the_order_allows",
+    ),
+    # Checkpoints, and what a run goes on from.
+    Mutant(
+        "checkpoints/a changed byte passes",
+        "if left or crc != block.crc:",
+        "if left:",
+        "bridge/test_checksums.py",
+    ),
+    Mutant(
+        "checkpoints/shares leave blocks out",
+        "blocks[share::of]",
+        "blocks[share :: of + 1]",
+        "bridge/test_checksums.py",
+    ),
+    Mutant(
+        "checkpoints/an altered list of checksums",
+        '(stored["format"], stored["crc32"]) == (_FORMAT, _crc_of(files))',
+        'stored["format"] == _FORMAT',
+        "bridge/test_checksums.py",
+    ),
+    Mutant(
+        "checkpoints/another type of weights",
+        "if written.dtype != now.dtype:",
+        "if False:",
+        "trainer/test_preflight.py",
+    ),
+    Mutant(
+        "checkpoints/buffers cut otherwise",
+        "if (written.tp, written.pp) != (now.tp, now.pp):",
+        "if False:",
+        "trainer/test_preflight.py",
+    ),
+    Mutant(
+        "checkpoints/the optimizer's settings come from the checkpoint",
+        'if name not in ("params", "step")}',
+        "if name in ()}",
+        "trainer/test_checkpoint.py::test_the_optimizer_keeps_the_settings_of_the_command_that_resumes",
+    ),
+    Mutant(
+        "checkpoints/one more is kept",
+        "[: -self._keep]",
+        "[: -self._keep - 1]",
+        "trainer/test_checkpoint.py::test_resumed_updates_are_those_of_an_undisturbed_run -k cp2",
+    ),
+    Mutant(
+        "checkpoints/no look at the disk first",
+        "        if free < needed:\n",
+        "        if free < 0:\n",
+        "trainer/test_checkpoint.py::test_full_disk_is_told_on_every_rank_and_costs_no_checkpoint",
+    ),
+    Mutant(
+        "checkpoints/rows of steps that are taken again",
+        'if row["step"] <= step]',
+        "]",
+        "observe/test_metrics.py",
+    ),
+    Mutant(
+        "checkpoints/a file is replaced at once",
+        '    partial = file.with_name(file.name + ".partial")\n    yield partial\n    partial.replace(file)\n',
+        "    file.unlink(missing_ok=True)\n    yield file\n",
+        "process/test_files.py",
+    ),
+    Mutant(
+        "checkpoints/what a kill put aside is lost",
+        "        if former.exists() and not out.exists():  # killed",
+        "        if False:  # killed",
+        "process/test_files.py",
+    ),
+    Mutant(
+        "checkpoints/a held folder is entered",
+        "if lives or not self._has_fallen_silent(holder):",
+        "if False:",
+        "process/test_lock.py",
+    ),
+    # Servers, without real ones.
+    Mutant(
+        "servers/a continuation has all tokens anew",
+        "max_tokens=sampling.max_tokens - len(made)",
+        "max_tokens=sampling.max_tokens",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
+        "servers/older weights pass",
+        "if version is None or version < oldest:",
+        "if version is None:",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
+        "servers/one seed for every attempt",
+        "(batch, index, samples, attempt)",
+        "(batch, index, samples, 0)",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
+        "servers/too few samples pass",
+        "!= len(samples):",
+        "> len(samples):",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
+        "servers/no limit of prompts under way",
+        "< self._max_in_flight:",
+        "< 10**9:",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
+        "servers/another version than was sent",
+        ".version()) != version:",
+        ".version()) is None:",
+        "servers/test_sync.py",
+    ),
+    Mutant(
+        "servers/checksums are not the actor's",
+        "if known and not of_actor.startswith(checksum):",
+        "if False:",
+        "servers/test_sync.py",
+    ),
+    Mutant(
+        "servers/tensors overlap in a bucket",
+        "flat[start:end].view(tensor.dtype).view(tensor.shape)",
+        "flat[: end - start].view(tensor.dtype).view(tensor.shape)",
+        "servers/test_sender.py::test_every_bucket_arrives_byte_by_byte_though_its_memory_is_used_again",
+    ),
+    Mutant(
+        "servers/one buffer for two buckets",
+        "self._turn ^= 1",
+        "self._turn = 0",
+        "servers/test_sender.py::test_every_bucket_arrives_byte_by_byte_though_its_memory_is_used_again",
+    ),
+    Mutant(
+        "servers/the local engine repeats its luck",
+        'f"{seed}/{prompt_id}/{sample}"',
+        'f"{seed}/{prompt_id}"',
+        "rollout/test_sampling.py rollout/test_local.py",
+    ),
+    # Rewards.
+    Mutant(
+        "rewards/a function that hangs is waited for",
+        "signal.setitimer(signal.ITIMER_PROF, timeout_s)",
+        "signal.setitimer(signal.ITIMER_PROF, 0.0)",
+        "rewards/test_workers.py::test_function_that_hangs_costs_its_completion_only -k spin",
+    ),
+    Mutant(
+        "rewards/no second worker for what one has died over",
+        "if index in self._lost_once:",
+        "if True:",
+        "rewards/test_workers.py::test_completion_whose_worker_was_killed_once_is_scored_by_another",
+    ),
+    Mutant(
+        "rewards/not a number",
+        "if not math.isfinite(reward):",
+        "if False:",
+        "rewards/test_functions.py",
+    ),
+    Mutant(
+        "rewards/half right is correct",
+        "reward >= 1.0 if accuracy is None",
+        "reward > 0.0 if accuracy is None",
+        "rewards/test_functions.py",
+    ),
+    Mutant(
+        "rewards/a tuple in any order",
+        "return len(expected) == len(found) and all(map(self.same, expected, found))",
+        "return len(expected) == len(found) and all(any(self.same(a, b) for b in found) for a in expected)",
+        "rewards/test_verdicts.py",
+    ),
+    Mutant(
+        "rewards/one member stands for several",
+        "            del left[partner]\n",
+        "",
+        "rewards/test_verdicts.py rewards/test_mutations.py",
+    ),
+    # What trainer and engine owe each other.
+    Mutant(
+        "agreement/no number passes every limit",
+        "        if measured <= limit:\n            continue\n",
+        "        if not measured > limit:\n            continue\n",
+        "trainer/test_learner.py::test_a_difference_that_is_no_number_is_past_every_limit",
+    ),
+    Mutant(
+        "agreement/temperature of the next token",
+        "torch.log_softmax(logits / temperature if temperature > 0 else logits, dim=-1)",
+        "torch.log_softmax(logits, dim=-1)",
+        "rollout/test_sampling.py",
+    ),
+    Mutant(
+        "agreement/the run is never hopeless",
+        "return 0 < self._most <= self._idle",
+        "return 0 < self._most < self._idle",
+        "trainer/test_collapse.py::test_only_steps_in_a_row_count",
+    ),
+    # The estimate of what a run needs.
+    Mutant(
+        "estimate/no master copy",
+        "state = 12 if ",
+        "state = 8 if ",
+        "estimate/test_memory_real.py -k bf16",
+    ),
+    Mutant(
+        "estimate/every stage like the last",
+        "(kept * (layout.pp - stage) + once)",
+        "(kept + once)",
+        "estimate/test_stages.py",
+    ),
+    Mutant(
+        "estimate/a backward pass as long as its forward pass",
+        "work.trained, work.responses, 3.0 +",
+        "work.trained, work.responses, 2.0 +",
+        "estimate/test_stages.py",
+    ),
+    Mutant(
+        "estimate/nothing is hidden one step ahead",
+        'seconds = max(phases["generation"] + phases["weight sync"], seconds - phases["generation"])',
+        "seconds = seconds",
+        "estimate/test_plan.py::test_one_step_ahead_hides_the_shorter_of_the_two",
+    ),
+]
+
+
+def places(text: str, package: Path) -> list[Path]:
+    """The files of a package in which a text stands, once for each time."""
+    return [file for file in sorted(package.rglob("*.py")) for _ in range(file.read_text().count(text))]
+
+
+def outcomes(mutants: list[Mutant]) -> Iterator[tuple[Mutant, str, float]]:
+    """Of each mutant ``caught``, ``survived``, ``gone`` or ``not run``, and the seconds that it took."""
+    for module in IMPORTED:
+        importlib.import_module(module)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = copied(Path(folder))
+        for mutant in mutants:
+            began = time.monotonic()
+            yield mutant, outcome_of(mutant, copy), time.monotonic() - began
+
+
+def copied(folder: Path) -> Path:
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    for stale in folder.rglob("__pycache__"):
+        shutil.rmtree(stale)
+    by_hash = py_compile.PycInvalidationMode.CHECKED_HASH  # a mutant may be made within the second of the last one
+    compileall.compile_dir(str(folder), quiet=2, invalidation_mode=by_hash)
+    return folder
+
+
+def outcome_of(mutant: Mutant, copy: Path) -> str:
+    """Make the mistake in a copy of the repository, run its tests, and take it back."""
+    where = places(mutant.text, copy / PACKAGE)
+    if len(where) != 1:
+        return "gone"
+    right = where[0].read_text()
+    where[0].write_text(right.replace(mutant.text, mutant.instead))
+    try:
+        return {0: "survived", 1: "caught", None: "caught"}.get(exit_code(mutant.tests, copy), "not run")
+    finally:
+        where[0].write_text(right)
+
+
+def exit_code(tests: str, copy: Path) -> int | None:
+    """Of pytest, which a fork of this process runs; None where it did not end."""
+    words = [f"tests/{word}" if ".py" in word else word for word in tests.split()]
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(words, copy))
+    process.start()
+    process.join(TIMEOUT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
+    return None if process.exitcode == -signal.SIGKILL else process.exitcode
+
+
+def run_tests(words: list[str], copy: Path) -> None:
+    """In a fork, with the copy in the place of the package."""
+    os.setsid()
+    os.chdir(copy)
+    os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "RANKS_ARE": "fork"}
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() not in (ROOT, ROOT / "tests"))]
+    for number in (1, 2):
+        os.dup2(os.open(copy / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    # A failure is enough: to make it small takes hypothesis half a minute.
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("mutants", phases=phases, derandomize=True)
+    hypothesis.settings.load_profile("mutants")
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *words])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", metavar="TEXT", default="", help="those whose name has this text in it")
+    parser.add_argument("--json", action="store_true", help="print one object at the end, and nothing else")
+    parser.add_argument("--unchanged", action="store_true", help="make no mistake: all of them have to survive")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    if options.unchanged:
+        chosen = [*{mutant.tests: mutant._replace(instead=mutant.text) for mutant in chosen}.values()]
+    found: dict[str, str] = {}
+    began = time.monotonic()
+    for mutant, outcome, seconds in outcomes(chosen):
+        found[mutant.name] = outcome
+        if not options.json:
+            print(f"{outcome:9}{seconds:6.1f} s  {mutant.name}", flush=True)
+    others = {name: outcome for name, outcome in found.items() if outcome != "caught"}
+    caught, seconds = len(found) - len(others), time.monotonic() - began
+    if options.json:
+        print(json.dumps({"caught": caught, "total": len(found), "seconds": round(seconds), "others": others}))
+    else:
+        print(*(f"{outcome}: {name}" for name, outcome in others.items()), sep="\n")
+        print(f"{caught} of {len(found)} mutants were caught, in {seconds:.0f} s")
+    return int(bool(others))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
