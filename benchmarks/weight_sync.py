@@ -3,7 +3,7 @@ broadcast of the same bytes.
 
     source scripts/install_servers.sh
     python benchmarks/weight_sync.py [--json] [--engine sglang] [--tp 1 2] [--mb 100] [--pairs 5]
-                                     [--transports collective disk tensor] [setting=value …]
+                                     [--transports collective disk] [setting=value …]
 
 One trainer rank, one thread. The yardstick is gloo's broadcast from this process to as many idle processes as the
 servers have ranks, in pieces of a bucket's size, with buffers that were touched before: it neither tells anybody what
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["sglang", "vllm"], default="sglang")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], help="ranks of each server")
     parser.add_argument("--mb", type=int, default=100, help="size of the model, fp32")
-    parser.add_argument("--transports", nargs="+", default=["collective", "disk", "tensor"])
+    parser.add_argument("--transports", nargs="+", default=["collective", "disk"])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("settings", nargs="*", metavar="setting=value")
     chosen = parser.parse_args()

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
 import pytest
-import torch
 
 from megatron_dppo.config import Config
-from megatron_dppo.rollout.servers.api import Manifest, ServerApi
+from megatron_dppo.rollout.servers.api import ServerApi
 from megatron_dppo.rollout.servers.connect import api_for
-from megatron_dppo.rollout.servers.handles import lay_out, shared
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.launch import ServerProcess, new_secret, stop_all, wait_ready
 from megatron_dppo.settings import load_config
@@ -119,12 +116,3 @@ class RealServers:
         except ServerError:
             return False
         return server.process.alive()
-
-
-def hand_over(http: Http, api: ServerApi, bucket: Mapping[str, torch.Tensor], version: str | None) -> None:
-    """Have a server load a bucket from memory that holds something else as soon as it has answered."""
-    manifest, flat = Manifest.of(bucket), lay_out(bucket, torch.device("cpu"))
-    try:
-        http.run(api.take([api.handle(manifest, shared(flat)) for _ in range(api.ranks)], version))
-    finally:
-        flat.fill_(255)

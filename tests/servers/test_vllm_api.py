@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.rollout.servers.api import INCOMPLETE, Ask, Manifest, Meeting, Piece
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.vllm import VllmApi
-from tests.servers.real import RealServer, RealServers, hand_over
+from tests.servers.real import RealServer, RealServers
 
 pytestmark = pytest.mark.servers
 
@@ -76,7 +76,7 @@ def _generate(http: Http, api: VllmApi, **changed: object) -> list[Piece]:
 def _update(http: Http, api: VllmApi, weights: Weights, version: str) -> None:
     http.run(api.pause("abort"))
     http.run(api.begin_update())
-    hand_over(http, api, weights, version)
+    _send_bucket(http, api, weights)
     http.run(api.end_update(version))
     http.run(api.flush())
     http.run(api.resume())
@@ -126,6 +126,16 @@ class Trainer:
 
     def leave(self) -> None:
         self._http.run(self._api.leave(self.group))
+
+
+def _send_bucket(http: Http, api: VllmApi, *buckets: Weights) -> None:
+    """Through a group of their own."""
+    trainer = Trainer(http, api, "bucket")
+    try:
+        for bucket in buckets:
+            trainer.send(bucket)
+    finally:
+        trainer.leave()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0, 0.0])
@@ -200,7 +210,7 @@ def test_a_request_goes_on_through_an_update_and_says_which_weights_made_what(
     asked = _in_flight(http, api, 800)
     http.run(api.pause(in_flight))  # type: ignore[arg-type]
     http.run(api.begin_update())
-    hand_over(http, api, new, "2")
+    _send_bucket(http, api, new)
     http.run(api.end_update("2"))
     http.run(api.resume())
     (piece,) = asked.result(120.0)
@@ -214,7 +224,7 @@ def test_a_request_goes_on_through_an_update_and_says_which_weights_made_what(
     assert (made_after.max() < TOLERANCE) == (in_flight == "retract")
 
 
-@pytest.mark.parametrize("transport", ["group", "memory", "disk"])
+@pytest.mark.parametrize("transport", ["group", "disk"])
 def test_weights_arrive(
     http: Http,
     api: VllmApi,
@@ -245,13 +255,7 @@ def _send(http: Http, api: VllmApi, weights: Weights, transport: str, folder: Pa
     http.run(api.pause("abort"))
     http.run(api.begin_update())
     if transport == "group":
-        trainer = Trainer(http, api, "stage")
-        for bucket in buckets:
-            trainer.send(bucket)
-        trainer.leave()
-    elif transport == "memory":
-        for bucket, version in zip(buckets, (None, "2"), strict=True):
-            hand_over(http, api, bucket, version)
+        _send_bucket(http, api, *buckets)
     else:
         for number, bucket in enumerate(buckets):
             save_file(bucket, folder / f"model-{number}.safetensors")
@@ -281,17 +285,16 @@ def test_a_server_is_in_several_groups_at_once_and_leaves_each_by_its_name(
         trainer.leave()  # also where it is in it no more
 
 
-@pytest.mark.parametrize("transport", ["group", "memory"])
 def test_weights_of_another_shape_are_refused_by_name_and_a_good_update_follows(
-    http: Http, api: VllmApi, new: Weights, reference: torch.nn.Module, tmp_path: Path, transport: str
+    http: Http, api: VllmApi, new: Weights, reference: torch.nn.Module, tmp_path: Path
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight"  # of a layer that has another tensor already
     wrong = dict(new) | {name: new[name][:, :-1].contiguous()}
     with pytest.raises(ServerError, match=name):
-        _send(http, api, wrong, transport, tmp_path)
+        _send(http, api, wrong, "group", tmp_path)
     assert http.run(api.version()) == INCOMPLETE
     http.run(api.abandon_update())
-    _send(http, api, new, transport, tmp_path)
+    _send(http, api, new, "group", tmp_path)
     (piece,) = _generate(http, api)
     np.testing.assert_allclose(piece.logprobs, _logprobs(reference, new, piece), atol=TOLERANCE)
 
@@ -299,7 +302,7 @@ def test_weights_of_another_shape_are_refused_by_name_and_a_good_update_follows(
 def test_an_update_that_leaves_out_a_layer_is_refused(http: Http, api: VllmApi, new: Weights) -> None:
     http.run(api.pause("abort"))
     http.run(api.begin_update())
-    hand_over(http, api, {name: tensor for name, tensor in new.items() if "layers.0.mlp" not in name}, "2")
+    _send_bucket(http, api, {name: tensor for name, tensor in new.items() if "layers.0.mlp" not in name})
     with pytest.raises(ServerError, match=r"not whole.*layers\.0\.mlp"):
         http.run(api.end_update("2"))
     assert http.run(api.version()) == INCOMPLETE
@@ -399,14 +402,13 @@ def test_of_two_ranks_each_takes_its_share_and_a_refusal_is_told_once(
         assert isinstance(api, VllmApi)
         assert http.run(api.facts()).ranks == 2
         folder = tmp_path_factory.mktemp("weights")
-        for transport in ("memory", "group"):
-            http.run(api.begin_update())
-            with pytest.raises(ServerError, match=r"norm\.weight"):
-                hand_over(http, api, {"model.norm.weight": torch.zeros(3)}, None)
-            http.run(api.abandon_update())
-            http.run(api.health(20.0))
-            _send(http, api, new, transport, folder)
-            (piece,) = _generate(http, api)
-            np.testing.assert_allclose(piece.logprobs, _logprobs(reference, new, piece), atol=TOLERANCE)
+        http.run(api.begin_update())
+        with pytest.raises(ServerError, match=r"norm\.weight"):
+            _send_bucket(http, api, {"model.norm.weight": torch.zeros(3)})
+        http.run(api.abandon_update())
+        http.run(api.health(20.0))
+        _send(http, api, new, "group", folder)
+        (piece,) = _generate(http, api)
+        np.testing.assert_allclose(piece.logprobs, _logprobs(reference, new, piece), atol=TOLERANCE)
     finally:
         servers.stop()

@@ -18,9 +18,6 @@ from megatron_dppo.rollout.servers.http import Http
 InFlight = Literal["retract", "keep", "abort"]
 """What becomes of unfinished requests when a server pauses; see ``rollout.sync.in_flight``."""
 
-Handle = Any
-"""A bucket in memory of this machine, as JSON can carry it to one rank of a server, in the server's words."""
-
 INCOMPLETE = "incomplete"
 """Version of a server between the beginning and the end of an update: it may hold weights of two."""
 CONTROL_S = 30.0
@@ -108,8 +105,8 @@ class Manifest:
 class ServerApi(ABC):
     """One server. Every method raises :class:`ServerError` where the server fails it.
 
-    The order of an update is: ``pause``, ``begin_update``, any number of ``receive`` or ``take`` (or one ``load``),
-    ``end_update``, ``flush`` unless requests are kept in flight, ``resume``. ``version`` then tells the new version.
+    The order of an update is: ``pause``, ``begin_update``, any number of ``receive`` (or one ``load``), ``end_update``,
+    ``flush`` unless requests are kept in flight, ``resume``. ``version`` then tells the new version.
 
     Args:
         url: ``http://host:port``, without a slash at the end.
@@ -118,7 +115,6 @@ class ServerApi(ABC):
         timeout_s: how long any one step of an update may take.
         ranks: of the server, where they are known already; ``facts`` finds them out.
         seeded: whether its requests may carry a seed; ``facts`` finds that out, too.
-        gpus: that the run gave its ranks, as CUDA_VISIBLE_DEVICES names them; none where it gave none.
     """
 
     def __init__(
@@ -130,10 +126,9 @@ class ServerApi(ABC):
         timeout_s: float = 300.0,
         ranks: int = 1,
         seeded: bool = True,
-        gpus: Sequence[str] = (),
     ) -> None:
         self.url, self.http, self.secret, self.timeout_s = url, http, secret, timeout_s
-        self.ranks, self.seeded, self.gpus = ranks, seeded, gpus
+        self.ranks, self.seeded = ranks, seeded
 
     async def get(self, path: str, *, timeout_s: float = CONTROL_S, **query: str) -> Any:
         return await self.http.call("GET", self.url, path, query=query or None, secret=self.secret, timeout_s=timeout_s)
@@ -196,14 +191,6 @@ class ServerApi(ABC):
     @abstractmethod
     async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
         """Receive one bucket that the group's rank 0 broadcasts, and load it. ``version`` goes with the last one."""
-
-    @abstractmethod
-    def handle(self, manifest: Manifest, words: Sequence[Any]) -> Handle:
-        """What tells a rank of the server of a bucket in memory that ``words`` open, as ``handles.shared`` has them."""
-
-    @abstractmethod
-    async def take(self, handles: Sequence[Handle], version: str | None) -> None:
-        """Load a bucket, each rank from the memory that its own handle opens. ``version`` goes with the last one."""
 
     @abstractmethod
     async def load(self, folder: Path, version: str) -> None:

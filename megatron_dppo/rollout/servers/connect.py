@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from megatron_dppo.rollout.servers.api import ServerApi
@@ -18,7 +17,6 @@ def api_for(
     timeout_s: float,
     ranks: int = 1,
     seeded: bool = True,
-    gpus: Sequence[str] = (),
 ) -> ServerApi:
     """See :class:`ServerApi` for the arguments.
 
@@ -36,4 +34,4 @@ def api_for(
         api = VllmApi
     else:
         raise ValueError(f"{kind!r} is no server")
-    return api(url, http, secret=secret, timeout_s=timeout_s, ranks=ranks, seeded=seeded, gpus=gpus)
+    return api(url, http, secret=secret, timeout_s=timeout_s, ranks=ranks, seeded=seeded)

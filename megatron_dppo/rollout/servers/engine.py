@@ -330,7 +330,6 @@ class ServerEngine:
                 timeout_s=rollout.sync.timeout_s,
                 ranks=member.ranks,
                 seeded=member.seeded,
-                gpus=member.gpus,
             )
         return self._apis[member]
 

@@ -39,8 +39,6 @@ class Member:
     ranks: int
     seeded: bool
     """Whether its requests may carry a seed."""
-    gpus: tuple[str, ...]
-    """That the run gave it, one for each rank, as CUDA_VISIBLE_DEVICES names them; none where it gave none."""
     life: int
     """How often it has come back: nothing of an earlier life, connections and groups, is there any more."""
 
@@ -114,7 +112,7 @@ class Fleet:
     def members(self) -> tuple[Member, ...]:
         """Who serves now."""
         return tuple(
-            Member(place.api.url, place.api.ranks, place.api.seeded, _gpus(place), place.life)
+            Member(place.api.url, place.api.ranks, place.api.seeded, place.life)
             for place in self._places
             if place.serves
         )
@@ -294,8 +292,3 @@ class Fleet:
         else:
             return
         raise UserError(setting, api.url, problem, remedy)
-
-
-def _gpus(place: _Place) -> tuple[str, ...]:
-    given = None if place.process is None else place.process.gpus
-    return tuple(given.split(",")) if given else ()

@@ -24,7 +24,7 @@ MEMORY_FLAGS = {
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of torch's allocator. Segments that expand are good for training; servers that give memory back refuse
-them, and memory in them cannot be handed to another process."""
+them."""
 
 
 def tensor_parallel(rollout: RolloutConfig) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from megatron_dppo.rollout.servers.allocation import SECRET
 from megatron_dppo.rollout.servers.custom import CustomGenerate
 from megatron_dppo.rollout.servers.engine import ServerEngine
 from megatron_dppo.rollout.servers.fleet import Fleet
-from megatron_dppo.rollout.servers.handles import Handles
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.launch import new_secret
 from megatron_dppo.rollout.servers.nccl import loaded
@@ -77,7 +76,5 @@ def _transport(
     bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
     if sync.transport == "collective":
         return Collective(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl)
-    if sync.transport == "tensor":
-        return Handles(http, world, bucket_mib=bucket_mib)
     folder = Path(sync.folder or Path(config.run.dir) / "sync")
     return Disk(http, world, shape=shape, model=config.model, folder=folder)

@@ -14,7 +14,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.allocation import server_urls
-from megatron_dppo.rollout.servers.kinds import ALLOCATOR, MEMORY_FLAGS, OUR_FLAGS, tensor_parallel
+from megatron_dppo.rollout.servers.kinds import MEMORY_FLAGS, OUR_FLAGS, tensor_parallel
 
 LAST_PORT = 65535
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -52,8 +52,8 @@ def check_servers(config: Config, shape: PolicyShape, environ: Mapping[str, str]
         _check_split(config, shape)
     if rollout.launch.count:
         _check_command(config)
-    if rollout.colocated or rollout.sync.transport == "tensor":
-        _check_memory(config, environ)
+    if rollout.colocated:
+        _check_memory(config)
     if rollout.sync.transport == "disk":
         folder = Path(rollout.sync.folder or Path(config.run.dir) / "sync").absolute()
         place = next(place for place in (folder, *folder.parents) if place.exists())
@@ -128,15 +128,7 @@ def _check_sharing(config: Config) -> None:
             "rollout.sync.transport",
             rollout.sync.transport,
             "NCCL takes no two ranks on one GPU, where rollout.colocated puts the trainer and a server",
-            "Set rollout.sync.transport=tensor",
-        )
-    if rollout.colocated and rollout.sync.transport == "tensor" and not rollout.launch.count:
-        raise UserError(
-            "rollout.sync.transport",
-            rollout.sync.transport,
-            "a server opens memory of its own GPU, and which one that is the run knows only of servers that it starts "
-            "itself",
-            "Set rollout.launch.count in the place of rollout.servers, or rollout.sync.transport=disk",
+            "Set rollout.sync.transport=disk; with rollout.sync.folder in /dev/shm the weights stay in memory",
         )
 
 
@@ -202,12 +194,12 @@ def _check_split(config: Config, shape: PolicyShape) -> None:
             raise UserError("rollout.launch.tp", tp, f"does not divide {heads}", remedy)
 
 
-def _check_memory(config: Config, environ: Mapping[str, str]) -> None:
+def _check_memory(config: Config) -> None:
     """What servers and the trainer have of the same GPUs."""
     rollout = config.rollout
     flag, share = MEMORY_FLAGS[rollout.engine]
     given = {word.partition("=")[0].replace("_", "-") for word in rollout.launch.flags}
-    if rollout.colocated and rollout.launch.count and flag not in given:
+    if rollout.launch.count and flag not in given:
         raise UserError(
             "rollout.launch.flags",
             list(rollout.launch.flags),
@@ -216,19 +208,9 @@ def _check_memory(config: Config, environ: Mapping[str, str]) -> None:
         )
     import torch
 
-    cuda = torch.cuda.is_available()
-    if rollout.colocated and not cuda:
+    if not torch.cuda.is_available():
         remedy = "Set it to false: without GPUs nothing is shared"
         raise UserError("rollout.colocated", "true", "this machine has no CUDA", remedy)
-    if cuda and not rollout.colocated:
-        problem = "hands over memory of the trainer's GPUs, which only servers on these very GPUs can open"
-        remedy = "Set rollout.sync.transport=collective, or rollout.colocated=true"
-        raise UserError("rollout.sync.transport", "tensor", problem, remedy)
-    for name in ALLOCATOR:
-        if rollout.sync.transport == "tensor" and "expandable_segments:True" in environ.get(name, ""):
-            problem = f"hands over memory, and others cannot open that of segments which expand ({name})"
-            remedy = f"Take expandable_segments:True out of {name}, or set rollout.sync.transport=disk"
-            raise UserError("rollout.sync.transport", "tensor", problem, remedy)
 
 
 def _check_command(config: Config) -> None:

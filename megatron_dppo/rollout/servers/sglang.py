@@ -2,33 +2,24 @@
 
 Traps that are dealt with here: a server sends its refusals with status 200 on some routes and 400 on others, so that
 ``success`` is always looked at; updates must stand between begin and end where the server has those routes, and older
-ones have not; memory is handed over by name, since torch's own sharing of file descriptors kills a server that is
-another process, and so do a handle that it cannot open and a tensor of another shape; where inference is deterministic,
-all samples of a request have one seed and are the same, so that each is a request of its own; ``ignore_eos`` would
-switch every stop token off, so that the model's own end-of-sequence tokens stop a completion whether they are asked for
-or not; a token id beyond the vocabulary kills the server.
+ones have not; a tensor of another shape kills the server; where inference is deterministic, all samples of a request
+have one seed and are the same, so that each is a request of its own; ``ignore_eos`` would switch every stop token off,
+so that the model's own end-of-sequence tokens stop a completion whether they are asked for or not; a token id beyond
+the vocabulary kills the server.
 """
 
 from __future__ import annotations
 
-import base64
-import pickle
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from math import prod
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
-from torch.multiprocessing import reductions
 
 from megatron_dppo.rollout.servers.api import (
     INCOMPLETE,
     Ask,
     Facts,
-    Handle,
     InFlight,
     Manifest,
     Meeting,
@@ -139,14 +130,6 @@ class SglangApi(ServerApi):
         }
         await self._order("/update_weights_from_distributed", body | _version(version))
 
-    def handle(self, manifest: Manifest, words: Sequence[Any]) -> Handle:
-        bucket = {"flattened_tensor": _opened(words, sum(_sizes(manifest))), "metadata": _metadata(manifest)}
-        return base64.b64encode(pickle.dumps(bucket)).decode()
-
-    async def take(self, handles: Sequence[Handle], version: str | None) -> None:
-        body = {"serialized_named_tensors": list(handles), "load_format": "flattened_bucket"}
-        await self._order("/update_weights_from_tensor", body | _version(version))
-
     async def load(self, folder: Path, version: str) -> None:
         body = {"model_path": str(folder), "load_format": "auto"}
         await self._order("/update_weights_from_disk", body | _version(version))
@@ -216,55 +199,3 @@ def _version(version: str | None) -> dict[str, Any]:
 
 def _dtype(name: str | None) -> str | None:
     return None if name in (None, "auto") else name
-
-
-class _Call:
-    """What unpickles as the result of a call."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self._call = function, arguments
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self._call
-
-
-def _opened(words: Sequence[Any], size: int) -> _Call:
-    """What unpickles as the flat tensor behind a handle, [size], uint8.
-
-    By functions of torch's that the server's unpickler lets pass. On a GPU the server has put one of its own in the
-    place of ``rebuild_cuda_tensor``, which takes a device by its UUID.
-    """
-    if len(words) == 3:
-        storage = _Call(reductions.rebuild_storage_filename, torch.UntypedStorage, *words)
-        typed = _Call(reductions.rebuild_typed_storage, storage, torch.uint8)
-        return _Call(reductions.rebuild_tensor, torch.Tensor, typed, (0, (size,), (1,), False))
-    device, *rest = words
-    form = torch.Tensor, (size,), (1,), 0, torch.storage.TypedStorage, torch.uint8
-    return _Call(reductions.rebuild_cuda_tensor, *form, device, *rest)
-
-
-def _metadata(manifest: Manifest) -> list[SimpleNamespace]:
-    """Where each tensor is; the server reads these attributes, of whatever class."""
-    sizes = _sizes(manifest)
-    ends = list(accumulate(sizes))
-    return [
-        SimpleNamespace(
-            name=name,
-            shape=torch.Size(shape),
-            dtype=getattr(torch, dtype),
-            start_idx=end - size,
-            end_idx=end,
-            numel=size,
-        )
-        for name, dtype, shape, size, end in zip(
-            manifest.names, manifest.dtypes, manifest.shapes, sizes, ends, strict=True
-        )
-    ]
-
-
-def _sizes(manifest: Manifest) -> list[int]:
-    """Bytes of each tensor."""
-    return [
-        prod(shape) * getattr(torch, dtype).itemsize
-        for dtype, shape in zip(manifest.dtypes, manifest.shapes, strict=True)
-    ]

@@ -1,4 +1,4 @@
-"""Two ways for a version of the weights to reach servers that wait for it; a third one is in ``handles.py``.
+"""Two ways for a version of the weights to reach servers that wait for it.
 
 A transport moves tensors and nothing else: pausing, opening and closing an update, and trying again are the business of
 ``sync.py``. All are collective, and say on every rank alike what went wrong, by server.

@@ -10,10 +10,9 @@ seeded request of which one step computes only a part kills the server.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from megatron_dppo.rollout.servers.api import (
     INCOMPLETE,
     Ask,
     Facts,
-    Handle,
     InFlight,
     Manifest,
     Meeting,
@@ -193,15 +191,6 @@ class VllmApi(ServerApi):
     async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
         """The version comes with the end of the update."""
         await self._order("receive", group=group, names=manifest.names, dtypes=manifest.dtypes, shapes=manifest.shapes)
-
-    def handle(self, manifest: Manifest, words: Sequence[Any]) -> Handle:
-        """Bytes among the words travel in base64, each in a list of its own."""
-        plain = [[base64.b64encode(word).decode()] if isinstance(word, bytes) else word for word in words]
-        return {"names": manifest.names, "dtypes": manifest.dtypes, "shapes": manifest.shapes, "words": plain}
-
-    async def take(self, handles: Sequence[Handle], version: str | None) -> None:
-        """The version comes with the end of the update."""
-        await self._order("take", handles=list(handles))
 
     async def load(self, folder: Path, version: str) -> None:
         """Possible without our extension, too, but not on CPU: there a tied head would keep what it packed before.

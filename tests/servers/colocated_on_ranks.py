@@ -1,42 +1,15 @@
-"""Servers that die over handles, and servers that share the trainer's memory; functions for the rank pool."""
+"""Servers that share the trainer's GPUs; functions for the rank pool."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 from megatron_dppo.rollout.servers.sglang import SglangApi
-from tests.servers.on_ranks import Rig, Round, kill_main, once, stop_all
-
-
-def hurt_in_a_sync(rank: int, size: int, settings: Sequence[str]) -> dict[str, Round]:
-    """One run of two servers, of which one is killed in a sync, and one hangs in another; by what happened."""
-    rig = Rig(settings)
-    rounds: dict[str, Round] = {}
-    try:
-        rig.sync(0)
-        for version, (name, which, hurt) in enumerate(
-            [("killed in a sync", 0, kill_main), ("hung in a sync", 1, stop_all)], start=1
-        ):
-
-            def fault(number: int, which: int = which, hurt: Callable[[Any], None] = hurt) -> None:
-                if rig.world.leads and number == 3:
-                    hurt(rig.processes()[which])
-
-            rig.on_bucket = fault
-            rig.change(1.01)
-            once(rig, version)
-            rounds[name] = rig.roll_out()
-            rounds[name].difference = rig.difference(version)
-            rig.until(2, version)
-        rounds["at the end"] = rig.roll_out()
-        rounds["at the end"].difference = rig.difference(version)
-    finally:
-        rig.engine.close()
-    return rounds if rig.world.leads else {}
+from tests.servers.on_ranks import Rig, Round, kill_main
 
 
 def colocated(rank: int, size: int, settings: Sequence[str]) -> tuple[list[Round], list[list[list[str]]]]:
