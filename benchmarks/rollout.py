@@ -36,8 +36,7 @@ from megatron_dppo.init import write_model
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Sampling, generate
-from megatron_dppo.rollout.servers.engine import ServerEngine
-from megatron_dppo.rollout.servers.open import open_servers
+from megatron_dppo.rollout.servers.engine import ServerEngine, open_servers
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import assemble_policy
 

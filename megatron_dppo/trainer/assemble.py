@@ -62,7 +62,7 @@ class PolicyParts(Generic[P_co]):
         """An engine of this rank's own, without weights until the first sync."""
         model, rollout = self.config.model, self.config.rollout
         if rollout.engine != "local":
-            from megatron_dppo.rollout.servers.open import open_servers
+            from megatron_dppo.rollout.servers.engine import open_servers
 
             say = partial(Console(self.config.run.steps).note, again=True)
             self._make_room()  # a server looks at its start for what is free

@@ -25,9 +25,9 @@ from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Bucket, Groups, Sampling, generate
-from megatron_dppo.rollout.servers.api import Ask, Piece, ServerApi
-from megatron_dppo.rollout.servers.engine import ServerEngine
-from megatron_dppo.rollout.servers.open import SECRET, open_servers
+from megatron_dppo.rollout.servers.client import Ask, Piece, ServerApi
+from megatron_dppo.rollout.servers.engine import ServerEngine, open_servers
+from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.rollout.servers.sglang import SglangApi
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.agreement import check_agreement

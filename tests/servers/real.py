@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from megatron_dppo.config import Config
-from megatron_dppo.rollout.servers.api import ServerApi
-from megatron_dppo.rollout.servers.connect import api_for
+from megatron_dppo.rollout.servers.client import ServerApi
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.launch import ServerProcess, new_secret, stop_all, wait_ready
+from megatron_dppo.rollout.servers.pool import api_for
+from megatron_dppo.rollout.servers.processes import ServerProcess, new_secret, stop_all, wait_ready
 from megatron_dppo.settings import load_config
 
 Kind = Literal["sglang", "vllm"]

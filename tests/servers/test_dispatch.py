@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dppo.rl.types import Prompt, VersionSpan
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.api import Ask, Piece
+from megatron_dppo.rollout.servers.client import Ask, Piece
 from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher, PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sglang import SglangApi

@@ -16,10 +16,10 @@ import torch
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import nccl
-from megatron_dppo.rollout.servers.api import Facts
-from megatron_dppo.rollout.servers.fleet import Fleet
+from megatron_dppo.rollout.servers.client import Facts
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.launch import ServerProcess
+from megatron_dppo.rollout.servers.pool import Fleet
+from megatron_dppo.rollout.servers.processes import ServerProcess
 from megatron_dppo.rollout.servers.sglang import SglangApi
 from megatron_dppo.rollout.servers.vllm import PLUGIN
 from megatron_dppo.settings import load_config
@@ -104,7 +104,7 @@ def _fleet(http: Http, tmp_path: Path, *settings: str, our_nccl: str | None, sta
 def test_a_given_server_that_says_another_version_is_refused_by_name(
     http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_dppo.rollout.servers.fleet.api_for", lambda kind, url, http, **more: Told(url, http))
+    monkeypatch.setattr("megatron_dppo.rollout.servers.pool.api_for", lambda kind, url, http, **more: Told(url, http))
     monkeypatch.setattr(Fleet, "_workers", _no_router)
     given = "rollout.servers=[http://127.0.0.1:1]"
     with pytest.raises(UserError, match=r"rollout.servers = http://127.0.0.1:1: has NCCL 2.30.7") as refused:

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.rollout.servers.api import Ask
-from megatron_dppo.rollout.servers.connect import api_for
+from megatron_dppo.rollout.servers.client import Ask
 from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.pool import api_for
 from tests.servers.real import CANARY, SGLANG_ON_CPU, Kind, RealServer, RealServers, launch_settings
 
 pytestmark = pytest.mark.servers
@@ -23,7 +23,7 @@ SHARED: list[tuple[Kind, int]] = [("sglang", 1), ("sglang", 2), ("vllm", 1)]
 
 TRAINER = """
 import sys, time
-from megatron_dppo.rollout.servers.launch import ServerProcess
+from megatron_dppo.rollout.servers.processes import ServerProcess
 from megatron_dppo.settings import load_config
 server = ServerProcess(load_config(None, sys.argv[1:]), 0, host="127.0.0.1", secret="s")
 server.start()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import sender as sender_module
-from megatron_dppo.rollout.servers.api import Manifest, Meeting
+from megatron_dppo.rollout.servers.client import Manifest, Meeting
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sender import FIRST, GRACE_S, Sender, SyncFailedError
 from megatron_dppo.rollout.servers.sglang import SglangApi

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.rollout.servers.api import Ask
+from megatron_dppo.rollout.servers.client import Ask
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.sglang import SglangApi
 from tests.servers.real import RealServer

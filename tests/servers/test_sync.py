@@ -12,7 +12,7 @@ import torch
 
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.rollout.engine import Bucket, WeightSource
-from megatron_dppo.rollout.servers.api import InFlight, ServerApi
+from megatron_dppo.rollout.servers.client import InFlight, ServerApi
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.sglang import SglangApi
 from megatron_dppo.rollout.servers.sync import Sync, _Digests

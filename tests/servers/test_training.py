@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.rollout.servers.open import SECRET
+from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.trainer.checkpoint import TRACKER
 from tests.runs import Rows, rows
 from tests.servers.real import Kind, RealServer, launch_settings

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.rollout.servers.api import Ask
+from megatron_dppo.rollout.servers.client import Ask
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.vllm import (
     EXTENSION,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.rollout.servers.api import INCOMPLETE, Ask, Manifest, Meeting, Piece
+from megatron_dppo.rollout.servers.client import INCOMPLETE, Ask, Manifest, Meeting, Piece
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.vllm import VllmApi
 from tests.servers.real import RealServer, RealServers

@@ -25,7 +25,7 @@ from megatron_dppo.plugins.slime_modules import poster
 from megatron_dppo.plugins.slime_sample import Arguments, Sample, Status
 from megatron_dppo.rl.types import NOT_SAMPLED, Prompt
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.api import Piece, ServerApi
+from megatron_dppo.rollout.servers.client import Piece, ServerApi
 from megatron_dppo.rollout.servers.http import Http, ServerError
 
 SETTING = "rollout.custom_generate"

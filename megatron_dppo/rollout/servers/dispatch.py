@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.engine import Groups, Sampling
-from megatron_dppo.rollout.servers.api import Ask, Piece, ServerApi
+from megatron_dppo.rollout.servers.client import Ask, Piece, ServerApi
 from megatron_dppo.rollout.servers.custom import ConversationError, CustomGenerate
 from megatron_dppo.rollout.servers.http import Http, ServerError, read
 

@@ -6,26 +6,32 @@ beat of the wait for rollouts; weights and completions never do.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Groups, Sampling, WeightSource
-from megatron_dppo.rollout.servers.api import ServerApi
-from megatron_dppo.rollout.servers.beats import BEAT_S, while_leader_waits
-from megatron_dppo.rollout.servers.connect import api_for
+from megatron_dppo.rollout.servers.client import ServerApi
 from megatron_dppo.rollout.servers.custom import CustomGenerate
 from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher
-from megatron_dppo.rollout.servers.fleet import Fleet, Member
-from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.http import BEAT_S, Http, while_leader_waits
+from megatron_dppo.rollout.servers.launch import SECRET
+from megatron_dppo.rollout.servers.nccl import loaded
+from megatron_dppo.rollout.servers.pool import Fleet, Member, api_for
+from megatron_dppo.rollout.servers.processes import new_secret, servers_to_start
 from megatron_dppo.rollout.servers.sync import Sync, Timings
-from megatron_dppo.rollout.servers.transports import Transport
+from megatron_dppo.rollout.servers.transports import Collective, Disk, Transport
+
+BUCKET_MIB = {"cuda": 512, "cpu": 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +377,64 @@ class ServerEngine:
             f"a prompt could not be answered: {error}",
             "Look into the servers' logs; raise it if servers died of something else",
         )
+
+
+def open_servers(config: Config, world: World, shape: PolicyShape, say: Callable[[str], None]) -> ServerEngine:
+    """Start the servers of ``rollout.launch``, or meet those of ``rollout.servers``, and wait for them. Collective.
+
+    Args:
+        config: of the run.
+        world: the ranks.
+        shape: of the policy.
+        say: takes words for the log, on the leader.
+
+    Raises:
+        UserError: on every rank, if the servers cannot serve this run; none is left behind then.
+    """
+    # One word tells this run's versions from another's, and one secret opens its servers.
+    run, secret = world.from_leader(lambda: (new_secret()[:8], os.environ.get(SECRET) or None))
+    starts = config.rollout.launch.count > 0
+    ours = world.from_leader(new_secret) if starts else ""
+    secret = ours or secret
+    processes = world.together(lambda: servers_to_start(config, ours) if starts and world.leads else [])
+    http = Http()
+    fleet = None
+    by_nccl = config.rollout.sync.transport == "collective" and world.device.type == "cuda"
+    our_nccl = loaded() if by_nccl else None
+    if world.leads:
+        fleet = Fleet(
+            config,
+            http,
+            architecture=shape.architecture,
+            secret=secret,
+            processes=processes,
+            say=say,
+            our_nccl=our_nccl,
+        )
+    custom = None
+    try:
+        if config.rollout.custom_generate:
+            custom = world.together(lambda: CustomGenerate(config), what="import of rollout.custom_generate")
+        transport = _transport(config, world, http, shape, run, our_nccl)
+        return ServerEngine(config, world, http, fleet, transport, custom, run=run, secret=secret, say=say)
+    except BaseException:
+        http.close()
+        if custom is not None:
+            custom.close()
+        if fleet is not None:
+            fleet.close()
+        raise
+
+
+def _transport(
+    config: Config, world: World, http: Http, shape: PolicyShape, run: str, our_nccl: str | None
+) -> Transport:
+    sync = config.rollout.sync
+    bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
+    if sync.transport == "collective":
+        return Collective(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl)
+    folder = Path(sync.folder or Path(config.run.dir) / "sync")
+    return Disk(http, world, shape=shape, model=config.model, folder=folder)
 
 
 def _by_rank(left: Sequence[int]) -> str:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import aiohttp
 import orjson
+
+if TYPE_CHECKING:  # what runs servers needs no Megatron
+    from megatron_dppo.parallel.world import World
 
 T = TypeVar("T")
 
@@ -27,6 +30,8 @@ UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)
 """What reading an answer raises that lacks what it should hold."""
 CLOSE_S = 10.0
 """How long closing may take, where what runs in the loop never lets go of it."""
+BEAT_S = 1.0
+"""Longest time between two moments at which waiting ranks compare notes."""
 MOST_SAID = 600
 """Characters of a complaint that are worth repeating."""
 
@@ -158,3 +163,27 @@ class Http:
         await asyncio.gather(*others, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
+
+
+def while_leader_waits(world: World, start: Callable[[], Future[T]]) -> T:
+    """What the leader's work comes to, on every rank. Collective.
+
+    However long it takes, no rank is in a collective for more than a beat: slow servers never look like a dead network.
+
+    Args:
+        world: the ranks.
+        start: called on the leader, sets the work going beside the main thread. What it or the work raises is raised on
+            every rank.
+    """
+    futures: list[Future[T]] = []
+
+    def look() -> tuple[bool, T | None]:
+        if not futures:
+            futures.append(start())
+        wait(futures, BEAT_S)
+        return (True, futures[0].result()) if futures[0].done() else (False, None)
+
+    while True:
+        done, value = world.from_leader(look)
+        if done:
+            return value  # type: ignore[return-value]

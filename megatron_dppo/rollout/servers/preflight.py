@@ -13,8 +13,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.rollout.servers import nccl
-from megatron_dppo.rollout.servers.allocation import server_urls
-from megatron_dppo.rollout.servers.kinds import MEMORY_FLAGS, OUR_FLAGS, tensor_parallel
+from megatron_dppo.rollout.servers.launch import MEMORY_FLAGS, OUR_FLAGS, server_urls, tensor_parallel
 
 LAST_PORT = 65535
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")

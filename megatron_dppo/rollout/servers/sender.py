@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 from megatron_dppo.parallel.meeting import open_store
 from megatron_dppo.rollout.engine import Bucket
 from megatron_dppo.rollout.servers import nccl
-from megatron_dppo.rollout.servers.api import Manifest, Meeting, ServerApi
+from megatron_dppo.rollout.servers.client import Manifest, Meeting, ServerApi
 from megatron_dppo.rollout.servers.http import MOST_SAID, UNREADABLE, Http, ServerError
 
 T = TypeVar("T")

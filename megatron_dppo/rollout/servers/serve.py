@@ -21,12 +21,12 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.process import stop
-from megatron_dppo.rollout.servers.allocation import SECRET, server_urls
-from megatron_dppo.rollout.servers.api import ServerApi
-from megatron_dppo.rollout.servers.connect import api_for
+from megatron_dppo.rollout.servers.client import ServerApi
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.launch import ServerProcess, wait_ready
+from megatron_dppo.rollout.servers.launch import SECRET, server_urls
+from megatron_dppo.rollout.servers.pool import api_for
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
+from megatron_dppo.rollout.servers.processes import ServerProcess, wait_ready
 
 LOOK_S = 0.5
 """Seconds between looks whether the server lives."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.rollout.servers.api import (
+from megatron_dppo.rollout.servers.client import (
     INCOMPLETE,
     Ask,
     Facts,

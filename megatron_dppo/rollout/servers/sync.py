@@ -18,9 +18,8 @@ import torch
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout.engine import Bucket, WeightSource
-from megatron_dppo.rollout.servers.api import InFlight, ServerApi
-from megatron_dppo.rollout.servers.beats import while_leader_waits
-from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.client import InFlight, ServerApi
+from megatron_dppo.rollout.servers.http import Http, ServerError, while_leader_waits
 from megatron_dppo.rollout.servers.sender import gathered
 from megatron_dppo.rollout.servers.transports import Transport
 

@@ -22,9 +22,8 @@ from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout.engine import Bucket, WeightSource
-from megatron_dppo.rollout.servers.api import ServerApi
-from megatron_dppo.rollout.servers.beats import while_leader_waits
-from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.client import ServerApi
+from megatron_dppo.rollout.servers.http import Http, while_leader_waits
 from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards, gathered
 
 MAX_SHARD_BYTES = 5 * 2**30

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.rollout.servers.api import (
+from megatron_dppo.rollout.servers.client import (
     CONTROL_S,
     INCOMPLETE,
     Ask,

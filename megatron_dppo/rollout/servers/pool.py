@@ -14,16 +14,15 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import nccl
-from megatron_dppo.rollout.servers.allocation import server_urls
-from megatron_dppo.rollout.servers.api import ServerApi
-from megatron_dppo.rollout.servers.connect import api_for
+from megatron_dppo.rollout.servers.client import ServerApi
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.kinds import DTYPES, base_command
-from megatron_dppo.rollout.servers.launch import ServerProcess, stop_all, wait_ready
+from megatron_dppo.rollout.servers.launch import DTYPES, base_command, server_urls
+from megatron_dppo.rollout.servers.processes import ServerProcess, stop_all, wait_ready
 
 ASK_AGAIN_S = 3.0
 """Seconds between questions to a given server that is lost."""
@@ -292,3 +291,32 @@ class Fleet:
         else:
             return
         raise UserError(setting, api.url, problem, remedy)
+
+
+def api_for(
+    kind: Literal["local", "sglang", "vllm"],
+    url: str,
+    http: Http,
+    *,
+    secret: str | None,
+    timeout_s: float,
+    ranks: int = 1,
+    seeded: bool = True,
+) -> ServerApi:
+    """See :class:`ServerApi` for the arguments.
+
+    Raises:
+        ValueError: for the local engine, which is no server.
+    """
+    api: type[ServerApi]
+    if kind == "sglang":
+        from megatron_dppo.rollout.servers.sglang import SglangApi
+
+        api = SglangApi
+    elif kind == "vllm":
+        from megatron_dppo.rollout.servers.vllm import VllmApi
+
+        api = VllmApi
+    else:
+        raise ValueError(f"{kind!r} is no server")
+    return api(url, http, secret=secret, timeout_s=timeout_s, ranks=ranks, seeded=seeded)
