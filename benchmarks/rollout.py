@@ -101,7 +101,7 @@ def main() -> None:
             prompts = [Prompt(i, draw.integers(3, 40, 32).astype(np.int32), "", "") for i in range(chosen.prompts)]
             sampling = Sampling(chosen.samples, chosen.tokens, 0.0, (), seed=1)
             path, bodies = requests(chosen.engine, prompts, sampling)
-            url, secret = engine.members[0].url, engine.secret or ""
+            url, secret = engine.servers[0].url, engine.secret or ""
             rates = []
             for pair in range(chosen.pairs + 1):
                 through = ours(engine, prompts, sampling)

@@ -122,7 +122,7 @@ def measure(config: Config, world: World, policy: PolicyParts, *, pairs: int) ->
             seconds = time.perf_counter() - start
             timings = engine.timings
             if bare is None:
-                ranks = sum(member.ranks for member in engine.members)
+                ranks = sum(server.ranks for server in engine.servers)
                 bare = BareBroadcast(
                     ranks, timings.bytes, (config.rollout.sync.bucket_mib or BUCKET_MIB[world.device.type]) * MIB
                 )

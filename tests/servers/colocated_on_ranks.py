@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-from megatron_dppo.rollout.servers.sglang import SglangApi
+from megatron_dppo.rollout.servers.sglang import SglangClient
 from tests.servers.on_ranks import Rig, Round, kill_main
 
 
@@ -22,13 +22,13 @@ def colocated(rank: int, size: int, settings: Sequence[str]) -> tuple[list[Round
     rounds, asked = [], []
 
     def hearing(name: str) -> Any:
-        method = getattr(SglangApi, name)
+        method = getattr(SglangClient, name)
 
-        async def call(api: SglangApi, *arguments: Any) -> Any:
+        async def call(api: SglangClient, *arguments: Any) -> Any:
             heard[api.url].append(name)
             return await method(api, *arguments)
 
-        return mock.patch.object(SglangApi, name, call)
+        return mock.patch.object(SglangClient, name, call)
 
     try:
         with ExitStack() as stack:

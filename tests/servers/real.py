@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from megatron_dppo.config import Config
-from megatron_dppo.rollout.servers.client import ServerApi
+from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.pool import api_for
+from megatron_dppo.rollout.servers.pool import connect
 from megatron_dppo.rollout.servers.processes import ServerProcess, new_secret, stop_all, wait_ready
 from megatron_dppo.settings import load_config
 
@@ -62,7 +62,7 @@ class RealServer:
     """A server that can generate."""
 
     process: ServerProcess
-    api: ServerApi
+    api: ServerClient
     config: Config
     secret: str
 
@@ -93,9 +93,9 @@ class RealServers:
         process = known.process if known else ServerProcess(config, 0, host="127.0.0.1", secret=secret)
         process.start()
         api = self._http.run(
-            wait_ready(process, lambda url: api_for(kind, url, self._http, secret=secret, timeout_s=60.0), WAIT_S)
+            wait_ready(process, lambda url: connect(kind, url, self._http, secret=secret, timeout_s=60.0), WAIT_S)
         )
-        self._http.run(api.facts())
+        self._http.run(api.info())
         self._running[kind, tp] = RealServer(process, api, config, secret)
         return self._running[kind, tp]
 

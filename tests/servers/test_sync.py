@@ -12,9 +12,9 @@ import torch
 
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.rollout.engine import Bucket, WeightSource
-from megatron_dppo.rollout.servers.client import InFlight, ServerApi
+from megatron_dppo.rollout.servers.client import InFlight, ServerClient
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.sglang import SglangApi
+from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.rollout.servers.sync import Sync, _Digests
 from megatron_dppo.rollout.servers.transports import Moved, Sent
 from tests.rollout.scripted import world_of
@@ -24,7 +24,7 @@ NORM, OTHER = (hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for tensor i
 SAME = {"model.norm.weight@0": NORM[:16], "model.qkv.weight@0": "1"}
 
 
-class Holds(SglangApi):
+class Holds(SglangClient):
     """A server that takes an update and holds these parameters afterwards."""
 
     def __init__(self, url: str, http: Http, checksums: dict[str, str], told: str = "run-1") -> None:
@@ -57,7 +57,7 @@ class SentAll:
         self.source: WeightSource | None = None
         self._problem = problem
 
-    def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
+    def send(self, apis: Sequence[ServerClient], source: WeightSource, version: str) -> Sent:
         self.source, moved = source, Moved()
         for bucket in source(to=Consumers.STAGE_LEADERS):
             moved.count(bucket)

@@ -25,7 +25,7 @@ CONTROL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ServerInfo:
     """What a server says of itself when it is met."""
 
     model: str
@@ -45,7 +45,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerateRequest:
     """Completions of one prompt."""
 
     token_ids: Sequence[int]
@@ -58,7 +58,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GenerateResult:
     """One continuation as a server gave it."""
 
     token_ids: NDArray[np.int32]
@@ -71,7 +71,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class WeightGroup:
     """Where a server's ranks join a group for weights. The sender is rank 0."""
 
     name: str
@@ -102,19 +102,20 @@ class Manifest:
         )
 
 
-class ServerApi(ABC):
+class ServerClient(ABC):
     """One server. Every method raises :class:`ServerError` where the server fails it.
 
-    The order of an update is: ``pause``, ``begin_update``, any number of ``receive`` (or one ``load``), ``end_update``,
-    ``flush`` unless requests are kept in flight, ``resume``. ``version`` then tells the new version.
+    The order of an update is: ``pause``, ``begin_update``, any number of ``update_from_distributed`` (or one
+    ``update_from_disk``), ``end_update``, ``flush`` unless requests are kept in flight, ``resume``. ``version`` then
+    returns the new version.
 
     Args:
         url: ``http://host:port``, without a slash at the end.
         http: through which to speak.
         secret: to be shown with every request; None where the server wants none.
         timeout_s: how long any one step of an update may take.
-        ranks: of the server, where they are known already; ``facts`` finds them out.
-        seeded: whether its requests may carry a seed; ``facts`` finds that out, too.
+        ranks: of the server, where they are known already; ``info`` finds them out.
+        seeded: whether its requests may carry a seed; ``info`` finds that out, too.
     """
 
     def __init__(
@@ -149,15 +150,15 @@ class ServerApi(ABC):
         return frozenset((await self.get("/openapi.json"))["paths"])
 
     @abstractmethod
-    async def facts(self) -> Facts: ...
+    async def info(self) -> ServerInfo: ...
 
     @abstractmethod
     async def health(self, timeout_s: float) -> None:
         """Return once the server has shown that it can still generate, or is doing so."""
 
     @abstractmethod
-    async def generate(self, ask: Ask, *, timeout_s: float) -> list[Piece]:
-        """``ask.samples`` pieces, in no particular order."""
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
+        """``request.samples`` results, in no particular order."""
 
     @abstractmethod
     async def pause(self, in_flight: InFlight) -> None: ...
@@ -181,7 +182,7 @@ class ServerApi(ABC):
         """Close an update that failed half-way, if one is open: the weights are mixed, and another may begin."""
 
     @abstractmethod
-    async def join(self, meeting: Meeting) -> None:
+    async def join(self, group: WeightGroup) -> None:
         """Have the server's ranks join a group; returns when all of the group's ranks have."""
 
     @abstractmethod
@@ -189,11 +190,11 @@ class ServerApi(ABC):
         """Leave a group, if the server is in it."""
 
     @abstractmethod
-    async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
+    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
         """Receive one bucket that the group's rank 0 broadcasts, and load it. ``version`` goes with the last one."""
 
     @abstractmethod
-    async def load(self, folder: Path, version: str) -> None:
+    async def update_from_disk(self, folder: Path, version: str) -> None:
         """Load a Hugging Face directory that the server can read."""
 
     @abstractmethod

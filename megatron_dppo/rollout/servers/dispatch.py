@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.engine import Groups, Sampling
-from megatron_dppo.rollout.servers.client import Ask, Piece, ServerApi
+from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.custom import ConversationError, CustomGenerate
 from megatron_dppo.rollout.servers.http import Http, ServerError, read
 
@@ -54,14 +54,14 @@ class Sample:
     def length(self) -> int:
         return sum(span.count for span in self.versions)
 
-    def add(self, piece: Piece, versions: Sequence[VersionSpan]) -> None:
-        self.token_ids.append(piece.token_ids)
-        self.logprobs.append(piece.logprobs)
+    def add(self, result: GenerateResult, versions: Sequence[VersionSpan]) -> None:
+        self.token_ids.append(result.token_ids)
+        self.logprobs.append(result.logprobs)
         for span in versions:
             if self.versions and self.versions[-1].version == span.version:
                 span = VersionSpan(span.version, self.versions.pop().count + span.count)
             self.versions.append(span)
-        self.reason = piece.reason
+        self.reason = result.reason
 
     def completion(self) -> Completion:
         return Completion(
@@ -115,8 +115,8 @@ class Batch:
 class _Place:
     """A server, and what this rank has asked of it."""
 
-    api: ServerApi
-    asked: set[asyncio.Task[list[Piece]]] = field(default_factory=set)
+    client: ServerClient
+    asked: set[asyncio.Task[list[GenerateResult]]] = field(default_factory=set)
     failures: int = 0
     """In a row."""
 
@@ -148,7 +148,7 @@ class Dispatcher:
         self._custom = custom
         self._http, self._read_version, self._first = http, read_version, first
         self._max_in_flight, self._timeout_s, self._attempts = max_in_flight, request_timeout_s, attempts
-        self._places: dict[ServerApi, _Place] = {}
+        self._places: dict[ServerClient, _Place] = {}
         self._lost: dict[str, str] = {}
         self._changed = asyncio.Event()
         self.resubmitted = 0
@@ -158,9 +158,9 @@ class Dispatcher:
         """Servers that this rank found unfit since the last call, by URL, and why."""
         return self._http.run(self._take_lost())
 
-    def serve_from(self, apis: Sequence[ServerApi]) -> None:
+    def serve_from(self, clients: Sequence[ServerClient]) -> None:
         """These servers are asked from now on, and no others; what is under way elsewhere is asked anew."""
-        self._http.run(self._serve_from(apis))
+        self._http.run(self._serve_from(clients))
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int) -> Batch:
         """Ask for all of these prompts, and return at once.
@@ -178,12 +178,12 @@ class Dispatcher:
         lost, self._lost = self._lost, {}
         return lost
 
-    async def _serve_from(self, apis: Sequence[ServerApi]) -> None:
-        for api in set(self._places) - set(apis):
-            self._drop(api)
-        for api in apis:
-            self._lost.pop(api.url, None)  # whatever was wrong with it was so before
-            self._places.setdefault(api, _Place(api))
+    async def _serve_from(self, clients: Sequence[ServerClient]) -> None:
+        for client in set(self._places) - set(clients):
+            self._drop(client)
+        for client in clients:
+            self._lost.pop(client.url, None)  # whatever was wrong with it was so before
+            self._places.setdefault(client, _Place(client))
         self._wake()
 
     async def _run(self, batch: Batch) -> None:
@@ -198,7 +198,7 @@ class Dispatcher:
     async def _prompt(self, batch: Batch, index: int) -> None:
         """See one prompt through."""
         prompt, attempt, last = batch.prompts[index], 0, ""
-        failed: set[ServerApi] = set()
+        failed: set[ServerClient] = set()
         while open_samples := [sample for sample in batch.samples[index] if sample.reason == "abort"]:
             if attempt >= self._attempts:
                 raise PromptFailedError(f"prompt {prompt.id} was asked {attempt} times, the last time {last}")
@@ -215,7 +215,7 @@ class Dispatcher:
         batch.one_finished()
 
     async def _part(
-        self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int, failed: set[ServerApi]
+        self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int, failed: set[ServerClient]
     ) -> str | None:
         """Ask one server for a continuation of each of these samples, which have the same tokens so far.
 
@@ -228,21 +228,21 @@ class Dispatcher:
         place = await self._least_busy(failed)
         if self._custom is not None:
             sampling = replace(batch.sampling, samples=len(samples))
-            task = asyncio.create_task(self._custom(place.api, batch.prompts[index], sampling))
+            task = asyncio.create_task(self._custom(place.client, batch.prompts[index], sampling))
         else:
             ask = self._ask(batch, index, samples, attempt)
-            task = asyncio.create_task(place.api.generate(ask, timeout_s=self._timeout_s))
+            task = asyncio.create_task(place.client.generate(ask, timeout_s=self._timeout_s))
         place.asked.add(task)
         try:
             await asyncio.wait([task])
             if task.cancelled():
-                return f"server {place.api.url} was taken out"
-            pieces = read(place.api, task.result)
-            if len(pieces) != len(samples):
-                raise ServerError(place.api.url, f"gave {len(pieces)} samples, not {len(samples)}", alive=True)
-            spans = [self._spans(place.api, piece, batch.oldest) for piece in pieces]
+                return f"server {place.client.url} was taken out"
+            results = read(place.client, task.result)
+            if len(results) != len(samples):
+                raise ServerError(place.client.url, f"gave {len(results)} samples, not {len(samples)}", alive=True)
+            spans = [self._spans(place.client, result, batch.oldest) for result in results]
         except ServerError as error:
-            failed.add(place.api)
+            failed.add(place.client)
             if not isinstance(error, ConversationError):
                 await self._blame(place, error)
             return str(error)
@@ -251,20 +251,20 @@ class Dispatcher:
             place.asked.discard(task)
             self._wake()
         place.failures = 0
-        for sample, piece, span in zip(samples, pieces, spans, strict=True):
-            sample.add(piece, span)
+        for sample, result, span in zip(samples, results, spans, strict=True):
+            sample.add(result, span)
             if sample.reason == "abort" and sample.length == batch.sampling.max_tokens:
                 sample.reason = "length"  # aborted after its last token
         return None
 
-    def _ask(self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int) -> Ask:
+    def _ask(self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int) -> GenerateRequest:
         prompt, sampling = batch.prompts[index], batch.sampling
         made = np.concatenate([np.empty(0, np.int32), *samples[0].token_ids])
         which = batch.samples[index].index(samples[0])
         # Not the seed of the part before: a generator that begins anew would repeat the luck of its first tokens.
         luck = f"{sampling.seed}/{prompt.id}/{which}/{attempt}/{len(made)}"
         digest = hashlib.blake2b(luck.encode(), digest_size=4).digest()
-        return Ask(
+        return GenerateRequest(
             token_ids=[*prompt.token_ids.tolist(), *made.tolist()],
             samples=len(samples),
             max_tokens=sampling.max_tokens - len(made),
@@ -273,14 +273,14 @@ class Dispatcher:
             seed=int.from_bytes(digest, "little") >> 1,
         )
 
-    def _spans(self, api: ServerApi, piece: Piece, oldest: int) -> list[VersionSpan]:
+    def _spans(self, client: ServerClient, result: GenerateResult, oldest: int) -> list[VersionSpan]:
         spans = []
-        for told, count in piece.versions:
+        for told, count in result.versions:
             version = self._read_version(told)
             if version is None or version < oldest:
                 problem = f"generates with weights of version {told!r}, which this step must not use"
-                self._lose(api, problem)
-                raise ServerError(api.url, problem, alive=True)
+                self._lose(client, problem)
+                raise ServerError(client.url, problem, alive=True)
             spans.append(VersionSpan(version, count))
         return spans
 
@@ -288,27 +288,27 @@ class Dispatcher:
         """Take a server out that broke off and does not say that it lives, or fails whatever it is asked."""
         place.failures += 1
         if place.failures >= FAILURES:
-            self._lose(place.api, f"failed {FAILURES} requests in a row, the last time it {error.problem}")
+            self._lose(place.client, f"failed {FAILURES} requests in a row, the last time it {error.problem}")
         elif not error.alive:
             try:
-                await asyncio.wait_for(place.api.version(), PROBE_S)
+                await asyncio.wait_for(place.client.version(), PROBE_S)
             except (ServerError, TimeoutError):
-                self._lose(place.api, error.problem)
+                self._lose(place.client, error.problem)
 
-    def _lose(self, api: ServerApi, problem: str) -> None:
-        if api in self._places:
-            self._lost[api.url] = problem
-            self._drop(api)
+    def _lose(self, client: ServerClient, problem: str) -> None:
+        if client in self._places:
+            self._lost[client.url] = problem
+            self._drop(client)
 
-    def _drop(self, api: ServerApi) -> None:
-        for task in self._places.pop(api).asked:
+    def _drop(self, client: ServerClient) -> None:
+        for task in self._places.pop(client).asked:
             task.cancel()
 
-    async def _least_busy(self, avoided: set[ServerApi]) -> _Place:
+    async def _least_busy(self, avoided: set[ServerClient]) -> _Place:
         """A server with room, as soon as there is one; one that is to be avoided only where there is no other."""
         while True:
             places = list(self._places.values())
-            places = [place for place in places if place.api not in avoided] or places
+            places = [place for place in places if place.client not in avoided] or places
             if places:
                 turned = places[self._first % len(places) :] + places[: self._first % len(places)]
                 place = min(turned, key=lambda place: len(place.asked))

@@ -20,13 +20,13 @@ from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Groups, Sampling, WeightSource
-from megatron_dppo.rollout.servers.client import ServerApi
+from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.custom import CustomGenerate
 from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher
 from megatron_dppo.rollout.servers.http import BEAT_S, Http, while_leader_waits
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.rollout.servers.nccl import loaded
-from megatron_dppo.rollout.servers.pool import Fleet, Member, api_for
+from megatron_dppo.rollout.servers.pool import Pool, Server, connect
 from megatron_dppo.rollout.servers.processes import new_secret, servers_to_start
 from megatron_dppo.rollout.servers.sync import Sync, Timings
 from megatron_dppo.rollout.servers.transports import Collective, Disk, Transport
@@ -46,13 +46,13 @@ class _Report:
 
 
 class ServerEngine:
-    """See :class:`RolloutEngine`. Made on every rank at once; ranks other than the leader have no ``fleet``.
+    """See :class:`RolloutEngine`. Made on every rank at once; ranks other than the leader have no ``pool``.
 
     Args:
         config: of the run.
         world: the ranks.
         http: this rank's.
-        fleet: the leader's.
+        pool: the leader's.
         transport: moves the weights.
         custom: generates, by means of the servers; None: they are asked for completions.
         run: a word of this run's own, by which its versions are told from those of others.
@@ -68,7 +68,7 @@ class ServerEngine:
         config: Config,
         world: World,
         http: Http,
-        fleet: Fleet | None,
+        pool: Pool | None,
         transport: Transport,
         custom: CustomGenerate | None = None,
         *,
@@ -77,7 +77,7 @@ class ServerEngine:
         say: Callable[[str], None],
     ) -> None:
         rollout = config.rollout
-        self._config, self._world, self._http, self._fleet = config, world, http, fleet
+        self._config, self._world, self._http, self._pool = config, world, http, pool
         self._run, self.secret, self._say = run, secret, say
         self._sync = Sync(world, http, transport, rollout.sync.in_flight)
         self._custom = custom
@@ -88,8 +88,8 @@ class ServerEngine:
         self._checked = self._spoke = 0.0
         self._resubmitted = self._retries = 0
         self._synced = False
-        self._apis: dict[Member, ServerApi] = {}
-        self.members = while_leader_waits(world, lambda: http.start(self._leaders_fleet.open()))
+        self._clients: dict[Server, ServerClient] = {}
+        self.servers = while_leader_waits(world, lambda: http.start(self._leaders_pool.open()))
         """Who serves."""
 
     @property
@@ -98,9 +98,9 @@ class ServerEngine:
         return self._sync.timings
 
     @property
-    def _leaders_fleet(self) -> Fleet:
-        assert self._fleet is not None, "only the leader has a fleet"
-        return self._fleet
+    def _leaders_pool(self) -> Pool:
+        assert self._pool is not None, "only the leader has a pool"
+        return self._pool
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
         return self._dispatcher.begin(prompts, sampling, self._version)
@@ -128,7 +128,7 @@ class ServerEngine:
             if not any(left):
                 return pending.groups()
             self._heartbeat(left, began)
-            if not self.members:
+            if not self.servers:
                 self._recover()
                 began = time.monotonic()
             elif min(report.idle_s for report in reports) > self._config.rollout.timeout_s:
@@ -157,8 +157,8 @@ class ServerEngine:
         retries = self._config.rollout.sync.retries
         problems: Mapping[str, str] | None = None
         for _ in range(retries + 1):
-            self.members = self._world.from_leader(lambda: self._leaders_fleet.welcome())
-            if not self.members:
+            self.servers = self._world.from_leader(lambda: self._leaders_pool.welcome())
+            if not self.servers:
                 self._wait_for_servers()
             every = self._config.rollout.sync.check_every
             verify = not self._synced or (every > 0 and version % every == 0)
@@ -181,7 +181,7 @@ class ServerEngine:
         self._serve()
 
     def health(self) -> str | None:
-        return None if self.members else "no rollout server is left"
+        return None if self.servers else "no rollout server is left"
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
         """A server that fails in it is lost.
@@ -189,30 +189,30 @@ class ServerEngine:
         Raises:
             UserError: on every rank, if no server is left, and none comes back.
         """
-        batches: dict[Member, Batch] = {}
+        batches: dict[Server, Batch] = {}
         self._checking, self._checked = None, time.monotonic()
 
         def look() -> dict[str, str] | None:
             """What is wrong with servers; None once all have answered."""
-            for member in self.members:
-                if member not in batches:
+            for server in self.servers:
+                if server not in batches:
                     alone = self._new_dispatcher(attempts=1)
-                    alone.serve_from([self._api(member)])
-                    batches[member] = alone.begin(prompts, sampling, 0)
-            asked = {member: batches[member] for member in self.members}
+                    alone.serve_from([self._client(server)])
+                    batches[server] = alone.begin(prompts, sampling, 0)
+            asked = {server: batches[server] for server in self.servers}
             for batch in asked.values():
                 batch.wait(BEAT_S)
             if not any(batch.unfinished for batch in asked.values()):
                 return None
-            failed = {member.url: f"{batch.error}" for member, batch in asked.items() if batch.error is not None}
-            return {**self._unhealthy(self._leaders_fleet), **failed}
+            failed = {server.url: f"{batch.error}" for server, batch in asked.items() if batch.error is not None}
+            return {**self._unhealthy(self._leaders_pool), **failed}
 
         while (lost := self._world.from_leader(look)) is not None:
             self._lose(lost)
-            if not self.members:
+            if not self.servers:
                 self._recover()
         return self._world.from_leader(
-            lambda: {self._api(member).shown: batches[member].groups() for member in self.members}
+            lambda: {self._client(server).shown: batches[server].groups() for server in self.servers}
         )
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
@@ -220,7 +220,7 @@ class ServerEngine:
         counts = self._world.gather(self._dispatcher.resubmitted)
         timings = self._sync.timings
         metrics = {
-            "rollout/servers": float(len(self.members)),
+            "rollout/servers": float(len(self.servers)),
             "rollout/resubmitted": float(sum(counts) - self._resubmitted),
             "rollout/sync_retries": float(self._retries),
             "perf/sync_pause_time": timings.pause,
@@ -237,32 +237,32 @@ class ServerEngine:
             stack.callback(self._http.close)
             if self._custom is not None:
                 stack.callback(self._custom.close)
-            if self._fleet is not None:
-                stack.callback(self._fleet.close)
+            if self._pool is not None:
+                stack.callback(self._pool.close)
             stack.callback(self._sync.transport.close)
 
     def _report(self, batch: Batch, began: float) -> _Report:
         lost = self._dispatcher.take_lost()
-        if self._fleet is not None:
-            lost = {**self._unhealthy(self._fleet), **lost}
+        if self._pool is not None:
+            lost = {**self._unhealthy(self._pool), **lost}
         idle = time.monotonic() - max(began, batch.progressed)
         return _Report(batch.unfinished, lost, batch.error, idle)
 
-    def _unhealthy(self, fleet: Fleet) -> dict[str, str]:
+    def _unhealthy(self, pool: Pool) -> dict[str, str]:
         """What the leader's checks have found since it was last asked. They run beside the wait."""
         timeout_s = self._config.rollout.health_timeout_s
         if self._checking is not None and self._checking.done():
             checking, self._checking, self._checked = self._checking, None, time.monotonic()
             return checking.result()
         if self._checking is None and time.monotonic() - self._checked > timeout_s / 2:
-            self._checking = self._http.start(fleet.check(timeout_s))
+            self._checking = self._http.start(pool.check(timeout_s))
         return {}
 
     def _lose(self, problems: Mapping[str, str]) -> None:
         """Take servers out on every rank alike."""
         if not problems:
             return
-        self.members = self._world.from_leader(lambda: self._leaders_fleet.lose(problems))
+        self.servers = self._world.from_leader(lambda: self._leaders_pool.lose(problems))
         self._serve()
 
     def _serve(self) -> None:
@@ -278,15 +278,15 @@ class ServerEngine:
     def _wait_for_starting(self) -> None:
         """Wait for servers that are being started again: they would take the memory that a step trains in."""
 
-        def look() -> tuple[bool, tuple[Member, ...]]:
-            members, starting = self._leaders_fleet.welcome(), self._leaders_fleet.starting
+        def look() -> tuple[bool, tuple[Server, ...]]:
+            servers, starting = self._leaders_pool.welcome(), self._leaders_pool.starting
             if starting:
                 time.sleep(BEAT_S)
-            return starting, members
+            return starting, servers
 
         starting = True
         while starting:
-            starting, self.members = self._world.from_leader(look)
+            starting, self.servers = self._world.from_leader(look)
 
     def _wait_for_servers(self) -> None:
         """
@@ -296,48 +296,48 @@ class ServerEngine:
         began, timeout_s = time.monotonic(), self._config.rollout.timeout_s
         self._say_on_leader("no rollout server is left; waiting for one to come back")
 
-        def look() -> tuple[Member, ...]:
-            fleet, rollout = self._leaders_fleet, self._config.rollout
-            members = fleet.welcome()
-            if not members and fleet.hopeless:
+        def look() -> tuple[Server, ...]:
+            pool, rollout = self._leaders_pool, self._config.rollout
+            servers = pool.welcome()
+            if not servers and pool.hopeless:
                 raise UserError(
                     "rollout.launch.restarts",
                     rollout.launch.restarts,
                     "are used up, and no rollout server is left",
                     "Look into the servers' logs; raise it, and run the same command again: it resumes",
                 )
-            if not members and time.monotonic() - began > timeout_s:
+            if not servers and time.monotonic() - began > timeout_s:
                 raise UserError(
                     "rollout.timeout_s",
                     f"{timeout_s:g}",
                     "no rollout server is left, and none came back in time",
                     "Look into the servers' logs, start them again, and run the same command again: it resumes",
                 )
-            if not members:
+            if not servers:
                 time.sleep(BEAT_S)
-            return members
+            return servers
 
-        while not (members := self._world.from_leader(look)):
+        while not (servers := self._world.from_leader(look)):
             pass
-        self.members = members
+        self.servers = servers
 
-    def _serving(self) -> list[ServerApi]:
-        return [self._api(member) for member in self.members]
+    def _serving(self) -> list[ServerClient]:
+        return [self._client(server) for server in self.servers]
 
-    def _api(self, member: Member) -> ServerApi:
+    def _client(self, server: Server) -> ServerClient:
         """The same for as long as the server lives."""
-        if member not in self._apis:
+        if server not in self._clients:
             rollout = self._config.rollout
-            self._apis[member] = api_for(
+            self._clients[server] = connect(
                 rollout.engine,
-                member.url,
+                server.url,
                 self._http,
                 secret=self.secret,
                 timeout_s=rollout.sync.timeout_s,
-                ranks=member.ranks,
-                seeded=member.seeded,
+                ranks=server.ranks,
+                seeded=server.seeded,
             )
-        return self._apis[member]
+        return self._clients[server]
 
     def _new_dispatcher(self, *, attempts: int, custom: CustomGenerate | None = None) -> Dispatcher:
         rollout = self._config.rollout
@@ -360,7 +360,7 @@ class ServerEngine:
         if now - self._spoke > self._config.rollout.heartbeat_s:
             self._spoke = now
             self._say_on_leader(
-                f"waiting for rollouts for {now - began:.0f} s; {len(self.members)} servers serve; "
+                f"waiting for rollouts for {now - began:.0f} s; {len(self.servers)} servers serve; "
                 f"prompts not yet answered: {_by_rank(left)}"
             )
 
@@ -398,11 +398,11 @@ def open_servers(config: Config, world: World, shape: PolicyShape, say: Callable
     secret = ours or secret
     processes = world.together(lambda: servers_to_start(config, ours) if starts and world.leads else [])
     http = Http()
-    fleet = None
+    pool = None
     by_nccl = config.rollout.sync.transport == "collective" and world.device.type == "cuda"
     our_nccl = loaded() if by_nccl else None
     if world.leads:
-        fleet = Fleet(
+        pool = Pool(
             config,
             http,
             architecture=shape.architecture,
@@ -416,13 +416,13 @@ def open_servers(config: Config, world: World, shape: PolicyShape, say: Callable
         if config.rollout.custom_generate:
             custom = world.together(lambda: CustomGenerate(config), what="import of rollout.custom_generate")
         transport = _transport(config, world, http, shape, run, our_nccl)
-        return ServerEngine(config, world, http, fleet, transport, custom, run=run, secret=secret, say=say)
+        return ServerEngine(config, world, http, pool, transport, custom, run=run, secret=secret, say=say)
     except BaseException:
         http.close()
         if custom is not None:
             custom.close()
-        if fleet is not None:
-            fleet.close()
+        if pool is not None:
+            pool.close()
         raise
 
 

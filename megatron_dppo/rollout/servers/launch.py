@@ -28,8 +28,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 DEFAULT_COMMANDS = {"sglang": (sys.executable, "-m", "sglang.launch_server"), "vllm": ("vllm", "serve")}
 OUR_FLAGS = {
     "sglang": ("--model-path", "--model", "--host", "--port", "--tp", "--tp-size", "--tensor-parallel-size", "--dtype",
-               "--pp-size", "--pipeline-parallel-size", "--api-key", "--admin-api-key", "--config"),
-    "vllm": ("--model", "--host", "--port", "--tensor-parallel-size", "-tp", "--dtype", "--api-key"),
+               "--pp-size", "--pipeline-parallel-size", "--client-key", "--admin-client-key", "--config"),
+    "vllm": ("--model", "--host", "--port", "--tensor-parallel-size", "-tp", "--dtype", "--client-key"),
 }  # fmt: skip
 """What ``rollout.launch.flags`` may not say: it would contradict what is known of a server, or show its secret."""
 

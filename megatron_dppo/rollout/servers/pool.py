@@ -19,7 +19,7 @@ from typing import Literal
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import nccl
-from megatron_dppo.rollout.servers.client import ServerApi
+from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.launch import DTYPES, base_command, server_urls
 from megatron_dppo.rollout.servers.processes import ServerProcess, stop_all, wait_ready
@@ -31,7 +31,7 @@ MISSES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class Server:
     """A server that serves, as every rank knows it."""
 
     url: str
@@ -46,16 +46,16 @@ class Member:
 class _Place:
     """One server that was given or started, whatever has become of it."""
 
-    api: ServerApi
+    client: ServerClient
     process: ServerProcess | None
     life: int = 0
     serves: bool = True
-    returning: Future[ServerApi] | None = None
+    returning: Future[ServerClient] | None = None
     """Where it is lost: done when it can generate again."""
     misses: int = 0
 
 
-class Fleet:
+class Pool:
     """Every server of a run. Made and used on the leader alone.
 
     Args:
@@ -85,7 +85,7 @@ class Fleet:
         self._restarts = 0
         self._closed = False
 
-    async def open(self) -> tuple[Member, ...]:
+    async def open(self) -> tuple[Server, ...]:
         """Start the servers that are ours, and wait until they and the given ones can generate.
 
         Raises:
@@ -99,46 +99,46 @@ class Fleet:
             nccl.refuse_two("rollout.launch.command", shlex.join(command), self._our_nccl, theirs)
         for process in self._processes:
             process.start()
-        ours = [wait_ready(process, self._api, wait_s) for process in self._processes]
+        ours = [wait_ready(process, self._client, wait_s) for process in self._processes]
         given = [self._given(url, wait_s) for url in server_urls(self._config)]
         started, found = await asyncio.gather(asyncio.gather(*ours), asyncio.gather(*given))
-        self._places = [_Place(api, process) for api, process in zip(started, self._processes, strict=True)]
-        self._places += [_Place(api, None) for group in found for api in group]
+        self._places = [_Place(client, process) for client, process in zip(started, self._processes, strict=True)]
+        self._places += [_Place(client, None) for group in found for client in group]
         for place in self._places:
-            await self._check_facts(place.api)
-        return self.members()
+            await self._check_server(place.client)
+        return self.servers()
 
-    def members(self) -> tuple[Member, ...]:
+    def servers(self) -> tuple[Server, ...]:
         """Who serves now."""
         return tuple(
-            Member(place.api.url, place.api.ranks, place.api.seeded, place.life)
+            Server(place.client.url, place.client.ranks, place.client.seeded, place.life)
             for place in self._places
             if place.serves
         )
 
-    def lose(self, problems: Mapping[str, str]) -> tuple[Member, ...]:
+    def lose(self, problems: Mapping[str, str]) -> tuple[Server, ...]:
         """Take servers out, by URL and each for its reason, and have them come back if they can. Who serves then."""
         for place in self._places:
-            if place.serves and place.api.url in problems:
+            if place.serves and place.client.url in problems:
                 place.serves, place.misses = False, 0
-                self._say(f"server {place.api.shown} is taken out: it {problems[place.api.url]}")
+                self._say(f"server {place.client.shown} is taken out: it {problems[place.client.url]}")
                 self._recall(place)
-        return self.members()
+        return self.servers()
 
-    def welcome(self) -> tuple[Member, ...]:
+    def welcome(self) -> tuple[Server, ...]:
         """Count servers in that can generate again; the next update brings them up to date. Who serves then."""
         for place in self._places:
             if place.returning is None or not place.returning.done():
                 continue
             try:
-                place.api = place.returning.result()
+                place.client = place.returning.result()
             except Exception as error:  # whatever went wrong with one server is no reason to stop
-                self._say(f"server {place.api.shown} did not come back: {error}")
+                self._say(f"server {place.client.shown} did not come back: {error}")
                 self._recall(place)
             else:
                 place.serves, place.returning, place.life = True, None, place.life + 1
-                self._say(f"server {place.api.shown} is back")
-        return self.members()
+                self._say(f"server {place.client.shown} is back")
+        return self.servers()
 
     @property
     def hopeless(self) -> bool:
@@ -153,12 +153,12 @@ class Fleet:
     async def check(self, timeout_s: float) -> dict[str, str]:
         """Ask those that serve whether they can still generate; what is wrong with those that cannot."""
         serving = [place for place in self._places if place.serves]
-        answers = await asyncio.gather(*(place.api.health(timeout_s) for place in serving), return_exceptions=True)
+        answers = await asyncio.gather(*(place.client.health(timeout_s) for place in serving), return_exceptions=True)
         unfit = {}
         for place, answer in zip(serving, answers, strict=True):
             place.misses = place.misses + 1 if isinstance(answer, ServerError) else 0
             if isinstance(answer, ServerError) and place.misses >= MISSES:
-                unfit[place.api.url] = answer.problem
+                unfit[place.client.url] = answer.problem
         return unfit
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class Fleet:
                 place.returning.cancel()
         stop_all(self._processes)
 
-    async def _given(self, url: str, wait_s: float) -> list[ServerApi]:
+    async def _given(self, url: str, wait_s: float) -> list[ServerClient]:
         """A given server, or the servers behind it if it is a router, once each can generate.
 
         A router is spoken to no more after that: it would go on asking a server that is not up to date.
@@ -182,13 +182,13 @@ class Fleet:
             async with asyncio.timeout(wait_s):
                 while True:
                     try:
-                        workers = await self._workers(self._api(url))
-                        apis = [self._api(worker) for worker in ([url] if workers is None else workers)]
-                        await asyncio.gather(*(self._come_to_life(api) for api in apis))
-                        if apis:
+                        workers = await self._workers(self._client(url))
+                        clients = [self._client(worker) for worker in ([url] if workers is None else workers)]
+                        await asyncio.gather(*(self._come_to_life(client) for client in clients))
+                        if clients:
                             if workers is not None:
-                                self._say(f"{url} is a router; its {len(apis)} workers serve")
-                            return apis
+                                self._say(f"{url} is a router; its {len(clients)} workers serve")
+                            return clients
                         last = "it is a router without workers"
                     except ServerError as error:
                         last = str(error)
@@ -200,7 +200,7 @@ class Fleet:
             "Start it, mend the URL, or raise rollout.launch.wait_s",
         )
 
-    async def _workers(self, door: ServerApi) -> list[str] | None:
+    async def _workers(self, door: ServerClient) -> list[str] | None:
         """The URLs of a router's servers; None if it is a server itself.
 
         Raises:
@@ -214,20 +214,20 @@ class Fleet:
             return None
         return [worker["url"].rstrip("/") for worker in answer["workers"]]
 
-    async def _come_to_life(self, api: ServerApi) -> None:
+    async def _come_to_life(self, client: ServerClient) -> None:
         """See to it that a given server can generate: an update that nobody ended has left it paused.
 
         Raises:
             ServerError: it cannot.
         """
-        await api.resume()
-        await api.health(self._config.rollout.health_timeout_s)
+        await client.resume()
+        await client.health(self._config.rollout.health_timeout_s)
 
     def _recall(self, place: _Place) -> None:
         """Set about having a lost server again."""
         rollout = self._config.rollout
         if place.process is None:
-            place.returning = self._http.start(self._return(place.api))
+            place.returning = self._http.start(self._return(place.client))
         elif self._restarts < rollout.launch.restarts:
             self._restarts += 1
             place.returning = self._http.start(self._restart(place.process))
@@ -238,20 +238,20 @@ class Fleet:
                 f"rollout.launch.restarts = {rollout.launch.restarts} are used up" + (f":\n{words}" if words else "")
             )
 
-    async def _return(self, api: ServerApi) -> ServerApi:
+    async def _return(self, client: ServerClient) -> ServerClient:
         """A given server, once it can generate again; it may take as long as it likes."""
         while True:
             await asyncio.sleep(ASK_AGAIN_S)
             with contextlib.suppress(ServerError):
-                await self._come_to_life(api)
-                await self._check_facts(api)
-                return api
+                await self._come_to_life(client)
+                await self._check_server(client)
+                return client
 
-    async def _restart(self, process: ServerProcess) -> ServerApi:
+    async def _restart(self, process: ServerProcess) -> ServerClient:
         await asyncio.to_thread(self._restart_unless_closed, process)
-        api = await wait_ready(process, self._api, self._config.rollout.launch.wait_s)
-        await self._check_facts(api)
-        return api
+        client = await wait_ready(process, self._client, self._config.rollout.launch.wait_s)
+        await self._check_server(client)
+        return client
 
     def _restart_unless_closed(self, process: ServerProcess) -> None:
         process.stop()
@@ -260,40 +260,40 @@ class Fleet:
         if self._closed:  # meanwhile
             process.stop()
 
-    def _api(self, url: str) -> ServerApi:
+    def _client(self, url: str) -> ServerClient:
         rollout = self._config.rollout
-        return api_for(rollout.engine, url, self._http, secret=self._secret, timeout_s=rollout.sync.timeout_s)
+        return connect(rollout.engine, url, self._http, secret=self._secret, timeout_s=rollout.sync.timeout_s)
 
-    async def _check_facts(self, api: ServerApi) -> None:
+    async def _check_server(self, client: ServerClient) -> None:
         """
         Raises:
             UserError: the server cannot serve this run.
         """
         setting = "rollout.launch.flags" if self._processes else "rollout.servers"
         try:
-            facts = await api.facts()
+            info = await client.info()
         except ServerError as error:
-            raise UserError(setting, api.url, error.problem, "Start it as that says, or name another server") from None
-        nccl.refuse_two(setting, api.url, self._our_nccl, facts.nccl)
+            raise UserError(
+                setting, client.url, error.problem, "Start it as that says, or name another server"
+            ) from None
+        nccl.refuse_two(setting, client.url, self._our_nccl, info.nccl)
         rollout, dtype = self._config.rollout, DTYPES[self._config.model.dtype]
         longest = self._config.data.max_prompt_tokens + rollout.max_response_tokens
-        if facts.architecture not in (None, self._architecture):
-            problem = (
-                f"serves another model: {facts.architecture} from {facts.model}, the policy is {self._architecture}"
-            )
+        if info.architecture not in (None, self._architecture):
+            problem = f"serves another model: {info.architecture} from {info.model}, the policy is {self._architecture}"
             remedy = "Start it with model.path, or name another server"
-        elif facts.max_tokens is not None and facts.max_tokens < longest:
-            problem = f"takes {facts.max_tokens} tokens, and the longest prompt with its response has {longest}"
+        elif info.max_tokens is not None and info.max_tokens < longest:
+            problem = f"takes {info.max_tokens} tokens, and the longest prompt with its response has {longest}"
             remedy = "Start it with a longer context, or lower data.max_prompt_tokens or rollout.max_response_tokens"
-        elif facts.dtype not in (None, dtype):
-            problem = f"holds its weights in {facts.dtype}, and model.dtype is {self._config.model.dtype}"
+        elif info.dtype not in (None, dtype):
+            problem = f"holds its weights in {info.dtype}, and model.dtype is {self._config.model.dtype}"
             remedy = f"Start it with --dtype {dtype}, or set model.dtype"
         else:
             return
-        raise UserError(setting, api.url, problem, remedy)
+        raise UserError(setting, client.url, problem, remedy)
 
 
-def api_for(
+def connect(
     kind: Literal["local", "sglang", "vllm"],
     url: str,
     http: Http,
@@ -302,21 +302,21 @@ def api_for(
     timeout_s: float,
     ranks: int = 1,
     seeded: bool = True,
-) -> ServerApi:
-    """See :class:`ServerApi` for the arguments.
+) -> ServerClient:
+    """See :class:`ServerClient` for the arguments.
 
     Raises:
         ValueError: for the local engine, which is no server.
     """
-    api: type[ServerApi]
+    client: type[ServerClient]
     if kind == "sglang":
-        from megatron_dppo.rollout.servers.sglang import SglangApi
+        from megatron_dppo.rollout.servers.sglang import SglangClient
 
-        api = SglangApi
+        client = SglangClient
     elif kind == "vllm":
-        from megatron_dppo.rollout.servers.vllm import VllmApi
+        from megatron_dppo.rollout.servers.vllm import VllmClient
 
-        api = VllmApi
+        client = VllmClient
     else:
         raise ValueError(f"{kind!r} is no server")
-    return api(url, http, secret=secret, timeout_s=timeout_s, ranks=ranks, seeded=seeded)
+    return client(url, http, secret=secret, timeout_s=timeout_s, ranks=ranks, seeded=seeded)

@@ -50,12 +50,12 @@ OURS_TOO = ("GROUP_", "ROLE_", "TORCHELASTIC_", "CUDA_DEVICE_MAX_CONNECTIONS", *
 
 
 class Answers(Protocol):
-    """What is needed of a :class:`ServerApi` here."""
+    """What is needed of a :class:`ServerClient` here."""
 
     def health(self, timeout_s: float) -> Awaitable[None]: ...
 
 
-Api = TypeVar("Api", bound=Answers)
+Client = TypeVar("Client", bound=Answers)
 
 
 def new_secret() -> str:
@@ -125,7 +125,7 @@ class ServerProcess:
         )
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            _write_secret(self._secret_file, f"api-key: {self.secret}\n")
+            _write_secret(self._secret_file, f"client-key: {self.secret}\n")
             # Servers write their arguments, the secret among them, into their logs.
             log = os.open(self.log, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
         except OSError as error:
@@ -240,7 +240,7 @@ def servers_to_start(config: Config, secret: str, environ: Mapping[str, str] = o
     return [ServerProcess(config, i, host=host, secret=secret, gpus=share) for i, share in enumerate(shares)]
 
 
-async def wait_ready(process: ServerProcess, connect: Callable[[str], Api], wait_s: float) -> Api:
+async def wait_ready(process: ServerProcess, connect: Callable[[str], Client], wait_s: float) -> Client:
     """Wait until a started server can generate.
 
     One whose port another process took is started again on another.
@@ -263,10 +263,10 @@ async def wait_ready(process: ServerProcess, connect: Callable[[str], Api], wait
                 raise _ended_early(process)
             process.restart()
         if process.listens():
-            api = connect(process.url)
+            client = connect(process.url)
             try:
-                await api.health(min(left, HEALTH_S))
-                return api
+                await client.health(min(left, HEALTH_S))
+                return client
             except ServerError:
                 pass  # not yet
         await asyncio.sleep(LOOK_S)

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 from megatron_dppo.parallel.meeting import open_store
 from megatron_dppo.rollout.engine import Bucket
 from megatron_dppo.rollout.servers import nccl
-from megatron_dppo.rollout.servers.client import Manifest, Meeting, ServerApi
+from megatron_dppo.rollout.servers.client import Manifest, ServerClient, WeightGroup
 from megatron_dppo.rollout.servers.http import MOST_SAID, UNREADABLE, Http, ServerError
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Sender:
 
     Args:
         http: through which servers are told what comes.
-        apis: the servers, which know how many ranks they have.
+        clients: the servers, which know how many ranks they have.
         name: of the group, never used before.
         host: address of this machine for the servers.
         device: where buckets are sent from; its kind decides between NCCL and gloo.
@@ -102,7 +102,7 @@ class Sender:
     def __init__(
         self,
         http: Http,
-        apis: Sequence[ServerApi],
+        clients: Sequence[ServerClient],
         *,
         name: str,
         host: str,
@@ -110,7 +110,7 @@ class Sender:
         timeout_s: float,
         our_nccl: str | None = None,
     ) -> None:
-        self._http, self._apis, self.name = http, list(apis), name
+        self._http, self._clients, self.name = http, list(clients), name
         self._device, self._timeout_s = device, timeout_s
         self._flats: list[torch.Tensor] = []
         self._turn = 0
@@ -120,13 +120,13 @@ class Sender:
         # Gloo's group is made now, and told how long each bucket may take. For NCCL it bounds how long breaking off may
         # take; ours must come first.
         limit = timedelta(seconds=2 * timeout_s + 60 if backend == "nccl" else min(timeout_s, JOIN_S))
-        size = 1 + sum(api.ranks for api in apis)
+        size = 1 + sum(client.ranks for client in clients)
         # Not by rendezvous: under torchrun it would look for torchrun's own store, at any address.
         store = open_store(host, limit, size)
         joins, offset = {}, 1
-        for api in apis:
-            joins[api.url] = http.start(api.join(Meeting(name, host, store.port, backend, offset, size)))
-            offset += api.ranks
+        for client in clients:
+            joins[client.url] = http.start(client.join(WeightGroup(name, host, store.port, backend, offset, size)))
+            offset += client.ranks
         group: dist.ProcessGroup | None = None
         problem = "not all servers joined the group for weights"
         try:
@@ -213,7 +213,10 @@ class Sender:
     ) -> None:
         group = self._group
         assert group is not None
-        replies = {api.url: self._http.start(api.receive(staged.manifest, self.name, version)) for api in self._apis}
+        replies = {
+            client.url: self._http.start(client.update_from_distributed(staged.manifest, self.name, version))
+            for client in self._clients
+        }
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=self._timeout_s)
@@ -260,7 +263,7 @@ class Sender:
     def close(self) -> None:
         """End this side of the group, which frees servers that wait in it, and have them leave theirs."""
         self._end()
-        leaving = {api.url: self._http.start(api.leave(self.name)) for api in self._apis}
+        leaving = {client.url: self._http.start(client.leave(self.name)) for client in self._clients}
         outcomes(leaving, GRACE_S)
 
     def _end(self) -> None:

@@ -21,10 +21,10 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.process import stop
-from megatron_dppo.rollout.servers.client import ServerApi
+from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.launch import SECRET, server_urls
-from megatron_dppo.rollout.servers.pool import api_for
+from megatron_dppo.rollout.servers.pool import connect
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 from megatron_dppo.rollout.servers.processes import ServerProcess, wait_ready
 
@@ -100,12 +100,12 @@ def _watch(process: ServerProcess, http: Http, config: Config) -> int:
     assert engine != "local"
     deaths = 0
 
-    def connect(url: str) -> ServerApi:
-        return api_for(engine, url, http, secret=process.secret, timeout_s=rollout.sync.timeout_s)
+    def client_at(url: str) -> ServerClient:
+        return connect(engine, url, http, secret=process.secret, timeout_s=rollout.sync.timeout_s)
 
     while True:
         try:
-            http.run(wait_ready(process, connect, rollout.launch.wait_s))
+            http.run(wait_ready(process, client_at, rollout.launch.wait_s))
             _say(process, f"can generate at {process.url} after {time.monotonic() - begin:.0f} s")
             while process.alive():
                 time.sleep(LOOK_S)

@@ -18,31 +18,31 @@ import numpy as np
 
 from megatron_dppo.rollout.servers.client import (
     INCOMPLETE,
-    Ask,
-    Facts,
+    GenerateRequest,
+    GenerateResult,
     InFlight,
     Manifest,
-    Meeting,
-    Piece,
-    ServerApi,
+    ServerClient,
+    ServerInfo,
+    WeightGroup,
 )
 from megatron_dppo.rollout.servers.http import ServerError
 
 PAUSES: Mapping[InFlight, str] = {"retract": "retract", "keep": "in_place", "abort": "abort"}
 
 
-class SglangApi(ServerApi):
-    """See :class:`ServerApi`."""
+class SglangClient(ServerClient):
+    """See :class:`ServerClient`."""
 
     _known_routes: frozenset[str] | None = None
     _known_deterministic: bool | None = None
 
-    async def facts(self) -> Facts:
+    async def info(self) -> ServerInfo:
         model, server = await self.get("/model_info"), await self.get("/server_info")
         self._known_routes = await self.routes()
         self._known_deterministic = bool(server.get("enable_deterministic_inference"))
         self.ranks = int(server["tp_size"]) * int(server.get("pp_size", 1))
-        return Facts(
+        return ServerInfo(
             model=model["model_path"],
             architecture=(model.get("architectures") or [None])[0],
             ranks=self.ranks,
@@ -54,24 +54,26 @@ class SglangApi(ServerApi):
     async def health(self, timeout_s: float) -> None:
         await self.get("/health_generate", timeout_s=timeout_s)
 
-    async def generate(self, ask: Ask, *, timeout_s: float) -> list[Piece]:
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
         sampling: dict[str, Any] = {
-            "temperature": ask.temperature,
-            "max_new_tokens": ask.max_tokens,
-            "stop_token_ids": list(ask.stop_token_ids),
+            "temperature": request.temperature,
+            "max_new_tokens": request.max_tokens,
+            "stop_token_ids": list(request.stop_token_ids),
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
         }
         body: dict[str, Any] = {"return_logprob": True}
         if await self._deterministic():
-            body["input_ids"] = [list(ask.token_ids)] * ask.samples
-            body["sampling_params"] = [sampling | {"sampling_seed": (ask.seed or 0) + i} for i in range(ask.samples)]
+            body["input_ids"] = [list(request.token_ids)] * request.samples
+            body["sampling_params"] = [
+                sampling | {"sampling_seed": (request.seed or 0) + i} for i in range(request.samples)
+            ]
         else:
-            body |= {"input_ids": list(ask.token_ids), "sampling_params": sampling | {"n": ask.samples}}
+            body |= {"input_ids": list(request.token_ids), "sampling_params": sampling | {"n": request.samples}}
         answers = await self.post("/generate", body, timeout_s=timeout_s)
         answers = answers if isinstance(answers, list) else [answers]
-        return [self._piece(answer) for answer in answers]
+        return [self._result(answer) for answer in answers]
 
     async def pause(self, in_flight: InFlight) -> None:
         await self.post("/pause_generation", {"mode": PAUSES[in_flight]})
@@ -101,14 +103,14 @@ class SglangApi(ServerApi):
                 if not error.alive:
                     raise  # a live server refuses because no update is open, which is what is wanted
 
-    async def join(self, meeting: Meeting) -> None:
+    async def join(self, group: WeightGroup) -> None:
         body = {
-            "master_address": meeting.host,
-            "master_port": meeting.port,
-            "rank_offset": meeting.offset,
-            "world_size": meeting.size,
-            "group_name": meeting.name,
-            "backend": meeting.backend,
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": group.offset,
+            "world_size": group.size,
+            "group_name": group.name,
+            "backend": group.backend,
         }
         await self._order("/init_weights_update_group", body)
 
@@ -120,7 +122,7 @@ class SglangApi(ServerApi):
                 if not error.alive:
                     raise
 
-    async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
+    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
         body = {
             "names": manifest.names,
             "dtypes": manifest.dtypes,
@@ -130,7 +132,7 @@ class SglangApi(ServerApi):
         }
         await self._order("/update_weights_from_distributed", body | _version(version))
 
-    async def load(self, folder: Path, version: str) -> None:
+    async def update_from_disk(self, folder: Path, version: str) -> None:
         body = {"model_path": str(folder), "load_format": "auto"}
         await self._order("/update_weights_from_disk", body | _version(version))
 
@@ -176,7 +178,7 @@ class SglangApi(ServerApi):
             raise ServerError(self.url, f"refused {path}: {answer}", alive=True)
         return answer
 
-    def _piece(self, answer: Mapping[str, Any]) -> Piece:
+    def _result(self, answer: Mapping[str, Any]) -> GenerateResult:
         meta, tokens = answer["meta_info"], answer["output_ids"]
         reason = meta["finish_reason"]["type"]
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
@@ -184,7 +186,7 @@ class SglangApi(ServerApi):
             said = f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, finish reason {meta['finish_reason']}"
             raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
-        return Piece(
+        return GenerateResult(
             token_ids=np.array(tokens, np.int32),
             logprobs=np.array(logprobs, np.float32),
             versions=tuple((str(s["version"]), s["end"] - s["start"]) for s in spans if s["end"] > s["start"]),

@@ -22,7 +22,7 @@ from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout.engine import Bucket, WeightSource
-from megatron_dppo.rollout.servers.client import ServerApi
+from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http, while_leader_waits
 from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards, gathered
 
@@ -57,7 +57,7 @@ class Sent:
 class Transport(Protocol):
     """Moves the weights to all servers."""
 
-    def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
+    def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> Sent:
         """Collective. Every server is paused, with an update open."""
         ...
 
@@ -82,17 +82,17 @@ class Collective:
         self._http, self._world, self._run, self._our_nccl = http, world, run, our_nccl
         self._bucket_mib, self._timeout_s = bucket_mib, timeout_s
         self._sender: Sender | None = None
-        self._joined: list[ServerApi] = []
+        self._joined: list[ServerClient] = []
         self._groups = count()
 
-    def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
-        if self._joined != list(apis):  # every rank comes to the same conclusion
+    def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> Sent:
+        if self._joined != list(clients):  # every rank comes to the same conclusion
             self.close()
-            joined = _by_stage(self._world, lambda: self._join(apis))
+            joined = _by_stage(self._world, lambda: self._join(clients))
             if joined.problem:
                 self.close()
                 return joined
-            self._joined = list(apis)
+            self._joined = list(clients)
         sent = _by_stage(self._world, lambda: self._stage(source, version if self._world.last_stage else None))
         if sent.problem:
             self.close()
@@ -103,14 +103,14 @@ class Collective:
             self._sender.close()
         self._sender, self._joined = None, []
 
-    def _join(self, apis: Sequence[ServerApi]) -> Moved:
+    def _join(self, clients: Sequence[ServerClient]) -> Moved:
         number = next(self._groups)
         if self._world.tp_rank == 0:
             self._sender = Sender(
                 self._http,
-                apis,
+                clients,
                 name=f"{self._run}-{self._world.pp_rank}-{number}",
-                host=address_towards(api.url for api in apis),
+                host=address_towards(client.url for client in clients),
                 device=self._world.device,
                 timeout_s=self._timeout_s,
                 our_nccl=self._our_nccl,
@@ -148,7 +148,7 @@ class Disk:
         self._companions = Path(model.path)
         self._plan = plan_files(shape, MAX_SHARD_BYTES, DTYPES[model.dtype])
 
-    def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
+    def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> Sent:
         place = self._folder.absolute() / version
         failure: Exception | None = None
         if self._world.dp_rank == 0 and self._world.cp_rank == 0:
@@ -161,7 +161,7 @@ class Disk:
 
         async def load() -> dict[str, str]:
             try:
-                return await gathered({api.url: api.load(place, version) for api in apis})
+                return await gathered({client.url: client.update_from_disk(place, version) for client in clients})
             finally:
                 shutil.rmtree(place, ignore_errors=True)
 

@@ -21,13 +21,13 @@ import numpy as np
 from megatron_dppo.rollout.servers.client import (
     CONTROL_S,
     INCOMPLETE,
-    Ask,
-    Facts,
+    GenerateRequest,
+    GenerateResult,
     InFlight,
     Manifest,
-    Meeting,
-    Piece,
-    ServerApi,
+    ServerClient,
+    ServerInfo,
+    WeightGroup,
 )
 from megatron_dppo.rollout.servers.http import ServerError
 
@@ -62,7 +62,7 @@ def server_environment() -> dict[str, str]:
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         # It would bind the default group to a device, and torch then splits every new group off that one's NCCL
-        # communicator, of which the trainer is no member.
+        # communicator, of which the trainer is no server.
         "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "0",
         # On CPU it would bind every server to the same cores, and refuse more ranks than there are NUMA nodes.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
@@ -82,12 +82,12 @@ def server_flags(*, secret: bool, sleeps: bool) -> list[str]:
     return flags + (["--enable-sleep-mode"] if sleeps else [])
 
 
-class VllmApi(ServerApi):
-    """See :class:`ServerApi`."""
+class VllmClient(ServerClient):
+    """See :class:`ServerClient`."""
 
     _known_config: Mapping[str, Any] | None = None
 
-    async def facts(self) -> Facts:
+    async def info(self) -> ServerInfo:
         """
         Raises:
             ServerError: it lacks a route, or was started so that it gives other log-probabilities; the message says
@@ -106,7 +106,7 @@ class VllmApi(ServerApi):
         # After a part of a prompt, vLLM sets the seed's generator back; torch's on CPU cannot be, and the engine ends.
         # Which prompts come in parts depends on what else is asked at that moment: nobody can know beforehand.
         self.seeded = config["device_config"]["device"] != "cpu"
-        return Facts(
+        return ServerInfo(
             model=model["model"],
             architecture=None,
             ranks=self.ranks,
@@ -125,14 +125,14 @@ class VllmApi(ServerApi):
         await self.get("/health", timeout_s=timeout_s)
         await self.post("/collective_rpc", {"method": "synchronize_device"}, timeout_s=timeout_s)
 
-    async def generate(self, ask: Ask, *, timeout_s: float) -> list[Piece]:
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
         """Greedy samples are all the same, which is why vLLM makes but one; it is then given so often."""
-        greedy = ask.temperature == 0
+        greedy = request.temperature == 0
         sampling: dict[str, Any] = {
-            "n": 1 if greedy else ask.samples,
-            "temperature": ask.temperature,
-            "max_tokens": ask.max_tokens,
-            "stop_token_ids": list(ask.stop_token_ids),
+            "n": 1 if greedy else request.samples,
+            "temperature": request.temperature,
+            "max_tokens": request.max_tokens,
+            "stop_token_ids": list(request.stop_token_ids),
             "ignore_eos": True,
             "top_p": 1.0,
             "top_k": -1,
@@ -140,12 +140,12 @@ class VllmApi(ServerApi):
             "logprobs": 0,
             "detokenize": False,
         }
-        if ask.seed is not None and self.seeded:
-            sampling["seed"] = ask.seed & (2**62 - 1)  # vLLM adds the sample's number, in 64 bits with a sign
-        body = {"token_ids": list(ask.token_ids), "sampling_params": sampling}
+        if request.seed is not None and self.seeded:
+            sampling["seed"] = request.seed & (2**62 - 1)  # vLLM adds the sample's number, in 64 bits with a sign
+        body = {"token_ids": list(request.token_ids), "sampling_params": sampling}
         answer = await self.post("/inference/v1/generate", body, timeout_s=timeout_s)
-        pieces = [self._piece(choice) for choice in answer["choices"]]
-        return pieces * ask.samples if greedy else pieces
+        results = [self._result(choice) for choice in answer["choices"]]
+        return results * request.samples if greedy else results
 
     async def pause(self, in_flight: InFlight) -> None:
         mode = "abort" if in_flight == "abort" else "keep"
@@ -173,32 +173,34 @@ class VllmApi(ServerApi):
         if await self._extended():
             await self._order("abandon")
 
-    async def join(self, meeting: Meeting) -> None:
+    async def join(self, group: WeightGroup) -> None:
         await self._order(
             "join",
-            name=meeting.name,
-            host=meeting.host,
-            port=meeting.port,
-            backend=meeting.backend,
-            offset=meeting.offset,
-            size=meeting.size,
+            name=group.name,
+            host=group.host,
+            port=group.port,
+            backend=group.backend,
+            offset=group.offset,
+            size=group.size,
             timeout_s=0.9 * self.timeout_s,  # so that the server says what is wrong before we stop listening
         )
 
     async def leave(self, group: str) -> None:
         await self._order("leave", name=group)
 
-    async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
+    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
         """The version comes with the end of the update."""
-        await self._order("receive", group=group, names=manifest.names, dtypes=manifest.dtypes, shapes=manifest.shapes)
+        await self._order(
+            "update_from_distributed", group=group, names=manifest.names, dtypes=manifest.dtypes, shapes=manifest.shapes
+        )
 
-    async def load(self, folder: Path, version: str) -> None:
+    async def update_from_disk(self, folder: Path, version: str) -> None:
         """Possible without our extension, too, but not on CPU: there a tied head would keep what it packed before.
 
         The version comes with the end of the update.
         """
         if await self._extended():
-            await self._order("load", folder=str(folder))
+            await self._order("update_from_disk", folder=str(folder))
         else:
             await self._of_all_ranks("reload_weights", {"weights_path": str(folder)})
 
@@ -273,7 +275,7 @@ class VllmApi(ServerApi):
         if not answer["success"]:
             raise ServerError(self.url, "did not drop its cache: requests still hold parts of it", alive=True)
 
-    def _piece(self, choice: Mapping[str, Any]) -> Piece:
+    def _result(self, choice: Mapping[str, Any]) -> GenerateResult:
         tokens, reason = choice["token_ids"], choice["finish_reason"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         spans = choice["weight_versions"] or []
@@ -283,7 +285,7 @@ class VllmApi(ServerApi):
             raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
         if NO_LOGPROB in logprobs:
             raise ServerError(self.url, f"gave no log-probability for token {logprobs.index(NO_LOGPROB)}", alive=True)
-        return Piece(
+        return GenerateResult(
             token_ids=np.array(tokens, np.int32),
             logprobs=np.array(logprobs, np.float32),
             versions=tuple((str(span["version"]), count) for span, count in zip(spans, counts, strict=True)),

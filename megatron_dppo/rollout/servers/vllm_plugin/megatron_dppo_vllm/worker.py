@@ -27,7 +27,7 @@ from megatron_dppo_vllm.group import Group
 
 logger = init_logger("vllm.megatron_dppo")
 
-ORDERS = frozenset({"nccl", "join", "leave", "begin", "receive", "load", "end", "abandon"})
+ORDERS = frozenset({"nccl", "join", "leave", "begin", "update_from_distributed", "update_from_disk", "end", "abandon"})
 
 
 class WorkerExtension:
@@ -54,8 +54,8 @@ class WorkerExtension:
 class Receiver:
     """What one worker does with orders.
 
-    The order of an update is: ``begin``, any number of ``receive`` (or one ``load``), ``end``. One that
-    failed half-way is ended by ``abandon``, or by the next ``begin``.
+    The order of an update is: ``begin``, any number of ``update_from_distributed`` (or one ``update_from_disk``),
+    ``end``. An update that failed half-way is ended by ``abandon``, or by the next ``begin``.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -90,7 +90,7 @@ class Receiver:
         self.abandon()
         initialize_layerwise_reload(self._model)
 
-    def receive(
+    def update_from_distributed(
         self, *, group: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> None:
         """Load one bucket that the group's rank 0 broadcasts: tensors one after the other, without gaps."""
@@ -100,7 +100,7 @@ class Receiver:
         flat = self._groups[group].receive(_size(types, shapes)).to(self._worker.device)
         self._load(_views(flat, names, types, shapes))
 
-    def load(self, *, folder: str) -> None:
+    def update_from_disk(self, *, folder: str) -> None:
         """Load a Hugging Face directory."""
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:
