@@ -40,7 +40,8 @@ from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import Config
 from megatron_dppo.init import write_model
 from megatron_dppo.parallel.world import World, initialize, shut_down
-from megatron_dppo.rollout.servers.engine import BUCKET_MIB, ServerEngine, open_servers
+from megatron_dppo.rollout.servers.engine import ServerEngine, open_servers
+from megatron_dppo.rollout.servers.transports import BUCKET_MIB
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 

@@ -128,7 +128,7 @@ class Rig:
     def processes(self) -> list[Any]:
         """Of servers that the run started; on the leader."""
         pool = self.engine._pool
-        return [] if pool is None else list(pool._processes)
+        return [] if pool is None else list(pool.processes)
 
     def _say(self, text: str) -> None:
         self.words.append(text)

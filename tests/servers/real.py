@@ -18,7 +18,7 @@ import pytest
 from megatron_dppo.config import Config
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.pool import connect
+from megatron_dppo.rollout.servers.pool import CLIENTS
 from megatron_dppo.rollout.servers.processes import ServerProcess, new_secret, stop_all, wait_ready
 from megatron_dppo.settings import load_config
 
@@ -93,7 +93,7 @@ class RealServers:
         process = known.process if known else ServerProcess(config, 0, host="127.0.0.1", secret=secret)
         process.start()
         api = self._http.run(
-            wait_ready(process, lambda url: connect(kind, url, self._http, secret=secret, timeout_s=60.0), WAIT_S)
+            wait_ready(process, lambda url: CLIENTS[kind](url, self._http, secret=secret, timeout_s=60.0), WAIT_S)
         )
         self._http.run(api.info())
         self._running[kind, tp] = RealServer(process, api, config, secret)

@@ -93,18 +93,15 @@ class Told(SglangClient):
     async def health(self, timeout_s: float) -> None: ...
 
 
-def _pool(http: Http, tmp_path: Path, *settings: str, our_nccl: str | None, started: bool = False) -> Pool:
+def _pool(http: Http, tmp_path: Path, *settings: str, our_nccl: str | None) -> Pool:
     config = load_config(None, [f"run.dir={tmp_path}/run", "model.path=policy", "rollout.engine=sglang", *settings])
-    processes = [ServerProcess(config, 0, host="127.0.0.1", secret="s")] if started else []
-    return Pool(
-        config, http, architecture="Qwen3ForCausalLM", secret=None, processes=processes, say=print, our_nccl=our_nccl
-    )
+    return Pool(config, http, architecture="Qwen3ForCausalLM", secret=None, say=print, our_nccl=our_nccl)
 
 
 def test_a_given_server_that_says_another_version_is_refused_by_name(
     http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_dppo.rollout.servers.pool.connect", lambda kind, url, http, **more: Told(url, http))
+    monkeypatch.setattr("megatron_dppo.rollout.servers.pool.CLIENTS", {"sglang": Told})
     monkeypatch.setattr(Pool, "_workers", _no_router)
     given = "rollout.servers=[http://127.0.0.1:1]"
     with pytest.raises(UserError, match=r"rollout.servers = http://127.0.0.1:1: has NCCL 2.30.7") as refused:
@@ -128,7 +125,7 @@ def test_a_command_of_another_version_is_refused_before_a_server_is_started(
         f"rollout.launch.first_port={FAR_PORT}",
     ]
     with pytest.raises(UserError, match=r"rollout.launch.command = .*sglang.launch_server: has NCCL 2.29.7"):
-        http.run(_pool(http, tmp_path, *settings, our_nccl="2.28.9", started=True).open())
+        http.run(_pool(http, tmp_path, *settings, our_nccl="2.28.9").open())
     assert not (tmp_path / "run").exists()
 
 

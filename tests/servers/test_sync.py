@@ -16,7 +16,7 @@ from megatron_dppo.rollout.servers.client import InFlight, ServerClient
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.rollout.servers.sync import Sync, _Digests
-from megatron_dppo.rollout.servers.transports import Moved, Sent
+from megatron_dppo.rollout.servers.transports import Sent
 from tests.rollout.scripted import world_of
 
 WEIGHT = torch.tensor([0.5, 1.5])
@@ -58,10 +58,9 @@ class SentAll:
         self._problem = problem
 
     def send(self, apis: Sequence[ServerClient], source: WeightSource, version: str) -> Sent:
-        self.source, moved = source, Moved()
-        for bucket in source(to=Consumers.STAGE_LEADERS):
-            moved.count(bucket)
-        return Sent({}, self._problem, moved)
+        self.source = source
+        sent = sum(tensor.nbytes for bucket in source(to=Consumers.STAGE_LEADERS) for tensor in bucket.values())
+        return Sent({}, self._problem, sent)
 
     def close(self) -> None: ...
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.http import Http, ServerError, readable
+
+if TYPE_CHECKING:  # what runs servers needs neither torch nor Megatron
+    import torch
+
+    from megatron_dppo.parallel.world import World
 
 InFlight = Literal["retract", "keep", "abort"]
 """What becomes of unfinished requests when a server pauses; see ``rollout.sync.in_flight``."""
@@ -100,6 +104,24 @@ class Manifest:
             dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
             shapes=[list(tensor.shape) for tensor in tensors.values()],
         )
+
+
+def ask_all(
+    world: World, http: Http, clients: Sequence[ServerClient], ask: Callable[[ServerClient], Awaitable[None]]
+) -> dict[str, str]:
+    """Ask one thing of all servers at once, from the leader; what went wrong, by URL, on every rank. Collective."""
+
+    async def ask_each() -> dict[str, str]:
+        asked = (readable(client.url, ask(client)) for client in clients)
+        problems = {}
+        for client, result in zip(clients, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if isinstance(result, ServerError):
+                problems[client.url] = result.problem
+            elif result is not None:
+                raise result
+        return problems
+
+    return http.run_on_leader(world, ask_each)
 
 
 class ServerClient(ABC):
@@ -213,8 +235,3 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def regain_cache(self) -> None: ...
-
-    @cached_property
-    def shown(self) -> str:
-        """The URL without its scheme, for the log."""
-        return self.url.removeprefix("http://").removeprefix("https://")

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.engine import Groups, Sampling
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.custom import ConversationError, CustomGenerate
-from megatron_dppo.rollout.servers.http import Http, ServerError, read
+from megatron_dppo.rollout.servers.http import Http, ServerError, readable
 
 PROBE_S = 5.0
 """How long a server, whose connection broke, may take to say that it lives."""
@@ -111,16 +112,6 @@ class Batch:
         self._over.set()
 
 
-@dataclass(slots=True)
-class _Place:
-    """A server, and what this rank has asked of it."""
-
-    client: ServerClient
-    asked: set[asyncio.Task[list[GenerateResult]]] = field(default_factory=set)
-    failures: int = 0
-    """In a row."""
-
-
 class Dispatcher:
     """Which server is asked what, on this rank.
 
@@ -148,7 +139,10 @@ class Dispatcher:
         self._custom = custom
         self._http, self._read_version, self._first = http, read_version, first
         self._max_in_flight, self._timeout_s, self._attempts = max_in_flight, request_timeout_s, attempts
-        self._places: dict[ServerClient, _Place] = {}
+        self._asked: dict[ServerClient, set[asyncio.Task[list[GenerateResult]]]] = {}
+        """Who serves, and what this rank has under way there."""
+        self._failures = Counter[ServerClient]()
+        """In a row."""
         self._lost: dict[str, str] = {}
         self._changed = asyncio.Event()
         self.resubmitted = 0
@@ -179,11 +173,11 @@ class Dispatcher:
         return lost
 
     async def _serve_from(self, clients: Sequence[ServerClient]) -> None:
-        for client in set(self._places) - set(clients):
+        for client in set(self._asked) - set(clients):
             self._drop(client)
         for client in clients:
             self._lost.pop(client.url, None)  # whatever was wrong with it was so before
-            self._places.setdefault(client, _Place(client))
+            self._asked.setdefault(client, set())
         self._wake()
 
     async def _run(self, batch: Batch) -> None:
@@ -209,7 +203,7 @@ class Dispatcher:
             if failures := [failure for failure in results if failure]:
                 attempt, last = attempt + 1, failures[0]
                 self.resubmitted += 1
-            others = bool(failures) and not failed >= set(self._places)
+            others = bool(failures) and not failed >= set(self._asked)
             if sum(sample.length for sample in open_samples) == before and not others:
                 await asyncio.sleep(PAUSE_S)  # whoever could be asked has just failed, or is paused and aborts all
         batch.one_finished()
@@ -225,39 +219,38 @@ class Dispatcher:
         Returns:
             None, or why it has to be asked again.
         """
-        place = await self._least_busy(failed)
+        client = await self._least_busy(failed)
         if self._custom is not None:
-            sampling = replace(batch.sampling, samples=len(samples))
-            task = asyncio.create_task(self._custom(place.client, batch.prompts[index], sampling))
+            answer = self._custom(client, batch.prompts[index], replace(batch.sampling, samples=len(samples)))
         else:
-            ask = self._ask(batch, index, samples, attempt)
-            task = asyncio.create_task(place.client.generate(ask, timeout_s=self._timeout_s))
-        place.asked.add(task)
+            answer = client.generate(self._request(batch, index, samples, attempt), timeout_s=self._timeout_s)
+        task, asked = asyncio.create_task(readable(client.url, answer)), self._asked[client]
+        asked.add(task)
         try:
             await asyncio.wait([task])
             if task.cancelled():
-                return f"server {place.client.url} was taken out"
-            results = read(place.client, task.result)
+                return f"server {client.url} was taken out"
+            results = task.result()
             if len(results) != len(samples):
-                raise ServerError(place.client.url, f"gave {len(results)} samples, not {len(samples)}", alive=True)
-            spans = [self._spans(place.client, result, batch.oldest) for result in results]
+                raise ServerError(client.url, f"gave {len(results)} samples, not {len(samples)}", alive=True)
+            spans = [self._spans(client, result, batch.oldest) for result in results]
         except ServerError as error:
-            failed.add(place.client)
+            failed.add(client)
             if not isinstance(error, ConversationError):
-                await self._blame(place, error)
+                await self._blame(client, error)
             return str(error)
         finally:
             task.cancel()
-            place.asked.discard(task)
+            asked.discard(task)
             self._wake()
-        place.failures = 0
+        self._failures[client] = 0
         for sample, result, span in zip(samples, results, spans, strict=True):
             sample.add(result, span)
             if sample.reason == "abort" and sample.length == batch.sampling.max_tokens:
                 sample.reason = "length"  # aborted after its last token
         return None
 
-    def _ask(self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int) -> GenerateRequest:
+    def _request(self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int) -> GenerateRequest:
         prompt, sampling = batch.prompts[index], batch.sampling
         made = np.concatenate([np.empty(0, np.int32), *samples[0].token_ids])
         which = batch.samples[index].index(samples[0])
@@ -284,36 +277,36 @@ class Dispatcher:
             spans.append(VersionSpan(version, count))
         return spans
 
-    async def _blame(self, place: _Place, error: ServerError) -> None:
+    async def _blame(self, client: ServerClient, error: ServerError) -> None:
         """Take a server out that broke off and does not say that it lives, or fails whatever it is asked."""
-        place.failures += 1
-        if place.failures >= FAILURES:
-            self._lose(place.client, f"failed {FAILURES} requests in a row, the last time it {error.problem}")
+        self._failures[client] += 1
+        if self._failures[client] >= FAILURES:
+            self._lose(client, f"failed {FAILURES} requests in a row, the last time it {error.problem}")
         elif not error.alive:
             try:
-                await asyncio.wait_for(place.client.version(), PROBE_S)
+                await asyncio.wait_for(client.version(), PROBE_S)
             except (ServerError, TimeoutError):
-                self._lose(place.client, error.problem)
+                self._lose(client, error.problem)
 
     def _lose(self, client: ServerClient, problem: str) -> None:
-        if client in self._places:
+        if client in self._asked:
             self._lost[client.url] = problem
             self._drop(client)
 
     def _drop(self, client: ServerClient) -> None:
-        for task in self._places.pop(client).asked:
+        del self._failures[client]
+        for task in self._asked.pop(client):
             task.cancel()
 
-    async def _least_busy(self, avoided: set[ServerClient]) -> _Place:
+    async def _least_busy(self, avoided: set[ServerClient]) -> ServerClient:
         """A server with room, as soon as there is one; one that is to be avoided only where there is no other."""
         while True:
-            places = list(self._places.values())
-            places = [place for place in places if place.client not in avoided] or places
-            if places:
-                turned = places[self._first % len(places) :] + places[: self._first % len(places)]
-                place = min(turned, key=lambda place: len(place.asked))
-                if len(place.asked) < self._max_in_flight:
-                    return place
+            clients = [client for client in self._asked if client not in avoided] or list(self._asked)
+            if clients:
+                first = self._first % len(clients)
+                client = min(clients[first:] + clients[:first], key=lambda client: len(self._asked[client]))
+                if len(self._asked[client]) < self._max_in_flight:
+                    return client
             await self._changed.wait()
 
     def _wake(self) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
@@ -23,15 +22,13 @@ from megatron_dppo.rollout.engine import Groups, Sampling, WeightSource
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.custom import CustomGenerate
 from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher
-from megatron_dppo.rollout.servers.http import BEAT_S, Http, while_leader_waits
+from megatron_dppo.rollout.servers.http import BEAT_S, Http
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.rollout.servers.nccl import loaded
-from megatron_dppo.rollout.servers.pool import Pool, Server, connect
-from megatron_dppo.rollout.servers.processes import new_secret, servers_to_start
+from megatron_dppo.rollout.servers.pool import CLIENTS, Pool, Server
+from megatron_dppo.rollout.servers.processes import new_secret
 from megatron_dppo.rollout.servers.sync import Sync, Timings
-from megatron_dppo.rollout.servers.transports import Collective, Disk, Transport
-
-BUCKET_MIB = {"cuda": 512, "cpu": 30}
+from megatron_dppo.rollout.servers.transports import Transport, open_transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +86,7 @@ class ServerEngine:
         self._resubmitted = self._retries = 0
         self._synced = False
         self._clients: dict[Server, ServerClient] = {}
-        self.servers = while_leader_waits(world, lambda: http.start(self._leaders_pool.open()))
+        self.servers = http.run_on_leader(world, lambda: self._leaders_pool.open())
         """Who serves."""
 
     @property
@@ -211,9 +208,7 @@ class ServerEngine:
             self._lose(lost)
             if not self.servers:
                 self._recover()
-        return self._world.from_leader(
-            lambda: {self._client(server).shown: batches[server].groups() for server in self.servers}
-        )
+        return self._world.from_leader(lambda: {server.name: batches[server].groups() for server in self.servers})
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
         """Words were said when they were true."""
@@ -328,8 +323,7 @@ class ServerEngine:
         """The same for as long as the server lives."""
         if server not in self._clients:
             rollout = self._config.rollout
-            self._clients[server] = connect(
-                rollout.engine,
+            self._clients[server] = CLIENTS[rollout.engine](
                 server.url,
                 self._http,
                 secret=self.secret,
@@ -392,30 +386,17 @@ def open_servers(config: Config, world: World, shape: PolicyShape, say: Callable
         UserError: on every rank, if the servers cannot serve this run; none is left behind then.
     """
     # One word tells this run's versions from another's, and one secret opens its servers.
-    run, secret = world.from_leader(lambda: (new_secret()[:8], os.environ.get(SECRET) or None))
-    starts = config.rollout.launch.count > 0
-    ours = world.from_leader(new_secret) if starts else ""
-    secret = ours or secret
-    processes = world.together(lambda: servers_to_start(config, ours) if starts and world.leads else [])
-    http = Http()
-    pool = None
+    run, given, new = world.from_leader(lambda: (new_secret()[:8], os.environ.get(SECRET) or None, new_secret()))
+    secret = new if config.rollout.launch.count else given
     by_nccl = config.rollout.sync.transport == "collective" and world.device.type == "cuda"
     our_nccl = loaded() if by_nccl else None
+    http, pool, custom = Http(), None, None
     if world.leads:
-        pool = Pool(
-            config,
-            http,
-            architecture=shape.architecture,
-            secret=secret,
-            processes=processes,
-            say=say,
-            our_nccl=our_nccl,
-        )
-    custom = None
+        pool = Pool(config, http, architecture=shape.architecture, secret=secret, say=say, our_nccl=our_nccl)
     try:
         if config.rollout.custom_generate:
             custom = world.together(lambda: CustomGenerate(config), what="import of rollout.custom_generate")
-        transport = _transport(config, world, http, shape, run, our_nccl)
+        transport = open_transport(config, world, http, shape, run=run, our_nccl=our_nccl)
         return ServerEngine(config, world, http, pool, transport, custom, run=run, secret=secret, say=say)
     except BaseException:
         http.close()
@@ -424,17 +405,6 @@ def open_servers(config: Config, world: World, shape: PolicyShape, say: Callable
         if pool is not None:
             pool.close()
         raise
-
-
-def _transport(
-    config: Config, world: World, http: Http, shape: PolicyShape, run: str, our_nccl: str | None
-) -> Transport:
-    sync = config.rollout.sync
-    bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
-    if sync.transport == "collective":
-        return Collective(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl)
-    folder = Path(sync.folder or Path(config.run.dir) / "sync")
-    return Disk(http, world, shape=shape, model=config.model, folder=folder)
 
 
 def _by_rank(left: Sequence[int]) -> str:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import orjson
@@ -20,14 +20,6 @@ if TYPE_CHECKING:  # what runs servers needs no Megatron
 T = TypeVar("T")
 
 
-class HasUrl(Protocol):
-    """A server, for messages."""
-
-    url: str
-
-
-UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)
-"""What reading an answer raises that lacks what it should hold."""
 CLOSE_S = 10.0
 """How long closing may take, where what runs in the loop never lets go of it."""
 BEAT_S = 1.0
@@ -57,17 +49,17 @@ def _server_error(url: str, problem: str, alive: bool) -> ServerError:
     return ServerError(url, problem, alive=alive)
 
 
-def read(server: HasUrl, answer: Callable[[], T]) -> T:
-    """What ``answer`` returns.
+async def readable(url: str, answer: Awaitable[T]) -> T:
+    """What ``answer`` comes to.
 
     Raises:
-        ServerError: as it does; also where the answer of ``server`` lacks what it should hold.
+        ServerError: as ``answer`` does; also where the answer of the server at ``url`` lacks something.
     """
     try:
-        return answer()
-    except UNREADABLE as error:
+        return await answer
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         problem = f"gave an answer that cannot be used ({type(error).__name__}: {error})"
-        raise ServerError(server.url, problem, alive=True) from error
+        raise ServerError(url, problem, alive=True) from error
 
 
 class Http:
@@ -91,6 +83,29 @@ class Http:
         except TimeoutError:
             future.cancel()
             raise
+
+    def run_on_leader(self, world: World, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What the leader's coroutine comes to, on every rank. Collective.
+
+        However long it takes, no rank is in a collective for more than a beat: a slow server never looks like a dead
+        network.
+
+        Args:
+            world: the ranks.
+            work: makes the coroutine; called on the leader alone. What it or the coroutine raises is raised on every
+                rank.
+        """
+        futures: list[Future[T]] = []
+
+        def look() -> tuple[T] | None:
+            if not futures:
+                futures.append(self.start(work()))
+            wait(futures, BEAT_S)
+            return (futures[0].result(),) if futures[0].done() else None
+
+        while (found := world.from_leader(look)) is None:
+            pass
+        return found[0]
 
     async def call(
         self,
@@ -163,27 +178,3 @@ class Http:
         await asyncio.gather(*others, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
-
-
-def while_leader_waits(world: World, start: Callable[[], Future[T]]) -> T:
-    """What the leader's work comes to, on every rank. Collective.
-
-    However long it takes, no rank is in a collective for more than a beat: slow servers never look like a dead network.
-
-    Args:
-        world: the ranks.
-        start: called on the leader, sets the work going beside the main thread. What it or the work raises is raised on
-            every rank.
-    """
-    futures: list[Future[T]] = []
-
-    def look() -> tuple[bool, T | None]:
-        if not futures:
-            futures.append(start())
-        wait(futures, BEAT_S)
-        return (True, futures[0].result()) if futures[0].done() else (False, None)
-
-    while True:
-        done, value = world.from_leader(look)
-        if done:
-            return value  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""The servers of a run, as its leader knows them: which serve, which are lost, and which have come back.
+"""The servers of a run: which serve, which are lost, and which have come back. The leader alone keeps the list.
 
 A server that is lost serves again only after the next update of the weights: until then nobody knows what it would
-generate with. One that we started is killed and started again meanwhile; one that was given is asked, now and then,
-whether it is there again.
+generate with. A server that the run started is killed and started again meanwhile. A given one is asked every few
+seconds whether it is there again.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
@@ -22,37 +22,43 @@ from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.launch import DTYPES, base_command, server_urls
-from megatron_dppo.rollout.servers.processes import ServerProcess, stop_all, wait_ready
+from megatron_dppo.rollout.servers.processes import ServerProcess, servers_to_start, stop_all, wait_ready
+from megatron_dppo.rollout.servers.sglang import SglangClient
+from megatron_dppo.rollout.servers.vllm import VllmClient
 
+CLIENTS: Mapping[str, type[ServerClient]] = {"sglang": SglangClient, "vllm": VllmClient}
+"""By ``rollout.engine``."""
 ASK_AGAIN_S = 3.0
 """Seconds between questions to a given server that is lost."""
 MISSES = 2
-"""Health checks in a row that a server may not fail."""
+"""Health checks in a row at which a server is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that serves, as every rank knows it."""
+    """A server that serves, as every rank knows it.
+
+    ``Server("http://127.0.0.1:30000", ranks=2, seeded=True, process=0, life=1)`` is the first one that the run started.
+    It has two ranks, and was started again once.
+    """
 
     url: str
     ranks: int
     seeded: bool
     """Whether its requests may carry a seed."""
-    life: int
-    """How often it has come back: nothing of an earlier life, connections and groups, is there any more."""
-
-
-@dataclass(slots=True)
-class _Place:
-    """One server that was given or started, whatever has become of it."""
-
-    client: ServerClient
-    process: ServerProcess | None
+    process: int | None
+    """Its number among the servers that the run starts; None where it was given."""
     life: int = 0
-    serves: bool = True
-    returning: Future[ServerClient] | None = None
-    """Where it is lost: done when it can generate again."""
-    misses: int = 0
+    """How often it has come back. Connections and groups of an earlier life are gone."""
+
+    @property
+    def name(self) -> str:
+        """The URL without its scheme, for the log."""
+        return self.url.partition("//")[2]
+
+    @classmethod
+    def of(cls, client: ServerClient, process: int | None, life: int = 0) -> Server:
+        return cls(client.url, client.ranks, client.seeded, process, life)
 
 
 class Pool:
@@ -63,9 +69,8 @@ class Pool:
         http: through which to speak to them.
         architecture: of the policy; a server that says it has another is refused.
         secret: to be shown to them.
-        processes: the servers that the run starts itself, not yet started.
-        our_nccl: version of the trainer's NCCL; None where it is not what brings weights to the servers.
         say: takes words for the log.
+        our_nccl: version of the trainer's NCCL; None where it is not what brings weights to the servers.
     """
 
     def __init__(
@@ -75,13 +80,17 @@ class Pool:
         *,
         architecture: str,
         secret: str | None,
-        processes: Sequence[ServerProcess],
         say: Callable[[str], None],
         our_nccl: str | None = None,
     ) -> None:
         self._config, self._http, self._architecture, self._our_nccl = config, http, architecture, our_nccl
-        self._secret, self._processes, self._say = secret, processes, say
-        self._places: list[_Place] = []
+        self._secret, self._say = secret, say
+        self.processes: list[ServerProcess] = []
+        """Of the servers that the run starts itself."""
+        self._serving: dict[Server, ServerClient] = {}
+        self._returning: dict[Server, Future[ServerClient]] = {}
+        """Lost servers; done when the server can generate again."""
+        self._misses = Counter[Server]()
         self._restarts = 0
         self._closed = False
 
@@ -92,82 +101,87 @@ class Pool:
             UserError: one of them ends, takes too long, is of another model, has another NCCL or is too small for the
                 run.
         """
-        wait_s = self._config.rollout.launch.wait_s
-        if self._our_nccl is not None and self._processes:
-            command, environ = base_command(self._config.rollout), self._processes[0].environment(os.environ)
-            theirs = await asyncio.to_thread(nccl.of_command, command, environ)
-            nccl.refuse_two("rollout.launch.command", shlex.join(command), self._our_nccl, theirs)
-        for process in self._processes:
+        launch = self._config.rollout.launch
+        if launch.count:
+            self.processes = servers_to_start(self._config, self._secret or "")
+            await self._check_command()
+        for process in self.processes:
             process.start()
-        ours = [wait_ready(process, self._client, wait_s) for process in self._processes]
-        given = [self._given(url, wait_s) for url in server_urls(self._config)]
+        ours = [wait_ready(process, self._client, launch.wait_s) for process in self.processes]
+        given = [self._given(url, launch.wait_s) for url in server_urls(self._config)]
         started, found = await asyncio.gather(asyncio.gather(*ours), asyncio.gather(*given))
-        self._places = [_Place(client, process) for client, process in zip(started, self._processes, strict=True)]
-        self._places += [_Place(client, None) for group in found for client in group]
-        for place in self._places:
-            await self._check_server(place.client)
-        return self.servers()
+        clients = [*enumerate(started), *((None, client) for group in found for client in group)]
+        for number, client in clients:
+            await self._check(client)
+            self._serving[Server.of(client, number)] = client
+        return self.servers
 
+    @property
     def servers(self) -> tuple[Server, ...]:
         """Who serves now."""
-        return tuple(
-            Server(place.client.url, place.client.ranks, place.client.seeded, place.life)
-            for place in self._places
-            if place.serves
-        )
+        return tuple(self._serving)
 
     def lose(self, problems: Mapping[str, str]) -> tuple[Server, ...]:
         """Take servers out, by URL and each for its reason, and have them come back if they can. Who serves then."""
-        for place in self._places:
-            if place.serves and place.client.url in problems:
-                place.serves, place.misses = False, 0
-                self._say(f"server {place.client.shown} is taken out: it {problems[place.client.url]}")
-                self._recall(place)
-        return self.servers()
+        for server in [server for server in self._serving if server.url in problems]:
+            self._say(f"server {server.name} is taken out: it {problems[server.url]}")
+            self._recall(server, self._serving.pop(server))
+        return self.servers
 
     def welcome(self) -> tuple[Server, ...]:
         """Count servers in that can generate again; the next update brings them up to date. Who serves then."""
-        for place in self._places:
-            if place.returning is None or not place.returning.done():
+        for server, returning in list(self._returning.items()):
+            if not returning.done():
                 continue
+            del self._returning[server]
             try:
-                place.client = place.returning.result()
+                client = returning.result()
             except Exception as error:  # whatever went wrong with one server is no reason to stop
-                self._say(f"server {place.client.shown} did not come back: {error}")
-                self._recall(place)
+                self._say(f"server {server.name} did not come back: {error}")
+                self._recall(server, self._client(server.url))
             else:
-                place.serves, place.returning, place.life = True, None, place.life + 1
-                self._say(f"server {place.client.shown} is back")
-        return self.servers()
+                back = Server.of(client, server.process, server.life + 1)
+                self._serving[back] = client
+                self._say(f"server {back.name} is back")
+        return self.servers
 
     @property
     def hopeless(self) -> bool:
         """Whether none serves and none can come back."""
-        return not any(place.serves or place.returning for place in self._places)
+        return not self._serving and not self._returning
 
     @property
     def starting(self) -> bool:
         """Whether one of ours is being started again."""
-        return any(place.process is not None and place.returning is not None for place in self._places)
+        return any(server.process is not None for server in self._returning)
 
     async def check(self, timeout_s: float) -> dict[str, str]:
-        """Ask those that serve whether they can still generate; what is wrong with those that cannot."""
-        serving = [place for place in self._places if place.serves]
-        answers = await asyncio.gather(*(place.client.health(timeout_s) for place in serving), return_exceptions=True)
+        """Ask those that serve whether they can still generate; what is wrong with those that cannot, by URL."""
+        serving = dict(self._serving)
+        answers = await asyncio.gather(*(c.health(timeout_s) for c in serving.values()), return_exceptions=True)
         unfit = {}
-        for place, answer in zip(serving, answers, strict=True):
-            place.misses = place.misses + 1 if isinstance(answer, ServerError) else 0
-            if isinstance(answer, ServerError) and place.misses >= MISSES:
-                unfit[place.client.url] = answer.problem
+        for server, answer in zip(serving, answers, strict=True):
+            self._misses[server] = self._misses[server] + 1 if isinstance(answer, ServerError) else 0
+            if isinstance(answer, ServerError) and self._misses[server] >= MISSES:
+                unfit[server.url] = answer.problem
         return unfit
 
     def close(self) -> None:
         """End what was started."""
         self._closed = True
-        for place in self._places:
-            if place.returning is not None:
-                place.returning.cancel()
-        stop_all(self._processes)
+        for returning in self._returning.values():
+            returning.cancel()
+        stop_all(self.processes)
+
+    async def _check_command(self) -> None:
+        """
+        Raises:
+            UserError: ``rollout.launch.command`` has another NCCL.
+        """
+        if self._our_nccl is not None:
+            command, environ = base_command(self._config.rollout), self.processes[0].environment(os.environ)
+            theirs = await asyncio.to_thread(nccl.of_command, command, environ)
+            nccl.refuse_two("rollout.launch.command", shlex.join(command), self._our_nccl, theirs)
 
     async def _given(self, url: str, wait_s: float) -> list[ServerClient]:
         """A given server, or the servers behind it if it is a router, once each can generate.
@@ -223,20 +237,17 @@ class Pool:
         await client.resume()
         await client.health(self._config.rollout.health_timeout_s)
 
-    def _recall(self, place: _Place) -> None:
+    def _recall(self, server: Server, client: ServerClient) -> None:
         """Set about having a lost server again."""
-        rollout = self._config.rollout
-        if place.process is None:
-            place.returning = self._http.start(self._return(place.client))
-        elif self._restarts < rollout.launch.restarts:
+        restarts = self._config.rollout.launch.restarts
+        if server.process is None:
+            self._returning[server] = self._http.start(self._return(client))
+        elif self._restarts < restarts:
             self._restarts += 1
-            place.returning = self._http.start(self._restart(place.process))
+            self._returning[server] = self._http.start(self._restart(self.processes[server.process]))
         else:
-            place.returning = None
-            words = place.process.last_words()
-            self._say(
-                f"rollout.launch.restarts = {rollout.launch.restarts} are used up" + (f":\n{words}" if words else "")
-            )
+            words = self.processes[server.process].last_words()
+            self._say(f"rollout.launch.restarts = {restarts} are used up" + (f":\n{words}" if words else ""))
 
     async def _return(self, client: ServerClient) -> ServerClient:
         """A given server, once it can generate again; it may take as long as it likes."""
@@ -244,13 +255,13 @@ class Pool:
             await asyncio.sleep(ASK_AGAIN_S)
             with contextlib.suppress(ServerError):
                 await self._come_to_life(client)
-                await self._check_server(client)
+                await self._check(client)
                 return client
 
     async def _restart(self, process: ServerProcess) -> ServerClient:
         await asyncio.to_thread(self._restart_unless_closed, process)
         client = await wait_ready(process, self._client, self._config.rollout.launch.wait_s)
-        await self._check_server(client)
+        await self._check(client)
         return client
 
     def _restart_unless_closed(self, process: ServerProcess) -> None:
@@ -262,14 +273,14 @@ class Pool:
 
     def _client(self, url: str) -> ServerClient:
         rollout = self._config.rollout
-        return connect(rollout.engine, url, self._http, secret=self._secret, timeout_s=rollout.sync.timeout_s)
+        return CLIENTS[rollout.engine](url, self._http, secret=self._secret, timeout_s=rollout.sync.timeout_s)
 
-    async def _check_server(self, client: ServerClient) -> None:
+    async def _check(self, client: ServerClient) -> None:
         """
         Raises:
             UserError: the server cannot serve this run.
         """
-        setting = "rollout.launch.flags" if self._processes else "rollout.servers"
+        setting = "rollout.launch.flags" if self.processes else "rollout.servers"
         try:
             info = await client.info()
         except ServerError as error:
@@ -291,32 +302,3 @@ class Pool:
         else:
             return
         raise UserError(setting, client.url, problem, remedy)
-
-
-def connect(
-    kind: Literal["local", "sglang", "vllm"],
-    url: str,
-    http: Http,
-    *,
-    secret: str | None,
-    timeout_s: float,
-    ranks: int = 1,
-    seeded: bool = True,
-) -> ServerClient:
-    """See :class:`ServerClient` for the arguments.
-
-    Raises:
-        ValueError: for the local engine, which is no server.
-    """
-    client: type[ServerClient]
-    if kind == "sglang":
-        from megatron_dppo.rollout.servers.sglang import SglangClient
-
-        client = SglangClient
-    elif kind == "vllm":
-        from megatron_dppo.rollout.servers.vllm import VllmClient
-
-        client = VllmClient
-    else:
-        raise ValueError(f"{kind!r} is no server")
-    return client(url, http, secret=secret, timeout_s=timeout_s, ranks=ranks, seeded=seeded)

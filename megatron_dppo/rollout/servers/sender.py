@@ -6,13 +6,12 @@ belongs to the servers that it was made with: when one of them goes, all of it g
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +26,7 @@ from megatron_dppo.parallel.meeting import open_store
 from megatron_dppo.rollout.engine import Bucket
 from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.client import Manifest, ServerClient, WeightGroup
-from megatron_dppo.rollout.servers.http import MOST_SAID, UNREADABLE, Http, ServerError
+from megatron_dppo.rollout.servers.http import MOST_SAID, Http, ServerError
 
 T = TypeVar("T")
 
@@ -295,20 +294,6 @@ def fill(flat: torch.Tensor, bucket: Bucket) -> None:
         end = start + tensor.nbytes
         flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         start = end
-
-
-async def gathered(asked: Mapping[str, Awaitable[None]]) -> dict[str, str]:
-    """What went wrong at each server, by URL; in the HTTP thread."""
-    results = await asyncio.gather(*asked.values(), return_exceptions=True)
-    problems = {}
-    for url, result in zip(asked, results, strict=True):
-        if isinstance(result, ServerError):
-            problems[url] = result.problem
-        elif isinstance(result, UNREADABLE):
-            problems[url] = f"gave an answer that cannot be used ({type(result).__name__}: {result})"
-        elif result is not None:
-            raise result
-    return problems
 
 
 def address_towards(urls: Iterable[str]) -> str:

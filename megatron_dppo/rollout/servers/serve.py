@@ -24,7 +24,7 @@ from megatron_dppo.process import stop
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.launch import SECRET, server_urls
-from megatron_dppo.rollout.servers.pool import connect
+from megatron_dppo.rollout.servers.pool import CLIENTS
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 from megatron_dppo.rollout.servers.processes import ServerProcess, wait_ready
 
@@ -96,12 +96,10 @@ def _gpus(config: Config, local: int, environ: Mapping[str, str]) -> str | None:
 
 
 def _watch(process: ServerProcess, http: Http, config: Config) -> int:
-    rollout, engine, begin = config.rollout, config.rollout.engine, time.monotonic()
-    assert engine != "local"
-    deaths = 0
+    rollout, begin, deaths = config.rollout, time.monotonic(), 0
 
     def client_at(url: str) -> ServerClient:
-        return connect(engine, url, http, secret=process.secret, timeout_s=rollout.sync.timeout_s)
+        return CLIENTS[rollout.engine](url, http, secret=process.secret, timeout_s=rollout.sync.timeout_s)
 
     while True:
         try:

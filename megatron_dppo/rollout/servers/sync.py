@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -18,9 +17,8 @@ import torch
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout.engine import Bucket, WeightSource
-from megatron_dppo.rollout.servers.client import InFlight, ServerClient
-from megatron_dppo.rollout.servers.http import Http, ServerError, while_leader_waits
-from megatron_dppo.rollout.servers.sender import gathered
+from megatron_dppo.rollout.servers.client import InFlight, ServerClient, ask_all
+from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.transports import Transport
 
 SHA256_DIGITS = 64
@@ -76,7 +74,7 @@ class Sync:
                 self._without_weights.add(client)
                 self._without_cache.add(client)
 
-        return self._all(clients, release)
+        return self._ask_all(clients, release)
 
     def update(
         self, clients: Sequence[ServerClient], source: WeightSource, version: str, *, verify: bool
@@ -94,17 +92,17 @@ class Sync:
             others can be tried again at once.
         """
         timings, clock = Timings(), _Clock()
-        problems: Mapping[str, str] = self._all(clients, self._begin)
+        problems: Mapping[str, str] = self._ask_all(clients, self._begin)
         timings.pause = clock.lap()
         if problems:
             return problems
         digests = _Digests(source)
         sent = self.transport.send(clients, digests if verify else source, version)
-        timings.transfer, timings.bytes = clock.lap(), sent.moved.bytes
+        timings.transfer, timings.bytes = clock.lap(), sent.bytes
         if sent.problem is not None:
-            stuck = self._all([client for client in clients if client.url not in sent.problems], _abandon)
+            stuck = self._ask_all([client for client in clients if client.url not in sent.problems], _abandon)
             return {**stuck, **sent.problems} or {"nobody knows which server failed:": sent.problem}
-        if problems := self._all(clients, lambda client: self._end(client, version)):
+        if problems := self._ask_all(clients, lambda client: self._end(client, version)):
             return problems
         timings.end = clock.lap()
         if verify and (problems := self._verify(clients, digests.of_all(self.world))):
@@ -122,7 +120,7 @@ class Sync:
                 self._without_cache.remove(client)
             await client.resume()
 
-        problems = self._all(clients, resume)
+        problems = self._ask_all(clients, resume)
         self.timings.resume = clock.lap()
         return problems
 
@@ -168,15 +166,12 @@ class Sync:
                         client.url, f"holds another {name} than other servers after an update", alive=True
                     )
 
-        return self._all(clients, verify)
+        return self._ask_all(clients, verify)
 
-    def _all(self, clients: Sequence[ServerClient], act: Callable[[ServerClient], Awaitable[None]]) -> dict[str, str]:
-        """Do one thing with all servers at once, from the leader; what went wrong, by URL."""
-
-        def start() -> Future[dict[str, str]]:
-            return self.http.start(gathered({client.url: act(client) for client in clients}))
-
-        return while_leader_waits(self.world, start)
+    def _ask_all(
+        self, clients: Sequence[ServerClient], ask: Callable[[ServerClient], Awaitable[None]]
+    ) -> dict[str, str]:
+        return ask_all(self.world, self.http, clients, ask)
 
 
 async def _abandon(client: ServerClient) -> None:

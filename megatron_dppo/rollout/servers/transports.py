@@ -16,31 +16,19 @@ from typing import Protocol
 from megatron_dppo.bridge.export import write_directory
 from megatron_dppo.bridge.hf_directory import plan_files
 from megatron_dppo.bridge.stream import Consumers
-from megatron_dppo.config import ModelConfig
+from megatron_dppo.config import Config, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rollout.engine import Bucket, WeightSource
-from megatron_dppo.rollout.servers.client import ServerClient
-from megatron_dppo.rollout.servers.http import Http, while_leader_waits
-from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards, gathered
+from megatron_dppo.rollout.engine import WeightSource
+from megatron_dppo.rollout.servers.client import ServerClient, ask_all
+from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards
 
+BUCKET_MIB = {"cuda": 512, "cpu": 30}
+"""What ``rollout.sync.bucket_mib`` is unless it is set, by where the weights are."""
 MAX_SHARD_BYTES = 5 * 2**30
-
-
-@dataclass(slots=True)
-class Moved:
-    """What went to each server."""
-
-    bytes: int = 0
-
-    def count(self, bucket: Bucket) -> None:
-        """Take in a bucket that is about to go."""
-        self.bytes += sum(tensor.nbytes for tensor in bucket.values())
-
-    def __or__(self, other: Moved) -> Moved:
-        return Moved(self.bytes + other.bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +39,8 @@ class Sent:
     """By URL of the server at fault."""
     problem: str | None
     """What went wrong; None if every server has loaded every tensor."""
-    moved: Moved
+    bytes: int
+    """Of tensors, to each server."""
 
 
 class Transport(Protocol):
@@ -103,7 +92,7 @@ class Collective:
             self._sender.close()
         self._sender, self._joined = None, []
 
-    def _join(self, clients: Sequence[ServerClient]) -> Moved:
+    def _join(self, clients: Sequence[ServerClient]) -> int:
         number = next(self._groups)
         if self._world.tp_rank == 0:
             self._sender = Sender(
@@ -115,29 +104,29 @@ class Collective:
                 timeout_s=self._timeout_s,
                 our_nccl=self._our_nccl,
             )
-        return Moved()
+        return 0
 
-    def _stage(self, source: WeightSource, version: str | None) -> Moved:
-        """Send the stage's buckets, ``version`` with the last of them. Collective over the stage."""
+    def _stage(self, source: WeightSource, version: str | None) -> int:
+        """Send the stage's buckets, ``version`` with the last of them; how many bytes. Collective over the stage."""
         buckets = source(to=Consumers.STAGE_LEADERS, bucket_mib=self._bucket_mib)
         if self._sender is None:
             for _ in buckets:
                 pass
-            return Moved()
-        moved, bucket = Moved(), next(buckets, None)
+            return 0
+        sent, bucket = 0, next(buckets, None)
         try:
             while bucket is not None:
                 # Copied before the next one is asked for, which may use the same memory; whether this is the last
                 # one is known only afterwards.
-                moved.count(bucket)
                 staged = self._sender.stage(bucket)
+                sent += staged.flat.nbytes
                 bucket = next(buckets, None)
                 self._sender.send(staged, version if bucket is None else None)
             self._sender.arrive()
         finally:
             for _ in buckets:  # the others of the stage wait for whoever does not take it to the end
                 pass
-        return moved
+        return sent
 
 
 class Disk:
@@ -159,15 +148,13 @@ class Disk:
                 pass
         self._world.from_leader(lambda: self._check(failure))
 
-        async def load() -> dict[str, str]:
-            try:
-                return await gathered({client.url: client.update_from_disk(place, version) for client in clients})
-            finally:
+        try:
+            problems = ask_all(self._world, self._http, clients, lambda client: client.update_from_disk(place, version))
+        finally:
+            if self._world.leads:
                 shutil.rmtree(place, ignore_errors=True)
-
-        problems = while_leader_waits(self._world, lambda: self._http.start(load()))
         problem = "a server did not load what was written" if problems else None
-        return Sent(problems, problem, Moved(self._plan.total_bytes))
+        return Sent(problems, problem, self._plan.total_bytes)
 
     def close(self) -> None:
         pass
@@ -178,31 +165,43 @@ class Disk:
             raise UserError("rollout.sync.folder", self._folder, f"cannot be written ({failure})", remedy)
 
 
-def _by_stage(world: World, attempt: Callable[[], Moved]) -> Sent:
+def open_transport(
+    config: Config, world: World, http: Http, shape: PolicyShape, *, run: str, our_nccl: str | None
+) -> Transport:
+    """That of ``rollout.sync.transport``. See :class:`Collective` for ``run`` and ``our_nccl``."""
+    sync = config.rollout.sync
+    bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
+    if sync.transport == "collective":
+        return Collective(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl)
+    folder = Path(sync.folder or Path(config.run.dir) / "sync")
+    return Disk(http, world, shape=shape, model=config.model, folder=folder)
+
+
+def _by_stage(world: World, attempt: Callable[[], int]) -> Sent:
     """Run ``attempt`` on the ranks of one pipeline stage after the other, in the first replica. Collective.
 
     Args:
-        attempt: returns what it sent; what it raises ends the update, for all ranks alike.
+        attempt: returns how many bytes it sent; what it raises ends the update, for all ranks alike.
 
     Raises:
         Exception: on every rank, what ``attempt`` raised other than that servers failed it.
     """
     problems: dict[str, str] = {}
-    problem, total = None, Moved()
+    problem, total = None, 0
     for stage in range(world.pp):
-        mine: tuple[Moved, Exception | None] = (Moved(), None)
+        mine: tuple[int, Exception | None] = (0, None)
         if stage == world.pp_rank and world.dp_rank == 0 and world.cp_rank == 0:
             try:
                 mine = (attempt(), None)
             except Exception as error:
-                mine = (Moved(), error)
-        for moved, failure in world.gather(mine):
+                mine = (0, error)
+        for sent, failure in world.gather(mine):
             if isinstance(failure, SyncFailedError):
                 problems |= failure.problems
                 problem = problem or failure.problem
             elif failure is not None:
                 raise failure
-            total |= moved
+            total += sent
         if problem:
             break
     return Sent(problems, problem, total)
