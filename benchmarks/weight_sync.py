@@ -40,7 +40,7 @@ from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import Config
 from megatron_dppo.init import write_model
 from megatron_dppo.parallel.world import World, initialize, shut_down
-from megatron_dppo.rollout.servers.engine import ServerEngine, open_servers
+from megatron_dppo.rollout.servers.engine import ServerEngine
 from megatron_dppo.rollout.servers.transports import BUCKET_MIB
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
@@ -111,7 +111,7 @@ def _broadcast(group: dist.ProcessGroupGloo, data: torch.Tensor) -> None:
 
 def measure(config: Config, world: World, policy: PolicyParts, *, pairs: int) -> dict[str, Any]:
     """Updates by one transport, each with its bare broadcast."""
-    engine: ServerEngine = open_servers(config, world, policy.shape, print)
+    engine: ServerEngine = ServerEngine(config, world, policy.shape, print)
     source = partial(weight_stream, policy.actor.bare, policy.shape, world)
     rows, bare = [], None
     try:

@@ -26,7 +26,7 @@ from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Bucket, Groups, Sampling, generate
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
-from megatron_dppo.rollout.servers.engine import ServerEngine, open_servers
+from megatron_dppo.rollout.servers.engine import ServerEngine
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
@@ -71,7 +71,7 @@ class Rig:
         self.world = initialize(self.config.layout, seed=1, timeout_s=self.config.rollout.timeout_s)
         self.policy: PolicyParts = assemble_policy(self.config, self.world, temperature=1.0)
         self.words: list[str] = []
-        self.engine: ServerEngine = open_servers(self.config, self.world, self.policy.shape, self._say)
+        self.engine: ServerEngine = ServerEngine(self.config, self.world, self.policy.shape, self._say)
         self.on_bucket: Callable[[int], None] = lambda number: None
 
     def sync(self, version: int) -> None:

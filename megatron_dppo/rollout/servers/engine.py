@@ -28,7 +28,7 @@ from megatron_dppo.rollout.servers.nccl import loaded
 from megatron_dppo.rollout.servers.pool import CLIENTS, Pool, Server
 from megatron_dppo.rollout.servers.processes import new_secret
 from megatron_dppo.rollout.servers.sync import Sync, Timings
-from megatron_dppo.rollout.servers.transports import Transport, open_transport
+from megatron_dppo.rollout.servers.transports import open_transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,42 +43,27 @@ class _Report:
 
 
 class ServerEngine:
-    """See :class:`RolloutEngine`. Made on every rank at once; ranks other than the leader have no ``pool``.
+    """See :class:`RolloutEngine`. Starts the servers of ``rollout.launch``, or meets those of ``rollout.servers``, and
+    waits for them. Made on every rank at once.
 
     Args:
         config: of the run.
         world: the ranks.
-        http: this rank's.
-        pool: the leader's.
-        transport: moves the weights.
-        custom: generates, by means of the servers; None: they are asked for completions.
-        run: a word of this run's own, by which its versions are told from those of others.
-        secret: to be shown to the servers.
-        say: takes words for the log.
+        shape: of the policy.
+        say: takes words for the log, on the leader.
 
     Raises:
-        UserError: on every rank, if the servers cannot serve this run.
+        UserError: on every rank, if the servers cannot serve this run; none is left behind then.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        http: Http,
-        pool: Pool | None,
-        transport: Transport,
-        custom: CustomGenerate | None = None,
-        *,
-        run: str,
-        secret: str | None,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, config: Config, world: World, shape: PolicyShape, say: Callable[[str], None]) -> None:
         rollout = config.rollout
-        self._config, self._world, self._http, self._pool = config, world, http, pool
-        self._run, self.secret, self._say = run, secret, say
-        self._sync = Sync(world, http, transport, rollout.sync.in_flight)
-        self._custom = custom
-        self._dispatcher = self._new_dispatcher(attempts=rollout.attempts, custom=custom)
+        self._config, self._world, self._say = config, world, say
+        # One word tells this run's versions from another's, and one secret opens its servers.
+        run, given, new = world.from_leader(lambda: (new_secret()[:8], os.environ.get(SECRET) or None, new_secret()))
+        self._run, self.secret = run, new if rollout.launch.count else given
+        by_nccl = rollout.sync.transport == "collective" and world.device.type == "cuda"
+        our_nccl = loaded() if by_nccl else None
         self._source: WeightSource | None = None
         self._version = -1
         self._checking: Future[dict[str, str]] | None = None
@@ -86,8 +71,27 @@ class ServerEngine:
         self._resubmitted = self._retries = 0
         self._synced = False
         self._clients: dict[Server, ServerClient] = {}
-        self.servers = http.run_on_leader(world, lambda: self._leaders_pool.open())
-        """Who serves."""
+        with ExitStack() as opened:
+            self._http = Http()
+            opened.callback(self._http.close)
+            custom = None
+            if rollout.custom_generate:
+                custom = world.together(lambda: CustomGenerate(config), what="import of rollout.custom_generate")
+                opened.callback(custom.close)
+            self._pool: Pool | None = None
+            if world.leads:
+                architecture, secret = shape.architecture, self.secret
+                self._pool = Pool(
+                    config, self._http, architecture=architecture, secret=secret, say=say, our_nccl=our_nccl
+                )
+                opened.callback(self._pool.close)
+            transport = open_transport(config, world, self._http, shape, run=run, our_nccl=our_nccl)
+            opened.callback(transport.close)
+            self._sync = Sync(world, self._http, transport, rollout.sync.in_flight)
+            self._dispatcher = self._new_dispatcher(attempts=rollout.attempts, custom=custom)
+            self.servers = self._http.run_on_leader(world, lambda: self._leaders_pool.open())
+            """Who serves."""
+            self._opened = opened.pop_all()
 
     @property
     def timings(self) -> Timings:
@@ -228,13 +232,7 @@ class ServerEngine:
         return self._world.from_leader(lambda: metrics), ()
 
     def close(self) -> None:
-        with ExitStack() as stack:
-            stack.callback(self._http.close)
-            if self._custom is not None:
-                stack.callback(self._custom.close)
-            if self._pool is not None:
-                stack.callback(self._pool.close)
-            stack.callback(self._sync.transport.close)
+        self._opened.close()
 
     def _report(self, batch: Batch, began: float) -> _Report:
         lost = self._dispatcher.take_lost()
@@ -371,40 +369,6 @@ class ServerEngine:
             f"a prompt could not be answered: {error}",
             "Look into the servers' logs; raise it if servers died of something else",
         )
-
-
-def open_servers(config: Config, world: World, shape: PolicyShape, say: Callable[[str], None]) -> ServerEngine:
-    """Start the servers of ``rollout.launch``, or meet those of ``rollout.servers``, and wait for them. Collective.
-
-    Args:
-        config: of the run.
-        world: the ranks.
-        shape: of the policy.
-        say: takes words for the log, on the leader.
-
-    Raises:
-        UserError: on every rank, if the servers cannot serve this run; none is left behind then.
-    """
-    # One word tells this run's versions from another's, and one secret opens its servers.
-    run, given, new = world.from_leader(lambda: (new_secret()[:8], os.environ.get(SECRET) or None, new_secret()))
-    secret = new if config.rollout.launch.count else given
-    by_nccl = config.rollout.sync.transport == "collective" and world.device.type == "cuda"
-    our_nccl = loaded() if by_nccl else None
-    http, pool, custom = Http(), None, None
-    if world.leads:
-        pool = Pool(config, http, architecture=shape.architecture, secret=secret, say=say, our_nccl=our_nccl)
-    try:
-        if config.rollout.custom_generate:
-            custom = world.together(lambda: CustomGenerate(config), what="import of rollout.custom_generate")
-        transport = open_transport(config, world, http, shape, run=run, our_nccl=our_nccl)
-        return ServerEngine(config, world, http, pool, transport, custom, run=run, secret=secret, say=say)
-    except BaseException:
-        http.close()
-        if custom is not None:
-            custom.close()
-        if pool is not None:
-            pool.close()
-        raise
 
 
 def _by_rank(left: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from megatron_dppo.config import Config, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine
+from megatron_dppo.rollout.servers import vllm
 
 OVERRIDE = "MEGATRON_DPPO_SERVERS"
 """Environment variable with URLs, separated by commas, that take the place of what Slurm says."""
@@ -28,8 +29,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 DEFAULT_COMMANDS = {"sglang": (sys.executable, "-m", "sglang.launch_server"), "vllm": ("vllm", "serve")}
 OUR_FLAGS = {
     "sglang": ("--model-path", "--model", "--host", "--port", "--tp", "--tp-size", "--tensor-parallel-size", "--dtype",
-               "--pp-size", "--pipeline-parallel-size", "--client-key", "--admin-client-key", "--config"),
-    "vllm": ("--model", "--host", "--port", "--tensor-parallel-size", "-tp", "--dtype", "--client-key"),
+               "--pp-size", "--pipeline-parallel-size", "--api-key", "--admin-api-key", "--config"),
+    "vllm": ("--model", "--host", "--port", "--tensor-parallel-size", "-tp", "--dtype", "--api-key"),
 }  # fmt: skip
 """What ``rollout.launch.flags`` may not say: it would contradict what is known of a server, or show its secret."""
 
@@ -60,12 +61,9 @@ def server_urls(config: Config, environ: Mapping[str, str] = os.environ) -> tupl
         return normal_urls(HOSTS, _one_port_each(given.split(","), config.rollout.launch.first_port))
     nodes = environ.get(NODES)
     if not nodes:
-        raise UserError(
-            "rollout.servers",
-            "slurm",
-            f"this is no rank of a heterogeneous Slurm job: {NODES} is not set",
-            f"Submit a job whose second component runs the servers, or set {OVERRIDE}=URL,URL",
-        )
+        problem = f"this is no rank of a heterogeneous Slurm job: {NODES} is not set"
+        remedy = f"Submit a job whose second component runs the servers, or set {OVERRIDE}=URL,URL"
+        raise UserError("rollout.servers", "slurm", problem, remedy)
     return normal_urls(NODES, _one_port_each(_expand(nodes), config.rollout.launch.first_port))
 
 
@@ -150,25 +148,17 @@ def server_command(config: Config, index: int, *, host: str, port: int, secret_f
     words += ["--port", str(port), ranks, str(tp), "--dtype", DTYPES[config.model.dtype]]
     if config.model.checkpoint is not None:
         words += ["--load-format", "dummy"]  # the directory may hold no weights; the first sync brings them
-    return [*words, *_kind_flags(rollout, secret_file), *rollout.launch.flags]
-
-
-def _kind_flags(rollout: RolloutConfig, secret_file: Path) -> list[str]:
-    if rollout.engine == "sglang":
-        memory = ["--enable-memory-saver"] if rollout.colocated else []
-        return ["--config", str(secret_file), "--skip-tokenizer-init", *memory]
-    from megatron_dppo.rollout.servers.vllm import server_flags
-
-    return server_flags(secret=True, sleeps=rollout.colocated)
+    if rollout.engine == "vllm":
+        words += vllm.server_flags(secret=True, sleeps=rollout.colocated)
+    else:
+        words += ["--config", str(secret_file), "--skip-tokenizer-init"]
+        words += ["--enable-memory-saver"] if rollout.colocated else []
+    return [*words, *rollout.launch.flags]
 
 
 def server_environment(rollout: RolloutConfig, *, secret: str) -> dict[str, str]:
     """Environment variables that its kind wants of a server, besides those of ``rollout.launch.env``."""
-    if rollout.engine == "sglang":
-        return {}
-    from megatron_dppo.rollout.servers.vllm import server_environment as of_vllm
-
-    return {"VLLM_API_KEY": secret, **of_vllm()}
+    return {"VLLM_API_KEY": secret, **vllm.server_environment()} if rollout.engine == "vllm" else {}
 
 
 def listening_address(environ: Mapping[str, str]) -> str:
@@ -179,12 +169,9 @@ def listening_address(environ: Mapping[str, str]) -> str:
         for address in _addresses(name):
             if not address.startswith("127."):  # some systems give a machine's own name one of these
                 return address
-    raise UserError(
-        "MASTER_ADDR",
-        environ.get("MASTER_ADDR", ""),
-        "is not an address at which ranks on other machines could reach a server that this one starts",
-        "Set it to this machine's address in their network",
-    )
+    problem = "is not an address at which ranks on other machines could reach a server that this one starts"
+    remedy = "Set it to this machine's address in their network"
+    raise UserError("MASTER_ADDR", environ.get("MASTER_ADDR", ""), problem, remedy)
 
 
 def local_ranks(environ: Mapping[str, str]) -> int:
@@ -220,12 +207,9 @@ def gpu_shares(config: Config, gpus: Sequence[str], local_ranks: int) -> list[st
     free = list(gpus[:local_ranks] if colocated else gpus[local_ranks:])
     if sum(sizes) > len(free):
         whose = "the trainer's ranks on it have" if colocated else f"its {local_ranks} ranks of the trainer leave"
-        raise UserError(
-            "rollout.launch.tp",
-            config.rollout.launch.tp,
-            f"{len(sizes)} servers need {sum(sizes)} GPUs on this machine, and {whose} {len(free)} of {len(gpus)}",
-            "Lower rollout.launch.count or tp, or start servers elsewhere and name them in rollout.servers",
-        )
+        problem = f"{len(sizes)} servers need {sum(sizes)} GPUs on this machine, and {whose} {len(free)} of {len(gpus)}"
+        remedy = "Lower rollout.launch.count or tp, or start servers elsewhere and name them in rollout.servers"
+        raise UserError("rollout.launch.tp", config.rollout.launch.tp, problem, remedy)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [",".join(free[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 

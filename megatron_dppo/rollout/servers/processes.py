@@ -125,7 +125,7 @@ class ServerProcess:
         )
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            _write_secret(self._secret_file, f"client-key: {self.secret}\n")
+            _write_secret(self._secret_file, f"api-key: {self.secret}\n")
             # Servers write their arguments, the secret among them, into their logs.
             log = os.open(self.log, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
         except OSError as error:
