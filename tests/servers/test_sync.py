@@ -14,9 +14,9 @@ from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.rollout.engine import Bucket, WeightSource
 from megatron_dppo.rollout.servers.client import InFlight, ServerClient
 from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.sender import SyncFailedError
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.rollout.servers.sync import Sync, _Digests
-from megatron_dppo.rollout.servers.transports import Sent
 from tests.rollout.scripted import world_of
 
 WEIGHT = torch.tensor([0.5, 1.5])
@@ -57,10 +57,12 @@ class SentAll:
         self.source: WeightSource | None = None
         self._problem = problem
 
-    def send(self, apis: Sequence[ServerClient], source: WeightSource, version: str) -> Sent:
+    def send(self, apis: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         self.source = source
         sent = sum(tensor.nbytes for bucket in source(to=Consumers.STAGE_LEADERS) for tensor in bucket.values())
-        return Sent({}, self._problem, sent)
+        if self._problem:
+            raise SyncFailedError({}, self._problem)
+        return sent
 
     def close(self) -> None: ...
 

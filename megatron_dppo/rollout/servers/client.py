@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # what runs servers needs neither torch nor Megatron
 InFlight = Literal["retract", "keep", "abort"]
 """What becomes of unfinished requests when a server pauses; see ``rollout.sync.in_flight``."""
 
+WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+"""Sampling of SGLang and vLLM from all tokens, each with its own probability."""
 INCOMPLETE = "incomplete"
 """Version of a server between the beginning and the end of an update: it may hold weights of two."""
 CONTROL_S = 30.0

@@ -42,8 +42,8 @@ class PromptFailedError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Sample:
-    """One completion in the making."""
+class PartialCompletion:
+    """A completion of which some tokens are there."""
 
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
@@ -80,21 +80,17 @@ class Batch:
         self.prompts, self.sampling = prompts, sampling
         self.oldest = oldest
         """Version before which no token may have been made."""
-        self.samples = [[Sample() for _ in range(sampling.samples)] for _ in prompts]
+        self.samples = [[PartialCompletion() for _ in range(sampling.samples)] for _ in prompts]
         self.finished = 0
         self.progressed = time.monotonic()
         """When the last prompt was finished."""
+        self.error: Exception | None = None
+        """Why it will never be finished."""
         self._over = threading.Event()
-        self._error: Exception | None = None
 
     @property
     def unfinished(self) -> int:
         return len(self.prompts) - self.finished
-
-    @property
-    def error(self) -> Exception | None:
-        """Why it will never be finished."""
-        return self._error
 
     def wait(self, seconds: float) -> None:
         """Until it is finished or has failed, for so long at most."""
@@ -108,7 +104,7 @@ class Batch:
         self.progressed = time.monotonic()
 
     def over(self, error: Exception | None) -> None:
-        self._error = self._error or error
+        self.error = self.error or error
         self._over.set()
 
 
@@ -209,7 +205,7 @@ class Dispatcher:
         batch.one_finished()
 
     async def _part(
-        self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int, failed: set[ServerClient]
+        self, batch: Batch, index: int, samples: Sequence[PartialCompletion], attempt: int, failed: set[ServerClient]
     ) -> str | None:
         """Ask one server for a continuation of each of these samples, which have the same tokens so far.
 
@@ -250,7 +246,7 @@ class Dispatcher:
                 sample.reason = "length"  # aborted after its last token
         return None
 
-    def _request(self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int) -> GenerateRequest:
+    def _request(self, batch: Batch, index: int, samples: Sequence[PartialCompletion], attempt: int) -> GenerateRequest:
         prompt, sampling = batch.prompts[index], batch.sampling
         made = np.concatenate([np.empty(0, np.int32), *samples[0].token_ids])
         which = batch.samples[index].index(samples[0])

@@ -133,12 +133,9 @@ class ServerEngine:
                 self._recover()
                 began = time.monotonic()
             elif min(report.idle_s for report in reports) > self._config.rollout.timeout_s:
-                raise UserError(
-                    "rollout.timeout_s",
-                    f"{self._config.rollout.timeout_s:g}",
-                    f"no prompt was answered for so long; unanswered: {_by_rank(left)}",
-                    "Look into the servers' logs, or raise it",
-                )
+                problem = f"no prompt was answered for so long; unanswered: {_by_rank(left)}"
+                timeout_s = f"{self._config.rollout.timeout_s:g}"
+                raise UserError("rollout.timeout_s", timeout_s, problem, "Look into the servers' logs, or raise it")
 
     def pause(self) -> None:
         """Where servers share the trainer's GPUs, have them give their memory back, until the next update."""
@@ -170,12 +167,9 @@ class ServerEngine:
             self._retries += 1
             self._say_on_leader(f"an update of the weights failed and is tried again: {_list(problems)}")
             self._lose(problems)
-        raise UserError(
-            "rollout.sync.retries",
-            retries,
-            f"the servers could not be brought to version {version}: {_list(problems)}",
-            "Look into the servers' logs; raise it, or try rollout.sync.transport=disk",
-        )
+        problem = f"the servers could not be brought to version {version}: {_list(problems)}"
+        remedy = "Look into the servers' logs; raise it, or try rollout.sync.transport=disk"
+        raise UserError("rollout.sync.retries", retries, problem, remedy)
 
     def resume(self) -> None:
         self._lose(self._sync.resume(self._serving()))
@@ -293,19 +287,13 @@ class ServerEngine:
             pool, rollout = self._leaders_pool, self._config.rollout
             servers = pool.welcome()
             if not servers and pool.hopeless:
-                raise UserError(
-                    "rollout.launch.restarts",
-                    rollout.launch.restarts,
-                    "are used up, and no rollout server is left",
-                    "Look into the servers' logs; raise it, and run the same command again: it resumes",
-                )
+                problem = "are used up, and no rollout server is left"
+                remedy = "Look into the servers' logs; raise it, and run the same command again: it resumes"
+                raise UserError("rollout.launch.restarts", rollout.launch.restarts, problem, remedy)
             if not servers and time.monotonic() - began > timeout_s:
-                raise UserError(
-                    "rollout.timeout_s",
-                    f"{timeout_s:g}",
-                    "no rollout server is left, and none came back in time",
-                    "Look into the servers' logs, start them again, and run the same command again: it resumes",
-                )
+                problem = "no rollout server is left, and none came back in time"
+                remedy = "Look into the servers' logs, start them again, and run the same command again: it resumes"
+                raise UserError("rollout.timeout_s", f"{timeout_s:g}", problem, remedy)
             if not servers:
                 time.sleep(BEAT_S)
             return servers
@@ -363,12 +351,9 @@ class ServerEngine:
     def _failed(self, error: Exception) -> Exception:
         if isinstance(error, UserError):
             return error
-        return UserError(
-            "rollout.attempts",
-            self._config.rollout.attempts,
-            f"a prompt could not be answered: {error}",
-            "Look into the servers' logs; raise it if servers died of something else",
-        )
+        remedy = "Look into the servers' logs; raise it if servers died of something else"
+        problem = f"a prompt could not be answered: {error}"
+        return UserError("rollout.attempts", self._config.rollout.attempts, problem, remedy)
 
 
 def _by_rank(left: Sequence[int]) -> str:

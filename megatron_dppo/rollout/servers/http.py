@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # what runs servers needs no Megatron
 
 T = TypeVar("T")
 
-
 CLOSE_S = 10.0
 """How long closing may take, where what runs in the loop never lets go of it."""
 BEAT_S = 1.0
@@ -37,16 +36,12 @@ class ServerError(Exception):
         alive: whether it answered at all; one that refuses what it is asked lives.
     """
 
-    def __init__(self, url: str, problem: str, *, alive: bool) -> None:
+    def __init__(self, url: str, problem: str, alive: bool) -> None:
         self.url, self.problem, self.alive = url, problem, alive
-        super().__init__(f"server {url} {problem}")
+        super().__init__(url, problem, alive)  # all of them, so that it can be sent to other ranks
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _server_error, (self.url, self.problem, self.alive)
-
-
-def _server_error(url: str, problem: str, alive: bool) -> ServerError:
-    return ServerError(url, problem, alive=alive)
+    def __str__(self) -> str:
+        return f"server {self.url} {self.problem}"
 
 
 async def readable(url: str, answer: Awaitable[T]) -> T:

@@ -207,12 +207,8 @@ class Pool:
                     except ServerError as error:
                         last = str(error)
                     await asyncio.sleep(ASK_AGAIN_S)
-        raise UserError(
-            "rollout.servers",
-            url,
-            f"cannot generate after {wait_s:g} s: {last}",
-            "Start it, mend the URL, or raise rollout.launch.wait_s",
-        )
+        remedy = "Start it, mend the URL, or raise rollout.launch.wait_s"
+        raise UserError("rollout.servers", url, f"cannot generate after {wait_s:g} s: {last}", remedy)
 
     async def _workers(self, door: ServerClient) -> list[str] | None:
         """The URLs of a router's servers; None if it is a server itself.
@@ -284,9 +280,8 @@ class Pool:
         try:
             info = await client.info()
         except ServerError as error:
-            raise UserError(
-                setting, client.url, error.problem, "Start it as that says, or name another server"
-            ) from None
+            remedy = "Start it as that says, or name another server"
+            raise UserError(setting, client.url, error.problem, remedy) from None
         nccl.refuse_two(setting, client.url, self._our_nccl, info.nccl)
         rollout, dtype = self._config.rollout, DTYPES[self._config.model.dtype]
         longest = self._config.data.max_prompt_tokens + rollout.max_response_tokens

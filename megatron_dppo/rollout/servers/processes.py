@@ -221,12 +221,9 @@ class ServerProcess:
         for port in range(launch.first_port + self.index, last, launch.count):
             if _is_free(self.host, port):
                 return port
-        raise UserError(
-            "rollout.launch.ports",
-            launch.ports,
-            f"no port for server {self.name} is free on {self.host} from {launch.first_port} to {last - 1}",
-            "Raise it, or name another rollout.launch.first_port",
-        )
+        problem = f"no port for server {self.name} is free on {self.host} from {launch.first_port} to {last - 1}"
+        remedy = "Raise it, or name another rollout.launch.first_port"
+        raise UserError("rollout.launch.ports", launch.ports, problem, remedy)
 
 
 def servers_to_start(config: Config, secret: str, environ: Mapping[str, str] = os.environ) -> list[ServerProcess]:
@@ -270,12 +267,9 @@ async def wait_ready(process: ServerProcess, connect: Callable[[str], Client], w
             except ServerError:
                 pass  # not yet
         await asyncio.sleep(LOOK_S)
-    raise UserError(
-        "rollout.launch.wait_s",
-        f"{wait_s:g}",
-        f"server {process.name} cannot generate after so long; the end of its log:\n{process.last_words()}",
-        f"Raise it if the server needs longer, or read {process.log}",
-    )
+    problem = f"server {process.name} cannot generate after so long; the end of its log:\n{process.last_words()}"
+    remedy = f"Raise it if the server needs longer, or read {process.log}"
+    raise UserError("rollout.launch.wait_s", f"{wait_s:g}", problem, remedy)
 
 
 def stop_all(processes: Sequence[ServerProcess]) -> None:
@@ -285,13 +279,10 @@ def stop_all(processes: Sequence[ServerProcess]) -> None:
 
 
 def _ended_early(process: ServerProcess) -> UserError:
-    return UserError(
-        "rollout.launch.command",
-        shlex.join(process.command),
-        f"server {process.name} {process.ending()} before it could generate; the end of its log:\n"
-        f"{process.last_words()}",
-        f"Read {process.log}, then mend the command, rollout.launch.flags or rollout.launch.env",
-    )
+    problem = f"server {process.name} {process.ending()} before it could generate; the end of its log:\n"
+    remedy = f"Read {process.log}, then mend the command, rollout.launch.flags or rollout.launch.env"
+    command = shlex.join(process.command)
+    return UserError("rollout.launch.command", command, problem + process.last_words(), remedy)
 
 
 def _write_secret(place: Path, text: str) -> None:

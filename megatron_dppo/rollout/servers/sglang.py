@@ -1,16 +1,20 @@
-"""A stock SGLang server, in its own words.
+"""What is asked of a stock SGLang server.
 
-Traps that are dealt with here: a server sends its refusals with status 200 on some routes and 400 on others, so that
-``success`` is always looked at; updates must stand between begin and end where the server has those routes, and older
-ones have not; a tensor of another shape kills the server; where inference is deterministic, all samples of a request
-have one seed and are the same, so that each is a request of its own; ``ignore_eos`` would switch every stop token off,
-so that the model's own end-of-sequence tokens stop a completion whether they are asked for or not; a token id beyond
-the vocabulary kills the server.
+What has to be known of SGLang:
+
+- Some routes refuse with status 200, others with 400. ``success`` in the answer is always looked at.
+- An update must stand between a begin and an end where the server has those routes. Older ones have not.
+- A tensor of another shape kills the server, and so does a token id beyond the vocabulary.
+- With deterministic inference all samples of a request have one seed and are the same. Each sample is then a request of
+  its own.
+- ``ignore_eos`` would switch every stop token off. So the model's own end-of-sequence tokens stop a completion, whether
+  they were asked for or not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ import numpy as np
 
 from megatron_dppo.rollout.servers.client import (
     INCOMPLETE,
+    WHOLE_DISTRIBUTION,
     GenerateRequest,
     GenerateResult,
     InFlight,
@@ -59,9 +64,7 @@ class SglangClient(ServerClient):
             "temperature": request.temperature,
             "max_new_tokens": request.max_tokens,
             "stop_token_ids": list(request.stop_token_ids),
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
+            **WHOLE_DISTRIBUTION,
         }
         body: dict[str, Any] = {"return_logprob": True}
         if await self._deterministic():
@@ -96,12 +99,7 @@ class SglangClient(ServerClient):
             await self._call_it(version)
 
     async def abandon_update(self) -> None:
-        if await self._has("/end_weight_update"):
-            try:
-                await self._order("/end_weight_update", {})
-            except ServerError as error:
-                if not error.alive:
-                    raise  # a live server refuses because no update is open, which is what is wanted
+        await self._end_if_any("/end_weight_update", {})
 
     async def join(self, group: WeightGroup) -> None:
         body = {
@@ -115,21 +113,10 @@ class SglangClient(ServerClient):
         await self._order("/init_weights_update_group", body)
 
     async def leave(self, group: str) -> None:
-        if await self._has("/destroy_weights_update_group"):
-            try:
-                await self._order("/destroy_weights_update_group", {"group_name": group})
-            except ServerError as error:
-                if not error.alive:
-                    raise
+        await self._end_if_any("/destroy_weights_update_group", {"group_name": group})
 
     async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
-        body = {
-            "names": manifest.names,
-            "dtypes": manifest.dtypes,
-            "shapes": manifest.shapes,
-            "group_name": group,
-            "load_format": "flattened_bucket",
-        }
+        body = asdict(manifest) | {"group_name": group, "load_format": "flattened_bucket"}
         await self._order("/update_weights_from_distributed", body | _version(version))
 
     async def update_from_disk(self, folder: Path, version: str) -> None:
@@ -170,6 +157,15 @@ class SglangClient(ServerClient):
         if self._known_routes is None:
             self._known_routes = await self.routes()
         return route in self._known_routes
+
+    async def _end_if_any(self, path: str, body: Mapping[str, Any]) -> None:
+        """End an update or a group. A server that lives refuses this where there is none, which is as well."""
+        if await self._has(path):
+            try:
+                await self._order(path, body)
+            except ServerError as error:
+                if not error.alive:
+                    raise
 
     async def _order(self, path: str, body: Mapping[str, Any]) -> Any:
         """A request whose answer says whether it succeeded."""

@@ -19,6 +19,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout.engine import Bucket, WeightSource
 from megatron_dppo.rollout.servers.client import InFlight, ServerClient, ask_all
 from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.sender import SyncFailedError
 from megatron_dppo.rollout.servers.transports import Transport
 
 SHA256_DIGITS = 64
@@ -91,28 +92,27 @@ class Sync:
             None if all of them have it. Else what went wrong, by URL, as far as it is known whose fault it was; the
             others can be tried again at once.
         """
-        timings, clock = Timings(), _Clock()
-        problems: Mapping[str, str] = self._ask_all(clients, self._begin)
-        timings.pause = clock.lap()
-        if problems:
+        began = time.perf_counter()
+        if problems := self._ask_all(clients, self._begin):
             return problems
-        digests = _Digests(source)
-        sent = self.transport.send(clients, digests if verify else source, version)
-        timings.transfer, timings.bytes = clock.lap(), sent.bytes
-        if sent.problem is not None:
-            stuck = self._ask_all([client for client in clients if client.url not in sent.problems], _abandon)
-            return {**stuck, **sent.problems} or {"nobody knows which server failed:": sent.problem}
+        paused, digests = time.perf_counter(), _Digests(source)
+        try:
+            sent = self.transport.send(clients, digests if verify else source, version)
+        except SyncFailedError as failed:
+            stuck = self._ask_all([client for client in clients if client.url not in failed.problems], _abandon)
+            return {**stuck, **failed.problems} or {"nobody knows which server failed:": failed.problem}
+        loaded = time.perf_counter()
         if problems := self._ask_all(clients, lambda client: self._end(client, version)):
             return problems
-        timings.end = clock.lap()
+        ended = time.perf_counter()
         if verify and (problems := self._verify(clients, digests.of_all(self.world))):
             return problems
-        self.timings = timings
+        self.timings = Timings(paused - began, loaded - paused, ended - loaded, bytes=sent)
         return None
 
     def resume(self, clients: Sequence[ServerClient]) -> Mapping[str, str]:
         """Have the servers generate; what went wrong, by URL."""
-        clock = _Clock()
+        began = time.perf_counter()
 
         async def resume(client: ServerClient) -> None:
             if client in self._without_cache:
@@ -121,7 +121,7 @@ class Sync:
             await client.resume()
 
         problems = self._ask_all(clients, resume)
-        self.timings.resume = clock.lap()
+        self.timings.resume = time.perf_counter() - began
         return problems
 
     async def _begin(self, client: ServerClient) -> None:
@@ -200,15 +200,3 @@ class _Digests:
     def of_all(self, world: World) -> Mapping[str, str]:
         """By Hugging Face's names, of all ranks. Collective."""
         return {name: digest for seen in world.gather(self._seen) for name, digest in seen.items()}
-
-
-class _Clock:
-    """Seconds since it was last asked."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return seconds

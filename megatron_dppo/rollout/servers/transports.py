@@ -7,8 +7,7 @@ A transport moves tensors and nothing else: pausing, opening and closing an upda
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -31,23 +30,17 @@ BUCKET_MIB = {"cuda": 512, "cpu": 30}
 MAX_SHARD_BYTES = 5 * 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What became of an update; the same on every rank."""
-
-    problems: Mapping[str, str]
-    """By URL of the server at fault."""
-    problem: str | None
-    """What went wrong; None if every server has loaded every tensor."""
-    bytes: int
-    """Of tensors, to each server."""
-
-
 class Transport(Protocol):
     """Moves the weights to all servers."""
 
-    def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> Sent:
-        """Collective. Every server is paused, with an update open."""
+    def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
+        """Have every server load every tensor; the bytes that went to each. Collective.
+
+        Every server is paused, with an update open.
+
+        Raises:
+            SyncFailedError: on every rank alike.
+        """
         ...
 
     def close(self) -> None:
@@ -74,18 +67,16 @@ class Collective:
         self._joined: list[ServerClient] = []
         self._groups = count()
 
-    def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> Sent:
-        if self._joined != list(clients):  # every rank comes to the same conclusion
-            self.close()
-            joined = _by_stage(self._world, lambda: self._join(clients))
-            if joined.problem:
+    def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
+        try:
+            if self._joined != list(clients):  # every rank comes to the same conclusion
                 self.close()
-                return joined
-            self._joined = list(clients)
-        sent = _by_stage(self._world, lambda: self._stage(source, version if self._world.last_stage else None))
-        if sent.problem:
+                _by_stage(self._world, lambda: self._join(clients))
+                self._joined = list(clients)
+            return _by_stage(self._world, lambda: self._stage(source, version if self._world.last_stage else None))
+        except SyncFailedError:
             self.close()
-        return sent
+            raise
 
     def close(self) -> None:
         if self._sender is not None:
@@ -137,7 +128,7 @@ class Disk:
         self._companions = Path(model.path)
         self._plan = plan_files(shape, MAX_SHARD_BYTES, DTYPES[model.dtype])
 
-    def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> Sent:
+    def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         place = self._folder.absolute() / version
         failure: Exception | None = None
         if self._world.dp_rank == 0 and self._world.cp_rank == 0:
@@ -153,8 +144,9 @@ class Disk:
         finally:
             if self._world.leads:
                 shutil.rmtree(place, ignore_errors=True)
-        problem = "a server did not load what was written" if problems else None
-        return Sent(problems, problem, self._plan.total_bytes)
+        if problems:
+            raise SyncFailedError(problems, "a server did not load what was written")
+        return self._plan.total_bytes
 
     def close(self) -> None:
         pass
@@ -177,31 +169,33 @@ def open_transport(
     return Disk(http, world, shape=shape, model=config.model, folder=folder)
 
 
-def _by_stage(world: World, attempt: Callable[[], int]) -> Sent:
+def _by_stage(world: World, attempt: Callable[[], int]) -> int:
     """Run ``attempt`` on the ranks of one pipeline stage after the other, in the first replica. Collective.
 
     Args:
-        attempt: returns how many bytes it sent; what it raises ends the update, for all ranks alike.
+        attempt: returns how many bytes it sent. What it raises ends the update.
+
+    Returns:
+        The sum over ranks.
 
     Raises:
-        Exception: on every rank, what ``attempt`` raised other than that servers failed it.
+        SyncFailedError: on every rank, if servers failed one of them.
+        Exception: on every rank, what else ``attempt`` raised.
     """
-    problems: dict[str, str] = {}
-    problem, total = None, 0
+    total = 0
     for stage in range(world.pp):
-        mine: tuple[int, Exception | None] = (0, None)
+        mine: int | Exception = 0
         if stage == world.pp_rank and world.dp_rank == 0 and world.cp_rank == 0:
             try:
-                mine = (attempt(), None)
+                mine = attempt()
             except Exception as error:
-                mine = (0, error)
-        for sent, failure in world.gather(mine):
-            if isinstance(failure, SyncFailedError):
-                problems |= failure.problems
-                problem = problem or failure.problem
-            elif failure is not None:
-                raise failure
-            total += sent
-        if problem:
-            break
-    return Sent(problems, problem, total)
+                mine = error
+        found = world.gather(mine)
+        failed = [each for each in found if isinstance(each, SyncFailedError)]
+        if other := next((each for each in found if isinstance(each, Exception) and each not in failed), None):
+            raise other
+        if failed:
+            problems = {url: problem for each in failed for url, problem in each.problems.items()}
+            raise SyncFailedError(problems, failed[0].problem)
+        total += sum(each for each in found if isinstance(each, int))
+    return total

@@ -1,11 +1,15 @@
-"""A stock vLLM server (0.32), in its own words, with our extension of its workers for weights (``vllm_plugin/``).
+"""What is asked of a stock vLLM server (0.32), with our extension of its workers for weights (``vllm_plugin/``).
 
-Traps that are dealt with here: the model's end-of-sequence tokens stop a completion though nobody asked, unless
-``ignore_eos``, which leaves ``stop_token_ids`` alone; ``/health`` answers though the engine hangs; ``keep`` is the only
-pause that leaves requests alive, and to have their cache recomputed takes a second request; layers that an update
-leaves out keep their old weights with no more than a warning (the extension refuses that); while weights may be mixed,
-we have the version say so; on CPU the server's checksums are of empty tensors for everything that is prepacked, and a
-seeded request of which one step computes only a part kills the server.
+What has to be known of vLLM:
+
+- The model's end-of-sequence tokens stop a completion, whether they were asked for or not. ``ignore_eos`` prevents
+  that, and leaves ``stop_token_ids`` as they are.
+- ``/health`` answers even where the engine hangs.
+- ``keep`` is the only mode of ``/pause`` that leaves requests alive. A second request has their cache computed again.
+- A layer that an update leaves out keeps its old weights, and vLLM only warns. Our extension refuses such an update.
+- The version is whatever it was last told. We set it to ``incomplete`` while weights may be of two versions.
+- On CPU, its checksums of all parameters that are prepacked are those of empty tensors.
+- On CPU, a request with a seed kills the server where one step computes only a part of its prompt.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,7 @@ import numpy as np
 from megatron_dppo.rollout.servers.client import (
     CONTROL_S,
     INCOMPLETE,
+    WHOLE_DISTRIBUTION,
     GenerateRequest,
     GenerateResult,
     InFlight,
@@ -55,7 +61,7 @@ GIVEN_BY = {
 
 
 def server_environment() -> dict[str, str]:
-    """What the environment of a server must hold, besides VLLM_API_KEY where it is to have a secret."""
+    """What the environment of a server must hold, besides VLLM_API_KEY where it has a secret."""
     paths = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -103,8 +109,8 @@ class VllmClient(ServerClient):
             problem = f"gives {model['logprobs_mode']}: start it with --logprobs-mode processed_logprobs"
             raise ServerError(self.url, problem, alive=True)
         self.ranks = int((await self.get("/get_world_size"))["world_size"])
-        # After a part of a prompt, vLLM sets the seed's generator back; torch's on CPU cannot be, and the engine ends.
-        # Which prompts come in parts depends on what else is asked at that moment: nobody can know beforehand.
+        # After a part of a prompt, vLLM sets the seed's generator back. On CPU torch's generator cannot be set back,
+        # and the engine ends. Which prompts are computed in parts depends on all other requests of that moment.
         self.seeded = config["device_config"]["device"] != "cpu"
         return ServerInfo(
             model=model["model"],
@@ -117,16 +123,16 @@ class VllmClient(ServerClient):
         )
 
     async def health(self, timeout_s: float) -> None:
-        """Ask for what the engine answers between two steps, when all of its ranks and their devices have caught up.
+        """Ask for what the engine answers between two steps, when all of its ranks and their devices are done.
 
-        No request for a token: that would wait behind all others, and for ever while the server is paused. While a
-        server receives weights it does not answer this.
+        A request for a token would wait behind all others, and for ever while the server is paused. While a server
+        receives weights it does not answer this.
         """
         await self.get("/health", timeout_s=timeout_s)
         await self.post("/collective_rpc", {"method": "synchronize_device"}, timeout_s=timeout_s)
 
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
-        """Greedy samples are all the same, which is why vLLM makes but one; it is then given so often."""
+        """vLLM makes only one greedy sample, since all are the same; it is returned ``request.samples`` times."""
         greedy = request.temperature == 0
         sampling: dict[str, Any] = {
             "n": 1 if greedy else request.samples,
@@ -134,9 +140,7 @@ class VllmClient(ServerClient):
             "max_tokens": request.max_tokens,
             "stop_token_ids": list(request.stop_token_ids),
             "ignore_eos": True,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
+            **WHOLE_DISTRIBUTION,
             "logprobs": 0,
             "detokenize": False,
         }
@@ -174,28 +178,18 @@ class VllmClient(ServerClient):
             await self._order("abandon")
 
     async def join(self, group: WeightGroup) -> None:
-        await self._order(
-            "join",
-            name=group.name,
-            host=group.host,
-            port=group.port,
-            backend=group.backend,
-            offset=group.offset,
-            size=group.size,
-            timeout_s=0.9 * self.timeout_s,  # so that the server says what is wrong before we stop listening
-        )
+        # Less time than we have, so that the server says what is wrong before we stop listening.
+        await self._order("join", **asdict(group), timeout_s=0.9 * self.timeout_s)
 
     async def leave(self, group: str) -> None:
         await self._order("leave", name=group)
 
     async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
         """The version comes with the end of the update."""
-        await self._order(
-            "update_from_distributed", group=group, names=manifest.names, dtypes=manifest.dtypes, shapes=manifest.shapes
-        )
+        await self._order("update_from_distributed", group=group, **asdict(manifest))
 
     async def update_from_disk(self, folder: Path, version: str) -> None:
-        """Possible without our extension, too, but not on CPU: there a tied head would keep what it packed before.
+        """This works without our extension, too, but not on CPU: there a tied head would keep what it packed before.
 
         The version comes with the end of the update.
         """
@@ -233,7 +227,7 @@ class VllmClient(ServerClient):
         await self.post("/wake_up", {}, tags="weights")
 
     async def regain_cache(self) -> None:
-        """A server that has all of its memory again generates, too: vLLM does not stay paused over this."""
+        """The server then generates at once: vLLM does not stay paused over this."""
         await self.post("/wake_up", {}, tags="kv_cache")
 
     async def _config(self) -> Mapping[str, Any]:
@@ -246,14 +240,14 @@ class VllmClient(ServerClient):
         return (await self._config())["parallel_config"]["worker_extension_cls"] == EXTENSION
 
     async def _nccl(self) -> str | None:
-        """The version that our extension tells; an older one knows no such order, and tells that."""
+        """As our extension says; None from an older one, which does not know this order."""
         if not await self._extended():
             return None
         answer = (await self._of_all_ranks("megatron_dppo", {"order": "nccl"}))[0]
         return answer.get("nccl") if answer else None
 
     async def _order(self, order: str, **arguments: Any) -> None:
-        """Have every rank's receiver do something; they all answer, whatever becomes of it."""
+        """Have every rank's receiver do something. All of them answer, also where one fails."""
         if not await self._extended():
             flag = f"--worker-extension-cls {EXTENSION}"
             problem = f"can load weights from disk only: start it with {flag} and {PLUGIN} on its PYTHONPATH"
