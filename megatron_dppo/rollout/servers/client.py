@@ -1,4 +1,4 @@
-"""What the trainer asks of one server, whatever its kind. ``sglang.py`` and ``vllm.py`` say it in its words."""
+"""What the trainer asks of one server, of either kind. ``sglang.py`` and ``vllm.py`` translate it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
 INCOMPLETE = "incomplete"
 """Version of a server between the beginning and the end of an update: it may hold weights of two."""
 CONTROL_S = 30.0
-"""How long a question that costs a server nothing may take."""
+"""Seconds that a question may take that is no work for a server."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says of itself when it is met."""
+    """What a server says of itself at the first contact."""
 
     model: str
     """Path of the model that it was started with."""
@@ -52,7 +52,11 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Completions of one prompt."""
+    """A request for completions of one prompt.
+
+    ``GenerateRequest([3, 4, 5], samples=8, max_tokens=64, temperature=1.0, stop_token_ids=[0], seed=7)`` asks for eight
+    continuations of three tokens, each of at most 64 tokens.
+    """
 
     token_ids: Sequence[int]
     samples: int
@@ -60,12 +64,16 @@ class GenerateRequest:
     temperature: float
     stop_token_ids: Sequence[int]
     seed: int | None
-    """Where the server can be seeded; it then depends on the server alone whether a seed repeats."""
+    """Used where the server takes seeds. Whether the same seed gives the same completion depends on the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """One continuation as a server gave it."""
+    """One continuation as a server gave it.
+
+    ``GenerateResult(token_ids=[8, 2, 0], logprobs=[-0.1, -2.3, -0.7], versions=(("3", 2), ("4", 1)), reason="stop")``:
+    an update came before the third token.
+    """
 
     token_ids: NDArray[np.int32]
     """[L]"""
@@ -178,7 +186,7 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def health(self, timeout_s: float) -> None:
-        """Return once the server has shown that it can still generate, or is doing so."""
+        """Return once the server has shown that it can generate."""
 
     @abstractmethod
     async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
@@ -192,18 +200,18 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def flush(self) -> None:
-        """Drop what is cached of prompts: it was computed with other weights."""
+        """Drop the cache of prompts, which was computed with other weights."""
 
     @abstractmethod
     async def begin_update(self) -> None: ...
 
     @abstractmethod
     async def end_update(self, version: str) -> None:
-        """Close the update; from here on the server is at ``version``, unless it was told so with the last bucket."""
+        """Close the update. The server is at ``version`` afterwards."""
 
     @abstractmethod
     async def abandon_update(self) -> None:
-        """Close an update that failed half-way, if one is open: the weights are mixed, and another may begin."""
+        """Close an update that failed half-way, if one is open. The weights are mixed until another update."""
 
     @abstractmethod
     async def join(self, group: WeightGroup) -> None:

@@ -1,9 +1,9 @@
 """One rank's prompts, spread over the servers that serve, until every sample of every prompt is there exactly once.
 
 Everything here runs in the HTTP thread but :class:`Batch`, which the main thread waits for. A prompt is one request for
-all its samples. What a server breaks off is asked again of another one, whole; what it aborts is continued from the
-tokens that it gave. A group is never left out for being slow: slow ones are the long ones, and leaving them out would
-bias what pruning keeps unbiased.
+all its samples. A request that a server breaks off is sent again to another one, whole. A request that a server aborts
+is continued from the tokens that it gave. No group is left out because it is slow: slow ones are the long ones, and
+without them the gradient would be biased.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PROBE_S = 5.0
 FAILURES = 8
 """Requests in a row that a server may fail."""
 PAUSE_S = 0.3
-"""Before a prompt is asked again of servers that have all just failed or aborted it."""
+"""Wait before a prompt is asked again of servers that have all just failed or aborted it."""
 
 ReadVersion = Callable[[str], int | None]
-"""The number of a version as a server tells it; None if it is none of this run's."""
+"""The number in a version that a server tells; None if the version is not of this run."""
 
 
 class PromptFailedError(Exception):
@@ -274,7 +274,7 @@ class Dispatcher:
         return spans
 
     async def _blame(self, client: ServerClient, error: ServerError) -> None:
-        """Take a server out that broke off and does not say that it lives, or fails whatever it is asked."""
+        """Take a server out if it broke off and does not answer a question, or if it failed many requests in a row."""
         self._failures[client] += 1
         if self._failures[client] >= FAILURES:
             self._lose(client, f"failed {FAILURES} requests in a row, the last time it {error.problem}")
@@ -295,7 +295,7 @@ class Dispatcher:
             task.cancel()
 
     async def _least_busy(self, avoided: set[ServerClient]) -> ServerClient:
-        """A server with room, as soon as there is one; one that is to be avoided only where there is no other."""
+        """A server with room, as soon as there is one. An avoided one is returned only where there is no other."""
         while True:
             clients = [client for client in self._asked if client not in avoided] or list(self._asked)
             if clients:
@@ -306,7 +306,7 @@ class Dispatcher:
             await self._changed.wait()
 
     def _wake(self) -> None:
-        """Let those look again who wait for room or for a server."""
+        """Let those look again that wait for room or for a server."""
         self._changed.set()
         self._changed = asyncio.Event()
 

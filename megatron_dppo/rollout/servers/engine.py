@@ -1,7 +1,7 @@
-"""Servers as one rollout engine: every rank asks them for its own share, the leader watches over them.
+"""Servers as one rollout engine: every rank asks them for its own share, and the leader watches over them.
 
-What all ranks must know alike (who serves, who is lost, whether to go on) travels in small messages over gloo at every
-beat of the wait for rollouts; weights and completions never do.
+All ranks must know alike who serves, who is lost, and whether to go on. They exchange that over gloo in small messages
+while they wait for rollouts. Weights and completions do not travel so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_dppo.rollout.engine import Groups, Sampling, WeightSource
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.custom import CustomGenerate
 from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher
-from megatron_dppo.rollout.servers.http import BEAT_S, Http
+from megatron_dppo.rollout.servers.http import EXCHANGE_S, Http
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.rollout.servers.nccl import loaded
 from megatron_dppo.rollout.servers.pool import CLIENTS, Pool, Server
@@ -33,7 +33,7 @@ from megatron_dppo.rollout.servers.transports import open_transport
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What a rank says at a beat."""
+    """What a rank tells the others while it waits."""
 
     unfinished: int
     lost: Mapping[str, str]
@@ -107,7 +107,7 @@ class ServerEngine:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
     def finish(self, pending: Batch) -> Groups:
-        """Wait, beat by beat, until the last rank's last prompt is answered.
+        """Wait until the prompts of all ranks are answered. Ranks exchange how far they are, at least once a second.
 
         Raises:
             UserError: on every rank, if no server can serve any more, nothing was answered for ``rollout.timeout_s``,
@@ -115,10 +115,10 @@ class ServerEngine:
         """
         began = self._spoke = self._checked = time.monotonic()
         self._checking = None  # of an earlier wait; a sync may have come between
-        beat_s = 0.05
+        wait_s = 0.05
         while True:
-            pending.wait(beat_s)
-            beat_s = min(2 * beat_s, BEAT_S)
+            pending.wait(wait_s)
+            wait_s = min(2 * wait_s, EXCHANGE_S)
             reports = self._world.gather(self._report(pending, began))
             if error := next((report.error for report in reports if report.error), None):
                 raise self._failed(error)
@@ -138,7 +138,7 @@ class ServerEngine:
                 raise UserError("rollout.timeout_s", timeout_s, problem, "Look into the servers' logs, or raise it")
 
     def pause(self) -> None:
-        """Where servers share the trainer's GPUs, have them give their memory back, until the next update."""
+        """Have servers that share the trainer's GPUs give their memory back, until the next update."""
         failed: Mapping[str, str] | None = None
         while self._config.rollout.colocated and failed != {}:
             self._wait_for_starting()
@@ -146,7 +146,7 @@ class ServerEngine:
             self._lose(failed)  # and start it again, for which the step waits, too
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Bring every server to a version; those that fail are left behind, those that are back come along.
+        """Bring every server to a version. Servers that fail are lost; servers that have come back serve again.
 
         Raises:
             UserError: on every rank, if none is left, or servers fail again and again.
@@ -179,7 +179,7 @@ class ServerEngine:
         return None if self.servers else "no rollout server is left"
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
-        """A server that fails in it is lost.
+        """A server that fails here is lost.
 
         Raises:
             UserError: on every rank, if no server is left, and none comes back.
@@ -196,7 +196,7 @@ class ServerEngine:
                     batches[server] = alone.begin(prompts, sampling, 0)
             asked = {server: batches[server] for server in self.servers}
             for batch in asked.values():
-                batch.wait(BEAT_S)
+                batch.wait(EXCHANGE_S)
             if not any(batch.unfinished for batch in asked.values()):
                 return None
             failed = {server.url: f"{batch.error}" for server, batch in asked.items() if batch.error is not None}
@@ -209,7 +209,7 @@ class ServerEngine:
         return self._world.from_leader(lambda: {server.name: batches[server].groups() for server in self.servers})
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Words were said when they were true."""
+        """There are no notes: they were logged when they came up."""
         counts = self._world.gather(self._dispatcher.resubmitted)
         timings = self._sync.timings
         metrics = {
@@ -236,7 +236,7 @@ class ServerEngine:
         return _Report(batch.unfinished, lost, batch.error, idle)
 
     def _unhealthy(self, pool: Pool) -> dict[str, str]:
-        """What the leader's checks have found since it was last asked. They run beside the wait."""
+        """What the leader's health checks have found since the last call. They run in the HTTP thread."""
         timeout_s = self._config.rollout.health_timeout_s
         if self._checking is not None and self._checking.done():
             checking, self._checking, self._checked = self._checking, None, time.monotonic()
@@ -268,7 +268,7 @@ class ServerEngine:
         def look() -> tuple[bool, tuple[Server, ...]]:
             servers, starting = self._leaders_pool.welcome(), self._leaders_pool.starting
             if starting:
-                time.sleep(BEAT_S)
+                time.sleep(EXCHANGE_S)
             return starting, servers
 
         starting = True
@@ -295,7 +295,7 @@ class ServerEngine:
                 remedy = "Look into the servers' logs, start them again, and run the same command again: it resumes"
                 raise UserError("rollout.timeout_s", f"{timeout_s:g}", problem, remedy)
             if not servers:
-                time.sleep(BEAT_S)
+                time.sleep(EXCHANGE_S)
             return servers
 
         while not (servers := self._world.from_leader(look)):
@@ -306,7 +306,7 @@ class ServerEngine:
         return [self._client(server) for server in self.servers]
 
     def _client(self, server: Server) -> ServerClient:
-        """The same for as long as the server lives."""
+        """One client for each life of a server."""
         if server not in self._clients:
             rollout = self._config.rollout
             self._clients[server] = CLIENTS[rollout.engine](

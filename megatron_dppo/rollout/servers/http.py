@@ -20,11 +20,11 @@ if TYPE_CHECKING:  # what runs servers needs no Megatron
 T = TypeVar("T")
 
 CLOSE_S = 10.0
-"""How long closing may take, where what runs in the loop never lets go of it."""
-BEAT_S = 1.0
-"""Longest time between two moments at which waiting ranks compare notes."""
+"""How long closing may take where something in the loop never ends."""
+EXCHANGE_S = 1.0
+"""Most seconds between two exchanges of ranks that wait."""
 MOST_SAID = 600
-"""Characters of a complaint that are worth repeating."""
+"""Characters of a server's error that are repeated."""
 
 
 class ServerError(Exception):
@@ -82,8 +82,8 @@ class Http:
     def run_on_leader(self, world: World, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What the leader's coroutine comes to, on every rank. Collective.
 
-        However long it takes, no rank is in a collective for more than a beat: a slow server never looks like a dead
-        network.
+        Ranks wait in a short collective every ``EXCHANGE_S``, however long it takes: a slow server does not look like a
+        dead network.
 
         Args:
             world: the ranks.
@@ -95,7 +95,7 @@ class Http:
         def look() -> tuple[T] | None:
             if not futures:
                 futures.append(self.start(work()))
-            wait(futures, BEAT_S)
+            wait(futures, EXCHANGE_S)
             return (futures[0].result(),) if futures[0].done() else None
 
         while (found := world.from_leader(look)) is None:

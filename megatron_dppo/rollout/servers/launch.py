@@ -23,7 +23,7 @@ HOSTS = "MEGATRON_DPPO_SERVER_HOSTS"
 containers lack its commands. Servers on one address have one port after the other."""
 NODES = "SLURM_JOB_NODELIST_HET_GROUP_1"
 SECRET = "MEGATRON_DPPO_SERVER_SECRET"
-"""Environment variable with what given servers want to see, where they were started with an API key."""
+"""Environment variable with the API key that given servers were started with."""
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 DEFAULT_COMMANDS = {"sglang": (sys.executable, "-m", "sglang.launch_server"), "vllm": ("vllm", "serve")}
@@ -32,13 +32,13 @@ OUR_FLAGS = {
                "--pp-size", "--pipeline-parallel-size", "--api-key", "--admin-api-key", "--config"),
     "vllm": ("--model", "--host", "--port", "--tensor-parallel-size", "-tp", "--dtype", "--api-key"),
 }  # fmt: skip
-"""What ``rollout.launch.flags`` may not say: it would contradict what is known of a server, or show its secret."""
+"""Flags that ``rollout.launch.flags`` may not have: they would contradict what the run knows, or show the secret."""
 
 MEMORY_FLAGS = {
     "sglang": ("--mem-fraction-static", "a share of what is free when it starts"),
     "vllm": ("--gpu-memory-utilization", "a share of the whole GPU"),
 }
-"""What bounds a server's memory, and what that is a share of."""
+"""The flag that bounds a server's memory, and what it is a share of."""
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of torch's allocator. Segments that expand are good for training; servers that give memory back refuse
@@ -157,7 +157,7 @@ def server_command(config: Config, index: int, *, host: str, port: int, secret_f
 
 
 def server_environment(rollout: RolloutConfig, *, secret: str) -> dict[str, str]:
-    """Environment variables that its kind wants of a server, besides those of ``rollout.launch.env``."""
+    """Environment variables that this kind of server needs, besides those of ``rollout.launch.env``."""
     return {"VLLM_API_KEY": secret, **vllm.server_environment()} if rollout.engine == "vllm" else {}
 
 

@@ -122,14 +122,21 @@ class Pool:
         return tuple(self._serving)
 
     def lose(self, problems: Mapping[str, str]) -> tuple[Server, ...]:
-        """Take servers out, by URL and each for its reason, and have them come back if they can. Who serves then."""
+        """Take servers out, and have them come back if they can.
+
+        Args:
+            problems: why, by URL.
+
+        Returns:
+            Who serves then.
+        """
         for server in [server for server in self._serving if server.url in problems]:
             self._say(f"server {server.name} is taken out: it {problems[server.url]}")
             self._recall(server, self._serving.pop(server))
         return self.servers
 
     def welcome(self) -> tuple[Server, ...]:
-        """Count servers in that can generate again; the next update brings them up to date. Who serves then."""
+        """Take servers in that can generate again. They need an update of the weights. Who serves then."""
         for server, returning in list(self._returning.items()):
             if not returning.done():
                 continue
@@ -234,7 +241,7 @@ class Pool:
         await client.health(self._config.rollout.health_timeout_s)
 
     def _recall(self, server: Server, client: ServerClient) -> None:
-        """Set about having a lost server again."""
+        """Begin to bring a lost server back."""
         restarts = self._config.rollout.launch.restarts
         if server.process is None:
             self._returning[server] = self._http.start(self._return(client))

@@ -41,12 +41,12 @@ STOP_S = lifetime.GRACE_S + 5.0
 """How long a server and all of its processes may take to end."""
 LINES = 25
 """Lines of a log that are worth repeating."""
-LONGEST_TALE = 2**16
-"""Bytes of a log that are looked at for them."""
+LOG_BYTES = 2**16
+"""Bytes at the end of a log that are searched for them."""
 
 OURS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-OURS_TOO = ("GROUP_", "ROLE_", "TORCHELASTIC_", "CUDA_DEVICE_MAX_CONNECTIONS", *ALLOCATOR)
-"""Variables, and beginnings of them, that describe a rank of the trainer and would mislead a server."""
+OUR_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "CUDA_DEVICE_MAX_CONNECTIONS", *ALLOCATOR)
+"""Variables, and prefixes of variables, that describe a rank of the trainer and would mislead a server."""
 
 
 class Answers(Protocol):
@@ -59,7 +59,7 @@ Client = TypeVar("Client", bound=Answers)
 
 
 def new_secret() -> str:
-    """What our servers want to see with every request of this run. In hex: a minus in front would look like a flag."""
+    """A new secret that our servers want with every request. In hex, since a leading minus would look like a flag."""
     return secrets.token_hex(24)
 
 
@@ -179,7 +179,7 @@ class ServerProcess:
         """The end of what it has logged since its last start, without the secret."""
         try:
             with self.log.open("rb") as file:
-                file.seek(max(self._begins, os.fstat(file.fileno()).st_size - LONGEST_TALE))
+                file.seek(max(self._begins, os.fstat(file.fileno()).st_size - LOG_BYTES))
                 text = file.read().decode(errors="replace")
         except OSError:
             return ""
@@ -205,7 +205,7 @@ class ServerProcess:
 
     def environment(self, ours: Mapping[str, str]) -> dict[str, str]:
         """What it is started with, where the trainer's environment is ``ours``."""
-        kept = {name: value for name, value in ours.items() if name not in OURS and not name.startswith(OURS_TOO)}
+        kept = {name: value for name, value in ours.items() if name not in OURS and not name.startswith(OUR_PREFIXES)}
         if self.gpus is not None:
             kept["CUDA_VISIBLE_DEVICES"] = self.gpus
         of_kind = server_environment(self._config.rollout, secret=self.secret)

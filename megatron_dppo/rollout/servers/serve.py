@@ -1,8 +1,8 @@
 """``megatron-dppo serve CONFIG``: one rollout server, on a node of its own, for a trainer elsewhere.
 
-One task of Slurm is one server: that of its place among ``rollout.servers``. It is started again where it dies, at the
-same address, and the trainer, which has taken it out, brings it up to date. Needs no Megatron-Core: the container of a
-stock server will do.
+One task of Slurm is one server: task ``n`` is the ``n``-th of ``rollout.servers``. A server that dies is started again
+at the same address, and the trainer brings it up to date. No Megatron-Core is needed: the container of a stock server
+is enough.
 """
 
 from __future__ import annotations

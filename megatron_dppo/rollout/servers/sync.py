@@ -1,7 +1,7 @@
-"""How a new version of the weights comes to serve: pause, begin, buckets, end, flush, check, and then continue.
+"""An update of the servers' weights: pause, begin, buckets, end, flush, check, and then resume.
 
-A server that fails in any of these holds nobody knows what. It is left paused, named, and not asked again until an
-update has brought it up to date.
+It is not known which weights a server holds that fails in one of these. It is named and left paused, and gets no
+request before an update has brought it up to date.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class Sync:
     def _verify(self, clients: Sequence[ServerClient], expected: Mapping[str, str]) -> Mapping[str, str]:
         """Servers whose checksums are not the actor's, or not those of others with as many ranks, with the reason.
 
-        A checksum that is no whole SHA-256 is SGLang's: the beginning of one on a CPU, and of its own making on a GPU,
-        where it tells only whether servers hold the same.
+        A checksum that is shorter than a SHA-256 is SGLang's. On a CPU it is the beginning of one. On a GPU SGLang has
+        a checksum of its own, which only tells whether servers hold the same.
         """
         on_cpu = self.world.device.type == "cpu"
         first: dict[int, Mapping[str, str]] = {}
@@ -182,8 +182,10 @@ async def _abandon(client: ServerClient) -> None:
 
 
 class _Digests:
-    """The actor's weights, with the SHA-256 in hex of every vector (norm) that has passed: enough to tell one version
-    from another. Each costs a GPU a stop."""
+    """The actor's weights, with the SHA-256 in hex of every vector (norm) that has passed.
+
+    That is enough to tell one version from another. On a GPU each hash waits for the device.
+    """
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source

@@ -1,7 +1,7 @@
-"""Two ways for a version of the weights to reach servers that wait for it.
+"""Two ways for a version of the weights to reach the servers: a process group, and files.
 
-A transport moves tensors and nothing else: pausing, opening and closing an update, and trying again are the business of
-``sync.py``. All are collective, and say on every rank alike what went wrong, by server.
+A transport only moves tensors. ``sync.py`` pauses servers, opens and closes the update, and tries again. Every
+transport is collective, and says on every rank alike which server failed and why.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Disk:
 def open_transport(
     config: Config, world: World, http: Http, shape: PolicyShape, *, run: str, our_nccl: str | None
 ) -> Transport:
-    """That of ``rollout.sync.transport``. See :class:`Collective` for ``run`` and ``our_nccl``."""
+    """The transport that ``rollout.sync.transport`` names. See :class:`Collective` for ``run`` and ``our_nccl``."""
     sync = config.rollout.sync
     bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
     if sync.transport == "collective":
