@@ -284,19 +284,19 @@ class ServerEngine:
         self._say_on_leader("no rollout server is left; waiting for one to come back")
 
         def look() -> tuple[Server, ...]:
-            pool, rollout = self._leaders_pool, self._config.rollout
-            servers = pool.welcome()
-            if not servers and pool.hopeless:
+            pool, restarts = self._leaders_pool, self._config.rollout.launch.restarts
+            if servers := pool.welcome():
+                return servers
+            if pool.hopeless:
                 problem = "are used up, and no rollout server is left"
                 remedy = "Look into the servers' logs; raise it, and run the same command again: it resumes"
-                raise UserError("rollout.launch.restarts", rollout.launch.restarts, problem, remedy)
-            if not servers and time.monotonic() - began > timeout_s:
+                raise UserError("rollout.launch.restarts", restarts, problem, remedy)
+            if time.monotonic() - began > timeout_s:
                 problem = "no rollout server is left, and none came back in time"
                 remedy = "Look into the servers' logs, start them again, and run the same command again: it resumes"
                 raise UserError("rollout.timeout_s", f"{timeout_s:g}", problem, remedy)
-            if not servers:
-                time.sleep(EXCHANGE_S)
-            return servers
+            time.sleep(EXCHANGE_S)
+            return ()
 
         while not (servers := self._world.from_leader(look)):
             pass

@@ -110,7 +110,8 @@ class Pool:
         ours = [wait_ready(process, self._client, launch.wait_s) for process in self.processes]
         given = [self._given(url, launch.wait_s) for url in server_urls(self._config)]
         started, found = await asyncio.gather(asyncio.gather(*ours), asyncio.gather(*given))
-        clients = [*enumerate(started), *((None, client) for group in found for client in group)]
+        clients: list[tuple[int | None, ServerClient]] = list(enumerate(started))
+        clients += [(None, client) for group in found for client in group]
         for number, client in clients:
             await self._check(client)
             self._serving[Server.of(client, number)] = client

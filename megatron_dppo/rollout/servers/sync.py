@@ -144,7 +144,7 @@ class Sync:
         if (told := await client.version()) != version:
             raise ServerError(client.url, f"says that its weights are of version {told!r} after an update", alive=True)
 
-    def _verify(self, clients: Sequence[ServerClient], expected: Mapping[str, str]) -> Mapping[str, str]:
+    def _verify(self, clients: Sequence[ServerClient], expected: Mapping[str, str]) -> dict[str, str]:
         """Servers whose checksums are not the actor's, or not those of others with as many ranks, with the reason.
 
         A checksum that is shorter than a SHA-256 is SGLang's. On a CPU it is the beginning of one. On a GPU SGLang has
