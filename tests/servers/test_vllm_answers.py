@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.rollout.servers.client import GenerateRequest
+from megatron_dppo.rollout.servers.client import GenerateRequest, Manifest
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.vllm import (
     EXTENSION,
@@ -81,7 +81,7 @@ def api(http: Http, said: dict[str, Any]) -> Iterator[VllmClient]:
 
 
 def test_an_answer_becomes_a_piece(api: VllmClient) -> None:
-    piece = api._piece(CHOICE)
+    piece = api._result(CHOICE)
     np.testing.assert_array_equal(piece.token_ids, [7, 8, 9])
     np.testing.assert_array_equal(piece.logprobs, np.float32([-0.5, -1.5, -2.5]))
     assert piece.versions == (("1", 2), ("2", 1))
@@ -100,7 +100,7 @@ def test_an_answer_becomes_a_piece(api: VllmClient) -> None:
 )
 def test_an_answer_that_does_not_add_up_is_refused(api: VllmClient, changed: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ServerError, match=complaint):
-        api._piece(CHOICE | changed)
+        api._result(CHOICE | changed)
 
 
 def test_facts_are_what_the_server_says(http: Http, api: VllmClient) -> None:
@@ -173,7 +173,7 @@ def test_a_server_without_our_extension_loads_from_disk_only(http: Http, api: Vl
     said["/server_info"]["vllm_config"]["parallel_config"]["worker_extension_cls"] = ""
     http.run(api.update_from_disk(Path("/weights"), "5"))
     with pytest.raises(ServerError, match=EXTENSION):
-        http.run(api.take([], None))
+        http.run(api.update_from_distributed(Manifest([], [], []), "weights", None))
 
 
 def test_a_gpu_server_that_cannot_sleep_is_told_how(http: Http, api: VllmClient) -> None:
