@@ -121,10 +121,7 @@ def _packs(setup: Setup, tokens: float) -> int:
 
 
 def _sync_seconds(setup: Setup) -> float:
-    """Seconds to bring the weights to all servers, over a node's links, over the network, or by disk.
-
-    Servers that share the trainer's GPUs take the weights from there. Gathering them on each GPU takes the time.
-    """
+    """Seconds to bring the weights to all servers, over a node's links, over the network, or by disk."""
     size, rollout, cluster = parameters_of(setup.shape).total * setup.width, setup.config.rollout, setup.config.cluster
     if rollout.engine != "local" and rollout.sync.transport == "disk":
         return size / (setup.assume.sync_copy_gb_s * 1e9)

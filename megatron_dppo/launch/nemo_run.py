@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
+from megatron_dppo.rollout.servers.launch import gpus_to_reserve
 
 JOB = Path(__file__).parents[2] / "scripts" / "slurm" / "job.sh"
 EXEC_JOB = """

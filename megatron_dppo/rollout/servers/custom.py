@@ -25,7 +25,7 @@ from megatron_dppo.plugins.slime_modules import poster
 from megatron_dppo.plugins.slime_sample import Arguments, Sample, Status
 from megatron_dppo.rl.types import NOT_SAMPLED, Prompt
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.api import Piece, ServerApi
+from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError
 
 SETTING = "rollout.custom_generate"
@@ -64,7 +64,7 @@ class CustomGenerate:
     def close(self) -> None:
         self._thread.close()
 
-    async def __call__(self, api: ServerApi, prompt: Prompt, sampling: Sampling) -> list[Piece]:
+    async def __call__(self, api: ServerClient, prompt: Prompt, sampling: Sampling) -> list[GenerateResult]:
         """``sampling.samples`` completions from one server. In the HTTP thread.
 
         Raises:
@@ -79,7 +79,7 @@ class CustomGenerate:
             problem = f"was spoken to by {self._spec} for {self._timeout_s:g} s, with no completion in the end"
             raise ConversationError(api.url, problem, alive=True) from None
 
-    async def _converse(self, api: ServerApi, prompt: Prompt, sampling: Sampling) -> list[Piece]:
+    async def _converse(self, api: ServerClient, prompt: Prompt, sampling: Sampling) -> list[GenerateResult]:
         before = await self._version(api)
         one = [asyncio.create_task(self._one(api, prompt, sampling, i, before)) for i in range(sampling.samples)]
         try:
@@ -88,7 +88,9 @@ class CustomGenerate:
             for task in one:
                 task.cancel()
 
-    async def _one(self, api: ServerApi, prompt: Prompt, sampling: Sampling, number: int, before: str) -> Piece:
+    async def _one(
+        self, api: ServerClient, prompt: Prompt, sampling: Sampling, number: int, before: str
+    ) -> GenerateResult:
         told: list[str] = []
         poster.set(lambda url, payload: self._post(api, url, payload, told))
         address = urlsplit(api.url)
@@ -122,9 +124,9 @@ class CustomGenerate:
             raise UserError(SETTING, self._spec, f"for prompt {prompt.id} it {error}", remedy) from None
         # A function that speaks to the server by means of its own leaves no word of who made which token.
         spans = _spans(told or [before, await self._version(api)], len(tokens))
-        return Piece(tokens, logprobs, spans, reason)
+        return GenerateResult(tokens, logprobs, spans, reason)
 
-    async def _post(self, api: ServerApi, url: str, payload: Mapping[str, Any], told: list[str]) -> Any:
+    async def _post(self, api: ServerClient, url: str, payload: Mapping[str, Any], told: list[str]) -> Any:
         parts = urlsplit(url)
         base, path = f"{parts.scheme}://{parts.netloc}", url.partition(parts.netloc)[2]
         if _host(url) != _host(api.url):
@@ -140,7 +142,7 @@ class CustomGenerate:
                 told.append(str(each["meta_info"]["weight_version"]))
         return answer
 
-    async def _version(self, api: ServerApi) -> str:
+    async def _version(self, api: ServerClient) -> str:
         """Of a server's weights, now."""
         answer = await self._thread.call("GET", api.url, "/model_info", secret=api.secret, timeout_s=30.0)
         return str(answer["weight_version"])
