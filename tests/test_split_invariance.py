@@ -6,12 +6,12 @@ the optimizer has sharded it, to first order and in every bit that matters.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.rl.types import StepPlan
 from tests.bridge.directories import Sizes, write_qwen3_moe
@@ -23,10 +23,10 @@ from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, st
 def reverse_order(plan: StepPlan) -> StepPlan:
     """The same packs as microbatches in the opposite order, with their rows in the opposite order."""
     minibatches = (
-        replace(m, packs=tuple(tuple(pack[::-1] for pack in replica[::-1]) for replica in m.packs))
+        dataclasses.replace(m, packs=tuple(tuple(pack[::-1] for pack in replica[::-1]) for replica in m.packs))
         for m in plan.minibatches
     )
-    return replace(plan, minibatches=tuple(minibatches))
+    return dataclasses.replace(plan, minibatches=tuple(minibatches))
 
 
 def learned(rank: int, size: int, config: Config, backwards: bool) -> tuple[dict[str, float], Weights]:

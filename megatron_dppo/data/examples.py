@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.config import DataConfig
+from megatron_dppo.config import DataConfig, replace
 from megatron_dppo.data.generators import GENERATORS, Split
 from megatron_dppo.data.rows import Row, as_text, is_blank, is_too_deep, read_rows
 from megatron_dppo.errors import UserError

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.trainer.preflight import check_config

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megatron_dppo.config import CompletionPruningConfig, Config, PromptPruningConfig
+from megatron_dppo.config import CompletionPruningConfig, Config, PromptPruningConfig, replace
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.rl.pruning.schedule import scheduled_keep, window_size
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, replace
 from megatron_dppo.data.generators import GENERATORS
 from megatron_dppo.data.prompts import load_prompts, prompts_of
 from megatron_dppo.data.tokenizer import Tokenizer
@@ -66,7 +67,7 @@ def _load(source: Source, config: Config, tokenizer: Tokenizer, max_positions: i
     check_labels(verifier, [(prompt.place, prompt.label) for prompt in prompts])
     # Luck is a function of the id: problems of one number in two benchmarks are not to share it.
     first = zlib.crc32(source.name.encode()) * MOST if source.setting == SETTING else 0
-    return [Problem(source.name, i, replace(p, id=first + i), verifier) for i, p in enumerate(prompts)]
+    return [Problem(source.name, i, dataclasses.replace(p, id=first + i), verifier) for i, p in enumerate(prompts)]
 
 
 def _named(source: Source, config: Config, tokenizer: Tokenizer, max_positions: int) -> Sequence[Prompt]:

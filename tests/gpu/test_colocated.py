@@ -6,7 +6,6 @@ import multiprocessing
 import pickle
 import sys
 from base64 import b64decode
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.config import LayoutConfig, LossConfig
+from megatron_dppo.config import LayoutConfig, LossConfig, replace
 from megatron_dppo.init import write_model
 from megatron_dppo.rollout.servers.api import Manifest
 from megatron_dppo.rollout.servers.handles import lay_out, shared
