@@ -13,6 +13,8 @@ from megatron_dppo.errors import UserError
 HEAD_CHUNK_MIB = {"cpu": 64, "cuda": 1024}
 """What ``model.head_chunk_mib`` is by type of device, unless it is set. Each chunk reads the output layer and its
 gradient anew, which takes a CPU little of its time, and a GPU much."""
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
+"""Of one weight, by ``model.dtype``."""
 
 
 class ModelConfig(Section):

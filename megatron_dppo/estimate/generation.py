@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import WEIGHT_BYTES, Config
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.hardware import Gpu
 from megatron_dppo.estimate.memory import cache_bytes
 from megatron_dppo.estimate.parameters import parameters_of
 from megatron_dppo.estimate.work import Lengths, Work, lengths_of, prompt_tokens
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.trainer.disk_room import WEIGHT_BYTES
 
 BINS = 64
 """Stretches of a response in which the number of those still decoding is taken as constant."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_dppo.config import HEAD_CHUNK_MIB, Config
+from megatron_dppo.config import HEAD_CHUNK_MIB, WEIGHT_BYTES, Config
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.hardware import GIB, Gpu
 from megatron_dppo.estimate.parameters import parameters_of, rank_elements
 from megatron_dppo.estimate.placement import Placement
 from megatron_dppo.models.shape import PolicyShape, padded_vocab
-from megatron_dppo.trainer.disk_room import WEIGHT_BYTES
 
 SYNC_BUCKET_MIB = 512
 """What ``rollout.sync.bucket_mib`` is from a GPU, unless it is set."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import WEIGHT_BYTES, Config
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.generation import generation
 from megatron_dppo.estimate.hardware import Gpu
@@ -14,7 +14,6 @@ from megatron_dppo.estimate.placement import Placement
 from megatron_dppo.estimate.work import Work, lengths_of, prompt_tokens, work_of
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.rl.packing import packs_wanted
-from megatron_dppo.trainer.disk_room import WEIGHT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

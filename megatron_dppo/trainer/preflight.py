@@ -7,12 +7,16 @@ the machine: files, the policy, the disk.
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
+from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
-from megatron_dppo.config import Config
+from megatron_dppo.config import WEIGHT_BYTES, Config
 from megatron_dppo.config.types import Command
 from megatron_dppo.data.examples import Example, Source, example_of, read_examples
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM
@@ -21,8 +25,12 @@ from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
 from megatron_dppo.rewards.functions import BUILTIN, check_labels, resolve
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
-from megatron_dppo.trainer.disk_room import check_room, check_run_dir
 from megatron_dppo.trainer.history import check_resume, check_warm_up
+
+MASTER_AND_MOMENTS = 12
+"""Bytes per weight of the optimizer's state: an fp32 master copy and Adam's two moments."""
+OVERHEAD = 4 * 2**20
+"""Bytes of what lies around the weights: logs, the tokenizer, the picture."""
 
 
 def preflight(config: Config, command: Command) -> None:
@@ -49,12 +57,12 @@ def preflight(config: Config, command: Command) -> None:
         check_servers(config, shape)
     if command == "eval":
         return
-    check_run_dir(Path(config.run.dir))
+    _check_run_dir(Path(config.run.dir))
     if command == "train":
         check_resume(config)
     else:
         check_warm_up(config)
-    check_room(config, shape, command)
+    _check_room(config, shape, command)
 
 
 def check_config(config: Config, command: Command = "train") -> None:
@@ -69,15 +77,14 @@ def check_config(config: Config, command: Command = "train") -> None:
 
 
 def _check_positions(config: Config, shape: PolicyShape, command: Command) -> None:
-    longest = config.data.max_prompt_tokens + (config.rollout.max_response_tokens if command != "sft" else 0)
-    if longest > shape.max_positions:
-        key = "data.max_prompt_tokens" if command == "sft" else "rollout.max_response_tokens"
-        raise UserError(
-            key,
-            config.data.max_prompt_tokens if command == "sft" else config.rollout.max_response_tokens,
-            f"the longest sequence has {longest} tokens, and the policy was made for {shape.max_positions} positions",
-            f"Lower {key}" if command == "sft" else f"Lower {key} or data.max_prompt_tokens",
-        )
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    setting, value, remedy = "rollout.max_response_tokens", response, " or data.max_prompt_tokens"
+    if command == "sft":
+        setting, value, remedy, response = "data.max_prompt_tokens", prompt, "", 0
+    longest, most = prompt + response, shape.max_positions
+    if longest > most:
+        problem = f"the longest sequence has {longest} tokens, and the policy was made for {most} positions"
+        raise UserError(setting, value, problem, f"Lower {setting}{remedy}")
 
 
 def _check_data(config: Config, command: Command) -> None:
@@ -91,13 +98,9 @@ def _check_data(config: Config, command: Command) -> None:
         raise UserError("eval.benchmarks", "[]", "names nothing to evaluate on, and data.eval does not either", remedy)
     for source in held_out:
         if source.name and source.file not in GENERATORS and not Path(source.file).is_file():
-            raise UserError(
-                source.setting,
-                source.file,
-                "is no file",
-                f"Put its problems there, one JSON object a line with the columns {config.data.prompt_key} and "
-                f"{config.data.label_key}, or leave {source.name} out",
-            )
+            columns = f"the columns {config.data.prompt_key} and {config.data.label_key}"
+            remedy = f"Put its problems there, one JSON object a line with {columns}, or leave {source.name} out"
+            raise UserError(source.setting, source.file, "is no file", remedy)
         if source.setting == SETTING and source.file not in GENERATORS:
             rows, data = rows_of(source, config.data)
             verifier = source.benchmark.verifier if source.benchmark else config.reward.function
@@ -141,9 +144,50 @@ def _check_task_is_rewarded(config: Config) -> None:
 def _check_own(place: Path, folder: Path, run_dir: Path) -> None:
     place, own = place.resolve(), (run_dir / "checkpoints").resolve()
     if own in (place, *place.parents):
-        raise UserError(
-            "model.checkpoint",
-            folder,
-            "is a checkpoint of this very run, which would take what it has learned for the policy that it began with",
-            "Leave it as it was when the run began (the run resumes by itself), or name another run.dir",
+        problem = (
+            "is a checkpoint of this very run, which would take what it has learned for the policy that it began with"
         )
+        remedy = "Leave it as it was when the run began (the run resumes by itself), or name another run.dir"
+        raise UserError("model.checkpoint", folder, problem, remedy)
+
+
+def _check_run_dir(folder: Path) -> None:
+    place = _existing(folder)
+    if not place.is_dir():
+        raise UserError("run.dir", folder, f"{place} is a file", "Name a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError("run.dir", folder, f"{place} cannot be written to", "Name a directory that you may write to")
+
+
+def _check_room(config: Config, shape: PolicyShape, command: Command) -> None:
+    folder = Path(config.run.dir)
+    taken = sum(file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file())
+    needed, free = bytes_to_write(config, shape, command) - taken, shutil.disk_usage(_existing(folder)).free
+    if free < needed:
+        fewer = "lower run.keep_checkpoints, " if command == "train" and config.run.keep_checkpoints > 1 else ""
+        problem = f"checkpoints and export will take about {_readable(needed)}, and {_readable(free)} are free there"
+        raise UserError("run.dir", folder, problem, f"Free some room, {fewer}or point run.dir at another disk")
+
+
+def bytes_to_write(config: Config, shape: PolicyShape, command: Command) -> int:
+    """The most that a run has on the disk at one time: checkpoints (those that it keeps, the best one, and one more
+    while the newest is being written) and the export."""
+    weights, dtype, run = parameters(shape), WEIGHT_BYTES[config.model.dtype], config.run
+    if command == "sft":
+        return weights * dtype + OVERHEAD
+    written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1
+    checkpoints = min(written, run.keep_checkpoints + run.keep_best + 1)
+    return weights * ((dtype + MASTER_AND_MOMENTS) * checkpoints + (dtype if run.export else 0)) + OVERHEAD
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest thing above it that exists."""
+    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+
+
+def _readable(size: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
