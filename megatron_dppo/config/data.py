@@ -35,7 +35,7 @@ class ArithmeticConfig(Section):
 class ReasoningGymConfig(Section):
     """Read where ``data.train`` is ``reasoning_gym``; see ``data/generators.py``."""
 
-    tasks: dict[str, dict[str, Any]] = Field({"chain_sum": {}})
+    tasks: dict[str, dict[str, Any]] = Field(default={"chain_sum": {}})
     """reasoning-gym's names of the tasks, each with settings for its generator (``{}``: its own defaults); problems are
     taken from them in turn."""
     problems: Positive = 4096
@@ -73,9 +73,9 @@ class DataConfig(Section):
     reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
 
     def check(self, prompts_per_step: int) -> None:
-        generated = {"arithmetic": self.arithmetic, "reasoning_gym": self.reasoning_gym}.get(self.train)
-        if generated and prompts_per_step > generated.problems:
-            setting, pool = f"data.{self.train}.problems", generated.problems
+        pools = {"arithmetic": self.arithmetic.problems, "reasoning_gym": self.reasoning_gym.problems}
+        pool, setting = pools.get(self.train), f"data.{self.train}.problems"
+        if pool is not None and prompts_per_step > pool:
             problem = f"is more than {setting} = {pool}, and a window holds no prompt twice"
             remedy = f"Lower it to {pool} or less, or raise {setting}"
             raise UserError("rollout.prompts_per_step", prompts_per_step, problem, remedy)
