@@ -12,12 +12,13 @@ N/(N − 1) Σ_q ‖y_q − ȳ‖² with y_q a prompt's part of ∇J. An error o
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,14 @@ import torch
 from real_gradients import norm
 from training_stages import Stage, training_stages
 
-from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, PromptPruningConfig, PruningConfig
+from megatron_dppo.config import (
+    CompletionPruningConfig,
+    Config,
+    LossConfig,
+    PromptPruningConfig,
+    PruningConfig,
+    replace,
+)
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.objectives import OBJECTIVES, advantages
 from megatron_dppo.rl.plan import take_groups
@@ -77,7 +85,7 @@ class Window:
         self.gram = stage.unit_gram * np.outer(self.advantage, self.advantage)
         self.cost = (metadata.prompt_lengths[:, None] + metadata.response_lengths).astype(np.float64)
         everything = prune_minibatch(
-            metadata, self.config(PruningConfig(*_rules("none", "none"))), self.objective, keep=1.0, rng=_any()
+            metadata, self.config(_rules("none", "none")), self.objective, keep=1.0, rng=_any()
         )
         self.full = (everything.coefficient / everything.normaliser).ravel()
         self.length = float(norm(self.gram, self.full))
@@ -158,7 +166,7 @@ class Window:
                 rng=rng,
             )
             part = take_groups(self.metadata, selection.prompt_ids)
-            part = replace(part, prompt_inclusion=selection.inclusion, window=float(selection.window))
+            part = dataclasses.replace(part, prompt_inclusion=selection.inclusion, window=float(selection.window))
             if rule.rule == "dynamic_sampling":
                 part = take_groups(part, mixed(part))
             pruned = prune_minibatch(part, config, self.objective, keep=pruning.completions.keep, rng=rng)
@@ -170,8 +178,9 @@ class Window:
         return draw
 
 
-def _rules(prompts: str, completions: str, **more: object) -> tuple[PromptPruningConfig, CompletionPruningConfig]:
-    return PromptPruningConfig(rule=prompts), CompletionPruningConfig(rule=completions, **more)
+def _rules(prompts: str, completions: str, *, max_weight: float = 5.0, **more: object) -> PruningConfig:
+    rule = CompletionPruningConfig(rule=completions, **more)
+    return PruningConfig(prompts=PromptPruningConfig(rule=prompts), completions=rule, max_weight=max_weight)
 
 
 def _any() -> np.random.Generator:
@@ -184,32 +193,32 @@ def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
 
     def row(level: str, rule: str, weight: float, budget: float, draw: Draw | None) -> Row:
         empty = Row(stage.name, objective, level, rule, weight, round(budget, 3), None)
-        return empty if draw is None else replace(empty, **window.judge(draw, draws))
+        return empty if draw is None else dataclasses.replace(empty, **window.judge(draw, draws))
 
     norms = stage.unit_norms
     told = {
         "neyman": None,
-        "neyman, head": replace(stage.metadata, score_norms=stage.head_score_norms),
-        "neyman, advantage": replace(stage.metadata, score_norms=np.ones_like(norms)),
-        "neyman, true norms": replace(stage.metadata, score_norms=norms),
+        "neyman, head": dataclasses.replace(stage.metadata, score_norms=stage.head_score_norms),
+        "neyman, advantage": dataclasses.replace(stage.metadata, score_norms=np.ones_like(norms)),
+        "neyman, true norms": dataclasses.replace(stage.metadata, score_norms=norms),
     }
     for budget in BUDGETS:
         for all_of_them, name in ((True, "uniform"), (False, "uniform without A=0")):
             yield row("completions", name, math.inf, budget, window.uniform(budget, all_of_them=all_of_them))
         for weight in (5.0, 20.0):
             for name, metadata in told.items():
-                pruning = PruningConfig(*_rules("none", "neyman"), max_weight=weight)
+                pruning = _rules("none", "neyman", max_weight=weight)
                 draw = at_budget(window, budget, lambda k, p=pruning, m=metadata: window.completions(p, k, m))
                 yield row("completions", name, weight, budget, draw)
-            pruning = PruningConfig(*_rules("none", "threshold"), max_weight=weight)
+            pruning = _rules("none", "threshold", max_weight=weight)
             draw = at_budget(window, budget, lambda k, p=pruning: window.completions(p, k))
             yield row("completions", "threshold", weight, budget, draw)
         for name, more in (("threshold_deterministic", {}), ("top_k", {}), ("top_k, kept", {"normaliser": "kept"})):
-            pruning = PruningConfig(*_rules("none", name.partition(",")[0], **more))
+            pruning = _rules("none", name.partition(",")[0], **more)
             draw = at_budget(window, budget, lambda k, p=pruning: window.completions(p, k))
             yield row("completions", name, 5.0, budget, draw)
         for name in ("threshold", "neyman"):
-            pruning = PruningConfig(*_rules(name, "none"))
+            pruning = _rules(name, "none")
             yield row(
                 "prompts", name, 5.0, budget, at_budget(window, budget, lambda k, p=pruning: window.prompts(p, k))
             )
@@ -217,16 +226,16 @@ def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
             yield row("prompts", name, 5.0, budget, None)
         yield row("both", "neyman", 5.0, budget, both(window, budget))
     for name in ("greso", "dynamic_sampling"):  # what share they keep is not theirs to choose
-        draw = window.prompts(PruningConfig(*_rules(name, "none")), 0.5)
+        draw = window.prompts(_rules(name, "none"), 0.5)
         yield row("prompts", name, 5.0, expected_tokens(window, draw), draw)
 
 
 def both(window: Window, budget: float) -> Draw | None:
     """The default: 0.7 of the prompts, and of their completions what is left of the budget."""
-    prompts, completions = _rules("neyman", "neyman")
+    rules = _rules("neyman", "neyman")
 
     def at(keep: float) -> Draw:
-        return window.prompts(PruningConfig(prompts, replace(completions, keep=keep)), prompts.keep)
+        return window.prompts(replace(rules, completions=replace(rules.completions, keep=keep)), rules.prompts.keep)
 
     return at_budget(window, budget, at)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
 from real_gradients import gradients, gram, single_packs
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, replace
 from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.parallel.world import initialize, shut_down

@@ -5,24 +5,21 @@ Needs neither torch nor Megatron, so that a file can be checked on any machine, 
 
 from __future__ import annotations
 
-import ast
 import difflib
-import inspect
-import sys
 import textwrap
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
+from megatron_dppo.config.types import Section
 from megatron_dppo.errors import UserError
 
 
@@ -56,12 +53,10 @@ def load_config(path: str | None, overrides: Sequence[str]) -> Config:
             or beyond its limits.
     """
     tree = _read(path) if path is not None else {}
-    _check_keys(tree, "", path or "the settings")
     for override in overrides:
         _apply(tree, override)
-    _refuse_booleans_for_numbers(tree)
     try:
-        return TypeAdapter(Config).validate_python(tree)
+        return Config.model_validate(_checked(tree, ""))
     except ValidationError as error:
         raise _explain(error) from None
 
@@ -78,15 +73,13 @@ def sections() -> frozenset[str]:
     return frozenset(key[:i] for key in settings() for i, letter in enumerate(key) if letter == ".")
 
 
-def _leaves(section: type, prefix: str) -> Iterator[Setting]:
-    hints = get_type_hints(section, include_extras=True)
-    for field in fields(section):
-        kind, key = hints[field.name], prefix + field.name
-        if isinstance(kind, type) and is_dataclass(kind):
+def _leaves(section: type[Section], prefix: str) -> Iterator[Setting]:
+    for name, field in section.model_fields.items():
+        kind, key = field.annotation, prefix + name
+        if isinstance(kind, type) and issubclass(kind, Section):
             yield from _leaves(kind, key + ".")
         else:
-            default = field.default if field.default_factory is MISSING else field.default_factory()
-            yield Setting(key, kind, default, _meanings().get((section.__name__, field.name), ""))
+            yield Setting(key, field.rebuild_annotation(), field.default, " ".join((field.description or "").split()))
 
 
 class _Loader(yaml.SafeLoader):
@@ -115,16 +108,7 @@ def _read(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise UserError("CONFIG", path, "holds no sections", "write sections and settings, as the files in configs/ do")
-    return _without_empty_sections(tree, "")
-
-
-def _without_empty_sections(tree: Mapping[Any, Any], prefix: str) -> dict[Any, Any]:
-    """A section all of whose lines are commented out reads as null; it stands for its defaults."""
-    filled = {
-        name: _without_empty_sections(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
-        for name, value in tree.items()
-    }
-    return {name: value for name, value in filled.items() if value is not None or f"{prefix}{name}" not in sections()}
+    return tree
 
 
 def _where(error: yaml.YAMLError) -> str:
@@ -133,15 +117,24 @@ def _where(error: yaml.YAMLError) -> str:
     return " ".join(str(error).split())
 
 
-def _check_keys(tree: Mapping[Any, Any], prefix: str, origin: str) -> None:
-    """Refuse the first key that is no setting; sections that hold no mapping are left to the types' check."""
+def _checked(tree: Mapping[Any, Any], prefix: str) -> dict[Any, Any]:
+    """The tree with ``{}`` for null sections, which are those all of whose lines are commented out.
+
+    Refuses the first key that is no setting, and booleans for anything else: pydantic reads ``true`` as 1, and a file
+    that says ``steps: yes`` is a mistake. Sections that hold no mapping are left to pydantic.
+    """
+    checked: dict[Any, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key in sections():
-            if isinstance(value, Mapping):
-                _check_keys(value, key + ".", origin)
+            checked[name] = {} if value is None else _checked(value, key + ".") if isinstance(value, Mapping) else value
         elif key not in settings():
             raise _unknown(key, value)
+        elif isinstance(value, bool) and settings()[key].type is not bool:
+            raise _wrong(settings()[key], value, "is true or false")
+        else:
+            checked[name] = value
+    return checked
 
 
 def _unknown(key: str, value: object) -> UserError:
@@ -211,22 +204,6 @@ def _value(setting: Setting, text: str) -> Any:
         return text
 
 
-def _refuse_booleans_for_numbers(tree: Mapping[str, Any]) -> None:
-    """Pydantic reads ``true`` as 1, and a file that says ``steps: yes`` is a mistake."""
-    for key, setting in settings().items():
-        value = _look_up(tree, key)
-        if isinstance(value, bool) and setting.type is not bool:
-            raise _wrong(setting, value, "is true or false")
-
-
-def _look_up(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        if not isinstance(tree, Mapping) or name not in tree:
-            return None
-        tree = tree[name]
-    return tree
-
-
 def _explain(error: ValidationError) -> UserError:
     first = error.errors()[0]
     names = [str(part) for part in first["loc"]]
@@ -251,7 +228,7 @@ def allowed(kind: Any) -> str:
     """What a setting of this type may hold, in words."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return " ".join([allowed(arguments[0]), *(_limit(extra) for extra in arguments[1:])]).strip()
+        return f"{allowed(arguments[0])} {' and '.join(map(_limit, arguments[1:]))}"
     if origin is Literal:
         return " or ".join(str(argument) for argument in arguments)
     if origin in (Union, UnionType):
@@ -264,10 +241,10 @@ def allowed(kind: Any) -> str:
     return "any value" if kind is Any else words[kind]
 
 
-def _limit(extra: FieldInfo) -> str:
+def _limit(limit: Any) -> str:
+    name = type(limit).__name__
     words = {"Ge": "at least", "Gt": "above", "Le": "at most", "Lt": "below"}
-    limits = ((type(limit).__name__, limit) for limit in extra.metadata)
-    return " and ".join(f"{words[name]} {getattr(limit, name.lower()):g}" for name, limit in limits)
+    return f"{words[name]} {getattr(limit, name.lower()):g}"
 
 
 def short(value: object) -> str:
@@ -282,35 +259,19 @@ def as_yaml(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(section: Any, prefix: str) -> Iterator[str]:
+def _section(section: Section, prefix: str) -> Iterator[str]:
     indent = "  " * prefix.count(".")
-    for field in fields(section):
-        value, key = getattr(section, field.name), prefix + field.name
-        if is_dataclass(value):
-            yield from ([""] if not prefix else []) + [f"{indent}{field.name}:"]
-            yield from _section(value, key + ".")
+    for name, value in section:
+        if isinstance(value, Section):
+            yield from ([""] if not prefix else []) + [f"{indent}{name}:"]
+            yield from _section(value, f"{prefix}{name}.")
             continue
-        meaning = settings()[key].meaning.replace("``", "")
-        if choices := settings()[key].choices:
-            meaning = f"{meaning} [{', '.join(choices)}]".strip()
+        setting = settings()[prefix + name]
+        meaning = setting.meaning.replace("``", "")
+        if setting.choices:
+            meaning = f"{meaning} [{', '.join(setting.choices)}]".strip()
         yield from textwrap.wrap(meaning, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         many = isinstance(value, tuple | dict)
-        plain = {field.name: list(value) if isinstance(value, tuple) else value}
+        plain = {name: list(value) if isinstance(value, tuple) else value}
         written = yaml.safe_dump(plain, default_flow_style=None if many else False, allow_unicode=True, width=10**6)
         yield from (indent + line for line in written.splitlines())
-
-
-@cache
-def _meanings() -> Mapping[tuple[str, str], str]:
-    """The text that stands under a field in ``config/``, by class and field. Python itself does not keep it."""
-    modules = {sys.modules[section.__module__] for section in get_type_hints(Config).values()}
-    found: dict[tuple[str, str], str] = {}
-    for node in (node for module in modules for node in ast.parse(inspect.getsource(module)).body):
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for field, after in zip(node.body, node.body[1:], strict=False):
-            if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
-                continue
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                found[node.name, field.target.id] = " ".join(str(after.value.value).split())
-    return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from megatron_dppo.config import (
     RolloutConfig,
     RunConfig,
     SftConfig,
+    replace,
 )
 from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Microbatch
@@ -170,7 +172,9 @@ def graded(rollouts: Collected) -> Collected:
     """The same with DAPO's soft penalty over the whole limit: long answers are worth less than short ones."""
     lengths = rollouts.metadata.response_lengths
     penalty = np.array([soft_overlong_penalty(row, limit=LIMIT, buffer=LIMIT) for row in lengths])
-    return replace(rollouts, metadata=replace(rollouts.metadata, rewards=rollouts.metadata.rewards + penalty))
+    return dataclasses.replace(
+        rollouts, metadata=dataclasses.replace(rollouts.metadata, rewards=rollouts.metadata.rewards + penalty)
+    )
 
 
 def groups_of(rollouts: Collected) -> list[Group]:
@@ -255,7 +259,7 @@ def draw_plan(
 def selected(metadata: StepMetadata, selection: Selection) -> StepMetadata:
     """What the planner would know of the window, had only these prompts been rolled out."""
     part = take_groups(metadata, selection.prompt_ids)
-    return replace(part, prompt_inclusion=selection.inclusion, window=float(selection.window))
+    return dataclasses.replace(part, prompt_inclusion=selection.inclusion, window=float(selection.window))
 
 
 def joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
@@ -281,7 +285,9 @@ def second_update(trainer: Trainer, rollouts: Collected, old: Sequence[np.ndarra
     rows = (which[:, None] * SAMPLES + np.arange(SAMPLES)).ravel()
     singles = [Microbatch(pack, old[row]) for pack, row in zip(packs, rows, strict=True)]
     config = Config(
-        pruning=PruningConfig(PromptPruningConfig(rule="none"), CompletionPruningConfig(rule="neyman", keep=0.5))
+        pruning=PruningConfig(
+            prompts=PromptPruningConfig(rule="none"), completions=CompletionPruningConfig(rule="neyman", keep=0.5)
+        )
     )
     actor, loss = trainer.policy.actor, plain_loss()
     loss.take_scored()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from megatron_dppo.config import Config, LayoutConfig
+from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.sft import sft
 from megatron_dppo.train import train
 from tests.ranks import RankPool

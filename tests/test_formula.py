@@ -6,7 +6,6 @@ and normaliser by hand, and one step of Adam with eps = 1 and rate 1, which move
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.rl.types import Group, StepMetadata, StepPlan
 from tests.policies import write_policy
 from tests.ranks import RankPool

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from megatron_dppo.config import (
     PromptPruningConfig,
     PruningConfig,
     ScheduleConfig,
+    replace,
 )
 from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.collect import Collected

@@ -9,17 +9,18 @@ of what was kept.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import pytest
 
 from benchmarks.real_gradients import norm
-from megatron_dppo.config import CompletionPruningConfig, Config, PromptPruningConfig, PruningConfig
+from megatron_dppo.config import CompletionPruningConfig, Config, PromptPruningConfig, PruningConfig, replace
 from megatron_dppo.rl.objectives import advantages, normaliser, objective_for
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
@@ -295,7 +296,7 @@ def refilled(window: Measured, selection: Selection) -> Selection:
     """Whoever was not drawn fills the batch up to its size, with the weight that a draw would have given."""
     others = np.setdiff1d(WINDOW.prompt_ids, selection.prompt_ids)
     ids = np.sort([*selection.prompt_ids, *others[: max(round(0.8 * PROMPTS) - len(selection.prompt_ids), 0)]])
-    return replace(
+    return dataclasses.replace(
         selection, prompt_ids=ids, inclusion=inclusion_of(window, PromptPruningConfig(rule="threshold", keep=0.6))[ids]
     )
 
@@ -304,8 +305,8 @@ def weighted_by_later_history(window: Measured, selection: Selection) -> Selecti
     """π as the rule has it once the history has learned of this very step."""
     later = deepcopy(window.history)
     remember(later, selected(window.metadata, selection))
-    now = inclusion_of(replace(window, history=later), PromptPruningConfig(rule="neyman", keep=0.6))
-    return replace(selection, inclusion=now[selection.prompt_ids])
+    now = inclusion_of(dataclasses.replace(window, history=later), PromptPruningConfig(rule="neyman", keep=0.6))
+    return dataclasses.replace(selection, inclusion=now[selection.prompt_ids])
 
 
 @pytest.mark.parametrize(
@@ -356,14 +357,14 @@ def test_second_stage_scores_that_forget_the_first_stage_cost_variance(windows):
     advantage = np.abs(advantages(window.metadata.rewards, normalise=True))
     squares = np.diag(window.gram).reshape(advantage.shape)
     norms = np.divide(np.sqrt(squares), advantage, out=np.zeros_like(advantage), where=advantage > 0.0)
-    known = replace(window, metadata=replace(window.metadata, score_norms=norms))
+    known = dataclasses.replace(window, metadata=dataclasses.replace(window.metadata, score_norms=norms))
     config = settings(window, "neyman", "neyman", keep=0.4)
     few = replace(config.pruning.prompts, keep=0.5)
     config = replace(config, pruning=replace(config.pruning, prompts=few, max_weight=100.0))
     right = wrong = 0.0
     for selection, chosen in selections(known, config):
         part = selected(known.metadata, selection)
-        forgetful = replace(part, score_norms=part.score_norms * part.prompt_inclusion[:, None])
+        forgetful = dataclasses.replace(part, score_norms=part.score_norms * part.prompt_inclusion[:, None])
         terms = squares[selection.prompt_ids] / (part.response_lengths * part.prompt_inclusion[:, None]) ** 2
         for told in (part, forgetful):
             inclusion = prune(told, config, FixedOffset(0.5)).inclusion
@@ -395,7 +396,9 @@ def test_floors_of_each_level_alone_multiply(windows):
     heaviest = alone = 0.0
     for selection, _ in selections(window, config):
         part = selected(window.metadata, selection)
-        certain = prune(replace(part, prompt_inclusion=np.ones(len(part.prompt_ids))), config, FixedOffset(0.5))
+        certain = prune(
+            dataclasses.replace(part, prompt_inclusion=np.ones(len(part.prompt_ids))), config, FixedOffset(0.5)
+        )
         heaviest = max(heaviest, prune(part, config, FixedOffset(0.5)).weight.max())
         alone = max(alone, (certain.weight / part.prompt_inclusion[:, None]).max())
     assert heaviest <= config.pruning.max_weight * (1 + 1e-9) < alone

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import pickle
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import as_yaml, load_config, nearest, settings
 
@@ -173,12 +174,22 @@ def test_a_file_that_is_absent_is_named() -> None:
 
 
 def test_settings_lists_every_leaf_of_the_configuration() -> None:
-    def leaves(section: object, prefix: str = "") -> set[str]:
-        found: set[str] = set()
-        for field in dataclasses.fields(section):
-            value = getattr(section, field.name)
-            inner = leaves(value, f"{prefix}{field.name}.") if dataclasses.is_dataclass(value) else set()
-            found |= inner or {prefix + field.name}
-        return found
+    assert list(settings()) == [key for key, _ in Config().leaves()]
 
-    assert set(settings()) == leaves(Config())
+
+def test_a_copy_is_checked_as_a_file_is_and_leaves_its_original() -> None:
+    config = Config()
+    copy = replace(config, run=replace(config.run, steps=3))
+    assert (copy.run.steps, copy.run.seed, copy.model) == (3, config.run.seed, config.model)
+    assert config == Config() != copy
+    for wrong in ({"steps": 0}, {"stpes": 3}):
+        with pytest.raises(ValidationError):
+            replace(config.run, **wrong)
+
+
+def test_a_configuration_is_frozen_and_the_same_after_a_pickle() -> None:
+    config = load_config(None, ["rollout.servers=[http://a:1]", "layout.dp=2"])
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert hash(config.layout) == hash(LayoutConfig(dp=2))
+    with pytest.raises(ValidationError):
+        config.layout.dp = 3

@@ -6,14 +6,14 @@ the optimizer has sharded it, to first order and in every bit that matters.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.rl.types import StepPlan
 from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe
 from tests.policies import write_policy
@@ -24,10 +24,10 @@ from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, st
 def reverse_order(plan: StepPlan) -> StepPlan:
     """The same packs as microbatches in the opposite order, with their rows in the opposite order."""
     minibatches = (
-        replace(m, packs=tuple(tuple(pack[::-1] for pack in replica[::-1]) for replica in m.packs))
+        dataclasses.replace(m, packs=tuple(tuple(pack[::-1] for pack in replica[::-1]) for replica in m.packs))
         for m in plan.minibatches
     )
-    return replace(plan, minibatches=tuple(minibatches))
+    return dataclasses.replace(plan, minibatches=tuple(minibatches))
 
 
 def learned(rank: int, size: int, config: Config, backwards: bool) -> tuple[dict[str, float], Weights]:

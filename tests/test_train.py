@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from megatron_dppo.config import Config, LayoutConfig
+from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.rl.types import Prompt

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
 
-from megatron_dppo.config.cluster import ClusterConfig
 from megatron_dppo.config.data import ArithmeticConfig, DataConfig, ReasoningGymConfig, RewardConfig
 from megatron_dppo.config.loss import (
     CompletionPruningConfig,
@@ -14,53 +13,65 @@ from megatron_dppo.config.loss import (
     PruningConfig,
     ScheduleConfig,
 )
-from megatron_dppo.config.model import HEAD_CHUNK_MIB, LayoutConfig, ModelConfig, OptimizerConfig
+from megatron_dppo.config.model import HEAD_CHUNK_MIB, WEIGHT_BYTES, LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.config.rollout import LaunchConfig, RolloutConfig, SyncConfig
-from megatron_dppo.config.run import EvalConfig, RunConfig, SftConfig
-from megatron_dppo.config.types import STRICT
-
-__all__ = [
-    "HEAD_CHUNK_MIB",
-    "ArithmeticConfig",
-    "ClusterConfig",
-    "CompletionPruningConfig",
-    "Config",
-    "DataConfig",
-    "EvalConfig",
-    "LaunchConfig",
-    "LayoutConfig",
-    "LossConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "PackConfig",
-    "PromptPruningConfig",
-    "PruningConfig",
-    "ReasoningGymConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "ScheduleConfig",
-    "SftConfig",
-    "SyncConfig",
-]
+from megatron_dppo.config.run import ClusterConfig, EvalConfig, RunConfig, SftConfig
+from megatron_dppo.config.types import Command, Section, replace
+from megatron_dppo.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(Section):
     """A whole run. ``megatron-dppo train FILE a.b=c`` reads FILE over these defaults, then the overrides."""
 
-    __pydantic_config__ = STRICT
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    layout: LayoutConfig = LayoutConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    loss: LossConfig = LossConfig()
+    pruning: PruningConfig = PruningConfig()
+    pack: PackConfig = PackConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    eval: EvalConfig = EvalConfig()
+    sft: SftConfig = SftConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    layout: LayoutConfig = field(default_factory=LayoutConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    pruning: PruningConfig = field(default_factory=PruningConfig)
-    pack: PackConfig = field(default_factory=PackConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    sft: SftConfig = field(default_factory=SftConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    def check(self, command: Command = "train") -> None:
+        """Hold the settings against each other; looks at nothing outside of them.
+
+        Raises:
+            UserError: for the first contradiction.
+        """
+        for key, value in self.leaves():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(key, value, "is not a finite number", f"Give {key} a finite value")
+        self.model.check()
+        if command != "eval":
+            self.optimizer.check()
+        if command == "train":
+            limit = self.rollout.max_response_tokens
+            self.pack.check(self.data.max_prompt_tokens + limit, self.layout.pack_multiple)
+            self.reward.check(limit)
+            self.loss.check()
+            self._check_updates()
+            self.data.check(self.rollout.prompts_per_step)
+            self.pruning.check()
+        if command != "sft":
+            self.eval.check()
+            self._check_batch()
+
+    def _check_updates(self) -> None:
+        prompts, keep = self.rollout.prompts_per_step, self.pruning.prompts.keep
+        kept = self.pruning.prompts.kept(prompts)
+        if self.loss.updates_per_rollout > kept:
+            pruned = "" if kept == prompts else f", of which pruning.prompts.keep = {keep:g} leaves {kept}"
+            problem = f"is more than there are groups to split: rollout.prompts_per_step = {prompts}{pruned}"
+            remedy = "Lower it, or raise rollout.prompts_per_step" + (" or pruning.prompts.keep" if pruned else "")
+            raise UserError("loss.updates_per_rollout", self.loss.updates_per_rollout, problem, remedy)
+
+    def _check_batch(self) -> None:
+        samples, batch = self.eval.samples, self.rollout.max_batch
+        if self.rollout.engine == "local" and samples > batch:
+            problem = f"cannot hold the eval.samples = {samples} of a single problem"
+            raise UserError("rollout.max_batch", batch, problem, f"Raise it to {samples} or more")

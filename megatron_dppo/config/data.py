@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge
 from pydantic import Field
 
-from megatron_dppo.config.types import STRICT, Count, Positive, Seconds
+from megatron_dppo.config.types import Count, Positive, Seconds, Section, Share
+from megatron_dppo.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
-class ArithmeticConfig:
-    __pydantic_config__ = STRICT
-
+class ArithmeticConfig(Section):
     problems: Positive = 512
     """Size of the training pool. It is finite, so that prompts come back and pruning by history has a history."""
     eval_problems: Positive = 200
     """Held-out problems, none of which is in the training pool."""
-    min_terms: Annotated[int, Field(ge=2)] = 2
+    min_terms: Annotated[int, Ge(2)] = 2
     """Fewest numbers in a sum."""
-    max_terms: Annotated[int, Field(ge=2)] = 4
+    max_terms: Annotated[int, Ge(2)] = 4
     """Most numbers in a sum; the written-out answer has one line per addition, so its length varies with this."""
     max_operand: Positive = 99
     """Largest number in a sum."""
-    forgotten_carries: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    forgotten_carries: Share = 0.0
     """Share of the carries that the worked answers forget. Above one half ``sft`` teaches a policy that is mostly wrong
     where there is a carry and sometimes right: what reinforcement learning can mend."""
-    short_answers: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    short_answers: Share = 0.0
     """Share of the worked answers that are the result alone, always right: ``sft`` on both styles leaves it to
     reinforcement learning which of them the policy settles on."""
     seed: int = 0
     """Seed of the problems; apart from run.seed, so that runs with several seeds share their problems."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningGymConfig:
+class ReasoningGymConfig(Section):
     """Read where ``data.train`` is ``reasoning_gym``; see ``data/generators.py``."""
 
-    __pydantic_config__ = STRICT
-
-    tasks: dict[str, dict[str, Any]] = field(default_factory=lambda: {"chain_sum": {}})
+    tasks: dict[str, dict[str, Any]] = Field(default={"chain_sum": {}})
     """reasoning-gym's names of the tasks, each with settings for its generator (``{}``: its own defaults); problems are
     taken from them in turn."""
     problems: Positive = 4096
@@ -51,10 +46,7 @@ class ReasoningGymConfig:
     """Seed of the problems."""
 
 
-@dataclass(frozen=True, slots=True)
-class DataConfig:
-    __pydantic_config__ = STRICT
-
+class DataConfig(Section):
     train: str = "arithmetic"
     """JSONL or parquet file of prompts; or ``arithmetic`` or ``reasoning_gym``, which generate them."""
     eval: str | dict[str, str] | None = None
@@ -77,14 +69,19 @@ class DataConfig:
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """What a prompt over max_prompt_tokens does: stop before the run begins, or leave the pool, counted."""
-    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
-    reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
+    arithmetic: ArithmeticConfig = ArithmeticConfig()
+    reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
+
+    def check(self, prompts_per_step: int) -> None:
+        pools = {"arithmetic": self.arithmetic.problems, "reasoning_gym": self.reasoning_gym.problems}
+        pool, setting = pools.get(self.train), f"data.{self.train}.problems"
+        if pool is not None and prompts_per_step > pool:
+            problem = f"is more than {setting} = {pool}, and a window holds no prompt twice"
+            remedy = f"Lower it to {pool} or less, or raise {setting}"
+            raise UserError("rollout.prompts_per_step", prompts_per_step, problem, remedy)
 
 
-@dataclass(frozen=True, slots=True)
-class RewardConfig:
-    __pydantic_config__ = STRICT
-
+class RewardConfig(Section):
     function: str = "math"
     """``math``, ``exact``, ``reasoning_gym`` (its tasks' own verifiers), or a function with verl's, slime's or TRL's
     signature as ``module:function`` or ``file.py:function``."""
@@ -95,8 +92,14 @@ class RewardConfig:
     """Worker processes per rank that generates."""
     memory_mib: Positive = 4096
     """What scoring may take more than the reward function's imports did, in MiB; past it the completion fails."""
-    max_failures: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    max_failures: Share = 0.1
     """Share of a step's completions whose scoring may fail (hang, raise, NaN) before the run stops."""
     overlong_buffer: Count | None = None
     """DAPO's soft penalty: over this many tokens up to the response limit the reward falls linearly by up to 1; null:
     the objective's (dapo a fifth of the limit, grpo none)."""
+
+    def check(self, max_response_tokens: int) -> None:
+        buffer = self.overlong_buffer
+        if buffer is not None and buffer > max_response_tokens:
+            problem = f"is more than rollout.max_response_tokens = {max_response_tokens}"
+            raise UserError("reward.overlong_buffer", buffer, problem, f"Lower it to {max_response_tokens} or less")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+import math
+from typing import Literal
 
-from pydantic import Field
+from megatron_dppo.config.types import AtLeastOne, Count, Fraction, NonNegative, Positive, Section, Share
+from megatron_dppo.errors import UserError
 
-from megatron_dppo.config.types import STRICT, Count, Fraction, NonNegative, Positive
 
-
-@dataclass(frozen=True, slots=True)
-class LossConfig:
-    __pydantic_config__ = STRICT
-
+class LossConfig(Section):
     name: Literal["grpo", "dr_grpo", "dapo", "gspo"] = "grpo"
     """The objective. grpo: mean over each sequence, then over sequences; dr_grpo: sums over one constant, advantages
     not divided by their deviation; dapo: mean over tokens, a higher upper clip; gspo: one ratio for a sequence."""
@@ -23,32 +19,48 @@ class LossConfig:
     """Clip of the ratio above 1; null: the objective's (0.2; dapo 0.28; gspo 4e-4)."""
     kl_coef: NonNegative = 0.0
     """Weight of the k3 estimate of KL(policy || initial policy), per token; 0 keeps no reference model."""
-    tis_cap: Annotated[float, Field(ge=1.0)] | None = None
+    tis_cap: AtLeastOne | None = None
     """Cap of the truncated importance weight of policy over engine, per token; null: off, or 2 with rollout.ahead."""
     updates_per_rollout: Positive = 1
     """Optimizer steps per rollout: the window is split into so many minibatches of whole groups."""
 
+    def check(self) -> None:
+        if self.clip_low is not None and self.clip_low >= 1.0:
+            problem = "clips ratios to 1 - clip_low, which must stay above 0"
+            raise UserError("loss.clip_low", self.clip_low, problem, "Set it below 1 (0.2 is usual)")
 
-@dataclass(frozen=True, slots=True)
-class ScheduleConfig:
-    __pydantic_config__ = STRICT
 
+class ScheduleConfig(Section):
     shape: Literal["constant", "linear", "cosine", "adaptive"] = "constant"
     """How the kept share moves from 1 at the first step to ``keep``: at once, or along a line or half a cosine.
     ``adaptive``: at every step the least share, from ``keep`` upwards, that keeps the estimated variance inflation of
     this level under ``max_inflation``."""
-    max_inflation: Annotated[float, Field(ge=1.0)] = 1.2
+    max_inflation: AtLeastOne = 1.2
     """adaptive: by how much this level may multiply the estimated sum of squares of the gradient's terms."""
-    ramp: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
+    ramp: Share = 0.2
     """Share of the run over which a linear or cosine schedule gets there."""
-    off_last: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    off_last: Share = 0.0
     """Share of the run, at its end, without pruning (as InfoBatch does)."""
 
+    def check(self, level: str, rule: str) -> None:
+        """
+        Args:
+            level: what is pruned, ``prompts`` or ``completions``.
+            rule: of that level.
+        """
+        if self.shape == "adaptive" and rule not in ("threshold", "neyman"):
+            problem = (
+                f"wants a share to solve for and a variance to estimate, and pruning.{level}.rule = {rule} lacks one"
+            )
+            remedy = f"Set pruning.{level}.rule to neyman or threshold, or take another shape"
+            raise UserError(f"pruning.{level}.schedule.shape", self.shape, problem, remedy)
+        if self.shape in ("linear", "cosine") and self.ramp + self.off_last > 1.0:
+            problem = f"with pruning.{level}.schedule.off_last = {self.off_last:g} it is longer than the run"
+            remedy = "Lower one of the two: together they are shares of the run"
+            raise UserError(f"pruning.{level}.schedule.ramp", self.ramp, problem, remedy)
 
-@dataclass(frozen=True, slots=True)
-class PromptPruningConfig:
-    __pydantic_config__ = STRICT
 
+class PromptPruningConfig(Section):
     rule: Literal["none", "threshold", "neyman", "greso", "dynamic_sampling"] = "neyman"
     """Unbiased: none, threshold (the paper's), neyman (least variance). Biased: greso (skips prompts that gave equal
     rewards again and again), dynamic_sampling (DAPO's: groups of equal reward are replaced)."""
@@ -62,13 +74,25 @@ class PromptPruningConfig:
     draw: Literal["systematic", "bernoulli"] | None = None
     """``systematic``: the number kept is fixed to within one; ``bernoulli``: each prompt by itself; null: the rule's
     (threshold and greso by themselves, neyman systematic)."""
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: ScheduleConfig = ScheduleConfig()
+
+    def kept(self, prompts: int) -> int:
+        """Fewest of a window's prompts that are rolled out, by the rules with a budget."""
+        return math.floor(prompts * self.keep) if self.rule in ("threshold", "neyman") else prompts
+
+    def check(self, max_weight: float) -> None:
+        if self.rule == "neyman" and self.floor > self.keep:
+            problem = f"is above pruning.prompts.keep = {self.keep:g}, so that more would be kept than asked for"
+            remedy = f"Lower it to {self.keep:g} or less, or raise pruning.prompts.keep"
+            raise UserError("pruning.prompts.floor", self.floor, problem, remedy)
+        setting, least = {"neyman": ("floor", self.floor), "threshold": ("keep", self.keep)}.get(self.rule, ("", 1.0))
+        if least * max_weight < 1.0 - 1e-9:
+            problem = f"lets a prompt's weight reach {1.0 / least:g}, above pruning.max_weight = {max_weight:g}"
+            remedy = f"Raise it to {1.0 / max_weight:g} or more, or raise pruning.max_weight"
+            raise UserError(f"pruning.prompts.{setting}", least, problem, remedy)
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionPruningConfig:
-    __pydantic_config__ = STRICT
-
+class CompletionPruningConfig(Section):
     rule: Literal["none", "threshold", "neyman", "threshold_deterministic", "top_k"] = "neyman"
     """Unbiased: none, threshold (the paper's), neyman (least variance). Biased: threshold_deterministic (the paper's
     Appendix A), top_k (CPPO's: the largest advantages)."""
@@ -84,16 +108,19 @@ class CompletionPruningConfig:
     normaliser: Literal["full", "kept"] = "full"
     """top_k: what the loss is divided by: the whole minibatch, or what is kept of it, as CPPO has it (which makes steps
     longer, the more is pruned)."""
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: ScheduleConfig = ScheduleConfig()
+
+    def check(self) -> None:
+        if self.normaliser == "kept" and self.rule != "top_k":
+            problem = f"would make a biased rule of pruning.completions.rule = {self.rule}"
+            remedy = "Leave it at full, or set pruning.completions.rule=top_k"
+            raise UserError("pruning.completions.normaliser", "kept", problem, remedy)
 
 
-@dataclass(frozen=True, slots=True)
-class PruningConfig:
-    __pydantic_config__ = STRICT
-
-    prompts: PromptPruningConfig = field(default_factory=PromptPruningConfig)
-    completions: CompletionPruningConfig = field(default_factory=CompletionPruningConfig)
-    max_weight: Annotated[float, Field(ge=1.0)] = 5.0
+class PruningConfig(Section):
+    prompts: PromptPruningConfig = PromptPruningConfig()
+    completions: CompletionPruningConfig = CompletionPruningConfig()
+    max_weight: AtLeastOne = 5.0
     """Bound on 1/(π_prompt·π_completion), kept by a floor on the completions' probabilities; no weight is cut off."""
     refill: Literal["none", "prompts"] = "none"
     """``prompts``: what completion pruning saves goes into more prompts: the window grows by 1/completions.keep, so
@@ -102,14 +129,50 @@ class PruningConfig:
     max_rounds: Positive = 10
     """greso with refill, and dynamic_sampling: how often a step rolls out prompts before it trains on what it has."""
 
+    def check(self) -> None:
+        self.prompts.check(self.max_weight)
+        self.completions.check()
+        if self.refill != "none":
+            self._check_refill()
+        self.prompts.schedule.check("prompts", self.prompts.rule)
+        self.completions.schedule.check("completions", self.completions.rule)
 
-@dataclass(frozen=True, slots=True)
-class PackConfig:
-    __pydantic_config__ = STRICT
+    def _check_refill(self) -> None:
+        rule, adaptive = self.completions.rule, self.completions.schedule.shape == "adaptive"
+        if adaptive or rule.startswith("threshold"):
+            what = "schedule.shape = adaptive" if adaptive else f"rule = {rule}"
+            problem = (
+                "grows the window before the rollouts by what will be kept of them, which "
+                f"pruning.completions.{what} knows only afterwards"
+            )
+            remedy = "Set it to none, or prune with neyman or top_k at a share that is known"
+            raise UserError("pruning.refill", self.refill, problem, remedy)
+        if rule == "none" and self.prompts.rule != "greso":
+            problem = "has nothing to fill up: no completion is pruned"
+            raise UserError("pruning.refill", self.refill, problem, "Set it to none, or set pruning.completions.rule")
 
+
+class PackConfig(Section):
     max_tokens: Positive = 4096
     """Most tokens in a pack (one microbatch); a step's capacity is chosen below it so that packs are full."""
     window: Positive = 64
     """How many of the longest unpacked sequences the packer looks at."""
     min_per_rank: Count = 0
     """Fewest packs per data-parallel rank, as long as sequences suffice; 0: twice the pipeline stages, or 1 without."""
+
+    def check(self, longest: int, multiple: int) -> None:
+        """
+        Args:
+            longest: tokens of the longest sequence: prompt and response at their limits.
+            multiple: what the layout wants the tokens of a pack to be a multiple of.
+        """
+        most = self.max_tokens // multiple * multiple
+        if most < longest:
+            usable = f"in this layout packs are multiples of {multiple}, and the {most} that fit are"
+            problem = (
+                f"{usable if multiple > 1 else 'is'} less than data.max_prompt_tokens + rollout.max_response_tokens = "
+                f"{longest}, the longest sequence that a pack must hold"
+            )
+            least = math.ceil(longest / multiple) * multiple
+            remedy = f"Raise pack.max_tokens to {least} or more, or lower the two limits"
+            raise UserError("pack.max_tokens", self.max_tokens, problem, remedy)

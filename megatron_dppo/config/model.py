@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field
+from annotated_types import Ge, Lt
 
-from megatron_dppo.config.types import STRICT, Count, NonNegative, Positive
+from megatron_dppo.config.types import AboveZero, Count, NonNegative, Positive, Section
+from megatron_dppo.errors import UserError
 
 HEAD_CHUNK_MIB = {"cpu": 64, "cuda": 1024}
 """What ``model.head_chunk_mib`` is by type of device, unless it is set. Each chunk reads the output layer and its
 gradient anew, which takes a CPU little of its time, and a GPU much."""
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
+"""Of one weight, by ``model.dtype``."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    __pydantic_config__ = STRICT
-
+class ModelConfig(Section):
     path: str = ""
     """Hugging Face directory of the initial policy: config.json, safetensors, tokenizer files."""
     checkpoint: str | None = None
@@ -41,11 +40,15 @@ class ModelConfig:
     """Keep the frozen reference (with loss.kl_coef) in the host's memory while it is not needed; its weights then cross
     to the GPU once a step."""
 
+    def check(self) -> None:
+        if self.spec == "te" and self.dtype == "fp32":
+            problem = (
+                "has no fused attention for model.dtype = fp32, and would pad every sequence of a pack to the longest"
+            )
+            raise UserError("model.spec", "te", problem, "Set model.dtype=bf16, or model.spec=torch")
 
-@dataclass(frozen=True, slots=True)
-class LayoutConfig:
-    __pydantic_config__ = STRICT
 
+class LayoutConfig(Section):
     tp: Positive = 1
     """Tensor-parallel ranks."""
     pp: Positive = 1
@@ -56,7 +59,7 @@ class LayoutConfig:
     """Data-parallel replicas; null: as many as the ranks (torchrun, srun) or this machine's GPUs give, else 1."""
     sequence_parallel: bool = False
     """Shard norms and their activations along the sequence over the tensor-parallel ranks."""
-    timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
+    timeout_s: AboveZero = 600.0
     """How long the ranks' collectives wait for the slowest rank while they train, synchronise weights and write
     checkpoints. What waits for rollouts has a limit of its own, rollout.timeout_s."""
 
@@ -72,11 +75,8 @@ class LayoutConfig:
         return math.lcm(self.row_multiple, self.cp * (self.tp if self.sequence_parallel else 1))
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerConfig:
-    __pydantic_config__ = STRICT
-
-    lr: Annotated[float, Field(gt=0.0)] = 1e-6
+class OptimizerConfig(Section):
+    lr: AboveZero = 1e-6
     """Learning rate after warm-up."""
     schedule: Literal["constant", "cosine"] = "constant"
     """What follows warm-up: a constant learning rate, or half a cosine down to min_lr at the last step."""
@@ -87,13 +87,12 @@ class OptimizerConfig:
     clip_grad: NonNegative = 1.0
     """Limit of the gradient's global norm; 0: none."""
     weight_decay: NonNegative = 0.0
-    """Decoupled, of matrices; norms are left alone."""
-    """AdamW's, times the learning rate; norms and biases have none."""
-    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """AdamW's, times the learning rate, of matrices; norms and biases have none."""
+    beta1: Annotated[float, Ge(0.0), Lt(1.0)] = 0.9
     """Adam's decay of the mean of gradients."""
-    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    beta2: Annotated[float, Ge(0.0), Lt(1.0)] = 0.95
     """Adam's decay of the mean of their squares."""
-    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    eps: AboveZero = 1e-8
     """Adam's, added to the root of that mean."""
     distributed: bool = True
     """Shard the optimizer's state over the data-parallel and context-parallel ranks."""
@@ -105,3 +104,15 @@ class OptimizerConfig:
     checkpoint_format: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
     """How a distributed optimizer's state is written: ``fully_reshardable`` resumes in any layout; ``dp_reshardable``
     gathers nothing and is faster, and resumes at the same layout.tp and pp only."""
+
+    def check(self) -> None:
+        if self.min_lr > self.lr:
+            problem = f"is above optimizer.lr = {self.lr:g}"
+            raise UserError("optimizer.min_lr", self.min_lr, problem, "Lower it, or raise optimizer.lr")
+        remedy = "Leave it out, or set optimizer.distributed=true"
+        if self.checkpoint_format == "dp_reshardable" and not self.distributed:
+            problem = "is a format of the distributed optimizer's state, and optimizer.distributed is false"
+            raise UserError("optimizer.checkpoint_format", self.checkpoint_format, problem, remedy)
+        if self.offload and not self.distributed:
+            problem = "without the distributed optimizer its state is the policy's own weights"
+            raise UserError("optimizer.offload", "true", problem, remedy)

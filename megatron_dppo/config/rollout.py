@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from annotated_types import Ge, Le
+from pydantic import field_validator
 
-from megatron_dppo.config.types import STRICT, Count, NonNegative, Positive, Seconds
+from megatron_dppo.config.types import AboveZero, AtLeastOne, Count, NonNegative, Positive, Seconds, Section
 from megatron_dppo.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchConfig:
+class LaunchConfig(Section):
     """Servers that the run starts itself, on the machine of its first rank, and restarts when they die."""
-
-    __pydantic_config__ = STRICT
 
     count: Count = 0
     """How many; 0: none, they are given in rollout.servers."""
@@ -30,7 +27,7 @@ class LaunchConfig:
     ``--mem-fraction-static`` (SGLang, of what is free as it starts) or ``--gpu-memory-utilization`` (vLLM, of all)."""
     env: tuple[str, ...] = ()
     """Environment variables, each as ``NAME=value``."""
-    first_port: Annotated[int, Field(ge=1024, le=65535)] = 30000
+    first_port: Annotated[int, Ge(1024), Le(65535)] = 30000
     """Servers take free ports from here upwards."""
     ports: Positive = 1000
     """How many ports may be tried."""
@@ -40,11 +37,8 @@ class LaunchConfig:
     """How often a server that died is started again, over the whole run."""
 
 
-@dataclass(frozen=True, slots=True)
-class SyncConfig:
+class SyncConfig(Section):
     """How weights reach the servers."""
-
-    __pydantic_config__ = STRICT
 
     transport: Literal["collective", "disk"] = "collective"
     """``collective``: a process group from each pipeline stage to all servers (NCCL, gloo without CUDA); ``disk``:
@@ -78,24 +72,21 @@ class SyncConfig:
         return transport
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutConfig:
-    __pydantic_config__ = STRICT
-
+class RolloutConfig(Section):
     engine: Literal["local", "sglang", "vllm"] = "local"
     """What generates: ``local`` is the policy itself, in the trainer's own processes; the others are servers."""
     servers: Literal["slurm"] | tuple[str, ...] = ()
     """URLs of servers, or of an SGLang router, that run already; ``slurm``: one on each node of this job's second
     heterogeneous component, at rollout.launch.first_port."""
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    sync: SyncConfig = field(default_factory=SyncConfig)
+    launch: LaunchConfig = LaunchConfig()
+    sync: SyncConfig = SyncConfig()
     prompts_per_step: Positive = 64
     """N, the window of candidate prompts that a step considers, before pruning."""
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    samples_per_prompt: Annotated[int, Ge(2)] = 8
     """G, completions for each prompt."""
     max_response_tokens: Positive = 1024
     """A completion is cut off here, and counted as truncated."""
-    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    temperature: AboveZero = 1.0
     """Sampling temperature; log-probabilities are those of the scaled distribution, in engine and trainer alike."""
     stop_token_ids: tuple[int, ...] | None = None
     """Tokens that end a completion; null: the policy's end-of-sequence tokens."""
@@ -126,5 +117,5 @@ class RolloutConfig:
     max_logprob_diff: NonNegative | None = None
     """Mean |log p| difference of trainer and engine, on tokens of the trainer's own weights, past which the run stops;
     null: 1e-4 in fp32, 0.1 in bf16."""
-    max_prob_error: Annotated[float, Field(ge=1.0)] | None = None
+    max_prob_error: AtLeastOne | None = None
     """Mean of exp |log p difference| past which the run stops; null: 1.001 in fp32, 1.2 in bf16."""

@@ -1,19 +1,16 @@
-"""The run itself: where it goes, how long it is, what it evaluates."""
+"""The run itself: where it goes, how long it is, what it evaluates, which machines it has."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field
+from annotated_types import Gt
 
-from megatron_dppo.config.types import STRICT, Count, NonNegative, Positive, Seconds
+from megatron_dppo.config.types import AboveZero, Count, NonNegative, Positive, Seconds, Section
+from megatron_dppo.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
-class RunConfig:
-    __pydantic_config__ = STRICT
-
+class RunConfig(Section):
     dir: str = "runs/default"
     """Where checkpoints, logs, the picture and the export go. The same command run again resumes from here."""
     resume: Literal["same", "anyway"] = "same"
@@ -47,15 +44,12 @@ class RunConfig:
     comes."""
     export: bool = True
     """Write the trained policy as a Hugging Face directory (``DIR/hf``) at the end."""
-    length_gate: Annotated[float, Field(gt=1.0)] | None = 1.5
+    length_gate: Annotated[float, Gt(1.0)] | None = 1.5
     """Factor by which the mean response length may fall below or rise above that of the first steps before the log
     says so, once each time; null: never. A policy that takes to a short style early may not come back from it."""
 
 
-@dataclass(frozen=True, slots=True)
-class EvalConfig:
-    __pydantic_config__ = STRICT
-
+class EvalConfig(Section):
     every: Count = 50
     """Steps between evaluations; 0: only before the first and after the last step."""
     problems: Count | None = 200
@@ -79,18 +73,49 @@ class EvalConfig:
     against: str | None = None
     """``eval``: folder of an earlier evaluation, to compare with problem by problem."""
 
+    def check(self) -> None:
+        if self.samples > 1 and self.temperature == 0.0:
+            problem = f"is greedy, and eval.samples = {self.samples} greedy answers to a problem are one and the same"
+            remedy = "Leave it out, give one above 0, or set eval.samples=1"
+            raise UserError("eval.temperature", 0, problem, remedy)
 
-@dataclass(frozen=True, slots=True)
-class SftConfig:
-    __pydantic_config__ = STRICT
 
+class SftConfig(Section):
     steps: Positive = 200
     """Optimizer steps."""
     batch: Positive = 32
     """Worked answers per step."""
-    lr: Annotated[float, Field(gt=0.0)] = 1e-3
+    lr: AboveZero = 1e-3
     """Learning rate after warm-up."""
     warmup_steps: Count = 10
     """Steps over which the learning rate rises to it."""
     out: str | None = None
     """Where the warmed-up policy goes, as a Hugging Face directory; null: ``RUN.DIR/sft``."""
+
+
+class ClusterConfig(Section):
+    """Read by ``plan`` and ``launch``. A run takes the machines that it is given, and reads ``gpu`` alone."""
+
+    nodes: Positive = 1
+    """Nodes of the actors."""
+    server_nodes: Count = 0
+    """Nodes of the rollout servers; 0: servers, if there are any, run on the actors' nodes."""
+    gpus_per_node: Positive = 8
+    """GPUs of each node, of actors and servers alike."""
+    gpu: Literal["a100-40", "a100-80", "h100", "h200", "b200"] = "h100"
+    """Kind of GPU. A plan goes by its memory, bandwidth and matrix rate; ``perf/actor_train_peak_share`` by its matrix
+    rate."""
+    price_per_gpu_hour: NonNegative | None = None
+    """Price of one GPU for one hour, in whatever currency; null: plans say hours and no price."""
+    account: str | None = None
+    """Slurm account; null: the user's default."""
+    partition: str | None = None
+    """Slurm partition; null: the cluster's default."""
+    hours: AboveZero = 4.0
+    """Slurm's time limit for one job; a run that is not done by then saves, and goes on in the next one."""
+    warn_s: Seconds = 600.0
+    """Seconds before the time limit at which the run is told to save and stop: longer than a step and a checkpoint."""
+    container: str | None = None
+    """Image that the job's steps run in (Pyxis); null: the environment that submits it."""
+    mounts: tuple[str, ...] = ()
+    """Folders that the container sees, each as ``/from:/to``."""

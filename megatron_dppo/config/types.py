@@ -1,18 +1,46 @@
-"""What settings may be: numbers with limits; and what a configuration may be for."""
+"""What settings may be: sections of settings, numbers with limits; and what a configuration may be for."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field
+from annotated_types import Ge, Gt, Le
+from pydantic import BaseModel, ConfigDict
 
-STRICT = ConfigDict(extra="forbid")
-
-Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
-Seconds = Annotated[float, Field(gt=0.0)]
+Fraction = Annotated[float, Gt(0.0), Le(1.0)]
+Share = Annotated[float, Ge(0.0), Le(1.0)]
+AboveZero = Annotated[float, Gt(0.0)]
+AtLeastOne = Annotated[float, Ge(1.0)]
+NonNegative = Annotated[float, Ge(0.0)]
+Seconds = AboveZero
+Positive = Annotated[int, Ge(1)]
+Count = Annotated[int, Ge(0)]
 
 Command = Literal["train", "sft", "eval"]
 """What a configuration is checked for, and run as."""
+
+AnySection = TypeVar("AnySection", bound="Section")
+
+
+class Section(BaseModel):
+    """Settings that belong together, and sections of more of them. The text under a setting is its meaning."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
+        """Every setting by its dotted key, with its value."""
+        for name, value in self:
+            if isinstance(value, Section):
+                yield from value.leaves(f"{prefix}{name}.")
+            else:
+                yield prefix + name, value
+
+
+def replace(section: AnySection, **changes: Any) -> AnySection:
+    """A copy with other values of some settings, which are checked as those of a file are.
+
+    Raises:
+        pydantic.ValidationError: for an unknown name, a value of the wrong type or beyond its limits.
+    """
+    return type(section)(**dict(section) | changes)

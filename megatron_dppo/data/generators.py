@@ -213,8 +213,6 @@ class Generator:
 
     check: Callable[[DataConfig], object]
     """Raises UserError for settings that make no problems."""
-    problems: Callable[[DataConfig], int]
-    """Size of the training pool."""
     rows: Callable[[DataConfig, Split], list[Row]]
     """Rows as of a file: ``prompt``, ``label``, ``response`` and verl's ``data_source`` and ``extra_info``."""
 
@@ -237,12 +235,10 @@ def _row(
 GENERATORS: Mapping[str, Generator] = {
     "arithmetic": Generator(
         check=lambda data: make_sums(data.arithmetic),
-        problems=lambda data: data.arithmetic.problems,
         rows=_sums,
     ),
     REASONING_GYM: Generator(
         check=lambda data: check_tasks(data.reasoning_gym),
-        problems=lambda data: data.reasoning_gym.problems,
         rows=lambda data, split: make_problems(data.reasoning_gym, split=split),
     ),
 }

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.config import DataConfig
+from megatron_dppo.config import DataConfig, replace
 from megatron_dppo.data.generators import GENERATORS, Split
 from megatron_dppo.data.rows import Row, as_text, is_blank, is_too_deep, read_rows
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id

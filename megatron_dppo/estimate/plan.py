@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import combinations, product
 from typing import Any
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import (
@@ -167,7 +168,7 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
         return all(part.fits for part in _memory(Setup(changed, shape, place(changed, shape), assume)))
 
     pruned = step_time(setup, concurrency=most)
-    unpruned = step_time(replace(setup, config=without_pruning(config)), concurrency=most)
+    unpruned = step_time(dataclasses.replace(setup, config=without_pruning(config)), concurrency=most)
     return Plan(
         config=config,
         assumptions=assume,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from megatron_dppo.config import CompletionPruningConfig, Config, LayoutConfig, PromptPruningConfig
+from megatron_dppo.config import (
+    WEIGHT_BYTES,
+    CompletionPruningConfig,
+    Config,
+    LayoutConfig,
+    PromptPruningConfig,
+    replace,
+)
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GPUS, Assumptions, Gpu
 from megatron_dppo.models.shape import PolicyShape, check_layout
 from megatron_dppo.rl.pruning.schedule import scheduled_keep, window_size
-from megatron_dppo.rollout.servers.kinds import tensor_parallel
-from megatron_dppo.trainer.disk_room import WEIGHT_BYTES
+from megatron_dppo.rollout.servers.launch import tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)

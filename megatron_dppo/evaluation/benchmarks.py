@@ -6,14 +6,15 @@ Imports no torch, so that an absent file is known before a rank starts.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config import Config, DataConfig
+from megatron_dppo.config import Config, DataConfig, replace
 from megatron_dppo.data.generators import GENERATORS
 from megatron_dppo.data.rows import COLUMNS_IN_USE, Row, as_text, is_blank, read_rows
 from megatron_dppo.errors import UserError
@@ -201,7 +202,10 @@ def rows_of(source: HeldOut, data: DataConfig) -> tuple[list[Row], DataConfig]:
     """
     if source.benchmark is not None:
         asked = read_benchmark(source.name, source.file, source.benchmark)
-        rows = [replace(q.row, values={"data_source": source.name, PROBLEM: q.prompt, ANSWER: q.label}) for q in asked]
+        rows = [
+            dataclasses.replace(q.row, values={"data_source": source.name, PROBLEM: q.prompt, ANSWER: q.label})
+            for q in asked
+        ]
         return rows, replace(data, prompt_key=PROBLEM, label_key=ANSWER)
     rows = read_rows(source.file, SETTING)
     question = _usual_column(rows[0], data.prompt_key, "data.prompt_key")

@@ -5,18 +5,19 @@ A training run's evaluations and ``megatron-dppo eval`` do the same here. Every 
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from typing import Literal
 
 import numpy as np
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, replace
 from megatron_dppo.data.generators import GENERATORS
 from megatron_dppo.data.prompts import load_prompts, prompts_of
 from megatron_dppo.data.tokenizer import Tokenizer
@@ -119,7 +120,7 @@ def _load(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: 
     check_labels(verifier, [(prompt.place, prompt.label) for prompt in prompts])
     # The engine's seed depends on the id: problems of the same number in two benchmarks get different ones.
     first = zlib.crc32(source.name.encode()) * MOST if named else 0
-    return [Problem(source.name, i, replace(p, id=first + i), verifier) for i, p in enumerate(prompts)]
+    return [Problem(source.name, i, dataclasses.replace(p, id=first + i), verifier) for i, p in enumerate(prompts)]
 
 
 def _named(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int) -> Sequence[Prompt]:
@@ -203,7 +204,7 @@ class Evaluator:
             for completions, texts, scores in zip(answers.completions, answers.texts, answers.scores, strict=True)
         ]
         told = [
-            group if index < keep else [replace(answer, text=None) for answer in group]
+            group if index < keep else [dataclasses.replace(answer, text=None) for answer in group]
             for index, group in zip(indices, groups, strict=True)
         ]
         majority = self._vote(groups, verifier)

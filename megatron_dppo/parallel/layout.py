@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
-from megatron_dppo.config import LayoutConfig
+from megatron_dppo.config import LayoutConfig, replace
 from megatron_dppo.errors import UserError
 
 FAST_MULTIPLE = 128

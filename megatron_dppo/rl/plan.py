@@ -7,12 +7,12 @@ decision depends on how the tokens are spread over the ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 
 import numpy as np
 
-from megatron_dppo.config import CompletionPruningConfig, Config
+from megatron_dppo.config import CompletionPruningConfig, Config, replace
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES

@@ -1,20 +1,22 @@
 """What can be known to be wrong before any rank starts. Needs no torch; files of prompts, which are read whole, take a
 second for each 20,000 rows or so, and all else a fraction of one.
 
-``check_config`` holds settings against each other, ``preflight`` also against the machine: files, the policy, the disk.
+``check_config`` holds settings against each other, as they say themselves in ``config/``; ``preflight`` also against
+the machine: files, the policy, the disk.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
+from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
-from megatron_dppo.config import Config
+from megatron_dppo.config import WEIGHT_BYTES, Config
 from megatron_dppo.config.types import Command
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM
 from megatron_dppo.data.prompts import Example, Source, example_of, read_examples
@@ -23,8 +25,12 @@ from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
 from megatron_dppo.rewards.functions import BUILTIN, check_labels, resolve
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
-from megatron_dppo.trainer.disk_room import check_room, check_run_dir
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
+
+MASTER_AND_MOMENTS = 12
+"""Bytes per weight of the optimizer's state: an fp32 master copy and Adam's two moments."""
+OVERHEAD = 4 * 2**20
+"""Bytes of what lies around the weights: logs, the tokenizer, the picture."""
 
 
 def preflight(config: Config, command: Command) -> None:
@@ -51,12 +57,12 @@ def preflight(config: Config, command: Command) -> None:
         check_servers(config, shape)
     if command == "eval":
         return
-    check_run_dir(Path(config.run.dir))
+    _check_run_dir(Path(config.run.dir))
     if command == "train":
         check_resume(config)
     else:
         check_warm_up(config)
-    check_room(config, shape, command)
+    _check_room(config, shape, command)
 
 
 def check_config(config: Config, command: Command = "train") -> None:
@@ -65,213 +71,20 @@ def check_config(config: Config, command: Command = "train") -> None:
     Raises:
         UserError: for the first contradiction.
     """
-    for key, value in _numbers(config, ""):
-        if not math.isfinite(value):
-            raise UserError(key, value, "is not a finite number", f"Give {key} a finite value")
-    _check_model(config)
-    if command != "eval":
-        _check_optimizer(config)
-    if command == "train":
-        _check_lengths(config)
-        _check_loss(config)
-        _check_window(config)
-        _check_pruning(config)
+    config.check(command)
     if command != "sft":
-        _check_samples(config)
         check_rollout(config)
 
 
-def _numbers(section: Any, prefix: str) -> Iterator[tuple[str, float]]:
-    for field in fields(section):
-        value = getattr(section, field.name)
-        if is_dataclass(value):
-            yield from _numbers(value, f"{prefix}{field.name}.")
-        elif isinstance(value, float):
-            yield prefix + field.name, value
-
-
-def _check_model(config: Config) -> None:
-    if config.model.spec == "te" and config.model.dtype == "fp32":
-        problem = "has no fused attention for model.dtype = fp32, and would pad every sequence of a pack to the longest"
-        raise UserError("model.spec", "te", problem, "Set model.dtype=bf16, or model.spec=torch")
-
-
-def _check_optimizer(config: Config) -> None:
-    optimizer = config.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        raise UserError(
-            "optimizer.min_lr",
-            optimizer.min_lr,
-            f"is above optimizer.lr = {optimizer.lr:g}",
-            "Lower it, or raise optimizer.lr",
-        )
-    if optimizer.checkpoint_format == "dp_reshardable" and not optimizer.distributed:
-        raise UserError(
-            "optimizer.checkpoint_format",
-            optimizer.checkpoint_format,
-            "is a format of the distributed optimizer's state, and optimizer.distributed is false",
-            "Leave it out, or set optimizer.distributed=true",
-        )
-    if optimizer.offload and not optimizer.distributed:
-        raise UserError(
-            "optimizer.offload",
-            "true",
-            "without the distributed optimizer its state is the policy's own weights",
-            "Leave it out, or set optimizer.distributed=true",
-        )
-
-
-def _check_lengths(config: Config) -> None:
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    unit = config.layout.pack_multiple
-    most = config.pack.max_tokens // unit * unit
-    if most < longest:
-        usable = f"in this layout packs are multiples of {unit}, and the {most} that fit are" if unit > 1 else "is"
-        raise UserError(
-            "pack.max_tokens",
-            config.pack.max_tokens,
-            f"{usable} less than data.max_prompt_tokens + rollout.max_response_tokens = {longest}, the longest "
-            "sequence that a pack must hold",
-            f"Raise pack.max_tokens to {math.ceil(longest / unit) * unit} or more, or lower the two limits",
-        )
-    buffer, limit = config.reward.overlong_buffer, config.rollout.max_response_tokens
-    if buffer is not None and buffer > limit:
-        raise UserError(
-            "reward.overlong_buffer",
-            buffer,
-            f"is more than rollout.max_response_tokens = {limit}",
-            f"Lower it to {limit} or less",
-        )
-
-
-def _check_loss(config: Config) -> None:
-    if config.loss.clip_low is not None and config.loss.clip_low >= 1.0:
-        raise UserError(
-            "loss.clip_low",
-            config.loss.clip_low,
-            "clips ratios to 1 - clip_low, which must stay above 0",
-            "Set it below 1 (0.2 is usual)",
-        )
-
-
-def _check_window(config: Config) -> None:
-    prompts, updates = config.rollout.prompts_per_step, config.loss.updates_per_rollout
-    rule, keep = config.pruning.prompts.rule, config.pruning.prompts.keep
-    kept = math.floor(prompts * keep) if rule in ("threshold", "neyman") else prompts
-    if updates > kept:
-        pruned = "" if kept == prompts else f", of which pruning.prompts.keep = {keep:g} leaves {kept}"
-        raise UserError(
-            "loss.updates_per_rollout",
-            updates,
-            f"is more than there are groups to split: rollout.prompts_per_step = {prompts}{pruned}",
-            "Lower it, or raise rollout.prompts_per_step" + (" or pruning.prompts.keep" if pruned else ""),
-        )
-    generator = GENERATORS.get(config.data.train)
-    pool = generator.problems(config.data) if generator else math.inf
-    if prompts > pool:
-        raise UserError(
-            "rollout.prompts_per_step",
-            prompts,
-            f"is more than data.{config.data.train}.problems = {pool}, and a window holds no prompt twice",
-            f"Lower it to {pool} or less, or raise data.{config.data.train}.problems",
-        )
-
-
-def _check_samples(config: Config) -> None:
-    evaluation, batch = config.eval, config.rollout.max_batch
-    if evaluation.samples > 1 and evaluation.temperature == 0.0:
-        raise UserError(
-            "eval.temperature",
-            0,
-            f"is greedy, and eval.samples = {evaluation.samples} greedy answers to a problem are one and the same",
-            "Leave it out, give one above 0, or set eval.samples=1",
-        )
-    if config.rollout.engine == "local" and evaluation.samples > batch:
-        raise UserError(
-            "rollout.max_batch",
-            batch,
-            f"cannot hold the eval.samples = {evaluation.samples} of a single problem",
-            f"Raise it to {evaluation.samples} or more",
-        )
-
-
-def _check_pruning(config: Config) -> None:
-    prompts = config.pruning.prompts
-    if prompts.rule == "neyman" and prompts.floor > prompts.keep:
-        raise UserError(
-            "pruning.prompts.floor",
-            prompts.floor,
-            f"is above pruning.prompts.keep = {prompts.keep:g}, so that more would be kept than asked for",
-            f"Lower it to {prompts.keep:g} or less, or raise pruning.prompts.keep",
-        )
-    least = {"neyman": prompts.floor, "threshold": prompts.keep}.get(prompts.rule, 1.0)
-    if least * config.pruning.max_weight < 1.0 - 1e-9:
-        setting = "floor" if prompts.rule == "neyman" else "keep"
-        raise UserError(
-            f"pruning.prompts.{setting}",
-            least,
-            f"lets a prompt's weight reach {1.0 / least:g}, above pruning.max_weight = {config.pruning.max_weight:g}",
-            f"Raise it to {1.0 / config.pruning.max_weight:g} or more, or raise pruning.max_weight",
-        )
-    _check_refill(config)
-    for level, schedule in (("prompts", prompts.schedule), ("completions", config.pruning.completions.schedule)):
-        rule = getattr(config.pruning, level).rule
-        if schedule.shape == "adaptive" and rule not in ("threshold", "neyman"):
-            raise UserError(
-                f"pruning.{level}.schedule.shape",
-                schedule.shape,
-                f"wants a share to solve for and a variance to estimate, and pruning.{level}.rule = {rule} lacks one",
-                f"Set pruning.{level}.rule to neyman or threshold, or take another shape",
-            )
-        if schedule.shape in ("linear", "cosine") and schedule.ramp + schedule.off_last > 1.0:
-            raise UserError(
-                f"pruning.{level}.schedule.ramp",
-                schedule.ramp,
-                f"with pruning.{level}.schedule.off_last = {schedule.off_last:g} it is longer than the run",
-                "Lower one of the two: together they are shares of the run",
-            )
-
-
-def _check_refill(config: Config) -> None:
-    pruning = config.pruning
-    rule, schedule = pruning.completions.rule, pruning.completions.schedule
-    if pruning.completions.normaliser == "kept" and rule != "top_k":
-        raise UserError(
-            "pruning.completions.normaliser",
-            "kept",
-            f"would make a biased rule of pruning.completions.rule = {rule}",
-            "Leave it at full, or set pruning.completions.rule=top_k",
-        )
-    if pruning.refill == "none":
-        return
-    if schedule.shape == "adaptive" or rule.startswith("threshold"):
-        what = "schedule.shape = adaptive" if schedule.shape == "adaptive" else f"rule = {rule}"
-        raise UserError(
-            "pruning.refill",
-            pruning.refill,
-            f"grows the window before the rollouts by what will be kept of them, which pruning.completions.{what} "
-            "knows only afterwards",
-            "Set it to none, or prune with neyman or top_k at a share that is known",
-        )
-    if rule == "none" and pruning.prompts.rule != "greso":
-        raise UserError(
-            "pruning.refill",
-            pruning.refill,
-            "has nothing to fill up: no completion is pruned",
-            "Set it to none, or set pruning.completions.rule",
-        )
-
-
 def _check_positions(config: Config, shape: PolicyShape, command: Command) -> None:
-    longest = config.data.max_prompt_tokens + (config.rollout.max_response_tokens if command != "sft" else 0)
-    if longest > shape.max_positions:
-        key = "data.max_prompt_tokens" if command == "sft" else "rollout.max_response_tokens"
-        raise UserError(
-            key,
-            config.data.max_prompt_tokens if command == "sft" else config.rollout.max_response_tokens,
-            f"the longest sequence has {longest} tokens, and the policy was made for {shape.max_positions} positions",
-            f"Lower {key}" if command == "sft" else f"Lower {key} or data.max_prompt_tokens",
-        )
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    setting, value, remedy = "rollout.max_response_tokens", response, " or data.max_prompt_tokens"
+    if command == "sft":
+        setting, value, remedy, response = "data.max_prompt_tokens", prompt, "", 0
+    longest, most = prompt + response, shape.max_positions
+    if longest > most:
+        problem = f"the longest sequence has {longest} tokens, and the policy was made for {most} positions"
+        raise UserError(setting, value, problem, f"Lower {setting}{remedy}")
 
 
 def _check_data(config: Config, command: Command) -> None:
@@ -285,13 +98,9 @@ def _check_data(config: Config, command: Command) -> None:
         raise UserError("eval.benchmarks", "[]", "names nothing to evaluate on, and data.eval does not either", remedy)
     for source in held_out:
         if source.name and source.file not in GENERATORS and not Path(source.file).is_file():
-            raise UserError(
-                source.setting,
-                source.file,
-                "is no file",
-                f"Put its problems there, one JSON object a line with the columns {config.data.prompt_key} and "
-                f"{config.data.label_key}, or leave {source.name} out",
-            )
+            columns = f"the columns {config.data.prompt_key} and {config.data.label_key}"
+            remedy = f"Put its problems there, one JSON object a line with {columns}, or leave {source.name} out"
+            raise UserError(source.setting, source.file, "is no file", remedy)
         if source.setting == SETTING and source.file not in GENERATORS:
             rows, data = rows_of(source, config.data)
             verifier = source.benchmark.verifier if source.benchmark else config.reward.function
@@ -335,9 +144,50 @@ def _check_task_is_rewarded(config: Config) -> None:
 def _check_own(place: Path, folder: Path, run_dir: Path) -> None:
     place, own = place.resolve(), (run_dir / "checkpoints").resolve()
     if own in (place, *place.parents):
-        raise UserError(
-            "model.checkpoint",
-            folder,
-            "is a checkpoint of this very run, which would take what it has learned for the policy that it began with",
-            "Leave it as it was when the run began (the run resumes by itself), or name another run.dir",
+        problem = (
+            "is a checkpoint of this very run, which would take what it has learned for the policy that it began with"
         )
+        remedy = "Leave it as it was when the run began (the run resumes by itself), or name another run.dir"
+        raise UserError("model.checkpoint", folder, problem, remedy)
+
+
+def _check_run_dir(folder: Path) -> None:
+    place = _existing(folder)
+    if not place.is_dir():
+        raise UserError("run.dir", folder, f"{place} is a file", "Name a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError("run.dir", folder, f"{place} cannot be written to", "Name a directory that you may write to")
+
+
+def _check_room(config: Config, shape: PolicyShape, command: Command) -> None:
+    folder = Path(config.run.dir)
+    taken = sum(file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file())
+    needed, free = bytes_to_write(config, shape, command) - taken, shutil.disk_usage(_existing(folder)).free
+    if free < needed:
+        fewer = "lower run.keep_checkpoints, " if command == "train" and config.run.keep_checkpoints > 1 else ""
+        problem = f"checkpoints and export will take about {_readable(needed)}, and {_readable(free)} are free there"
+        raise UserError("run.dir", folder, problem, f"Free some room, {fewer}or point run.dir at another disk")
+
+
+def bytes_to_write(config: Config, shape: PolicyShape, command: Command) -> int:
+    """The most that a run has on the disk at one time: checkpoints (those that it keeps, the best one, and one more
+    while the newest is being written) and the export."""
+    weights, dtype, run = parameters(shape), WEIGHT_BYTES[config.model.dtype], config.run
+    if command == "sft":
+        return weights * dtype + OVERHEAD
+    written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1
+    checkpoints = min(written, run.keep_checkpoints + run.keep_best + 1)
+    return weights * ((dtype + MASTER_AND_MOMENTS) * checkpoints + (dtype if run.export else 0)) + OVERHEAD
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest thing above it that exists."""
+    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+
+
+def _readable(size: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

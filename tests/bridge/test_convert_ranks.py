@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from megatron_dppo.bridge.load import load_checkpoint
 from megatron_dppo.bridge.mapping import expected_tensors
-from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from tests.bridge.conversions import same, to_hf, to_megatron, weights
 from tests.bridge.directories import FAMILIES, Sizes

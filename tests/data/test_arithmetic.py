@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 
 import pytest
 
-from megatron_dppo.config import ArithmeticConfig
+from megatron_dppo.config import ArithmeticConfig, replace
 from megatron_dppo.data.generators import Sum, make_sums
 from megatron_dppo.errors import UserError
 
@@ -75,7 +75,7 @@ def test_short_answers_are_the_result_alone_and_right_whatever_the_teacher_forge
 def test_styles_change_neither_the_problems_nor_where_the_teacher_slips() -> None:
     plain = make_sums(replace(CONFIG, forgotten_carries=0.5))[0]
     mixed = make_sums(replace(CONFIG, forgotten_carries=0.5, short_answers=0.5))[0]
-    assert [replace(problem, short=False) for problem in mixed] == plain
+    assert [dataclasses.replace(problem, short=False) for problem in mixed] == plain
 
 
 def test_all_distinct_sums_can_be_used_up_but_no_more() -> None:

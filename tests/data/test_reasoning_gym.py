@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config import DataConfig, ReasoningGymConfig
+from megatron_dppo.config import DataConfig, ReasoningGymConfig, replace
 from megatron_dppo.data.generators import check_tasks, make_problems
 from megatron_dppo.data.prompts import load_prompts
 from megatron_dppo.data.tokenizer import load_tokenizer

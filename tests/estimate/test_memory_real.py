@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import EAGER, activation_bytes, feed_forward_elements, held_bytes, layer_elements
 from megatron_dppo.estimate.workload import Placement, Setup

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_dppo.config import LayoutConfig, LossConfig
+from megatron_dppo.config import LayoutConfig, LossConfig, replace
 from megatron_dppo.init import write_model
 from tests.gpu.test_te_on_gpu import over_nccl
 from tests.ranks import RankPool

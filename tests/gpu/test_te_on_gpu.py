@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.models.layer_specs import transformer_engine_installed
 from megatron_dppo.models.optimizer_state import optimizer_parts
@@ -203,7 +203,9 @@ def gradients(rank: int, size: int, config: Config) -> tuple[torch.Tensor, torch
 
     whole = gradient(rows)
     total = sum((weight * gradient([row]) for row, weight in zip(rows, weights, strict=True)), torch.zeros_like(whole))
-    weighted = gradient([replace(row, scale=row.scale * w) for row, w in zip(rows, weights, strict=True) if w])
+    weighted = gradient(
+        [dataclasses.replace(row, scale=row.scale * w) for row, w in zip(rows, weights, strict=True) if w]
+    )
     return whole, total, weighted
 
 

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config import LaunchConfig, LayoutConfig, RolloutConfig
+from megatron_dppo.config import LaunchConfig, LayoutConfig, RolloutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import processes, start
 from megatron_dppo.launch.first_failure import FirstFailure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -12,7 +11,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models import actor
 from megatron_dppo.trainer.assemble import PolicyParts

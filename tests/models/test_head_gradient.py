@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.models import policy as policy_module
 from megatron_dppo.models.actor import Microbatch, Responses, Sums
 from megatron_dppo.models.policy import build_policy

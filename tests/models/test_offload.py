@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_dppo.config import Config, LayoutConfig
+from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.models import actor
 from megatron_dppo.models.optimizer_state import OffloadedState
 from tests.models.test_actor import configure, learned

@@ -1,13 +1,21 @@
 import itertools
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.config import CompletionPruningConfig, Config, PackConfig, PruningConfig, RunConfig, ScheduleConfig
+from megatron_dppo.config import (
+    CompletionPruningConfig,
+    Config,
+    PackConfig,
+    PruningConfig,
+    RunConfig,
+    ScheduleConfig,
+    replace,
+)
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.packing import CostModel
@@ -263,7 +271,7 @@ def test_kept_tokens_follow_the_schedule_of_the_completions():
     """Linear over half of a hundred steps from 1 to 0.3, constant until the last tenth. Over twenty seeds each."""
     metadata = step_metadata(64, seed=1)
     for step, keep in ((30, 0.58), (40, 0.44), (50, 0.3), (89, 0.3)):
-        configs = [scheduled(ScheduleConfig("linear", ramp=0.5, off_last=0.1), seed=seed) for seed in range(20)]
+        configs = [scheduled(ScheduleConfig(shape="linear", ramp=0.5, off_last=0.1), seed=seed) for seed in range(20)]
         kept = [plan(metadata, config, step=step).metrics["prune/kept_token_fraction"] for config in configs]
         assert np.mean(kept) == pytest.approx(keep, abs=0.01), step
 
@@ -272,7 +280,7 @@ def test_kept_tokens_follow_the_schedule_of_the_completions():
 @pytest.mark.parametrize("step", [0, 90, 99])
 def test_where_the_schedule_prunes_nothing_all_that_can_teach_is_kept_at_weight_one(rule: str, step: int):
     metadata = step_metadata(32)
-    config = scheduled(ScheduleConfig("linear", ramp=0.5, off_last=0.1), rule=rule)
+    config = scheduled(ScheduleConfig(shape="linear", ramp=0.5, off_last=0.1), rule=rule)
     samples = plan(metadata, config, step=step).minibatches[0].samples
     group, completion = np.nonzero(advantages(metadata.rewards, normalise=True))
     np.testing.assert_array_equal(samples.group, group)

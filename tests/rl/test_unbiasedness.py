@@ -7,15 +7,16 @@ mistake, made on purpose on the same way, is seen to be biased.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.config import Config, PackConfig, PromptPruningConfig
+from megatron_dppo.config import Config, PackConfig, PromptPruningConfig, replace
 from megatron_dppo.rl import plan as planning
 from megatron_dppo.rl.losses import token_losses
 from megatron_dppo.rl.objectives import advantages, objective_for
@@ -149,7 +150,7 @@ def recomputed(metadata: StepMetadata, samples: TrainingSamples) -> TrainingSamp
     for group in np.unique(samples.group):
         left = samples.group == group
         result[left] = advantages(metadata.rewards[group, samples.completion[left]][None], normalise=True)[0]
-    return replace(samples, advantage=result)
+    return dataclasses.replace(samples, advantage=result)
 
 
 def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Selection, float]]:
@@ -245,7 +246,7 @@ def test_the_expected_pruned_gradient_is_the_full_gradient(world, monkeypatch, p
 
 
 def test_the_papers_rule_is_unbiased_over_all_of_its_masks(world, monkeypatch):
-    small = replace(world, rewards=np.where(np.arange(PROMPTS)[:, None] < 2, world.rewards, 0.0))
+    small = dataclasses.replace(world, rewards=np.where(np.arange(PROMPTS)[:, None] < 2, world.rewards, 0.0))
     assert relative_error(small, settings("none", "threshold", name="dapo"), monkeypatch) < 1e-6
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Groups, RolloutEngine, Sampling
@@ -36,7 +36,7 @@ class TwoServers(RolloutEngine[Generated]):
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
         groups = self._engine.sample_each(prompts, sampling)["local, rank 0"]
-        wrong = [tuple(replace(c, logprobs=c.logprobs - 0.01) for c in group) for group in groups]
+        wrong = [tuple(dataclasses.replace(c, logprobs=c.logprobs - 0.01) for c in group) for group in groups]
         return {"one": groups, "two": wrong}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.bridge.checkpoint_folder import latest_step
-from megatron_dppo.config import Config, LayoutConfig
+from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.trainer import shard_writer
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from tests.policies import write_policy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron.core import dist_checkpointing
 from transformers import AutoConfig, AutoTokenizer
 
 from megatron_dppo.bridge.checkpoint_folder import TRACKER, latest_step
-from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from tests.policies import write_policy

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config import Config, LayoutConfig, RunConfig
+from megatron_dppo.config import Config, LayoutConfig, RunConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.train import Trainer
 from megatron_dppo.trainer.collapse import CollapseGuard

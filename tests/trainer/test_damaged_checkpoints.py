@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
 import random
 import shutil
 import zlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from megatron_dppo.bridge.checkpoint_folder import FORMAT, METADATA, TRACKER, la
 from megatron_dppo.bridge.checksums import Checksums
 from megatron_dppo.bridge.stored_policy import read_metadata
 from megatron_dppo.bridge.torch_dist import COMMON
-from megatron_dppo.config import Config, LayoutConfig
+from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.resume import STATE
@@ -175,7 +175,7 @@ def among_the_shards(place: Path, mark: Path, *, kind: str) -> None:
     index = next(index for index in metadata.storage_data if kind in index.fqn)
     where, payload = metadata.storage_data[index], saved(Payload(mark))
     file = place / where.relative_path
-    metadata.storage_data[index] = replace(where, offset=file.stat().st_size, length=len(payload))
+    metadata.storage_data[index] = dataclasses.replace(where, offset=file.stat().st_size, length=len(payload))
     file.write_bytes(file.read_bytes() + payload)
     (place / METADATA).write_bytes(pickle.dumps(metadata))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron_dppo.config import replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import as_yaml, load_config
 from megatron_dppo.trainer.resume import (

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from megatron_dppo.trainer.disagreement import check_disagreement
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import learning_rate
-from megatron_dppo.trainer.disagreement import check_disagreement
 from megatron_dppo.trainer.learner import Learned
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -32,7 +32,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def learn_from_equal_rewards(rank: int, size: int, config: Config) -> tuple[bool, dict[str, float], bool]:
     world, learner, policy = build(config)
     metadata, groups = step_of_groups(size)
-    metadata = replace(metadata, rewards=np.ones_like(metadata.rewards))
+    metadata = dataclasses.replace(metadata, rewards=np.ones_like(metadata.rewards))
     before = weights_of(policy, world)
     result = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
     after = weights_of(policy, world)
@@ -52,8 +52,10 @@ def learn_from_nan(rank: int, size: int, config: Config) -> tuple[str, bool]:
     metadata, groups = step_of_groups(size)
     plan = plan_for(world, config, metadata)
     (minibatch,) = plan.minibatches
-    samples = replace(minibatch.samples, advantage=np.where(np.arange(len(minibatch.samples.owner)) == 1, np.nan, 1.0))
-    plan = replace(plan, minibatches=(replace(minibatch, samples=samples),))
+    samples = dataclasses.replace(
+        minibatch.samples, advantage=np.where(np.arange(len(minibatch.samples.owner)) == 1, np.nan, 1.0)
+    )
+    plan = dataclasses.replace(plan, minibatches=(dataclasses.replace(minibatch, samples=samples),))
     before = weights_of(policy, world)
     with pytest.raises(UserError, match="not finite") as error:
         learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)

@@ -17,8 +17,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.disk_room import OVERHEAD, bytes_to_write
-from megatron_dppo.trainer.preflight import check_config, preflight
+from megatron_dppo.trainer.preflight import OVERHEAD, bytes_to_write, check_config, preflight
 from megatron_dppo.trainer.resume import STATE, Writer, read_state, write_state
 
 SMALL = ["data.max_prompt_tokens=32", "rollout.max_response_tokens=32", "pack.max_tokens=64"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from megatron_dppo.config import (
     RolloutConfig,
     RunConfig,
     ScheduleConfig,
+    replace,
 )
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.plan import gather_metadata

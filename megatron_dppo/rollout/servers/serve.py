@@ -13,11 +13,10 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from types import FrameType
 from urllib.parse import urlsplit
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.process import stop

@@ -1,11 +1,16 @@
 """A share that adapts is the least one whose variance stays under the bound, at both levels."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from megatron_dppo.config import CompletionPruningConfig, Config, PromptPruningConfig, PruningConfig, ScheduleConfig
+from megatron_dppo.config import (
+    CompletionPruningConfig,
+    Config,
+    PromptPruningConfig,
+    PruningConfig,
+    ScheduleConfig,
+    replace,
+)
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.pruning.minibatch import completion_candidates, prune_minibatch
