@@ -114,6 +114,7 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
         "rows": np.array(list(held), np.int64),
         "token_ids": np.concatenate([np.zeros(0, np.int32), *(c.token_ids for c in completions)]),
         "logprobs": np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in completions)]),
+        "loss_mask": np.concatenate([np.zeros(0, bool), *(c.loss_mask for c in completions)]),
         "stopped": np.array([c.finish_reason == "stop" for c in completions], bool),
         "span_counts": np.array([len(c.versions) for c in completions], np.int64),
         "spans": np.array(spans, np.int64).reshape(-1, 2),
@@ -138,15 +139,19 @@ def _groups(stored: dict[str, Any], metadata: StepMetadata, prompts: dict[int, P
 
 def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
     ends, last_spans = np.cumsum(lengths)[:-1], np.cumsum(stored["span_counts"])[:-1]
-    for token_ids, logprobs, spans, stopped in zip(
+    if "loss_mask" not in stored:  # earlier checkpoints mark what the policy did not sample by an infinite value
+        mask = stored["logprobs"] != np.inf
+        stored = stored | {"loss_mask": mask, "logprobs": np.where(mask, stored["logprobs"], np.float32(0.0))}
+    for token_ids, logprobs, loss_mask, spans, stopped in zip(
         np.split(stored["token_ids"], ends),
         np.split(stored["logprobs"], ends),
+        np.split(stored["loss_mask"], ends),
         np.split(stored["spans"], last_spans),
         stored["stopped"].tolist(),
         strict=False,  # splitting nothing gives one piece
     ):
         versions = tuple(VersionSpan(*span) for span in spans.tolist())
-        yield Completion(token_ids, logprobs, versions, "stop" if stopped else "length")
+        yield Completion(token_ids, logprobs, loss_mask, versions, "stop" if stopped else "length")
 
 
 def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:

@@ -241,6 +241,7 @@ def _groups(
         Completion(
             token_ids=tokens[row, :length].copy(),
             logprobs=logprobs[row, :length].copy(),
+            loss_mask=np.ones(length, bool),
             versions=(VersionSpan(version, length),),
             finish_reason="stop" if ended else "length",
         )

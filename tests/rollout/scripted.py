@@ -38,6 +38,8 @@ class Said:
     ended: bool = True
     versions: tuple[VersionSpan, ...] | None = None
     """None: all tokens by version 0."""
+    given: Sequence[int] = ()
+    """Places of tokens that the policy did not sample."""
 
 
 Script = Mapping[int, Sequence[Said]]
@@ -64,8 +66,9 @@ class ScriptedEngine(RolloutEngine[Groups]):
         tokens = self._tokenizer([said.text], add_special_tokens=False)["input_ids"][0]
         tokens = np.array(tokens + [end_token_id(self._tokenizer)] * said.ended, np.int32)
         logprobs = np.log(np.broadcast_to(said.probability, tokens.shape)).astype(np.float32)
+        loss_mask = ~np.isin(np.arange(len(tokens)), said.given)
         versions = said.versions or (VersionSpan(0, len(tokens)),)
-        return Completion(tokens, logprobs, versions, "stop" if said.ended else "length")
+        return Completion(tokens, logprobs, loss_mask, versions, "stop" if said.ended else "length")
 
 
 class ScriptedWorkers:

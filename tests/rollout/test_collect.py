@@ -108,7 +108,7 @@ def test_group_one_of_whose_scores_failed_leaves_whole(bench: Bench) -> None:
 
 
 def test_what_the_policy_was_given_is_part_of_the_response_and_of_no_figure_of_what_it_sampled(bench: Bench) -> None:
-    given = Said("score 1", probability=(0.5, 0.5, 0.5, math.inf, math.inf, 0.5, 0.5, 0.5))
+    given = Said("score 1", probability=(0.5, 0.5, 0.5, 1e-9, 1e-9, 0.5, 0.5, 0.5), given=(3, 4))
     result = bench.collect({4: [given, *said("score 0", "score 0")]})
     assert result.metadata.response_lengths.tolist() == [[8, 8, 8]]
     assert result.metadata.sampled_lengths.tolist() == [[6, 8, 8]]

@@ -34,6 +34,7 @@ def group_of(prompt: int) -> Group:
             Completion(
                 rng.integers(3, 99, length).astype(np.int32),
                 np.log(rng.random(length)).astype(np.float32),
+                np.arange(length) != 1 + sample,
                 (VersionSpan(4, length),) if sample == 1 else mixed,
                 "length" if rng.random() < 0.5 else "stop",
             )
@@ -68,7 +69,8 @@ def same_group(ours: Group, expected: Group) -> bool:
         and all(
             np.array_equal(one.token_ids, other.token_ids)
             and np.array_equal(one.logprobs.view(np.int32), other.logprobs.view(np.int32))
-            and (one.token_ids.dtype, one.logprobs.dtype) == (np.int32, np.float32)
+            and np.array_equal(one.loss_mask, other.loss_mask)
+            and (one.token_ids.dtype, one.logprobs.dtype, one.loss_mask.dtype) == (np.int32, np.float32, bool)
             and (one.versions, one.finish_reason) == (other.versions, other.finish_reason)
             for one, other in zip(ours.completions, expected.completions, strict=True)
         )
@@ -142,6 +144,24 @@ def test_rollouts_from_before_the_score_norms_had_their_name_are_read(tmp_path: 
         np.savez(file, **{"surprise" if name == "score_norms" else name: stored[name] for name in stored.files})
     back = read(world_of(1, 0), tmp_path)
     np.testing.assert_array_equal(back.rollouts.metadata.score_norms, batch.rollouts.metadata.score_norms)
+
+
+def test_rollouts_from_before_there_was_a_loss_mask_are_read(tmp_path: Path) -> None:
+    """They have an infinite log-probability in place of a token that the policy did not sample."""
+    batch = wrote(world_of(1, 0), tmp_path)
+    file = tmp_path / "rollouts" / "rank_00000.npz"
+    with np.load(file) as stored:
+        arrays = dict(stored)
+    mask = arrays.pop("loss_mask")
+    arrays["logprobs"] = np.where(mask, arrays["logprobs"], np.float32(np.inf))
+    np.savez(file, **arrays)
+    back = read(world_of(1, 0), tmp_path)
+    assert not mask.all()
+    for row, group in back.rollouts.held.items():
+        for one, other in zip(group.completions, batch.rollouts.held[row].completions, strict=True):
+            np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
+            np.testing.assert_array_equal(one.logprobs, np.where(other.loss_mask, other.logprobs, 0.0))
+            assert one.logprobs.dtype == np.float32
 
 
 @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-99])])

@@ -324,12 +324,12 @@ def _after_the_update(rig: Rig, prompts: Sequence[Prompt], groups: Groups) -> fl
         return float("nan")
     packs = [
         build_pack(
-            [TrainingSample(prompt.token_ids, completion.token_ids, completion.logprobs, 0.0, 0.0, 0)],
-            capacity=len(prompt.token_ids) + len(completion.token_ids),
+            [TrainingSample(prompt.token_ids, c.token_ids, c.logprobs, c.loss_mask, 0.0, 0.0, version=0)],
+            capacity=len(prompt.token_ids) + len(c.token_ids),
             pad_id=0,
             align=1,
         )
-        for prompt, completion in mixed
+        for prompt, c in mixed
     ]
     scores = rig.policy.actor.log_probabilities(packs)
     differences = [

@@ -23,7 +23,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.plugins.slime_modules import poster
 from megatron_dppo.plugins.slime_sample import Arguments, Sample, Status
-from megatron_dppo.rl.types import NOT_SAMPLED, Prompt
+from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.api import Piece, ServerApi
 from megatron_dppo.rollout.servers.http import Http, ServerError
@@ -116,13 +116,13 @@ class CustomGenerate:
         if isinstance(returned, Sample) and returned.status in (Status.ABORTED, Status.FAILED):
             raise ConversationError(api.url, f"was given up by {self._spec}: {returned.status.value}", alive=True)
         try:
-            tokens, logprobs, reason = _read(returned, prompt, sampling.max_tokens)
+            tokens, logprobs, mask, reason = _read(returned, prompt, sampling.max_tokens)
         except (TypeError, ValueError) as error:
             remedy = "Have it return the sample with tokens, response_length, rollout_log_probs, loss_mask and status"
             raise UserError(SETTING, self._spec, f"for prompt {prompt.id} it {error}", remedy) from None
         # A function that speaks to the server by means of its own leaves no word of who made which token.
         spans = _spans(told or [before, await self._version(api)], len(tokens))
-        return Piece(tokens, logprobs, spans, reason)
+        return Piece(tokens, logprobs, spans, reason, mask)
 
     async def _post(self, api: ServerApi, url: str, payload: Mapping[str, Any], told: list[str]) -> Any:
         parts = urlsplit(url)
@@ -178,8 +178,8 @@ def _sampling_params(sampling: Sampling, prompt: int, number: int) -> dict[str, 
     }
 
 
-def _read(sample: Any, prompt: Prompt, limit: int) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Tokens, log-probabilities and the reason of a completion, cut off at ``limit`` tokens.
+def _read(sample: Any, prompt: Prompt, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, Any]:
+    """Tokens, log-probabilities, loss mask and the reason of a completion, cut off at ``limit`` tokens.
 
     Raises:
         ValueError: they are no completion of the prompt that could be trained on; to stand after "it".
@@ -204,7 +204,7 @@ def _read(sample: Any, prompt: Prompt, limit: int) -> tuple[np.ndarray, np.ndarr
         raise ValueError("returned log-probabilities of sampled tokens that are not finite")
     stopped = sample.status is Status.COMPLETED and length <= limit
     tokens = np.array(sample.tokens[start:][:limit], np.int32)
-    return tokens, np.where(mask, logprobs, NOT_SAMPLED)[:limit], "stop" if stopped else "length"
+    return tokens, logprobs[:limit], mask[:limit], "stop" if stopped else "length"
 
 
 def _spans(told: Sequence[str], length: int) -> tuple[tuple[str, int], ...]:

@@ -46,6 +46,7 @@ class Sample:
 
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
+    loss_mask: list[NDArray[np.bool_]] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
     reason: str = "abort"
     """Why it ended; ``abort`` as long as it has not."""
@@ -57,6 +58,7 @@ class Sample:
     def add(self, piece: Piece, versions: Sequence[VersionSpan]) -> None:
         self.token_ids.append(piece.token_ids)
         self.logprobs.append(piece.logprobs)
+        self.loss_mask.append(np.ones(len(piece.token_ids), bool) if piece.loss_mask is None else piece.loss_mask)
         for span in versions:
             if self.versions and self.versions[-1].version == span.version:
                 span = VersionSpan(span.version, self.versions.pop().count + span.count)
@@ -67,6 +69,7 @@ class Sample:
         return Completion(
             token_ids=np.concatenate(self.token_ids),
             logprobs=np.concatenate(self.logprobs),
+            loss_mask=np.concatenate(self.loss_mask),
             versions=tuple(self.versions),
             finish_reason="stop" if self.reason == "stop" else "length",
         )
