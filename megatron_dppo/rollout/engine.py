@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -32,6 +33,11 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     seed: int
     """Sampling of a completion is a function of (seed, prompt id, sample), where the engine can be seeded."""
+
+    def seed_at(self, *place: int) -> int:
+        """A seed of 31 bits for one place of what is sampled: a prompt's id, a number of a completion, and so on."""
+        text = "/".join(map(str, (self.seed, *place)))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
 
 class WeightSource(Protocol):

@@ -10,7 +10,7 @@ import pytest
 from megatron_dppo.config import Config, ModelConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.custom import CustomGenerate, _sampling_params
+from megatron_dppo.rollout.servers.custom import _sampling_params, conversations_of
 from tests.servers.real import RealServer
 from tests.servers.test_training import AGREES, Start, finish, given, start  # noqa: F401
 
@@ -71,7 +71,7 @@ def test_a_function_that_cannot_be_trained_on_ends_the_run_in_words(
     ("spec", "words"),
     [
         (f"{FILE}:generate_at_once", "is no coroutine"),
-        (f"{FILE}:generate_group", "cannot be called as slime would"),
+        (f"{FILE}:generate_group", "cannot be called with 3 arguments"),
         (f"{FILE}:generat", "Perhaps 'generate' was meant"),
         ("no_such_module:generate", "No module named 'no_such_module'"),
     ],
@@ -79,7 +79,7 @@ def test_a_function_that_cannot_be_trained_on_ends_the_run_in_words(
 def test_a_function_of_another_form_is_refused(spec: str, words: str, tmp_path: Path) -> None:
     config = Config(model=ModelConfig(path=str(tmp_path)), rollout=RolloutConfig(custom_generate=spec))
     with pytest.raises(UserError) as raised:
-        CustomGenerate(config)
+        conversations_of(config)
     assert raised.value.setting == "rollout.custom_generate" and words in str(raised.value)
 
 

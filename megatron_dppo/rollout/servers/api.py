@@ -71,8 +71,6 @@ class Piece:
     versions: tuple[tuple[str, int], ...]
     """Version and number of consecutive tokens, in order; the counts sum to L."""
     reason: Literal["stop", "length", "abort"]
-    loss_mask: NDArray[np.bool_] | None = None
-    """[L], False for tokens that the policy was given; None: it sampled them all."""
 
 
 @dataclass(frozen=True, slots=True)

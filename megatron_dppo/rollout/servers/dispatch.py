@@ -9,20 +9,19 @@ bias what pruning keeps unbiased.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-
-import numpy as np
-from numpy.typing import NDArray
+from functools import partial
+from typing import Any
 
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rollout.conversation import joined
 from megatron_dppo.rollout.engine import Groups, Sampling
 from megatron_dppo.rollout.servers.api import Ask, Piece, ServerApi
-from megatron_dppo.rollout.servers.custom import ConversationError, CustomGenerate
+from megatron_dppo.rollout.servers.conversations import ConversationError, Conversations, completion_of
 from megatron_dppo.rollout.servers.http import Http, ServerError, read
 
 PROBE_S = 5.0
@@ -44,35 +43,17 @@ class PromptFailedError(Exception):
 class Sample:
     """One completion in the making."""
 
-    token_ids: list[NDArray[np.int32]] = field(default_factory=list)
-    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
-    loss_mask: list[NDArray[np.bool_]] = field(default_factory=list)
-    versions: list[VersionSpan] = field(default_factory=list)
-    reason: str = "abort"
-    """Why it ended; ``abort`` as long as it has not."""
+    parts: list[Completion] = field(default_factory=list)
+    """As servers gave them, in order."""
+    ended: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for part in self.parts for token in part.token_ids.tolist()]
 
     @property
     def length(self) -> int:
-        return sum(span.count for span in self.versions)
-
-    def add(self, piece: Piece, versions: Sequence[VersionSpan]) -> None:
-        self.token_ids.append(piece.token_ids)
-        self.logprobs.append(piece.logprobs)
-        self.loss_mask.append(np.ones(len(piece.token_ids), bool) if piece.loss_mask is None else piece.loss_mask)
-        for span in versions:
-            if self.versions and self.versions[-1].version == span.version:
-                span = VersionSpan(span.version, self.versions.pop().count + span.count)
-            self.versions.append(span)
-        self.reason = piece.reason
-
-    def completion(self) -> Completion:
-        return Completion(
-            token_ids=np.concatenate(self.token_ids),
-            logprobs=np.concatenate(self.logprobs),
-            loss_mask=np.concatenate(self.loss_mask),
-            versions=tuple(self.versions),
-            finish_reason="stop" if self.reason == "stop" else "length",
-        )
+        return sum(len(part.token_ids) for part in self.parts)
 
 
 class Batch:
@@ -103,7 +84,7 @@ class Batch:
         self._over.wait(seconds)
 
     def groups(self) -> Groups:
-        return [tuple(sample.completion() for sample in group) for group in self.samples]
+        return [tuple(joined(sample.parts) for sample in group) for group in self.samples]
 
     def one_finished(self) -> None:
         self.finished += 1
@@ -119,7 +100,7 @@ class _Place:
     """A server, and what this rank has asked of it."""
 
     api: ServerApi
-    asked: set[asyncio.Task[list[Piece]]] = field(default_factory=set)
+    asked: set[asyncio.Task[Sequence[Piece | Completion]]] = field(default_factory=set)
     failures: int = 0
     """In a row."""
 
@@ -134,7 +115,7 @@ class Dispatcher:
         max_in_flight: prompts under way at one server.
         request_timeout_s: how long one of them may take there.
         attempts: how often a prompt is asked before the batch fails.
-        custom: has conversations in place of single requests.
+        conversations: has conversations in place of single requests.
     """
 
     def __init__(
@@ -146,9 +127,9 @@ class Dispatcher:
         max_in_flight: int,
         request_timeout_s: float,
         attempts: int,
-        custom: CustomGenerate | None = None,
+        conversations: Conversations | None = None,
     ) -> None:
-        self._custom = custom
+        self._conversations = conversations
         self._http, self._read_version, self._first = http, read_version, first
         self._max_in_flight, self._timeout_s, self._attempts = max_in_flight, request_timeout_s, attempts
         self._places: dict[ServerApi, _Place] = {}
@@ -202,7 +183,7 @@ class Dispatcher:
         """See one prompt through."""
         prompt, attempt, last = batch.prompts[index], 0, ""
         failed: set[ServerApi] = set()
-        while open_samples := [sample for sample in batch.samples[index] if sample.reason == "abort"]:
+        while open_samples := [sample for sample in batch.samples[index] if not sample.ended]:
             if attempt >= self._attempts:
                 raise PromptFailedError(f"prompt {prompt.id} was asked {attempt} times, the last time {last}")
             fresh = [sample for sample in open_samples if not sample.length]
@@ -229,21 +210,23 @@ class Dispatcher:
             None, or why it has to be asked again.
         """
         place = await self._least_busy(failed)
-        if self._custom is not None:
+        read_versions = partial(self._spans, place.api, batch.oldest)
+        work: Coroutine[Any, Any, Sequence[Piece | Completion]]
+        if self._conversations is not None:
             sampling = replace(batch.sampling, samples=len(samples))
-            task = asyncio.create_task(self._custom(place.api, batch.prompts[index], sampling))
+            work = self._conversations(place.api, batch.prompts[index], sampling, read_versions)
         else:
-            ask = self._ask(batch, index, samples, attempt)
-            task = asyncio.create_task(place.api.generate(ask, timeout_s=self._timeout_s))
+            work = place.api.generate(self._ask(batch, index, samples, attempt), timeout_s=self._timeout_s)
+        task = asyncio.create_task(work)
         place.asked.add(task)
         try:
             await asyncio.wait([task])
             if task.cancelled():
                 return f"server {place.api.url} was taken out"
-            pieces = read(place.api, task.result)
-            if len(pieces) != len(samples):
-                raise ServerError(place.api.url, f"gave {len(pieces)} samples, not {len(samples)}", alive=True)
-            spans = [self._spans(place.api, piece, batch.oldest) for piece in pieces]
+            answers = read(place.api, task.result)
+            if len(answers) != len(samples):
+                raise ServerError(place.api.url, f"gave {len(answers)} samples, not {len(samples)}", alive=True)
+            parts = [a if isinstance(a, Completion) else completion_of(a, read_versions(a.versions)) for a in answers]
         except ServerError as error:
             failed.add(place.api)
             if not isinstance(error, ConversationError):
@@ -254,31 +237,28 @@ class Dispatcher:
             place.asked.discard(task)
             self._wake()
         place.failures = 0
-        for sample, piece, span in zip(samples, pieces, spans, strict=True):
-            sample.add(piece, span)
-            if sample.reason == "abort" and sample.length == batch.sampling.max_tokens:
-                sample.reason = "length"  # aborted after its last token
+        for sample, answer, part in zip(samples, answers, parts, strict=True):
+            sample.parts.append(part)
+            aborted = isinstance(answer, Piece) and answer.reason == "abort"
+            sample.ended = not aborted or sample.length == batch.sampling.max_tokens
         return None
 
     def _ask(self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int) -> Ask:
         prompt, sampling = batch.prompts[index], batch.sampling
-        made = np.concatenate([np.empty(0, np.int32), *samples[0].token_ids])
-        which = batch.samples[index].index(samples[0])
-        # Not the seed of the part before: a generator that begins anew would repeat the luck of its first tokens.
-        luck = f"{sampling.seed}/{prompt.id}/{which}/{attempt}/{len(made)}"
-        digest = hashlib.blake2b(luck.encode(), digest_size=4).digest()
+        made, which = samples[0].token_ids, batch.samples[index].index(samples[0])
         return Ask(
-            token_ids=[*prompt.token_ids.tolist(), *made.tolist()],
+            token_ids=[*prompt.token_ids.tolist(), *made],
             samples=len(samples),
             max_tokens=sampling.max_tokens - len(made),
             temperature=sampling.temperature,
             stop_token_ids=sampling.stop_token_ids,
-            seed=int.from_bytes(digest, "little") >> 1,
+            # Not the seed of the part before: a generator that begins anew would repeat the luck of its first tokens.
+            seed=sampling.seed_at(prompt.id, which, attempt, len(made)),
         )
 
-    def _spans(self, api: ServerApi, piece: Piece, oldest: int) -> list[VersionSpan]:
+    def _spans(self, api: ServerApi, oldest: int, versions: Sequence[tuple[str, int]]) -> list[VersionSpan]:
         spans = []
-        for told, count in piece.versions:
+        for told, count in versions:
             version = self._read_version(told)
             if version is None or version < oldest:
                 problem = f"generates with weights of version {told!r}, which this step must not use"

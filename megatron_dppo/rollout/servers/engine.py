@@ -20,7 +20,7 @@ from megatron_dppo.rollout.engine import Groups, Sampling, WeightSource
 from megatron_dppo.rollout.servers.api import ServerApi
 from megatron_dppo.rollout.servers.beats import BEAT_S, while_leader_waits
 from megatron_dppo.rollout.servers.connect import api_for
-from megatron_dppo.rollout.servers.custom import CustomGenerate
+from megatron_dppo.rollout.servers.conversations import Conversations
 from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher
 from megatron_dppo.rollout.servers.fleet import Fleet, Member
 from megatron_dppo.rollout.servers.http import Http
@@ -48,7 +48,7 @@ class ServerEngine:
         http: this rank's.
         fleet: the leader's.
         transport: moves the weights.
-        custom: generates, by means of the servers; None: they are asked for completions.
+        conversations: generates, by means of the servers; None: they are asked for completions.
         run: a word of this run's own, by which its versions are told from those of others.
         secret: to be shown to the servers.
         say: takes words for the log.
@@ -64,7 +64,7 @@ class ServerEngine:
         http: Http,
         fleet: Fleet | None,
         transport: Transport,
-        custom: CustomGenerate | None = None,
+        conversations: Conversations | None = None,
         *,
         run: str,
         secret: str | None,
@@ -74,8 +74,8 @@ class ServerEngine:
         self._config, self._world, self._http, self._fleet = config, world, http, fleet
         self._run, self.secret, self._say = run, secret, say
         self._sync = Sync(world, http, transport, rollout.sync.in_flight)
-        self._custom = custom
-        self._dispatcher = self._new_dispatcher(attempts=rollout.attempts, custom=custom)
+        self._conversations = conversations
+        self._dispatcher = self._new_dispatcher(attempts=rollout.attempts, conversations=conversations)
         self._source: WeightSource | None = None
         self._version = -1
         self._checking: Future[dict[str, str]] | None = None
@@ -229,8 +229,8 @@ class ServerEngine:
     def close(self) -> None:
         with ExitStack() as stack:
             stack.callback(self._http.close)
-            if self._custom is not None:
-                stack.callback(self._custom.close)
+            if self._conversations is not None:
+                stack.callback(self._conversations.close)
             if self._fleet is not None:
                 stack.callback(self._fleet.close)
             stack.callback(self._sync.transport.close)
@@ -334,7 +334,7 @@ class ServerEngine:
             )
         return self._apis[member]
 
-    def _new_dispatcher(self, *, attempts: int, custom: CustomGenerate | None = None) -> Dispatcher:
+    def _new_dispatcher(self, *, attempts: int, conversations: Conversations | None = None) -> Dispatcher:
         rollout = self._config.rollout
         return Dispatcher(
             self._http,
@@ -343,7 +343,7 @@ class ServerEngine:
             max_in_flight=rollout.max_in_flight,
             request_timeout_s=rollout.request_timeout_s,
             attempts=attempts,
-            custom=custom,
+            conversations=conversations,
         )
 
     def _read_version(self, told: str) -> int | None:

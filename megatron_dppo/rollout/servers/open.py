@@ -10,7 +10,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout.servers.allocation import SECRET
-from megatron_dppo.rollout.servers.custom import CustomGenerate
+from megatron_dppo.rollout.servers.custom import conversations_of
 from megatron_dppo.rollout.servers.engine import ServerEngine
 from megatron_dppo.rollout.servers.fleet import Fleet
 from megatron_dppo.rollout.servers.handles import Handles
@@ -55,16 +55,15 @@ def open_servers(config: Config, world: World, shape: PolicyShape, say: Callable
             say=say,
             our_nccl=our_nccl,
         )
-    custom = None
+    conversations = None
     try:
-        if config.rollout.custom_generate:
-            custom = world.together(lambda: CustomGenerate(config), what="import of rollout.custom_generate")
+        conversations = world.together(lambda: conversations_of(config), what="import of a conversation")
         transport = _transport(config, world, http, shape, run, our_nccl)
-        return ServerEngine(config, world, http, fleet, transport, custom, run=run, secret=secret, say=say)
+        return ServerEngine(config, world, http, fleet, transport, conversations, run=run, secret=secret, say=say)
     except BaseException:
         http.close()
-        if custom is not None:
-            custom.close()
+        if conversations is not None:
+            conversations.close()
         if fleet is not None:
             fleet.close()
         raise
