@@ -285,6 +285,20 @@ class Collector:
         }
 
 
+def staleness(metadata: StepMetadata, version: int) -> dict[str, float]:
+    """How much older than ``version`` the weights are that rolled out a step.
+
+    Returns:
+        ``rollout/stale_tokens``, the share of tokens in completions that older weights have made, if only in part; and
+        ``rollout/version_lag``, the mean over completions of how many versions older the oldest of these weights are.
+    """
+    lag, lengths = version - metadata.versions, metadata.sampled_lengths
+    return {
+        "rollout/stale_tokens": float(lengths[lag != 0].sum()) / max(float(lengths.sum()), 1.0),
+        "rollout/version_lag": float(lag.sum()) / max(np.size(lag), 1),
+    }
+
+
 def _window_left(window: int, parts: Sequence[_Part]) -> float:
     """N without the prompts whose scoring failed: the share of the window that the others stand for, by their 1/π.
 

@@ -18,9 +18,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt, Score, Selection, StepMetadata, VersionSpan
-from megatron_dppo.rollout.collect import Collected, Collector
+from megatron_dppo.rollout.collect import Collected, Collector, staleness
 from megatron_dppo.rollout.engine import Groups
-from megatron_dppo.rollout.staleness import staleness
 from tests.rollout.scripted import (
     FAILING,
     LIMIT_S,
