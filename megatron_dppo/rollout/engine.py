@@ -15,7 +15,7 @@ from megatron_dppo.rl.types import Completion, Prompt
 Bucket = Mapping[str, torch.Tensor]
 """Some of the policy's tensors, by their Hugging Face names, whole (unsharded)."""
 
-Groups = list[tuple[Completion, ...]]
+Completions = list[tuple[Completion, ...]]
 """One tuple of completions per prompt, in the order of the prompts."""
 
 Pending = TypeVar("Pending")
@@ -62,7 +62,7 @@ class RolloutEngine(Protocol[Pending]):
         """
         ...
 
-    def finish(self, pending: Pending) -> Groups:
+    def finish(self, pending: Pending) -> Completions:
         """Wait for what was begun. Collective: if it fails on one rank, it fails on all of them."""
         ...
 
@@ -86,7 +86,7 @@ class RolloutEngine(Protocol[Pending]):
         """None if the engine can generate, else what is wrong with it."""
         ...
 
-    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
+    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
         """Completions of the leader's prompts from every server there is, by its name; the same on every rank.
 
         For comparing each with the actor. Collective.
@@ -103,6 +103,6 @@ class RolloutEngine(Protocol[Pending]):
         ...
 
 
-def generate(engine: RolloutEngine[Pending], prompts: Sequence[Prompt], sampling: Sampling) -> Groups:
+def generate(engine: RolloutEngine[Pending], prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
     """Ask and wait. Collective."""
     return engine.finish(engine.begin(prompts, sampling))

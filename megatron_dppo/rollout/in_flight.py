@@ -1,4 +1,4 @@
-"""The batch in flight, in a checkpoint: what a run that rolls out one step ahead has not trained on yet.
+"""Rollouts in flight, in a checkpoint: what a run that rolls out one step ahead has not trained on yet.
 
 ``rollouts/`` in a checkpoint's folder holds ``step.npz``, with what every rank knows, and the tokens of each rank's
 groups in a file of its own. A run goes on from it with any number of ranks.
@@ -28,26 +28,26 @@ _CHOSEN = "selection."
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RolloutsInFlight:
     """A step's rollouts, waited for before the step."""
 
     selection: Selection
     rollouts: Collected
 
 
-def write_batch(place: Path, batch: Batch, world: World) -> None:
+def write_in_flight(place: Path, in_flight: RolloutsInFlight, world: World) -> None:
     """Write this rank's groups into a checkpoint's folder, and on the leader what goes for all. Not collective."""
-    folder, rollouts = place / FOLDER, batch.rollouts
+    folder, rollouts = place / FOLDER, in_flight.rollouts
     folder.mkdir(exist_ok=True)
     _save(_file(folder, world.rank), _tokens(rollouts.held))
     if world.leads:
         words = json.dumps({"metrics": rollouts.metrics, "notes": rollouts.notes, "ranks": world.size})
-        chosen = {_CHOSEN + name: value for name, value in asdict(batch.selection).items()}
+        chosen = {_CHOSEN + name: value for name, value in asdict(in_flight.selection).items()}
         _save(folder / _STEP, {"words": np.array(words), **asdict(rollouts.metadata), **chosen})
 
 
-def read_batch(place: Path, pool: Sequence[Prompt], world: World) -> Batch | None:
-    """The batch in a checkpoint; None if it holds none. Collective.
+def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> RolloutsInFlight | None:
+    """The rollouts in flight in a checkpoint; None if it holds none. Collective.
 
     Ranks keep their groups where there are as many of them as there were; else every rank takes each n-th.
 
@@ -86,7 +86,7 @@ def read_batch(place: Path, pool: Sequence[Prompt], world: World) -> Batch | Non
         return held
 
     held = world.together(mine, what="rollouts in the checkpoint")
-    return Batch(selection, Collected(held, metadata, words["metrics"], tuple(words["notes"])))
+    return RolloutsInFlight(selection, Collected(held, metadata, words["metrics"], tuple(words["notes"])))
 
 
 def _file(folder: Path, rank: int) -> Path:

@@ -20,17 +20,17 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.cache import Departure, RolloutCache
-from megatron_dppo.rollout.engine import Groups, RolloutEngine, Sampling, WeightSource
+from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling, WeightSource
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
     """What came of asking: the groups, or why there are none."""
 
-    groups: Groups
+    groups: Completions
     failure: Exception | None = None
 
-    def result(self) -> Groups:
+    def result(self) -> Completions:
         if self.failure is not None:
             raise self.failure
         return self.groups
@@ -114,7 +114,7 @@ class LocalEngine(RolloutEngine[Generated]):
         except Exception as error:
             return Generated([], error)
 
-    def finish(self, pending: Generated) -> Groups:
+    def finish(self, pending: Generated) -> Completions:
         """
         Raises:
             UserError: ``max_batch`` does not hold one prompt's samples.
@@ -123,14 +123,14 @@ class LocalEngine(RolloutEngine[Generated]):
         """
         return pending.result() if self._world is None else self._world.together(pending.result, what="rollouts")
 
-    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
+    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
         """Every rank's engine has weights of its own, and counts as a server."""
         groups = self.finish(self.begin(prompts, sampling))
         if self._world is None:
             return {"local": groups}
         return {f"local, rank {rank}": each for rank, each in enumerate(self._world.gather(groups))}
 
-    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Groups:
+    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
         version, problem = self._version, self.health()
         if version is None or problem is not None:
             raise RuntimeError(f"The local engine cannot generate: {problem}.")
@@ -139,7 +139,7 @@ class LocalEngine(RolloutEngine[Generated]):
             raise UserError("rollout.max_batch", self._max_batch, problem, f"Set it to {sampling.samples} or more")
         if empty := [prompt.id for prompt in prompts if not len(prompt.token_ids)]:
             raise ValueError(f"Prompts without a token cannot be continued: {empty}.")
-        groups: Groups = [()] * len(prompts)
+        groups: Completions = [()] * len(prompts)
         for batch in _batches([len(prompt.token_ids) for prompt in prompts], self._max_batch // sampling.samples):
             decoded = self._decode([prompts[index] for index in batch], sampling, version)
             for index, group in zip(batch, decoded, strict=True):

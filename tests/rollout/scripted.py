@@ -19,7 +19,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import Scored
 from megatron_dppo.rl.types import Completion, Prompt, Score, VersionSpan
-from megatron_dppo.rollout.engine import Groups, RolloutEngine, Sampling
+from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
 
 T = TypeVar("T")
 FAILING = f"{Path(__file__).parents[1] / 'rewards' / 'rewards_that_fail.py'}:compute_score"
@@ -46,7 +46,7 @@ Script = Mapping[int, Sequence[Said]]
 """By prompt id."""
 
 
-class ScriptedEngine(RolloutEngine[Groups]):
+class ScriptedEngine(RolloutEngine[Completions]):
     """Completes each prompt as a script has it, and remembers what it was asked."""
 
     def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
@@ -54,11 +54,11 @@ class ScriptedEngine(RolloutEngine[Groups]):
         self.asked: list[tuple[list[int], Sampling]] = []
         self.finished = 0
 
-    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Groups:
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
         self.asked.append(([prompt.id for prompt in prompts], sampling))
         return [tuple(map(self._complete, self._script[p.id][: sampling.samples])) for p in prompts]
 
-    def finish(self, pending: Groups) -> Groups:
+    def finish(self, pending: Completions) -> Completions:
         self.finished += 1
         return pending
 

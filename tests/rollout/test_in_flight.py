@@ -14,7 +14,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.types import Completion, Group, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.collect import Collected
-from megatron_dppo.rollout.in_flight import Batch, read_batch, write_batch
+from megatron_dppo.rollout.in_flight import RolloutsInFlight, read_in_flight, write_in_flight
 from tests.rollout.scripted import as_ranks, pool_of, world_of
 
 PROMPTS = (8, 1, 5, 3, 7)
@@ -42,7 +42,7 @@ def group_of(prompt: int) -> Group:
     return Group(pool_of(10)[prompt], tuple(completions), rng.random(3))
 
 
-def batch_of(world: World) -> Batch:
+def batch_of(world: World) -> RolloutsInFlight:
     groups = {prompt: group_of(prompt) for prompt in PROMPTS[world.rank :: world.size]}
     shape = (len(groups), 3)
     part = StepMetadata(
@@ -59,7 +59,7 @@ def batch_of(world: World) -> Batch:
     )
     metadata = gather_metadata(world.gather(part), window=11.7)
     held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
-    return Batch(SELECTION, Collected(held, metadata, METRICS, ("a note",)))
+    return RolloutsInFlight(SELECTION, Collected(held, metadata, METRICS, ("a note",)))
 
 
 def same_group(ours: Group, expected: Group) -> bool:
@@ -77,8 +77,8 @@ def same_group(ours: Group, expected: Group) -> bool:
     )
 
 
-def read(world: World, place: Path) -> Batch:
-    batch = read_batch(place, pool_of(10), world)
+def read(world: World, place: Path) -> RolloutsInFlight:
+    batch = read_in_flight(place, pool_of(10), world)
     assert batch is not None
     return batch
 
@@ -106,14 +106,14 @@ def test_every_group_comes_back_once_and_bit_by_bit(writers: int, readers: int, 
     assert writers == readers or max(counts) - min(counts) <= 1
 
 
-def wrote(world: World, place: Path) -> Batch:
+def wrote(world: World, place: Path) -> RolloutsInFlight:
     batch = batch_of(world)
-    write_batch(place, batch, world)
+    write_in_flight(place, batch, world)
     return batch
 
 
 def test_a_checkpoint_without_a_batch_has_none(tmp_path: Path) -> None:
-    assert read_batch(tmp_path, pool_of(10), world_of(1, 0)) is None
+    assert read_in_flight(tmp_path, pool_of(10), world_of(1, 0)) is None
 
 
 def test_a_batch_all_of_whose_groups_failed_comes_back_empty(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_batch_all_of_whose_groups_failed_comes_back_empty(tmp_path: Path) -> 
     batch = batch_of(world)
     fields = {name: getattr(batch.rollouts.metadata, name) for name in StepMetadata.__slots__}
     empty = StepMetadata(**{name: v if name == "window" else v[:0] for name, v in fields.items()})
-    write_batch(tmp_path, replace(batch, rollouts=replace(batch.rollouts, held={}, metadata=empty)), world)
+    write_in_flight(tmp_path, replace(batch, rollouts=replace(batch.rollouts, held={}, metadata=empty)), world)
     back = read(world, tmp_path).rollouts
     assert (back.held, back.metadata.rewards.shape, back.metadata.window) == ({}, (0, 3), 11.7)
 
@@ -182,4 +182,4 @@ def test_a_damaged_file_is_told_on_every_rank(damage: Callable[[Path], None], tm
 def test_another_pool_is_refused(pool: list, tmp_path: Path) -> None:
     wrote(world_of(1, 0), tmp_path)
     with pytest.raises(UserError, match="no such prompt is in the pool"):
-        read_batch(tmp_path, pool, world_of(1, 0))
+        read_in_flight(tmp_path, pool, world_of(1, 0))

@@ -24,7 +24,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import Bucket, Groups, Sampling, generate
+from megatron_dppo.rollout.engine import Bucket, Completions, Sampling, generate
 from megatron_dppo.rollout.servers.api import Ask, Piece, ServerApi
 from megatron_dppo.rollout.servers.engine import ServerEngine
 from megatron_dppo.rollout.servers.open import SECRET, open_servers
@@ -140,7 +140,7 @@ class Rig:
             self.on_bucket(number)
             yield bucket
 
-    def _round(self, prompts: Sequence[Prompt], groups: Groups, seconds: float) -> Round:
+    def _round(self, prompts: Sequence[Prompt], groups: Completions, seconds: float) -> Round:
         parts = self.world.gather(
             [
                 (prompt.id, [(c.token_ids.tolist(), c.logprobs.tolist(), c.versions) for c in group])
@@ -311,7 +311,7 @@ def in_flight(rank: int, size: int, settings: Sequence[str], secret: str) -> dic
     }
 
 
-def _after_the_update(rig: Rig, prompts: Sequence[Prompt], groups: Groups) -> float:
+def _after_the_update(rig: Rig, prompts: Sequence[Prompt], groups: Completions) -> float:
     """Mean |log p| difference of actor and engine, of tokens that say they were made by the new weights. Collective."""
     mine = [
         (prompt, completion)

@@ -43,7 +43,7 @@ def completion_of(piece: Piece, versions: Sequence[VersionSpan]) -> Completion:
     return Completion(piece.token_ids, piece.logprobs, sampled, tuple(versions), reason)
 
 
-class ServerClient:
+class ConversationClient:
     """See :class:`~megatron_dppo.rollout.conversation.Client`. Everything public is for the conversations' thread.
 
     Args:
@@ -147,7 +147,7 @@ class ServerClient:
         return answer
 
 
-Function = Callable[[ServerClient, Prompt], Awaitable[Completion | Sequence[Turn]]]
+Function = Callable[[ConversationClient, Prompt], Awaitable[Completion | Sequence[Turn]]]
 
 
 class Conversations:
@@ -183,7 +183,7 @@ class Conversations:
             UserError: the function raised, or returned what cannot be trained on.
         """
         clients = [
-            ServerClient(api, self._tokenizer, prompt, sampling, number, read_versions, self._timeout_s)
+            ConversationClient(api, self._tokenizer, prompt, sampling, number, read_versions, self._timeout_s)
             for number in range(sampling.samples)
         ]
         future = self._thread.start(self._converse(clients, prompt))
@@ -193,7 +193,7 @@ class Conversations:
             problem = f"was spoken to by {self._spec} for {self._timeout_s:g} s, with no completion in the end"
             raise ConversationError(api.url, problem, alive=True) from None
 
-    async def _converse(self, clients: Sequence[ServerClient], prompt: Prompt) -> list[Completion]:
+    async def _converse(self, clients: Sequence[ConversationClient], prompt: Prompt) -> list[Completion]:
         one = [asyncio.create_task(self._one(client, prompt)) for client in clients]
         try:
             return list(await asyncio.gather(*one))
@@ -201,7 +201,7 @@ class Conversations:
             for task in one:
                 task.cancel()
 
-    async def _one(self, client: ServerClient, prompt: Prompt) -> Completion:
+    async def _one(self, client: ConversationClient, prompt: Prompt) -> Completion:
         own = replace(prompt, label=copy.deepcopy(prompt.label), extra=copy.deepcopy(dict(prompt.extra)))
         try:
             returned = await self._function(client, own)

@@ -21,7 +21,7 @@ from megatron_dppo.plugins.slime import Arguments, Sample, Status, poster
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import TryAgainError, UnusableError
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.conversations import Conversations, ServerClient
+from megatron_dppo.rollout.servers.conversations import ConversationClient, Conversations
 
 OURS, SLIMES = "rollout.conversation", "rollout.custom_generate"
 
@@ -73,7 +73,7 @@ class _SlimesFunction:
             "partial_rollout": False,
         }
 
-    async def __call__(self, client: ServerClient, prompt: Prompt) -> Completion:
+    async def __call__(self, client: ConversationClient, prompt: Prompt) -> Completion:
         """
         Raises:
             TryAgainError: the function gave the sample up.

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.conversation import joined
-from megatron_dppo.rollout.engine import Groups, Sampling
+from megatron_dppo.rollout.engine import Completions, Sampling
 from megatron_dppo.rollout.servers.api import Ask, Piece, ServerApi
 from megatron_dppo.rollout.servers.conversations import ConversationError, Conversations, completion_of
 from megatron_dppo.rollout.servers.http import Http, ServerError, read
@@ -40,7 +40,7 @@ class PromptFailedError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Sample:
+class PartialCompletion:
     """One completion in the making."""
 
     parts: list[Completion] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Batch:
         self.prompts, self.sampling = prompts, sampling
         self.oldest = oldest
         """Version before which no token may have been made."""
-        self.samples = [[Sample() for _ in range(sampling.samples)] for _ in prompts]
+        self.samples = [[PartialCompletion() for _ in range(sampling.samples)] for _ in prompts]
         self.finished = 0
         self.progressed = time.monotonic()
         """When the last prompt was finished."""
@@ -83,7 +83,7 @@ class Batch:
         """Until it is finished or has failed, for so long at most."""
         self._over.wait(seconds)
 
-    def groups(self) -> Groups:
+    def groups(self) -> Completions:
         return [tuple(joined(sample.parts) for sample in group) for group in self.samples]
 
     def one_finished(self) -> None:
@@ -199,7 +199,7 @@ class Dispatcher:
         batch.one_finished()
 
     async def _part(
-        self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int, failed: set[ServerApi]
+        self, batch: Batch, index: int, samples: Sequence[PartialCompletion], attempt: int, failed: set[ServerApi]
     ) -> str | None:
         """Ask one server for a continuation of each of these samples, which have the same tokens so far.
 
@@ -243,7 +243,7 @@ class Dispatcher:
             sample.ended = not aborted or sample.length == batch.sampling.max_tokens
         return None
 
-    def _ask(self, batch: Batch, index: int, samples: Sequence[Sample], attempt: int) -> Ask:
+    def _ask(self, batch: Batch, index: int, samples: Sequence[PartialCompletion], attempt: int) -> Ask:
         prompt, sampling = batch.prompts[index], batch.sampling
         made, which = samples[0].token_ids, batch.samples[index].index(samples[0])
         return Ask(

@@ -16,7 +16,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import Groups, Sampling, WeightSource
+from megatron_dppo.rollout.engine import Completions, Sampling, WeightSource
 from megatron_dppo.rollout.servers.api import ServerApi
 from megatron_dppo.rollout.servers.beats import BEAT_S, while_leader_waits
 from megatron_dppo.rollout.servers.connect import api_for
@@ -99,7 +99,7 @@ class ServerEngine:
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
-    def finish(self, pending: Batch) -> Groups:
+    def finish(self, pending: Batch) -> Completions:
         """Wait, beat by beat, until the last rank's last prompt is answered.
 
         Raises:
@@ -177,7 +177,7 @@ class ServerEngine:
     def health(self) -> str | None:
         return None if self.members else "no rollout server is left"
 
-    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
+    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
         """A server that fails in it is lost.
 
         Raises:
