@@ -37,7 +37,6 @@ from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Sampling, generate
 from megatron_dppo.rollout.servers.engine import ServerEngine
-from megatron_dppo.rollout.servers.open import open_servers
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import assemble_policy
 
@@ -94,7 +93,7 @@ def main() -> None:
         config = load_config(None, [*words, *chosen.settings])
         world = initialize(config.layout, seed=1, timeout_s=600.0)
         policy = assemble_policy(config, world, temperature=1.0)
-        engine = open_servers(config, world, policy.shape, print)
+        engine = ServerEngine(config, world, policy.shape, print)
         try:
             engine.update_weights(partial(weight_stream, policy.actor.bare, policy.shape, world), 0)
             engine.resume()
@@ -102,7 +101,7 @@ def main() -> None:
             prompts = [Prompt(i, draw.integers(3, 40, 32).astype(np.int32), "", "") for i in range(chosen.prompts)]
             sampling = Sampling(chosen.samples, chosen.tokens, 0.0, (), seed=1)
             path, bodies = requests(chosen.engine, prompts, sampling)
-            url, secret = engine.members[0].url, engine.secret or ""
+            url, secret = engine.servers[0].url, engine.secret or ""
             rates = []
             for pair in range(chosen.pairs + 1):
                 through = ours(engine, prompts, sampling)

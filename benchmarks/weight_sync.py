@@ -3,7 +3,7 @@ broadcast of the same bytes.
 
     source scripts/install_servers.sh
     python benchmarks/weight_sync.py [--json] [--engine sglang] [--tp 1 2] [--mb 100] [--pairs 5]
-                                     [--transports collective disk tensor] [setting=value …]
+                                     [--transports collective disk] [setting=value …]
 
 One trainer rank, one thread. The yardstick is gloo's broadcast from this process to as many idle processes as the
 servers have ranks, in pieces of a bucket's size, with buffers that were touched before: it neither tells anybody what
@@ -41,7 +41,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.init import write_model
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.rollout.servers.engine import ServerEngine
-from megatron_dppo.rollout.servers.open import BUCKET_MIB, open_servers
+from megatron_dppo.rollout.servers.transports import BUCKET_MIB
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 
@@ -111,7 +111,7 @@ def _broadcast(group: dist.ProcessGroupGloo, data: torch.Tensor) -> None:
 
 def measure(config: Config, world: World, policy: PolicyParts, *, pairs: int) -> dict[str, Any]:
     """Updates by one transport, each with its bare broadcast."""
-    engine: ServerEngine = open_servers(config, world, policy.shape, print)
+    engine: ServerEngine = ServerEngine(config, world, policy.shape, print)
     source = partial(weight_stream, policy.actor.bare, policy.shape, world)
     rows, bare = [], None
     try:
@@ -123,7 +123,7 @@ def measure(config: Config, world: World, policy: PolicyParts, *, pairs: int) ->
             seconds = time.perf_counter() - start
             timings = engine.timings
             if bare is None:
-                ranks = sum(member.ranks for member in engine.members)
+                ranks = sum(server.ranks for server in engine.servers)
                 bare = BareBroadcast(
                     ranks, timings.bytes, (config.rollout.sync.bucket_mib or BUCKET_MIB[world.device.type]) * MIB
                 )
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["sglang", "vllm"], default="sglang")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], help="ranks of each server")
     parser.add_argument("--mb", type=int, default=100, help="size of the model, fp32")
-    parser.add_argument("--transports", nargs="+", default=["collective", "disk", "tensor"])
+    parser.add_argument("--transports", nargs="+", default=["collective", "disk"])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("settings", nargs="*", metavar="setting=value")
     chosen = parser.parse_args()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megatron_dppo.config.types import STRICT, Count, NonNegative, Positive, Seconds
+from megatron_dppo.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,9 @@ class SyncConfig:
 
     __pydantic_config__ = STRICT
 
-    transport: Literal["collective", "tensor", "disk"] = "collective"
-    """``collective``: a process group from each pipeline stage to all servers (NCCL, gloo without CUDA); ``tensor``:
-    handles to the trainer's own memory, which servers on the same GPUs open (without CUDA: on the same machine);
-    ``disk``: safetensors that servers read back."""
+    transport: Literal["collective", "disk"] = "collective"
+    """``collective``: a process group from each pipeline stage to all servers (NCCL, gloo without CUDA); ``disk``:
+    safetensors that servers read back."""
     bucket_mib: Positive | None = None
     """Weights that travel at a time; null: 512 from a GPU, 30 from a CPU (of more, fresh memory costs servers more than
     the wire does)."""
@@ -63,7 +63,19 @@ class SyncConfig:
     """Syncs between comparisons of the servers' log-probabilities with the actor's; the first one is always followed by
     one. 0: only the first."""
     folder: str | None = None
-    """Where ``disk`` writes, on a file system that servers share; null: ``RUN.DIR/sync``."""
+    """Where ``disk`` writes, on a file system that servers share, such as a folder in /dev/shm for servers on the same
+    machine; null: ``RUN.DIR/sync``."""
+
+    @field_validator("transport", mode="before")
+    @classmethod
+    def _refuse_tensor(cls, transport: object) -> object:
+        if transport == "tensor":
+            remedy = (
+                "Set it to collective; for servers that share the trainer's GPUs to disk, with rollout.sync.folder in "
+                "/dev/shm"
+            )
+            raise UserError("rollout.sync.transport", "tensor", "is no transport any more", remedy)
+        return transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +110,7 @@ class RolloutConfig:
     truncated importance weights (loss.tis_cap); 0: exactly on-policy."""
     colocated: bool = False
     """Servers share the trainer's GPUs: they release their memory while it trains, and it gives back its gradients and
-    caches while they generate. Wants rollout.sync.transport ``tensor`` (or ``disk``) and rollout.ahead = 0."""
+    caches while they generate. Wants rollout.sync.transport = disk and rollout.ahead = 0."""
     max_batch: Positive = 256
     """Completions that the local engine decodes at once on a rank."""
     max_in_flight: Positive = 64

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, check_layout
-from megatron_dppo.rollout.servers.kinds import tensor_parallel
+from megatron_dppo.rollout.servers.launch import tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,10 +102,7 @@ def _packs(config: Config, placement: Placement, assume: Assumptions, tokens: fl
 
 
 def _sync_seconds(config: Config, shape: PolicyShape, gpu: Gpu, assume: Assumptions) -> float:
-    """From the trainer to all servers: over a node's links or the network, or by disk.
-
-    Servers that share the trainer's GPUs take the weights from there; what takes time is to gather them on each GPU.
-    """
+    """From the trainer to all servers: over a node's links or the network, or by disk."""
     size, rollout = parameters_of(shape).total * WEIGHT_BYTES[config.model.dtype], config.rollout
     if rollout.engine != "local" and rollout.sync.transport == "disk":
         return size / (assume.sync_copy_gb_s * 1e9)

@@ -17,7 +17,7 @@ from megatron_dppo.launch.srun import srun_started, torch_environment
 from megatron_dppo.parallel.meeting import LOOPBACK
 from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.streams import outlive_readers
-from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
+from megatron_dppo.rollout.servers.launch import gpus_to_reserve
 from megatron_dppo.settings import as_yaml
 from megatron_dppo.trainer.preflight import preflight
 

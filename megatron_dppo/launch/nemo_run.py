@@ -18,7 +18,7 @@ from typing import Any, Literal
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.stop import SAVED
-from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
+from megatron_dppo.rollout.servers.launch import gpus_to_reserve
 
 LOOK_S = 5
 """Seconds between NeMo-Run's looks whether the trainer or a server has ended, which ends the other."""

@@ -1,7 +1,6 @@
-"""Where ranks meet. Whoever trains on one machine listens on no address that another machine could reach.
+"""How ranks find one another. A run on one machine listens on no address that another machine could reach.
 
-A ``TCPStore`` listens on all addresses unless it is handed a socket that listens already. What is in it is trusted by
-those who read it.
+A ``TCPStore`` listens on all addresses, unless it is given a socket that listens already. Ranks trust what is in it.
 """
 
 from __future__ import annotations

@@ -62,11 +62,11 @@ class PolicyParts(Generic[P_co]):
         """An engine of this rank's own, without weights until the first sync."""
         model, rollout = self.config.model, self.config.rollout
         if rollout.engine != "local":
-            from megatron_dppo.rollout.servers.open import open_servers
+            from megatron_dppo.rollout.servers.engine import ServerEngine
 
             say = partial(Console(self.config.run.steps).note, again=True)
             self._make_room()  # a server looks at its start for what is free
-            engine = open_servers(self.config, self.world, self.shape, say)
+            engine = ServerEngine(self.config, self.world, self.shape, say)
             engine.pause()  # a checkpoint may have to be loaded yet
             return engine
         return LocalEngine(

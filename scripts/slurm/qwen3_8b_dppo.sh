@@ -4,7 +4,8 @@
 #
 #   sbatch scripts/slurm/qwen3_8b_dppo.sh pruning.completions.keep=0.3
 #   sbatch --ntasks-per-node=8 scripts/slurm/qwen3_8b_dppo.sh rollout.colocated=true rollout.launch.count=8 \
-#       rollout.ahead=0 rollout.sync.transport=tensor rollout.launch.flags=[--mem-fraction-static=0.7]
+#       rollout.ahead=0 rollout.sync.transport=disk rollout.sync.folder=/dev/shm/megatron_dppo \
+#       rollout.launch.flags=[--mem-fraction-static=0.7]
 #       # all eight train and generate in turns
 #
 # The first word may name another configuration. job.sh says which variables are read, and what exit codes mean.

@@ -126,7 +126,7 @@ def test_what_waits_on_the_host_takes_the_room_of_activations_and_no_more() -> N
 
 def test_a_run_that_shares_its_gpus_leaves_servers_what_the_trainer_does_not_hold() -> None:
     servers = ("cluster.server_nodes=0", "rollout.servers=[]", "rollout.launch.count=1", "rollout.ahead=0")
-    shared = plan(*servers, "rollout.colocated=true", "rollout.sync.transport=tensor", "model.recompute=full")
+    shared = plan(*servers, "rollout.colocated=true", "rollout.sync.transport=disk", "model.recompute=full")
     held = sum(shared.actor.parts[name] for name in ("weights", "optimizer", "reserved"))
     assert shared.server.memory.room == pytest.approx(GPUS["h100"].memory_gib * 2**30 - held)
     assert shared.actor.parts["gradients"] > 0 and shared.actor.parts["asleep"] > 0

@@ -18,7 +18,7 @@ from megatron_dppo.config import LaunchConfig, LayoutConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import local, processes
 from megatron_dppo.launch.first_failure import FirstFailure
-from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
+from megatron_dppo.rollout.servers.launch import gpus_to_reserve
 
 START = """
 import os, sys

@@ -25,10 +25,10 @@ from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Bucket, Completions, Sampling, generate
-from megatron_dppo.rollout.servers.api import Ask, Piece, ServerApi
+from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.engine import ServerEngine
-from megatron_dppo.rollout.servers.open import SECRET, open_servers
-from megatron_dppo.rollout.servers.sglang import SglangApi
+from megatron_dppo.rollout.servers.launch import SECRET
+from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
@@ -71,7 +71,7 @@ class Rig:
         self.world = initialize(self.config.layout, seed=1, timeout_s=self.config.rollout.timeout_s)
         self.policy: PolicyParts = assemble_policy(self.config, self.world, temperature=1.0)
         self.words: list[str] = []
-        self.engine: ServerEngine = open_servers(self.config, self.world, self.policy.shape, self._say)
+        self.engine: ServerEngine = ServerEngine(self.config, self.world, self.policy.shape, self._say)
         self.on_bucket: Callable[[int], None] = lambda number: None
 
     def sync(self, version: int) -> None:
@@ -115,7 +115,7 @@ class Rig:
     def until(self, servers: int, version: int) -> None:
         """Sync, again and again, until so many servers serve."""
         until = time.monotonic() + BACK_S
-        while self.world.from_leader(lambda: len(self.engine.members)) < servers:
+        while self.world.from_leader(lambda: len(self.engine.servers)) < servers:
             assert time.monotonic() < until, f"the servers did not come back: {self.words}"
             time.sleep(1.0)
             self.sync(version)
@@ -127,8 +127,8 @@ class Rig:
 
     def processes(self) -> list[Any]:
         """Of servers that the run started; on the leader."""
-        fleet = self.engine._fleet
-        return [] if fleet is None else list(fleet._processes)
+        pool = self.engine._pool
+        return [] if pool is None else list(pool.processes)
 
     def _say(self, text: str) -> None:
         self.words.append(text)
@@ -157,7 +157,7 @@ class Rig:
             samples=[len(group) for _, group in rows],
             repeated=len(long) - len(set(long)),
             versions={span.version for _, _, spans in every for span in spans},
-            servers=len(self.engine.members),
+            servers=len(self.engine.servers),
             seconds=seconds,
             words=words,
             metrics=self.engine.take_events()[0],
@@ -397,15 +397,15 @@ def counted(rig: Rig) -> Round:
 def _asked() -> Iterator[Counter[str]]:
     """Count what SGLang servers are asked, by this rank and meanwhile."""
     asked: Counter[str] = Counter()
-    generate = SglangApi.generate
+    generate = SglangClient.generate
 
-    async def counting(api: SglangApi, ask: Ask, *, timeout_s: float) -> list[Piece]:
+    async def counting(api: SglangClient, ask: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
         asked[api.url] += 1
         return await generate(api, ask, timeout_s=timeout_s)
 
-    with mock.patch.object(SglangApi, "generate", counting):
+    with mock.patch.object(SglangClient, "generate", counting):
         yield asked
 
 
-async def _call_it(api: ServerApi, version: str) -> None:
+async def _call_it(api: ServerClient, version: str) -> None:
     await api.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
 import pytest
-import torch
 
 from megatron_dppo.config import Config
-from megatron_dppo.rollout.servers.api import Manifest, ServerApi
-from megatron_dppo.rollout.servers.connect import api_for
-from megatron_dppo.rollout.servers.handles import lay_out, shared
+from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.launch import ServerProcess, new_secret, stop_all, wait_ready
+from megatron_dppo.rollout.servers.pool import CLIENTS
+from megatron_dppo.rollout.servers.processes import ServerProcess, new_secret, stop_all, wait_ready
 from megatron_dppo.settings import load_config
 
 Kind = Literal["sglang", "vllm"]
@@ -65,7 +62,7 @@ class RealServer:
     """A server that can generate."""
 
     process: ServerProcess
-    api: ServerApi
+    api: ServerClient
     config: Config
     secret: str
 
@@ -96,9 +93,9 @@ class RealServers:
         process = known.process if known else ServerProcess(config, 0, host="127.0.0.1", secret=secret)
         process.start()
         api = self._http.run(
-            wait_ready(process, lambda url: api_for(kind, url, self._http, secret=secret, timeout_s=60.0), WAIT_S)
+            wait_ready(process, lambda url: CLIENTS[kind](url, self._http, secret=secret, timeout_s=60.0), WAIT_S)
         )
-        self._http.run(api.facts())
+        self._http.run(api.info())
         self._running[kind, tp] = RealServer(process, api, config, secret)
         return self._running[kind, tp]
 
@@ -119,12 +116,3 @@ class RealServers:
         except ServerError:
             return False
         return server.process.alive()
-
-
-def hand_over(http: Http, api: ServerApi, bucket: Mapping[str, torch.Tensor], version: str | None) -> None:
-    """Have a server load a bucket from memory that holds something else as soon as it has answered."""
-    manifest, flat = Manifest.of(bucket), lay_out(bucket, torch.device("cpu"))
-    try:
-        http.run(api.take([api.handle(manifest, shared(flat)) for _ in range(api.ranks)], version))
-    finally:
-        flat.fill_(255)

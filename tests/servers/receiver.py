@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,14 +35,3 @@ def serve(pipe: Connection) -> None:
                 pipe.send(flat.cpu().numpy().tobytes())
         except RuntimeError as error:
             pipe.send(error)
-
-
-def open_handles(pipe: Connection, plugin: str) -> None:
-    """A server's rank: opens what it is handed as our extension of vLLM does, and says what lies there."""
-    sys.path.insert(0, plugin)
-    from megatron_dppo_vllm.memory import opened
-
-    torch.set_num_threads(1)
-    while (order := pipe.recv()) is not None:
-        handle, size = order
-        pipe.send(opened(handle["words"], size, torch.device("cpu")).numpy().tobytes())

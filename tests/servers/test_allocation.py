@@ -9,8 +9,16 @@ import pytest
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.servers.allocation import HOSTS, NODES, OVERRIDE, server_urls
-from megatron_dppo.rollout.servers.place import gpu_shares, listening_address, local_ranks, visible_gpus
+from megatron_dppo.rollout.servers.launch import (
+    HOSTS,
+    NODES,
+    OVERRIDE,
+    gpu_shares,
+    listening_address,
+    local_ranks,
+    server_urls,
+    visible_gpus,
+)
 from megatron_dppo.settings import load_config
 
 

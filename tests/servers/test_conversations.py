@@ -24,7 +24,7 @@ from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.custom import conversations_of
 from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher, PromptFailedError
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.sglang import SglangApi
+from megatron_dppo.rollout.servers.sglang import SglangClient
 
 SAMPLES, PROMPTS = 4, 12
 ABORTS = 9
@@ -150,7 +150,7 @@ def converse(
         attempts=attempts,
         conversations=conversations,
     )
-    dispatcher.serve_from([SglangApi(url, http)])
+    dispatcher.serve_from([SglangClient(url, http)])
     extra = [{"other": other, "turns": []} for _ in range(PROMPTS)]
     prompts = [Prompt(i, np.array([7, 8], np.int32), "7 8", "", extra=extra[i]) for i in range(PROMPTS)]
     sampling = Sampling(SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1)

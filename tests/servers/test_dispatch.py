@@ -11,25 +11,32 @@ import pytest
 
 from megatron_dppo.rl.types import Prompt, VersionSpan
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.api import Ask, Piece
+from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
 from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher, PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.sglang import SglangApi
+from megatron_dppo.rollout.servers.sglang import SglangClient
 
 SAMPLES = 3
 SAMPLING = Sampling(SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1)
 
 
-class Script(SglangApi):
+class Script(SglangClient):
     """A server that answers as a function of what it is asked and of how often it was asked before."""
 
-    def __init__(self, url: str, http: Http, answer: Callable[[Script, Ask], list[Piece]], *, delay_s: float = 0.0):
+    def __init__(
+        self,
+        url: str,
+        http: Http,
+        answer: Callable[[Script, GenerateRequest], list[GenerateResult]],
+        *,
+        delay_s: float = 0.0,
+    ):
         super().__init__(url, http)
         self._answer, self._delay_s = answer, delay_s
-        self.asks: list[Ask] = []
+        self.asks: list[GenerateRequest] = []
         self.alive = True
 
-    async def generate(self, ask: Ask, *, timeout_s: float) -> list[Piece]:
+    async def generate(self, ask: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
         self.asks.append(ask)
         await asyncio.sleep(self._delay_s)
         return self._answer(self, ask)
@@ -40,13 +47,13 @@ class Script(SglangApi):
         return "5"
 
 
-def _piece(tokens: Sequence[int], *, version: str = "5", reason: str = "stop") -> Piece:
+def _piece(tokens: Sequence[int], *, version: str = "5", reason: str = "stop") -> GenerateResult:
     ids = np.array(tokens, np.int32)
     versions = ((version, len(tokens)),) if tokens else ()
-    return Piece(ids, -ids.astype(np.float32), versions, reason)
+    return GenerateResult(ids, -ids.astype(np.float32), versions, reason)
 
 
-def _answers(server: Script, ask: Ask) -> list[Piece]:
+def _answers(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
     """The prompt's first token, twice, and the end."""
     return [_piece([ask.token_ids[0], ask.token_ids[0], 0]) for _ in range(ask.samples)]
 
@@ -97,7 +104,7 @@ def test_prompts_are_shared_out_and_come_back_in_their_order(http: Http) -> None
 
 
 def test_what_a_dead_server_had_is_asked_again_whole_of_another(http: Http) -> None:
-    def dies(server: Script, ask: Ask) -> list[Piece]:
+    def dies(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
         server.alive = False
         raise ServerError(server.url, "broke off", alive=False)
 
@@ -113,7 +120,7 @@ def test_what_a_dead_server_had_is_asked_again_whole_of_another(http: Http) -> N
 def test_a_server_whose_connection_breaks_but_which_lives_is_not_lost(http: Http) -> None:
     breaks = ["once"]
 
-    def breaks_once(server: Script, ask: Ask) -> list[Piece]:
+    def breaks_once(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
         if breaks:
             raise ServerError(server.url, f"broke off {breaks.pop()}", alive=False)
         return _answers(server, ask)
@@ -124,7 +131,7 @@ def test_a_server_whose_connection_breaks_but_which_lives_is_not_lost(http: Http
 
 
 def test_an_aborted_completion_goes_on_from_the_tokens_that_it_has(http: Http) -> None:
-    def aborts_first(server: Script, ask: Ask) -> list[Piece]:
+    def aborts_first(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
         if len(server.asks) == 1:
             first = ask.token_ids[0]
             return [_piece([first], reason="abort"), _piece([first, first], reason="abort"), _piece([], reason="abort")]
@@ -140,7 +147,7 @@ def test_an_aborted_completion_goes_on_from_the_tokens_that_it_has(http: Http) -
 
 
 def test_tokens_of_two_versions_keep_their_own(http: Http) -> None:
-    def aborts_first(server: Script, ask: Ask) -> list[Piece]:
+    def aborts_first(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
         version, reason = ("5", "abort") if len(server.asks) == 1 else ("6", "stop")
         return [_piece([3, 3], version=version, reason=reason) for _ in range(ask.samples)]
 
@@ -150,7 +157,7 @@ def test_tokens_of_two_versions_keep_their_own(http: Http) -> None:
 
 @pytest.mark.parametrize("told", ["4", "default"])
 def test_a_server_with_other_weights_is_lost_and_its_answers_are_not_taken(http: Http, told: str) -> None:
-    def stale(server: Script, ask: Ask) -> list[Piece]:
+    def stale(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
         return [_piece([9, 9, 9], version=told) for _ in range(ask.samples)]
 
     dispatcher = _dispatcher(http, Script("http://a:1", http, stale), Script("http://b:1", http, _answers))
@@ -159,7 +166,7 @@ def test_a_server_with_other_weights_is_lost_and_its_answers_are_not_taken(http:
 
 
 def test_a_prompt_that_every_server_refuses_ends_the_batch_and_says_why(http: Http) -> None:
-    def refuses(server: Script, ask: Ask) -> list[Piece]:
+    def refuses(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
         if ask.token_ids[0] == 2:
             raise ServerError(server.url, "refused: too long", alive=True)
         return _answers(server, ask)
@@ -170,7 +177,7 @@ def test_a_prompt_that_every_server_refuses_ends_the_batch_and_says_why(http: Ht
 
 
 def test_too_few_samples_are_no_answer(http: Http) -> None:
-    def one_short_first(server: Script, ask: Ask) -> list[Piece]:
+    def one_short_first(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
         return _answers(server, ask)[len(server.asks) == 1 :]
 
     dispatcher = _dispatcher(http, Script("http://a:1", http, one_short_first))
@@ -182,7 +189,7 @@ def test_prompts_wait_for_a_server_and_for_room(http: Http) -> None:
     most, now = 0, 0
 
     class Counting(Script):
-        async def generate(self, ask: Ask, *, timeout_s: float) -> list[Piece]:
+        async def generate(self, ask: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
             nonlocal most, now
             now += 1
             most = max(most, now)
@@ -213,7 +220,7 @@ def test_what_hangs_at_a_server_is_asked_of_another_once_it_is_taken_out(http: H
 
 
 def test_asking_again_asks_for_other_luck(http: Http) -> None:
-    def refuses_first(server: Script, ask: Ask) -> list[Piece]:
+    def refuses_first(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
         if len(server.asks) == 1:
             raise ServerError(server.url, "refused", alive=True)
         return _answers(server, ask)
@@ -224,7 +231,7 @@ def test_asking_again_asks_for_other_luck(http: Http) -> None:
 
 
 def test_a_server_that_refuses_at_once_does_not_swallow_what_others_would_answer(http: Http) -> None:
-    def refuses(server: Script, ask: Ask) -> list[Piece]:
+    def refuses(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
         raise ServerError(server.url, "refused with status 500", alive=True)
 
     broken, living = Script("http://a:1", http, refuses), Script("http://b:1", http, _answers, delay_s=0.05)
@@ -234,7 +241,7 @@ def test_a_server_that_refuses_at_once_does_not_swallow_what_others_would_answer
 
 
 def test_an_answer_that_makes_no_sense_is_asked_again_elsewhere(http: Http) -> None:
-    def senseless(server: Script, ask: Ask) -> list[Piece]:
+    def senseless(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
         raise KeyError("output_ids")
 
     servers = [Script("http://a:1", http, senseless), Script("http://b:1", http, _answers)]
@@ -244,7 +251,7 @@ def test_an_answer_that_makes_no_sense_is_asked_again_elsewhere(http: Http) -> N
 def test_a_paused_server_that_aborts_all_is_not_asked_in_a_rush(http: Http) -> None:
     until = time.monotonic() + 1.0
 
-    def paused(server: Script, ask: Ask) -> list[Piece]:
+    def paused(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
         if time.monotonic() < until:
             return [_piece([], reason="abort") for _ in range(ask.samples)]
         return _answers(server, ask)
@@ -257,7 +264,7 @@ def test_a_paused_server_that_aborts_all_is_not_asked_in_a_rush(http: Http) -> N
 
 
 def test_a_server_that_is_served_from_again_is_not_held_to_what_it_did_before(http: Http) -> None:
-    def dies(server: Script, ask: Ask) -> list[Piece]:
+    def dies(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
         server.alive = False
         raise ServerError(server.url, "broke off", alive=False)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.rollout.servers.open import SECRET
+from megatron_dppo.rollout.servers.launch import SECRET
 from tests.servers.real import Kind, RealServer, RealServers
 
 pytestmark = pytest.mark.servers

@@ -20,7 +20,7 @@ import pytest
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.launch import ServerProcess, new_secret, wait_ready
+from megatron_dppo.rollout.servers.processes import ServerProcess, new_secret, wait_ready
 from megatron_dppo.settings import load_config
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -29,7 +29,7 @@ HOST = "127.0.0.1"
 
 TRAINER = """
 import sys, time
-from megatron_dppo.rollout.servers.launch import ServerProcess
+from megatron_dppo.rollout.servers.processes import ServerProcess
 from megatron_dppo.settings import load_config
 server = ServerProcess(load_config(None, sys.argv[1:]), 0, host="127.0.0.1", secret="s")
 server.start()

@@ -16,11 +16,11 @@ import torch
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import nccl
-from megatron_dppo.rollout.servers.api import Facts
-from megatron_dppo.rollout.servers.fleet import Fleet
+from megatron_dppo.rollout.servers.client import ServerInfo
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.launch import ServerProcess
-from megatron_dppo.rollout.servers.sglang import SglangApi
+from megatron_dppo.rollout.servers.pool import Pool
+from megatron_dppo.rollout.servers.processes import ServerProcess
+from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.rollout.servers.vllm import PLUGIN
 from megatron_dppo.settings import load_config
 
@@ -83,38 +83,35 @@ def test_two_versions_are_refused_and_the_older_one_is_to_be_raised() -> None:
         assert "pip install --no-deps nvidia-nccl-cu13==2.30.7" in refused.value.remedy
 
 
-class Told(SglangApi):
+class Told(SglangClient):
     """A server that says which NCCL it has."""
 
-    async def facts(self) -> Facts:
-        return Facts("policy", None, 1, "0", None, None, nccl="2.30.7")
+    async def info(self) -> ServerInfo:
+        return ServerInfo("policy", None, 1, "0", None, None, nccl="2.30.7")
 
     async def resume(self) -> None: ...
     async def health(self, timeout_s: float) -> None: ...
 
 
-def _fleet(http: Http, tmp_path: Path, *settings: str, our_nccl: str | None, started: bool = False) -> Fleet:
+def _pool(http: Http, tmp_path: Path, *settings: str, our_nccl: str | None) -> Pool:
     config = load_config(None, [f"run.dir={tmp_path}/run", "model.path=policy", "rollout.engine=sglang", *settings])
-    processes = [ServerProcess(config, 0, host="127.0.0.1", secret="s")] if started else []
-    return Fleet(
-        config, http, architecture="Qwen3ForCausalLM", secret=None, processes=processes, say=print, our_nccl=our_nccl
-    )
+    return Pool(config, http, architecture="Qwen3ForCausalLM", secret=None, say=print, our_nccl=our_nccl)
 
 
 def test_a_given_server_that_says_another_version_is_refused_by_name(
     http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_dppo.rollout.servers.fleet.api_for", lambda kind, url, http, **more: Told(url, http))
-    monkeypatch.setattr(Fleet, "_workers", _no_router)
+    monkeypatch.setattr("megatron_dppo.rollout.servers.pool.CLIENTS", {"sglang": Told})
+    monkeypatch.setattr(Pool, "_workers", _no_router)
     given = "rollout.servers=[http://127.0.0.1:1]"
     with pytest.raises(UserError, match=r"rollout.servers = http://127.0.0.1:1: has NCCL 2.30.7") as refused:
-        http.run(_fleet(http, tmp_path, given, our_nccl="2.29.7").open())
+        http.run(_pool(http, tmp_path, given, our_nccl="2.29.7").open())
     assert "nvidia-nccl-cu13==2.30.7" in refused.value.remedy
     for fine in (None, "2.30.7"):
-        assert len(http.run(_fleet(http, tmp_path, given, our_nccl=fine).open())) == 1
+        assert len(http.run(_pool(http, tmp_path, given, our_nccl=fine).open())) == 1
 
 
-async def _no_router(fleet: Fleet, door: object) -> None:
+async def _no_router(pool: Pool, door: object) -> None:
     return None
 
 
@@ -128,7 +125,7 @@ def test_a_command_of_another_version_is_refused_before_a_server_is_started(
         f"rollout.launch.first_port={FAR_PORT}",
     ]
     with pytest.raises(UserError, match=r"rollout.launch.command = .*sglang.launch_server: has NCCL 2.29.7"):
-        http.run(_fleet(http, tmp_path, *settings, our_nccl="2.28.9", started=True).open())
+        http.run(_pool(http, tmp_path, *settings, our_nccl="2.28.9").open())
     assert not (tmp_path / "run").exists()
 
 

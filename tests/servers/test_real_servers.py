@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.rollout.servers.api import Ask
-from megatron_dppo.rollout.servers.connect import api_for
+from megatron_dppo.rollout.servers.client import GenerateRequest
 from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.pool import CLIENTS
 from tests.servers.real import CANARY, SGLANG_ON_CPU, Kind, RealServer, RealServers, launch_settings
 
 pytestmark = pytest.mark.servers
@@ -23,7 +23,7 @@ SHARED: list[tuple[Kind, int]] = [("sglang", 1), ("sglang", 2), ("vllm", 1)]
 
 TRAINER = """
 import sys, time
-from megatron_dppo.rollout.servers.launch import ServerProcess
+from megatron_dppo.rollout.servers.processes import ServerProcess
 from megatron_dppo.settings import load_config
 server = ServerProcess(load_config(None, sys.argv[1:]), 0, host="127.0.0.1", secret="s")
 server.start()
@@ -51,12 +51,12 @@ def server(request: pytest.FixtureRequest, real_servers: RealServers) -> RealSer
 def test_a_server_serves_the_policy_that_it_was_started_with(
     server: RealServer, http: Http, served_policy: Path
 ) -> None:
-    facts = http.run(server.api.facts())
-    assert Path(facts.model) == served_policy
-    assert facts.dtype == "float32"
-    assert facts.ranks == server.config.rollout.launch.tp[0]
-    assert facts.nccl is None  # SGLang does not say; vLLM does, and has none on a CPU
-    ask = Ask([3, 4, 5], samples=2, max_tokens=4, temperature=1.0, stop_token_ids=[], seed=None)
+    info = http.run(server.api.info())
+    assert Path(info.model) == served_policy
+    assert info.dtype == "float32"
+    assert info.ranks == server.config.rollout.launch.tp[0]
+    assert info.nccl is None  # SGLang does not say; vLLM does, and has none on a CPU
+    ask = GenerateRequest([3, 4, 5], samples=2, max_tokens=4, temperature=1.0, stop_token_ids=[], seed=None)
     pieces = http.run(server.api.generate(ask, timeout_s=60.0))
     # The end-of-sequence token, drawn by chance once in fifteen times, stops a completion whatever the stop tokens are.
     assert len(pieces) == 2
@@ -64,8 +64,8 @@ def test_a_server_serves_the_policy_that_it_was_started_with(
 
 
 def test_a_stranger_without_the_secret_can_neither_ask_nor_change_anything(server: RealServer, http: Http) -> None:
-    stranger = api_for(server.config.rollout.engine, server.api.url, http, secret=None, timeout_s=10.0)
-    ask = Ask([3], samples=1, max_tokens=1, temperature=1.0, stop_token_ids=[], seed=None)
+    stranger = CLIENTS[server.config.rollout.engine](server.api.url, http, secret=None, timeout_s=10.0)
+    ask = GenerateRequest([3], samples=1, max_tokens=1, temperature=1.0, stop_token_ids=[], seed=None)
     for attempt in (stranger.generate(ask, timeout_s=10.0), stranger.pause("keep"), stranger.begin_update()):
         with pytest.raises(ServerError, match="status 401"):
             http.run(attempt)

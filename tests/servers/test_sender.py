@@ -18,16 +18,16 @@ import torch.distributed as dist
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import sender as sender_module
-from megatron_dppo.rollout.servers.api import Manifest, Meeting
+from megatron_dppo.rollout.servers.client import Manifest, WeightGroup
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sender import FIRST, GRACE_S, Sender, SyncFailedError
-from megatron_dppo.rollout.servers.sglang import SglangApi
+from megatron_dppo.rollout.servers.sglang import SglangClient
 from tests.servers.receiver import serve
 
 LIMIT_S = 4.0
 
 
-class Process(SglangApi):
+class Process(SglangClient):
     """A server of one rank that is no more than a process in the group."""
 
     def __init__(self, url: str, http: Http) -> None:
@@ -40,13 +40,13 @@ class Process(SglangApi):
         assert self._pipe.recv() == "ready"
         self.received: list[bytes] = []
 
-    async def join(self, meeting: Meeting) -> None:
+    async def join(self, meeting: WeightGroup) -> None:
         await self._do((meeting.name, meeting.host, meeting.port, meeting.offset, meeting.size, meeting.backend))
 
     async def leave(self, group: str) -> None:
         pass
 
-    async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
+    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
         sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for shape, dtype in zip(
             manifest.shapes, manifest.dtypes, strict=True)]  # fmt: skip
         came = await self._do(sum(sizes))
@@ -67,7 +67,7 @@ class Process(SglangApi):
 class Late(Process):
     """A server that joins, and then never comes to receive."""
 
-    async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
+    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
         await asyncio.sleep(60)
 
 
@@ -78,14 +78,14 @@ class Refuses(Process):
         super().__init__(url, http)
         self._why = why
 
-    async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
+    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
         raise ServerError(self.url, f"refused /update_weights_from_distributed: {self._why}", alive=True)
 
 
-class Absent(SglangApi):
+class Absent(SglangClient):
     """A server that nobody finds."""
 
-    async def join(self, meeting: Meeting) -> None:
+    async def join(self, meeting: WeightGroup) -> None:
         raise ServerError(self.url, "is not there", alive=False)
 
     async def leave(self, group: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.init import write_model
-from megatron_dppo.rollout.servers.allocation import HOSTS, SECRET
+from megatron_dppo.rollout.servers.launch import HOSTS, SECRET
 from megatron_dppo.rollout.servers.serve import task_server
 from megatron_dppo.settings import load_config
 from tests.servers.test_launch import STAND_IN

@@ -12,11 +12,11 @@ import torch
 
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.rollout.engine import Bucket, WeightSource
-from megatron_dppo.rollout.servers.api import InFlight, ServerApi
+from megatron_dppo.rollout.servers.client import InFlight, ServerClient
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.sglang import SglangApi
+from megatron_dppo.rollout.servers.sender import SyncFailedError
+from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.rollout.servers.sync import Sync, _Digests
-from megatron_dppo.rollout.servers.transports import Moved, Sent
 from tests.rollout.scripted import world_of
 
 WEIGHT = torch.tensor([0.5, 1.5])
@@ -24,7 +24,7 @@ NORM, OTHER = (hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for tensor i
 SAME = {"model.norm.weight@0": NORM[:16], "model.qkv.weight@0": "1"}
 
 
-class Holds(SglangApi):
+class Holds(SglangClient):
     """A server that takes an update and holds these parameters afterwards."""
 
     def __init__(self, url: str, http: Http, checksums: dict[str, str], told: str = "run-1") -> None:
@@ -57,11 +57,12 @@ class SentAll:
         self.source: WeightSource | None = None
         self._problem = problem
 
-    def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
-        self.source, moved = source, Moved()
-        for bucket in source(to=Consumers.STAGE_LEADERS):
-            moved.count(bucket)
-        return Sent({}, self._problem, moved)
+    def send(self, apis: Sequence[ServerClient], source: WeightSource, version: str) -> int:
+        self.source = source
+        sent = sum(tensor.nbytes for bucket in source(to=Consumers.STAGE_LEADERS) for tensor in bucket.values())
+        if self._problem:
+            raise SyncFailedError({}, self._problem)
+        return sent
 
     def close(self) -> None: ...
 

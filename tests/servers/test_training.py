@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.rollout.servers.open import SECRET
+from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.trainer.checkpoint import TRACKER
 from tests.runs import Rows, rows
 from tests.servers.real import Kind, RealServer, launch_settings
@@ -141,10 +141,9 @@ def test_a_run_trains_with_servers_of_its_own_and_leaves_none_behind(
 
 @pytest.mark.parametrize(
     "settings",
-    [("rollout.sync.transport=disk",), ("rollout.sync.transport=tensor",), PIPELINE,
-     (*PIPELINE, "rollout.sync.transport=tensor"), ("layout.tp=1", "layout.cp=2")],
-    ids=["disk", "tensor", "collective of two stages", "tensor of two stages", "collective of two replicas"],
-)  # fmt: skip
+    [("rollout.sync.transport=disk",), PIPELINE, ("layout.tp=1", "layout.cp=2")],
+    ids=["disk", "collective of two stages", "collective of two replicas"],
+)
 def test_weights_reach_servers_by_each_transport_and_from_each_layout(
     settings: Sequence[str],
     sglang_tp1: RealServer,

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.rollout.servers.api import Ask
+from megatron_dppo.rollout.servers.client import GenerateRequest
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.vllm import (
     EXTENSION,
     GIVEN_BY,
     LOCK,
     PLUGIN,
-    VllmApi,
+    VllmClient,
     server_environment,
     server_flags,
 )
@@ -60,7 +60,7 @@ def said() -> dict[str, Any]:
 
 
 @pytest.fixture
-def api(http: Http, said: dict[str, Any]) -> Iterator[VllmApi]:
+def api(http: Http, said: dict[str, Any]) -> Iterator[VllmClient]:
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             content = json.dumps(said[self.path.partition("?")[0]]).encode()
@@ -75,12 +75,12 @@ def api(http: Http, said: dict[str, Any]) -> Iterator[VllmApi]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield VllmApi(f"http://127.0.0.1:{server.server_port}", http)
+    yield VllmClient(f"http://127.0.0.1:{server.server_port}", http)
     server.shutdown()
     server.server_close()
 
 
-def test_an_answer_becomes_a_piece(api: VllmApi) -> None:
+def test_an_answer_becomes_a_piece(api: VllmClient) -> None:
     piece = api._piece(CHOICE)
     np.testing.assert_array_equal(piece.token_ids, [7, 8, 9])
     np.testing.assert_array_equal(piece.logprobs, np.float32([-0.5, -1.5, -2.5]))
@@ -98,14 +98,14 @@ def test_an_answer_becomes_a_piece(api: VllmApi) -> None:
         ({"logprobs": {"content": [{"logprob": -0.5}, {"logprob": -9999.0}, {"logprob": -1.0}]}}, "for token 1"),
     ],
 )
-def test_an_answer_that_does_not_add_up_is_refused(api: VllmApi, changed: dict[str, Any], complaint: str) -> None:
+def test_an_answer_that_does_not_add_up_is_refused(api: VllmClient, changed: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ServerError, match=complaint):
         api._piece(CHOICE | changed)
 
 
-def test_facts_are_what_the_server_says(http: Http, api: VllmApi) -> None:
-    facts = http.run(api.facts())
-    assert (facts.model, facts.ranks, facts.version, facts.dtype, facts.max_tokens) == ("/m", 2, "4", "float32", 64)
+def test_facts_are_what_the_server_says(http: Http, api: VllmClient) -> None:
+    info = http.run(api.info())
+    assert (info.model, info.ranks, info.version, info.dtype, info.max_tokens) == ("/m", 2, "4", "float32", 64)
     assert api.ranks == 2
 
 
@@ -123,33 +123,38 @@ def test_facts_are_what_the_server_says(http: Http, api: VllmApi) -> None:
     ],
 )
 def test_the_version_of_nccl_is_what_the_extension_says(
-    http: Http, api: VllmApi, said: dict[str, Any], extension: str | None, answer: dict[str, str], version: str | None
+    http: Http,
+    api: VllmClient,
+    said: dict[str, Any],
+    extension: str | None,
+    answer: dict[str, str],
+    version: str | None,
 ) -> None:
     said["/collective_rpc"] = {"results": [answer, answer]}
     said["/server_info"]["vllm_config"]["parallel_config"]["worker_extension_cls"] = extension
-    assert http.run(api.facts()).nccl == version
+    assert http.run(api.info()).nccl == version
 
 
 @pytest.mark.parametrize(
     ("route", "remedy"), [("/inference/v1/generate", "--enable-scale-out"), ("/pause", "VLLM_SERVER_DEV_MODE=1")]
 )
 def test_a_server_without_a_route_is_told_what_to_be_started_with(
-    http: Http, api: VllmApi, said: dict[str, Any], route: str, remedy: str
+    http: Http, api: VllmClient, said: dict[str, Any], route: str, remedy: str
 ) -> None:
     del said["/openapi.json"]["paths"][route]
     with pytest.raises(ServerError, match=f"has no {route}: start it with .*{remedy}"):
-        http.run(api.facts())
+        http.run(api.info())
 
 
-def test_a_server_with_raw_logprobs_is_refused(http: Http, api: VllmApi, said: dict[str, Any]) -> None:
+def test_a_server_with_raw_logprobs_is_refused(http: Http, api: VllmClient, said: dict[str, Any]) -> None:
     said["/server_info"]["vllm_config"]["model_config"]["logprobs_mode"] = "raw_logprobs"
     with pytest.raises(ServerError, match="--logprobs-mode processed_logprobs"):
-        http.run(api.facts())
+        http.run(api.info())
 
 
 @pytest.mark.parametrize(("device", "seed"), [("cuda", 7), ("cpu", None)])
 def test_only_a_server_that_survives_a_seed_is_given_one(
-    http: Http, api: VllmApi, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: str, seed: int | None
+    http: Http, api: VllmClient, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch, device: str, seed: int | None
 ) -> None:
     asked: dict[str, Any] = {}
 
@@ -158,25 +163,25 @@ def test_only_a_server_that_survives_a_seed_is_given_one(
         return {"choices": [CHOICE]}
 
     said["/server_info"]["vllm_config"]["device_config"]["device"] = device
-    http.run(api.facts())
+    http.run(api.info())
     monkeypatch.setattr(api, "post", post)
-    http.run(api.generate(Ask([3], 1, 3, 1.0, (), seed=7), timeout_s=5.0))
+    http.run(api.generate(GenerateRequest([3], 1, 3, 1.0, (), seed=7), timeout_s=5.0))
     assert asked.get("seed") == seed
 
 
-def test_a_server_without_our_extension_loads_from_disk_only(http: Http, api: VllmApi, said: dict[str, Any]) -> None:
+def test_a_server_without_our_extension_loads_from_disk_only(http: Http, api: VllmClient, said: dict[str, Any]) -> None:
     said["/server_info"]["vllm_config"]["parallel_config"]["worker_extension_cls"] = ""
-    http.run(api.load(Path("/weights"), "5"))
+    http.run(api.update_from_disk(Path("/weights"), "5"))
     with pytest.raises(ServerError, match=EXTENSION):
         http.run(api.take([], None))
 
 
-def test_a_gpu_server_that_cannot_sleep_is_told_how(http: Http, api: VllmApi) -> None:
+def test_a_gpu_server_that_cannot_sleep_is_told_how(http: Http, api: VllmClient) -> None:
     with pytest.raises(ServerError, match="--enable-sleep-mode"):
         http.run(api.release_memory())
 
 
-def test_a_refusal_of_any_rank_is_a_refusal(http: Http, api: VllmApi) -> None:
+def test_a_refusal_of_any_rank_is_a_refusal(http: Http, api: VllmClient) -> None:
     with pytest.raises(ServerError, match="failed to end at its rank 1: ValueError: no"):
         http.run(api.end_update("5"))
 
@@ -190,7 +195,7 @@ def test_what_servers_are_started_with_exists() -> None:
 
 
 def test_checksums_have_the_actors_names_and_none_of_what_is_prepacked(
-    http: Http, api: VllmApi, said: dict[str, Any]
+    http: Http, api: VllmClient, said: dict[str, Any]
 ) -> None:
     norm, nothing = (hashlib.sha256(content).hexdigest() for content in (b"norm", b""))
     said["/openapi.json"]["paths"]["/weight_checker"] = {}

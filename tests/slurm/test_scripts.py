@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.parallel.layout import resolve_layout
-from megatron_dppo.rollout.servers.kinds import gpus_to_reserve
+from megatron_dppo.rollout.servers.launch import gpus_to_reserve
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.preflight import check_config
 from tests.slurm.jobs import ROOT, SCRIPTS

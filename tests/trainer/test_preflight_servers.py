@@ -16,7 +16,7 @@ from megatron_dppo.trainer.preflight import check_config
 
 STARTED = ("rollout.engine=sglang", "rollout.launch.count=2")
 GIVEN = ("rollout.engine=vllm", "rollout.servers=[http://a:1]")
-SHARED = ("rollout.colocated=true", "rollout.sync.transport=tensor")
+SHARED = ("rollout.colocated=true", "rollout.sync.transport=disk")
 SHAPE = PolicyShape(2, 64, 8, 4, 32, 128, 64, True, 1e6, 1e-6, 128)
 """Eight query heads, four key-value heads."""
 
@@ -58,8 +58,8 @@ def test_good_settings_pass_and_write_nothing(tmp_path: Path, overrides: tuple[s
          "rollout.conversation", "Leave one of the two out"),
         (["rollout.engine=vllm", "rollout.servers=slurm"], "rollout.servers", "MEGATRON_DPPO_SERVERS"),
         ([*GIVEN, "rollout.colocated=true", "rollout.ahead=1"], "rollout.ahead", "rollout.colocated=false"),
-        ([*GIVEN, "rollout.colocated=true"], "rollout.sync.transport", "rollout.sync.transport=tensor"),
-        ([*GIVEN, *SHARED], "rollout.sync.transport", "rollout.sync.transport=disk"),
+        ([*GIVEN, "rollout.colocated=true"], "rollout.sync.transport", "rollout.sync.transport=disk"),
+        ([*GIVEN, "rollout.sync.transport=tensor"], "rollout.sync.transport", "collective; for servers that share"),
         ([*STARTED, *SHARED, "rollout.launch.command=[sh]"], "rollout.launch.flags", "--mem-fraction-static"),
         ([*STARTED, *SHARED, "rollout.launch.command=[sh]", "rollout.engine=vllm",
           "rollout.launch.flags=[--mem-fraction-static=0.5]"], "rollout.launch.flags", "--gpu-memory-utilization"),
@@ -105,24 +105,6 @@ def test_a_server_that_is_not_installed_here_is_to_be_named(
 def test_sharing_gpus_wants_gpus(tmp_path: Path, flags: str) -> None:
     with pytest.raises(UserError, match=r"rollout.colocated = true: this machine has no CUDA"):
         _check(tmp_path, *STARTED, *SHARED, "rollout.launch.command=[sh]", f"rollout.launch.flags=[{flags}]")
-
-
-def test_memory_in_segments_that_expand_is_not_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    words = [*STARTED, *SHARED, "rollout.launch.command=[sh]", "rollout.launch.flags=[--mem-fraction-static=0.5]"]
-    config = load_config(None, [f"run.dir={tmp_path}/run", *words])
-    check_servers(config, SHAPE, environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})
-    with pytest.raises(UserError, match=r"expandable_segments:True out of PYTORCH_ALLOC_CONF"):
-        check_servers(config, SHAPE, environ={"PYTORCH_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64"})
-
-
-def test_memory_of_a_gpu_is_handed_only_to_servers_that_share_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _check(tmp_path, *GIVEN, "rollout.sync.transport=tensor")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(UserError, match=r"rollout.sync.transport = tensor: .*Set rollout.sync.transport=collective"):
-        _check(tmp_path, *GIVEN, "rollout.sync.transport=tensor")
 
 
 def test_the_checks_need_no_torch() -> None:

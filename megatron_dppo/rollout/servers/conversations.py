@@ -20,8 +20,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.conversation import TryAgainError, Turn, UnusableError, completed, joined
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.api import Ask, Piece, ServerApi
-from megatron_dppo.rollout.servers.http import UNREADABLE, Http, ServerError
+from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
+from megatron_dppo.rollout.servers.http import Http, ServerError, readable
 
 T = TypeVar("T")
 AGAIN_S = 0.3
@@ -36,18 +36,18 @@ class ConversationError(ServerError):
     """A conversation came to nothing, by no fault of the server that it was with: it may be tried again."""
 
 
-def completion_of(piece: Piece, versions: Sequence[VersionSpan]) -> Completion:
+def completion_of(result: GenerateResult, versions: Sequence[VersionSpan]) -> Completion:
     """A server's continuation, all of whose tokens the policy sampled."""
-    sampled = np.ones(len(piece.token_ids), bool)
-    reason = "stop" if piece.reason == "stop" else "length"
-    return Completion(piece.token_ids, piece.logprobs, sampled, tuple(versions), reason)
+    sampled = np.ones(len(result.token_ids), bool)
+    reason = "stop" if result.reason == "stop" else "length"
+    return Completion(result.token_ids, result.logprobs, sampled, tuple(versions), reason)
 
 
 class ConversationClient:
     """See :class:`~megatron_dppo.rollout.conversation.Client`. Everything public is for the conversations' thread.
 
     Args:
-        api: of the server.
+        server: that has the conversation.
         tokenizer: of the policy.
         prompt: of the conversation.
         sampling: of the run.
@@ -58,7 +58,7 @@ class ConversationClient:
 
     def __init__(
         self,
-        api: ServerApi,
+        server: ServerClient,
         tokenizer: Any,
         prompt: Prompt,
         sampling: Sampling,
@@ -66,7 +66,7 @@ class ConversationClient:
         read_versions: ReadVersions,
         timeout_s: float,
     ) -> None:
-        self.api, self.tokenizer, self.sampling, self.number = api, tokenizer, sampling, number
+        self.server, self.tokenizer, self.sampling, self.number = server, tokenizer, sampling, number
         self.max_tokens = sampling.max_tokens
         self._prompt, self._read_versions, self._timeout_s = prompt, read_versions, timeout_s
         self.generated: list[tuple[list[int], Completion]] = []
@@ -95,7 +95,7 @@ class ConversationClient:
 
     async def version(self) -> str:
         """Of the server's weights, now, as it tells it."""
-        return await self._in_http(self.api.version())
+        return await self._in_http(self.server.version())
 
     async def read_versions(self, told: Sequence[tuple[str, int]]) -> list[VersionSpan]:
         async def read() -> list[VersionSpan]:
@@ -104,7 +104,7 @@ class ConversationClient:
         return await self._in_http(read())
 
     async def _in_http(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(self.api.http.start(work))
+        return await asyncio.wrap_future(self.server.http.start(work))
 
     async def _turn(self, context: list[int], max_tokens: int, stops: Sequence[int]) -> Completion:
         """One turn; what the server aborts, it is asked to go on with."""
@@ -112,7 +112,7 @@ class ConversationClient:
         made: list[int] = []
         while len(made) < max_tokens:
             place = (self._prompt.id, self.number, len(self.generated), len(made))
-            ask = Ask(
+            request = GenerateRequest(
                 token_ids=[*context, *made],
                 samples=1,
                 max_tokens=max_tokens - len(made),
@@ -120,27 +120,27 @@ class ConversationClient:
                 stop_token_ids=stops,
                 seed=self.sampling.seed_at(*place),
             )
-            try:
-                (piece,) = await self.api.generate(ask, timeout_s=self._timeout_s)
-            except UNREADABLE as error:
-                problem = f"gave an answer that cannot be used ({type(error).__name__}: {error})"
-                raise ServerError(self.api.url, problem, alive=True) from error
-            parts.append(completion_of(piece, self._read_versions(piece.versions)))
-            made += piece.token_ids.tolist()
-            if piece.reason != "abort":
+            result = await readable(self.server.url, self._result(request))
+            parts.append(completion_of(result, self._read_versions(result.versions)))
+            made += result.token_ids.tolist()
+            if result.reason != "abort":
                 break
             await asyncio.sleep(AGAIN_S)
         return joined(parts)
 
+    async def _result(self, request: GenerateRequest) -> GenerateResult:
+        (result,) = await self.server.generate(request, timeout_s=self._timeout_s)
+        return result
+
     async def _post(self, url: str, payload: Mapping[str, Any]) -> Any:
-        api, parts = self.api, urlsplit(url)
+        server, parts = self.server, urlsplit(url)
         base, path = f"{parts.scheme}://{parts.netloc}", url.partition(parts.netloc)[2]
-        if _host(url) != _host(api.url):
+        if _host(url) != _host(server.url):
             try:
-                return await api.http.call("POST", base, path, body=payload, timeout_s=self._timeout_s)
+                return await server.http.call("POST", base, path, body=payload, timeout_s=self._timeout_s)
             except ServerError as error:
                 raise ConversationError(error.url, error.problem, alive=error.alive) from None
-        answer = await api.post(path, payload, timeout_s=self._timeout_s)
+        answer = await server.post(path, payload, timeout_s=self._timeout_s)
         for each in answer if isinstance(answer, list) else [answer]:
             if isinstance(each, Mapping) and "weight_version" in (each.get("meta_info") or {}):
                 self.told.append(str(each["meta_info"]["weight_version"]))
@@ -173,7 +173,7 @@ class Conversations:
         self._thread.close()
 
     async def __call__(
-        self, api: ServerApi, prompt: Prompt, sampling: Sampling, read_versions: ReadVersions
+        self, server: ServerClient, prompt: Prompt, sampling: Sampling, read_versions: ReadVersions
     ) -> list[Completion]:
         """``sampling.samples`` completions from one server. In the HTTP thread.
 
@@ -183,7 +183,7 @@ class Conversations:
             UserError: the function raised, or returned what cannot be trained on.
         """
         clients = [
-            ConversationClient(api, self._tokenizer, prompt, sampling, number, read_versions, self._timeout_s)
+            ConversationClient(server, self._tokenizer, prompt, sampling, number, read_versions, self._timeout_s)
             for number in range(sampling.samples)
         ]
         future = self._thread.start(self._converse(clients, prompt))
@@ -191,7 +191,7 @@ class Conversations:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
         except TimeoutError:
             problem = f"was spoken to by {self._spec} for {self._timeout_s:g} s, with no completion in the end"
-            raise ConversationError(api.url, problem, alive=True) from None
+            raise ConversationError(server.url, problem, alive=True) from None
 
     async def _converse(self, clients: Sequence[ConversationClient], prompt: Prompt) -> list[Completion]:
         one = [asyncio.create_task(self._one(client, prompt)) for client in clients]
@@ -209,7 +209,7 @@ class Conversations:
         except (ServerError, UserError):
             raise
         except TryAgainError as error:
-            raise ConversationError(client.api.url, f"was given up by {self._spec}: {error}", alive=True) from None
+            raise ConversationError(client.server.url, f"was given up by {self._spec}: {error}", alive=True) from None
         except UnusableError as error:
             raise UserError(self._setting, self._spec, f"for prompt {prompt.id} it {error}", self._remedy) from None
         except Exception as error:

@@ -81,11 +81,11 @@ class _SlimesFunction:
         """
         before = await client.version()
         poster.set(client.post)
-        address = urlsplit(client.api.url)
+        address = urlsplit(client.server.url)
         arguments = Arguments(
             sglang_router_ip=f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname,
             sglang_router_port=address.port,
-            sglang_api_key=client.api.secret,
+            sglang_api_key=client.server.secret,
             **self._options,
         )
         sample = Sample(

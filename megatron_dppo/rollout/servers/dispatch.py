@@ -1,9 +1,9 @@
 """One rank's prompts, spread over the servers that serve, until every sample of every prompt is there exactly once.
 
 Everything here runs in the HTTP thread but :class:`Batch`, which the main thread waits for. A prompt is one request for
-all its samples. What a server breaks off is asked again of another one, whole; what it aborts is continued from the
-tokens that it gave. A group is never left out for being slow: slow ones are the long ones, and leaving them out would
-bias what pruning keeps unbiased.
+all its samples. A request that a server breaks off is sent again to another one, whole. A request that a server aborts
+is continued from the tokens that it gave. No group is left out because it is slow: slow ones are the long ones, and
+without them the gradient would be biased.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -20,19 +21,19 @@ from typing import Any
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.conversation import joined
 from megatron_dppo.rollout.engine import Completions, Sampling
-from megatron_dppo.rollout.servers.api import Ask, Piece, ServerApi
+from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.conversations import ConversationError, Conversations, completion_of
-from megatron_dppo.rollout.servers.http import Http, ServerError, read
+from megatron_dppo.rollout.servers.http import Http, ServerError, readable
 
 PROBE_S = 5.0
 """How long a server, whose connection broke, may take to say that it lives."""
 FAILURES = 8
 """Requests in a row that a server may fail."""
 PAUSE_S = 0.3
-"""Before a prompt is asked again of servers that have all just failed or aborted it."""
+"""Wait before a prompt is asked again of servers that have all just failed or aborted it."""
 
 ReadVersion = Callable[[str], int | None]
-"""The number of a version as a server tells it; None if it is none of this run's."""
+"""The number in a version that a server tells; None if the version is not of this run."""
 
 
 class PromptFailedError(Exception):
@@ -41,7 +42,7 @@ class PromptFailedError(Exception):
 
 @dataclass(slots=True, eq=False)
 class PartialCompletion:
-    """One completion in the making."""
+    """A completion of which some tokens are there."""
 
     parts: list[Completion] = field(default_factory=list)
     """As servers gave them, in order."""
@@ -67,17 +68,13 @@ class Batch:
         self.finished = 0
         self.progressed = time.monotonic()
         """When the last prompt was finished."""
+        self.error: Exception | None = None
+        """Why it will never be finished."""
         self._over = threading.Event()
-        self._error: Exception | None = None
 
     @property
     def unfinished(self) -> int:
         return len(self.prompts) - self.finished
-
-    @property
-    def error(self) -> Exception | None:
-        """Why it will never be finished."""
-        return self._error
 
     def wait(self, seconds: float) -> None:
         """Until it is finished or has failed, for so long at most."""
@@ -91,18 +88,8 @@ class Batch:
         self.progressed = time.monotonic()
 
     def over(self, error: Exception | None) -> None:
-        self._error = self._error or error
+        self.error = self.error or error
         self._over.set()
-
-
-@dataclass(slots=True)
-class _Place:
-    """A server, and what this rank has asked of it."""
-
-    api: ServerApi
-    asked: set[asyncio.Task[Sequence[Piece | Completion]]] = field(default_factory=set)
-    failures: int = 0
-    """In a row."""
 
 
 class Dispatcher:
@@ -132,7 +119,10 @@ class Dispatcher:
         self._conversations = conversations
         self._http, self._read_version, self._first = http, read_version, first
         self._max_in_flight, self._timeout_s, self._attempts = max_in_flight, request_timeout_s, attempts
-        self._places: dict[ServerApi, _Place] = {}
+        self._asked: dict[ServerClient, set[asyncio.Task[Sequence[GenerateResult | Completion]]]] = {}
+        """Who serves, and what this rank has under way there."""
+        self._failures = Counter[ServerClient]()
+        """In a row."""
         self._lost: dict[str, str] = {}
         self._changed = asyncio.Event()
         self.resubmitted = 0
@@ -142,9 +132,9 @@ class Dispatcher:
         """Servers that this rank found unfit since the last call, by URL, and why."""
         return self._http.run(self._take_lost())
 
-    def serve_from(self, apis: Sequence[ServerApi]) -> None:
+    def serve_from(self, clients: Sequence[ServerClient]) -> None:
         """These servers are asked from now on, and no others; what is under way elsewhere is asked anew."""
-        self._http.run(self._serve_from(apis))
+        self._http.run(self._serve_from(clients))
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int) -> Batch:
         """Ask for all of these prompts, and return at once.
@@ -162,12 +152,12 @@ class Dispatcher:
         lost, self._lost = self._lost, {}
         return lost
 
-    async def _serve_from(self, apis: Sequence[ServerApi]) -> None:
-        for api in set(self._places) - set(apis):
-            self._drop(api)
-        for api in apis:
-            self._lost.pop(api.url, None)  # whatever was wrong with it was so before
-            self._places.setdefault(api, _Place(api))
+    async def _serve_from(self, clients: Sequence[ServerClient]) -> None:
+        for client in set(self._asked) - set(clients):
+            self._drop(client)
+        for client in clients:
+            self._lost.pop(client.url, None)  # whatever was wrong with it was so before
+            self._asked.setdefault(client, set())
         self._wake()
 
     async def _run(self, batch: Batch) -> None:
@@ -182,7 +172,7 @@ class Dispatcher:
     async def _prompt(self, batch: Batch, index: int) -> None:
         """See one prompt through."""
         prompt, attempt, last = batch.prompts[index], 0, ""
-        failed: set[ServerApi] = set()
+        failed: set[ServerClient] = set()
         while open_samples := [sample for sample in batch.samples[index] if not sample.ended]:
             if attempt >= self._attempts:
                 raise PromptFailedError(f"prompt {prompt.id} was asked {attempt} times, the last time {last}")
@@ -193,13 +183,13 @@ class Dispatcher:
             if failures := [failure for failure in results if failure]:
                 attempt, last = attempt + 1, failures[0]
                 self.resubmitted += 1
-            others = bool(failures) and not failed >= set(self._places)
+            others = bool(failures) and not failed >= set(self._asked)
             if sum(sample.length for sample in open_samples) == before and not others:
                 await asyncio.sleep(PAUSE_S)  # whoever could be asked has just failed, or is paused and aborts all
         batch.one_finished()
 
     async def _part(
-        self, batch: Batch, index: int, samples: Sequence[PartialCompletion], attempt: int, failed: set[ServerApi]
+        self, batch: Batch, index: int, samples: Sequence[PartialCompletion], attempt: int, failed: set[ServerClient]
     ) -> str | None:
         """Ask one server for a continuation of each of these samples, which have the same tokens so far.
 
@@ -209,44 +199,44 @@ class Dispatcher:
         Returns:
             None, or why it has to be asked again.
         """
-        place = await self._least_busy(failed)
-        read_versions = partial(self._spans, place.api, batch.oldest)
-        work: Coroutine[Any, Any, Sequence[Piece | Completion]]
+        client = await self._least_busy(failed)
+        read_versions = partial(self._spans, client, batch.oldest)
+        answer: Coroutine[Any, Any, Sequence[GenerateResult | Completion]]
         if self._conversations is not None:
             sampling = replace(batch.sampling, samples=len(samples))
-            work = self._conversations(place.api, batch.prompts[index], sampling, read_versions)
+            answer = self._conversations(client, batch.prompts[index], sampling, read_versions)
         else:
-            work = place.api.generate(self._ask(batch, index, samples, attempt), timeout_s=self._timeout_s)
-        task = asyncio.create_task(work)
-        place.asked.add(task)
+            answer = client.generate(self._request(batch, index, samples, attempt), timeout_s=self._timeout_s)
+        task, asked = asyncio.create_task(readable(client.url, answer)), self._asked[client]
+        asked.add(task)
         try:
             await asyncio.wait([task])
             if task.cancelled():
-                return f"server {place.api.url} was taken out"
-            answers = read(place.api, task.result)
-            if len(answers) != len(samples):
-                raise ServerError(place.api.url, f"gave {len(answers)} samples, not {len(samples)}", alive=True)
-            parts = [a if isinstance(a, Completion) else completion_of(a, read_versions(a.versions)) for a in answers]
+                return f"server {client.url} was taken out"
+            results = task.result()
+            if len(results) != len(samples):
+                raise ServerError(client.url, f"gave {len(results)} samples, not {len(samples)}", alive=True)
+            parts = [r if isinstance(r, Completion) else completion_of(r, read_versions(r.versions)) for r in results]
         except ServerError as error:
-            failed.add(place.api)
+            failed.add(client)
             if not isinstance(error, ConversationError):
-                await self._blame(place, error)
+                await self._blame(client, error)
             return str(error)
         finally:
             task.cancel()
-            place.asked.discard(task)
+            asked.discard(task)
             self._wake()
-        place.failures = 0
-        for sample, answer, part in zip(samples, answers, parts, strict=True):
+        self._failures[client] = 0
+        for sample, result, part in zip(samples, results, parts, strict=True):
             sample.parts.append(part)
-            aborted = isinstance(answer, Piece) and answer.reason == "abort"
+            aborted = isinstance(result, GenerateResult) and result.reason == "abort"
             sample.ended = not aborted or sample.length == batch.sampling.max_tokens
         return None
 
-    def _ask(self, batch: Batch, index: int, samples: Sequence[PartialCompletion], attempt: int) -> Ask:
+    def _request(self, batch: Batch, index: int, samples: Sequence[PartialCompletion], attempt: int) -> GenerateRequest:
         prompt, sampling = batch.prompts[index], batch.sampling
         made, which = samples[0].token_ids, batch.samples[index].index(samples[0])
-        return Ask(
+        return GenerateRequest(
             token_ids=[*prompt.token_ids.tolist(), *made],
             samples=len(samples),
             max_tokens=sampling.max_tokens - len(made),
@@ -256,51 +246,51 @@ class Dispatcher:
             seed=sampling.seed_at(prompt.id, which, attempt, len(made)),
         )
 
-    def _spans(self, api: ServerApi, oldest: int, versions: Sequence[tuple[str, int]]) -> list[VersionSpan]:
+    def _spans(self, client: ServerClient, oldest: int, versions: Sequence[tuple[str, int]]) -> list[VersionSpan]:
         spans = []
         for told, count in versions:
             version = self._read_version(told)
             if version is None or version < oldest:
                 problem = f"generates with weights of version {told!r}, which this step must not use"
-                self._lose(api, problem)
-                raise ServerError(api.url, problem, alive=True)
+                self._lose(client, problem)
+                raise ServerError(client.url, problem, alive=True)
             spans.append(VersionSpan(version, count))
         return spans
 
-    async def _blame(self, place: _Place, error: ServerError) -> None:
-        """Take a server out that broke off and does not say that it lives, or fails whatever it is asked."""
-        place.failures += 1
-        if place.failures >= FAILURES:
-            self._lose(place.api, f"failed {FAILURES} requests in a row, the last time it {error.problem}")
+    async def _blame(self, client: ServerClient, error: ServerError) -> None:
+        """Take a server out if it broke off and does not answer a question, or if it failed many requests in a row."""
+        self._failures[client] += 1
+        if self._failures[client] >= FAILURES:
+            self._lose(client, f"failed {FAILURES} requests in a row, the last time it {error.problem}")
         elif not error.alive:
             try:
-                await asyncio.wait_for(place.api.version(), PROBE_S)
+                await asyncio.wait_for(client.version(), PROBE_S)
             except (ServerError, TimeoutError):
-                self._lose(place.api, error.problem)
+                self._lose(client, error.problem)
 
-    def _lose(self, api: ServerApi, problem: str) -> None:
-        if api in self._places:
-            self._lost[api.url] = problem
-            self._drop(api)
+    def _lose(self, client: ServerClient, problem: str) -> None:
+        if client in self._asked:
+            self._lost[client.url] = problem
+            self._drop(client)
 
-    def _drop(self, api: ServerApi) -> None:
-        for task in self._places.pop(api).asked:
+    def _drop(self, client: ServerClient) -> None:
+        del self._failures[client]
+        for task in self._asked.pop(client):
             task.cancel()
 
-    async def _least_busy(self, avoided: set[ServerApi]) -> _Place:
-        """A server with room, as soon as there is one; one that is to be avoided only where there is no other."""
+    async def _least_busy(self, avoided: set[ServerClient]) -> ServerClient:
+        """A server with room, as soon as there is one. An avoided one is returned only where there is no other."""
         while True:
-            places = list(self._places.values())
-            places = [place for place in places if place.api not in avoided] or places
-            if places:
-                turned = places[self._first % len(places) :] + places[: self._first % len(places)]
-                place = min(turned, key=lambda place: len(place.asked))
-                if len(place.asked) < self._max_in_flight:
-                    return place
+            clients = [client for client in self._asked if client not in avoided] or list(self._asked)
+            if clients:
+                first = self._first % len(clients)
+                client = min(clients[first:] + clients[:first], key=lambda client: len(self._asked[client]))
+                if len(self._asked[client]) < self._max_in_flight:
+                    return client
             await self._changed.wait()
 
     def _wake(self) -> None:
-        """Let those look again who wait for room or for a server."""
+        """Let those look again that wait for room or for a server."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -1,11 +1,12 @@
-"""Servers as one rollout engine: every rank asks them for its own share, the leader watches over them.
+"""Servers as one rollout engine: every rank asks them for its own share, and the leader watches over them.
 
-What all ranks must know alike (who serves, who is lost, whether to go on) travels in small messages over gloo at every
-beat of the wait for rollouts; weights and completions never do.
+All ranks must know alike who serves, who is lost, and whether to go on. They exchange that over gloo in small messages
+while they wait for rollouts. Weights and completions do not travel so.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,23 +15,26 @@ from dataclasses import dataclass
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Completions, Sampling, WeightSource
-from megatron_dppo.rollout.servers.api import ServerApi
-from megatron_dppo.rollout.servers.beats import BEAT_S, while_leader_waits
-from megatron_dppo.rollout.servers.connect import api_for
+from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.conversations import Conversations
+from megatron_dppo.rollout.servers.custom import conversations_of
 from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher
-from megatron_dppo.rollout.servers.fleet import Fleet, Member
-from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.http import EXCHANGE_S, Http
+from megatron_dppo.rollout.servers.launch import SECRET
+from megatron_dppo.rollout.servers.nccl import loaded
+from megatron_dppo.rollout.servers.pool import CLIENTS, Pool, Server
+from megatron_dppo.rollout.servers.processes import new_secret
 from megatron_dppo.rollout.servers.sync import Sync, Timings
-from megatron_dppo.rollout.servers.transports import Transport
+from megatron_dppo.rollout.servers.transports import open_transport
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What a rank says at a beat."""
+    """What a rank tells the others while it waits."""
 
     unfinished: int
     lost: Mapping[str, str]
@@ -40,51 +44,54 @@ class _Report:
 
 
 class ServerEngine:
-    """See :class:`RolloutEngine`. Made on every rank at once; ranks other than the leader have no ``fleet``.
+    """See :class:`RolloutEngine`. Starts the servers of ``rollout.launch``, or meets those of ``rollout.servers``, and
+    waits for them. Made on every rank at once.
 
     Args:
         config: of the run.
         world: the ranks.
-        http: this rank's.
-        fleet: the leader's.
-        transport: moves the weights.
-        conversations: generates, by means of the servers; None: they are asked for completions.
-        run: a word of this run's own, by which its versions are told from those of others.
-        secret: to be shown to the servers.
-        say: takes words for the log.
+        shape: of the policy.
+        say: takes words for the log, on the leader.
 
     Raises:
-        UserError: on every rank, if the servers cannot serve this run.
+        UserError: on every rank, if the servers cannot serve this run; none is left behind then.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        http: Http,
-        fleet: Fleet | None,
-        transport: Transport,
-        conversations: Conversations | None = None,
-        *,
-        run: str,
-        secret: str | None,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, config: Config, world: World, shape: PolicyShape, say: Callable[[str], None]) -> None:
         rollout = config.rollout
-        self._config, self._world, self._http, self._fleet = config, world, http, fleet
-        self._run, self.secret, self._say = run, secret, say
-        self._sync = Sync(world, http, transport, rollout.sync.in_flight)
-        self._conversations = conversations
-        self._dispatcher = self._new_dispatcher(attempts=rollout.attempts, conversations=conversations)
+        self._config, self._world, self._say = config, world, say
+        # One word tells this run's versions from another's, and one secret opens its servers.
+        run, given, new = world.from_leader(lambda: (new_secret()[:8], os.environ.get(SECRET) or None, new_secret()))
+        self._run, self.secret = run, new if rollout.launch.count else given
+        by_nccl = rollout.sync.transport == "collective" and world.device.type == "cuda"
+        our_nccl = loaded() if by_nccl else None
         self._source: WeightSource | None = None
         self._version = -1
         self._checking: Future[dict[str, str]] | None = None
         self._checked = self._spoke = 0.0
         self._resubmitted = self._retries = 0
         self._synced = False
-        self._apis: dict[Member, ServerApi] = {}
-        self.members = while_leader_waits(world, lambda: http.start(self._leaders_fleet.open()))
-        """Who serves."""
+        self._clients: dict[Server, ServerClient] = {}
+        with ExitStack() as opened:
+            self._http = Http()
+            opened.callback(self._http.close)
+            conversations = world.together(lambda: conversations_of(config), what="import of a conversation")
+            if conversations is not None:
+                opened.callback(conversations.close)
+            self._pool: Pool | None = None
+            if world.leads:
+                architecture, secret = shape.architecture, self.secret
+                self._pool = Pool(
+                    config, self._http, architecture=architecture, secret=secret, say=say, our_nccl=our_nccl
+                )
+                opened.callback(self._pool.close)
+            transport = open_transport(config, world, self._http, shape, run=run, our_nccl=our_nccl)
+            opened.callback(transport.close)
+            self._sync = Sync(world, self._http, transport, rollout.sync.in_flight)
+            self._dispatcher = self._new_dispatcher(attempts=rollout.attempts, conversations=conversations)
+            self.servers = self._http.run_on_leader(world, lambda: self._leaders_pool.open())
+            """Who serves."""
+            self._opened = opened.pop_all()
 
     @property
     def timings(self) -> Timings:
@@ -92,15 +99,15 @@ class ServerEngine:
         return self._sync.timings
 
     @property
-    def _leaders_fleet(self) -> Fleet:
-        assert self._fleet is not None, "only the leader has a fleet"
-        return self._fleet
+    def _leaders_pool(self) -> Pool:
+        assert self._pool is not None, "only the leader has a pool"
+        return self._pool
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
     def finish(self, pending: Batch) -> Completions:
-        """Wait, beat by beat, until the last rank's last prompt is answered.
+        """Wait until the prompts of all ranks are answered. Ranks exchange how far they are, at least once a second.
 
         Raises:
             UserError: on every rank, if no server can serve any more, nothing was answered for ``rollout.timeout_s``,
@@ -108,10 +115,10 @@ class ServerEngine:
         """
         began = self._spoke = self._checked = time.monotonic()
         self._checking = None  # of an earlier wait; a sync may have come between
-        beat_s = 0.05
+        wait_s = 0.05
         while True:
-            pending.wait(beat_s)
-            beat_s = min(2 * beat_s, BEAT_S)
+            pending.wait(wait_s)
+            wait_s = min(2 * wait_s, EXCHANGE_S)
             reports = self._world.gather(self._report(pending, began))
             if error := next((report.error for report in reports if report.error), None):
                 raise self._failed(error)
@@ -122,19 +129,16 @@ class ServerEngine:
             if not any(left):
                 return pending.groups()
             self._heartbeat(left, began)
-            if not self.members:
+            if not self.servers:
                 self._recover()
                 began = time.monotonic()
             elif min(report.idle_s for report in reports) > self._config.rollout.timeout_s:
-                raise UserError(
-                    "rollout.timeout_s",
-                    f"{self._config.rollout.timeout_s:g}",
-                    f"no prompt was answered for so long; unanswered: {_by_rank(left)}",
-                    "Look into the servers' logs, or raise it",
-                )
+                problem = f"no prompt was answered for so long; unanswered: {_by_rank(left)}"
+                timeout_s = f"{self._config.rollout.timeout_s:g}"
+                raise UserError("rollout.timeout_s", timeout_s, problem, "Look into the servers' logs, or raise it")
 
     def pause(self) -> None:
-        """Where servers share the trainer's GPUs, have them give their memory back, until the next update."""
+        """Have servers that share the trainer's GPUs give their memory back, until the next update."""
         failed: Mapping[str, str] | None = None
         while self._config.rollout.colocated and failed != {}:
             self._wait_for_starting()
@@ -142,7 +146,7 @@ class ServerEngine:
             self._lose(failed)  # and start it again, for which the step waits, too
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Bring every server to a version; those that fail are left behind, those that are back come along.
+        """Bring every server to a version. Servers that fail are lost; servers that have come back serve again.
 
         Raises:
             UserError: on every rank, if none is left, or servers fail again and again.
@@ -151,8 +155,8 @@ class ServerEngine:
         retries = self._config.rollout.sync.retries
         problems: Mapping[str, str] | None = None
         for _ in range(retries + 1):
-            self.members = self._world.from_leader(lambda: self._leaders_fleet.welcome())
-            if not self.members:
+            self.servers = self._world.from_leader(lambda: self._leaders_pool.welcome())
+            if not self.servers:
                 self._wait_for_servers()
             every = self._config.rollout.sync.check_every
             verify = not self._synced or (every > 0 and version % every == 0)
@@ -163,58 +167,53 @@ class ServerEngine:
             self._retries += 1
             self._say_on_leader(f"an update of the weights failed and is tried again: {_list(problems)}")
             self._lose(problems)
-        raise UserError(
-            "rollout.sync.retries",
-            retries,
-            f"the servers could not be brought to version {version}: {_list(problems)}",
-            "Look into the servers' logs; raise it, or try rollout.sync.transport=disk",
-        )
+        problem = f"the servers could not be brought to version {version}: {_list(problems)}"
+        remedy = "Look into the servers' logs; raise it, or try rollout.sync.transport=disk"
+        raise UserError("rollout.sync.retries", retries, problem, remedy)
 
     def resume(self) -> None:
         self._lose(self._sync.resume(self._serving()))
         self._serve()
 
     def health(self) -> str | None:
-        return None if self.members else "no rollout server is left"
+        return None if self.servers else "no rollout server is left"
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
-        """A server that fails in it is lost.
+        """A server that fails here is lost.
 
         Raises:
             UserError: on every rank, if no server is left, and none comes back.
         """
-        batches: dict[Member, Batch] = {}
+        batches: dict[Server, Batch] = {}
         self._checking, self._checked = None, time.monotonic()
 
         def look() -> dict[str, str] | None:
             """What is wrong with servers; None once all have answered."""
-            for member in self.members:
-                if member not in batches:
+            for server in self.servers:
+                if server not in batches:
                     alone = self._new_dispatcher(attempts=1)
-                    alone.serve_from([self._api(member)])
-                    batches[member] = alone.begin(prompts, sampling, 0)
-            asked = {member: batches[member] for member in self.members}
+                    alone.serve_from([self._client(server)])
+                    batches[server] = alone.begin(prompts, sampling, 0)
+            asked = {server: batches[server] for server in self.servers}
             for batch in asked.values():
-                batch.wait(BEAT_S)
+                batch.wait(EXCHANGE_S)
             if not any(batch.unfinished for batch in asked.values()):
                 return None
-            failed = {member.url: f"{batch.error}" for member, batch in asked.items() if batch.error is not None}
-            return {**self._unhealthy(self._leaders_fleet), **failed}
+            failed = {server.url: f"{batch.error}" for server, batch in asked.items() if batch.error is not None}
+            return {**self._unhealthy(self._leaders_pool), **failed}
 
         while (lost := self._world.from_leader(look)) is not None:
             self._lose(lost)
-            if not self.members:
+            if not self.servers:
                 self._recover()
-        return self._world.from_leader(
-            lambda: {self._api(member).shown: batches[member].groups() for member in self.members}
-        )
+        return self._world.from_leader(lambda: {server.name: batches[server].groups() for server in self.servers})
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Words were said when they were true."""
+        """There are no notes: they were logged when they came up."""
         counts = self._world.gather(self._dispatcher.resubmitted)
         timings = self._sync.timings
         metrics = {
-            "rollout/servers": float(len(self.members)),
+            "rollout/servers": float(len(self.servers)),
             "rollout/resubmitted": float(sum(counts) - self._resubmitted),
             "rollout/sync_retries": float(self._retries),
             "perf/sync_pause_time": timings.pause,
@@ -227,36 +226,30 @@ class ServerEngine:
         return self._world.from_leader(lambda: metrics), ()
 
     def close(self) -> None:
-        with ExitStack() as stack:
-            stack.callback(self._http.close)
-            if self._conversations is not None:
-                stack.callback(self._conversations.close)
-            if self._fleet is not None:
-                stack.callback(self._fleet.close)
-            stack.callback(self._sync.transport.close)
+        self._opened.close()
 
     def _report(self, batch: Batch, began: float) -> _Report:
         lost = self._dispatcher.take_lost()
-        if self._fleet is not None:
-            lost = {**self._unhealthy(self._fleet), **lost}
+        if self._pool is not None:
+            lost = {**self._unhealthy(self._pool), **lost}
         idle = time.monotonic() - max(began, batch.progressed)
         return _Report(batch.unfinished, lost, batch.error, idle)
 
-    def _unhealthy(self, fleet: Fleet) -> dict[str, str]:
-        """What the leader's checks have found since it was last asked. They run beside the wait."""
+    def _unhealthy(self, pool: Pool) -> dict[str, str]:
+        """What the leader's health checks have found since the last call. They run in the HTTP thread."""
         timeout_s = self._config.rollout.health_timeout_s
         if self._checking is not None and self._checking.done():
             checking, self._checking, self._checked = self._checking, None, time.monotonic()
             return checking.result()
         if self._checking is None and time.monotonic() - self._checked > timeout_s / 2:
-            self._checking = self._http.start(fleet.check(timeout_s))
+            self._checking = self._http.start(pool.check(timeout_s))
         return {}
 
     def _lose(self, problems: Mapping[str, str]) -> None:
         """Take servers out on every rank alike."""
         if not problems:
             return
-        self.members = self._world.from_leader(lambda: self._leaders_fleet.lose(problems))
+        self.servers = self._world.from_leader(lambda: self._leaders_pool.lose(problems))
         self._serve()
 
     def _serve(self) -> None:
@@ -272,15 +265,15 @@ class ServerEngine:
     def _wait_for_starting(self) -> None:
         """Wait for servers that are being started again: they would take the memory that a step trains in."""
 
-        def look() -> tuple[bool, tuple[Member, ...]]:
-            members, starting = self._leaders_fleet.welcome(), self._leaders_fleet.starting
+        def look() -> tuple[bool, tuple[Server, ...]]:
+            servers, starting = self._leaders_pool.welcome(), self._leaders_pool.starting
             if starting:
-                time.sleep(BEAT_S)
-            return starting, members
+                time.sleep(EXCHANGE_S)
+            return starting, servers
 
         starting = True
         while starting:
-            starting, self.members = self._world.from_leader(look)
+            starting, self.servers = self._world.from_leader(look)
 
     def _wait_for_servers(self) -> None:
         """
@@ -290,49 +283,41 @@ class ServerEngine:
         began, timeout_s = time.monotonic(), self._config.rollout.timeout_s
         self._say_on_leader("no rollout server is left; waiting for one to come back")
 
-        def look() -> tuple[Member, ...]:
-            fleet, rollout = self._leaders_fleet, self._config.rollout
-            members = fleet.welcome()
-            if not members and fleet.hopeless:
-                raise UserError(
-                    "rollout.launch.restarts",
-                    rollout.launch.restarts,
-                    "are used up, and no rollout server is left",
-                    "Look into the servers' logs; raise it, and run the same command again: it resumes",
-                )
-            if not members and time.monotonic() - began > timeout_s:
-                raise UserError(
-                    "rollout.timeout_s",
-                    f"{timeout_s:g}",
-                    "no rollout server is left, and none came back in time",
-                    "Look into the servers' logs, start them again, and run the same command again: it resumes",
-                )
-            if not members:
-                time.sleep(BEAT_S)
-            return members
+        def look() -> tuple[Server, ...]:
+            pool, restarts = self._leaders_pool, self._config.rollout.launch.restarts
+            if servers := pool.welcome():
+                return servers
+            if pool.hopeless:
+                problem = "are used up, and no rollout server is left"
+                remedy = "Look into the servers' logs; raise it, and run the same command again: it resumes"
+                raise UserError("rollout.launch.restarts", restarts, problem, remedy)
+            if time.monotonic() - began > timeout_s:
+                problem = "no rollout server is left, and none came back in time"
+                remedy = "Look into the servers' logs, start them again, and run the same command again: it resumes"
+                raise UserError("rollout.timeout_s", f"{timeout_s:g}", problem, remedy)
+            time.sleep(EXCHANGE_S)
+            return ()
 
-        while not (members := self._world.from_leader(look)):
+        while not (servers := self._world.from_leader(look)):
             pass
-        self.members = members
+        self.servers = servers
 
-    def _serving(self) -> list[ServerApi]:
-        return [self._api(member) for member in self.members]
+    def _serving(self) -> list[ServerClient]:
+        return [self._client(server) for server in self.servers]
 
-    def _api(self, member: Member) -> ServerApi:
-        """The same for as long as the server lives."""
-        if member not in self._apis:
+    def _client(self, server: Server) -> ServerClient:
+        """One client for each life of a server."""
+        if server not in self._clients:
             rollout = self._config.rollout
-            self._apis[member] = api_for(
-                rollout.engine,
-                member.url,
+            self._clients[server] = CLIENTS[rollout.engine](
+                server.url,
                 self._http,
                 secret=self.secret,
                 timeout_s=rollout.sync.timeout_s,
-                ranks=member.ranks,
-                seeded=member.seeded,
-                gpus=member.gpus,
+                ranks=server.ranks,
+                seeded=server.seeded,
             )
-        return self._apis[member]
+        return self._clients[server]
 
     def _new_dispatcher(self, *, attempts: int, conversations: Conversations | None = None) -> Dispatcher:
         rollout = self._config.rollout
@@ -355,7 +340,7 @@ class ServerEngine:
         if now - self._spoke > self._config.rollout.heartbeat_s:
             self._spoke = now
             self._say_on_leader(
-                f"waiting for rollouts for {now - began:.0f} s; {len(self.members)} servers serve; "
+                f"waiting for rollouts for {now - began:.0f} s; {len(self.servers)} servers serve; "
                 f"prompts not yet answered: {_by_rank(left)}"
             )
 
@@ -366,12 +351,9 @@ class ServerEngine:
     def _failed(self, error: Exception) -> Exception:
         if isinstance(error, UserError):
             return error
-        return UserError(
-            "rollout.attempts",
-            self._config.rollout.attempts,
-            f"a prompt could not be answered: {error}",
-            "Look into the servers' logs; raise it if servers died of something else",
-        )
+        remedy = "Look into the servers' logs; raise it if servers died of something else"
+        problem = f"a prompt could not be answered: {error}"
+        return UserError("rollout.attempts", self._config.rollout.attempts, problem, remedy)
 
 
 def _by_rank(left: Sequence[int]) -> str:

@@ -7,28 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import orjson
 
+if TYPE_CHECKING:  # what runs servers needs no Megatron
+    from megatron_dppo.parallel.world import World
+
 T = TypeVar("T")
 
-
-class HasUrl(Protocol):
-    """A server, for messages."""
-
-    url: str
-
-
-UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)
-"""What reading an answer raises that lacks what it should hold."""
 CLOSE_S = 10.0
-"""How long closing may take, where what runs in the loop never lets go of it."""
+"""How long closing may take where something in the loop never ends."""
+EXCHANGE_S = 1.0
+"""Most seconds between two exchanges of ranks that wait."""
 MOST_SAID = 600
-"""Characters of a complaint that are worth repeating."""
+"""Characters of a server's error that are repeated."""
 
 
 class ServerError(Exception):
@@ -40,29 +36,25 @@ class ServerError(Exception):
         alive: whether it answered at all; one that refuses what it is asked lives.
     """
 
-    def __init__(self, url: str, problem: str, *, alive: bool) -> None:
+    def __init__(self, url: str, problem: str, alive: bool) -> None:
         self.url, self.problem, self.alive = url, problem, alive
-        super().__init__(f"server {url} {problem}")
+        super().__init__(url, problem, alive)  # all of them, so that it can be sent to other ranks
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _server_error, (self.url, self.problem, self.alive)
-
-
-def _server_error(url: str, problem: str, alive: bool) -> ServerError:
-    return ServerError(url, problem, alive=alive)
+    def __str__(self) -> str:
+        return f"server {self.url} {self.problem}"
 
 
-def read(server: HasUrl, answer: Callable[[], T]) -> T:
-    """What ``answer`` returns.
+async def readable(url: str, answer: Awaitable[T]) -> T:
+    """What ``answer`` comes to.
 
     Raises:
-        ServerError: as it does; also where the answer of ``server`` lacks what it should hold.
+        ServerError: as ``answer`` does; also where the answer of the server at ``url`` lacks something.
     """
     try:
-        return answer()
-    except UNREADABLE as error:
+        return await answer
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         problem = f"gave an answer that cannot be used ({type(error).__name__}: {error})"
-        raise ServerError(server.url, problem, alive=True) from error
+        raise ServerError(url, problem, alive=True) from error
 
 
 class Http:
@@ -86,6 +78,29 @@ class Http:
         except TimeoutError:
             future.cancel()
             raise
+
+    def run_on_leader(self, world: World, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What the leader's coroutine comes to, on every rank. Collective.
+
+        Ranks wait in a short collective every ``EXCHANGE_S``, however long it takes: a slow server does not look like a
+        dead network.
+
+        Args:
+            world: the ranks.
+            work: makes the coroutine; called on the leader alone. What it or the coroutine raises is raised on every
+                rank.
+        """
+        futures: list[Future[T]] = []
+
+        def look() -> tuple[T] | None:
+            if not futures:
+                futures.append(self.start(work()))
+            wait(futures, EXCHANGE_S)
+            return (futures[0].result(),) if futures[0].done() else None
+
+        while (found := world.from_leader(look)) is None:
+            pass
+        return found[0]
 
     async def call(
         self,

@@ -1,291 +1,222 @@
-"""Servers that the run starts itself: one process each, with its log, its port and its secret."""
+"""Where servers are, and what the run starts its own with: URLs, addresses, GPUs, command line and environment."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-import secrets
-import shlex
-import signal
+import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from urllib.parse import urlsplit
 
-import psutil
-
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, RolloutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.servers import supervisor
-from megatron_dppo.rollout.servers.http import ServerError
-from megatron_dppo.rollout.servers.kinds import ALLOCATOR, server_command, server_environment
+from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine
+from megatron_dppo.rollout.servers import vllm
 
-LOOK_S = 0.5
-"""Seconds between looks at a server that is starting."""
-HEALTH_S = 60.0
-"""How long the first answer of a server may take: kernels are compiled for it."""
-STOP_S = supervisor.GRACE_S + 5.0
-"""How long a server and all of its processes may take to end."""
-LINES = 25
-"""Lines of a log that are worth repeating."""
-LONGEST_TALE = 2**16
-"""Bytes of a log that are looked at for them."""
+OVERRIDE = "MEGATRON_DPPO_SERVERS"
+"""Environment variable with URLs, separated by commas, that take the place of what Slurm says."""
+HOSTS = "MEGATRON_DPPO_SERVER_HOSTS"
+"""Environment variable with the address of every server, separated by commas: a job script asks Slurm for them, since
+containers lack its commands. Servers on one address have one port after the other."""
+NODES = "SLURM_JOB_NODELIST_HET_GROUP_1"
+SECRET = "MEGATRON_DPPO_SERVER_SECRET"
+"""Environment variable with the API key that given servers were started with."""
 
-OURS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-OURS_TOO = ("GROUP_", "ROLE_", "TORCHELASTIC_", "CUDA_DEVICE_MAX_CONNECTIONS", *ALLOCATOR)
-"""Variables, and beginnings of them, that describe a rank of the trainer and would mislead a server."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DEFAULT_COMMANDS = {"sglang": (sys.executable, "-m", "sglang.launch_server"), "vllm": ("vllm", "serve")}
+OUR_FLAGS = {
+    "sglang": ("--model-path", "--model", "--host", "--port", "--tp", "--tp-size", "--tensor-parallel-size", "--dtype",
+               "--pp-size", "--pipeline-parallel-size", "--api-key", "--admin-api-key", "--config"),
+    "vllm": ("--model", "--host", "--port", "--tensor-parallel-size", "-tp", "--dtype", "--api-key"),
+}  # fmt: skip
+"""Flags that ``rollout.launch.flags`` may not have: they would contradict what the run knows, or show the secret."""
 
+MEMORY_FLAGS = {
+    "sglang": ("--mem-fraction-static", "a share of what is free when it starts"),
+    "vllm": ("--gpu-memory-utilization", "a share of the whole GPU"),
+}
+"""The flag that bounds a server's memory, and what it is a share of."""
 
-class Answers(Protocol):
-    """What is needed of a :class:`ServerApi` here."""
-
-    def health(self, timeout_s: float) -> Awaitable[None]: ...
-
-
-Api = TypeVar("Api", bound=Answers)
-
-
-def new_secret() -> str:
-    """What our servers want to see with every request of this run. In hex: a minus in front would look like a flag."""
-    return secrets.token_hex(24)
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of torch's allocator. Segments that expand are good for training; servers that give memory back refuse
+them."""
 
 
-class ServerProcess:
-    """One server on this machine. It dies with this process, however either of them ends.
-
-    Args:
-        config: ``rollout.launch`` says what to start, ``rollout.engine`` of which kind it is.
-        index: of the server among those of the run, from 0.
-        host: address to listen on.
-        secret: to be shown with every request.
-        gpus: its CUDA_VISIBLE_DEVICES; None leaves them to the server.
-        name: what messages and its log call it; None: its index.
-    """
-
-    def __init__(
-        self, config: Config, index: int, *, host: str, secret: str, gpus: str | None = None, name: str | None = None
-    ) -> None:
-        self.index, self.host, self.secret, self.gpus = index, host, secret, gpus
-        self.name = str(index) if name is None else name
-        self.log = Path(config.run.dir).absolute() / "servers" / f"server-{self.name}.log"
-        self.command: list[str] = []
-        self._config, self._port = config, 0
-        self._secret_file = self.log.with_suffix(".secret.yaml")
-        self._process: subprocess.Popen[bytes] | None = None
-        self._begins = 0
-
-    @property
-    def url(self) -> str:
-        """Where it listens, or will. A server that is started again may be elsewhere."""
-        return f"http://{self.host}:{self._port}"
-
-    @property
-    def pid(self) -> int:
-        """The server's main process.
-
-        Raises:
-            ProcessLookupError: if it has ended.
-        """
-        if not (pids := self.pids()):
-            raise ProcessLookupError(f"server {self.name} has ended")
-        return pids[0]
-
-    def pids(self) -> list[int]:
-        """The server's processes, the main one first; none once it has ended."""
-        if not self.alive():
-            return []
-        assert self._process is not None
-        try:
-            return [child.pid for child in psutil.Process(self._process.pid).children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
-
-    def start(self) -> None:
-        """Start it on a free port, without waiting until it can generate.
-
-        Raises:
-            UserError: if no port of its range is free, or the log cannot be written.
-        """
-        self._port = self._free_port()
-        self.command = server_command(
-            self._config, self.index, host=self.host, port=self._port, secret_file=self._secret_file
-        )
-        try:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            _write_secret(self._secret_file, f"api-key: {self.secret}\n")
-            # Servers write their arguments, the secret among them, into their logs.
-            log = os.open(self.log, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
-        except OSError as error:
-            remedy = "Name a directory that you may write to"
-            raise UserError("run.dir", self._config.run.dir, str(error), remedy) from None
-        try:
-            self._begins = os.fstat(log).st_size
-            now = time.strftime("%F %T")
-            what = f"starting server {self.name} at {self.url}: {shlex.join(self.command)}"
-            os.write(log, f"=== {now} {what}\n".encode())
-            self._process = subprocess.Popen(
-                [sys.executable, "-IS", supervisor.__file__, str(os.getpid()), *self.command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.environment(os.environ),
-                start_new_session=True,  # signals from a terminal are the trainer's business
-            )
-        finally:
-            os.close(log)
-
-    def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def listens(self) -> bool:
-        """Whether one of its processes, and no stranger, listens at its port."""
-        for pid in self.pids():
-            try:
-                sockets = psutil.Process(pid).net_connections("tcp")
-            except psutil.Error:
-                continue
-            if any(found.status == psutil.CONN_LISTEN and found.laddr.port == self._port for found in sockets):
-                return True
-        return False
-
-    def lost_its_port(self) -> bool:
-        """Whether it ended because another process took the port before it could."""
-        return not self.alive() and not _is_free(self.host, self._port)
-
-    def ending(self) -> str:
-        """How it ended, to stand after "server"; or that it has not."""
-        code = None if self._process is None else self._process.poll()
-        if code is None:
-            return "is running" if self._process is not None else "was not started"
-        number = -code if code < 0 else code - 128  # of the supervisor, of the server
-        if 0 < number < signal.NSIG:
-            return f"was ended by signal {number} ({signal.strsignal(number)})"
-        return f"ended with exit code {code}"
-
-    def last_words(self) -> str:
-        """The end of what it has logged since its last start, without the secret."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(max(self._begins, os.fstat(file.fileno()).st_size - LONGEST_TALE))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(text.replace(self.secret, "***").splitlines()[-LINES:])
-
-    def stop(self) -> None:
-        """End it and all of its processes, asking before killing; returns when they have ended."""
-        if self._process is not None:
-            if self._process.poll() is None:
-                self._process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(STOP_S)
-            if self._process.poll() in (None, -signal.SIGKILL):  # nobody sees to the server's end but we
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-        self._secret_file.unlink(missing_ok=True)
-
-    def restart(self) -> None:
-        """End what is left of it and start it again, perhaps on another port."""
-        self.stop()
-        self.start()
-
-    def environment(self, ours: Mapping[str, str]) -> dict[str, str]:
-        """What it is started with, where the trainer's environment is ``ours``."""
-        kept = {name: value for name, value in ours.items() if name not in OURS and not name.startswith(OURS_TOO)}
-        if self.gpus is not None:
-            kept["CUDA_VISIBLE_DEVICES"] = self.gpus
-        of_kind = server_environment(self._config.rollout, secret=self.secret)
-        given = dict(entry.split("=", 1) for entry in self._config.rollout.launch.env)
-        if "PYTHONPATH" in of_kind and "PYTHONPATH" in given:
-            given["PYTHONPATH"] = os.pathsep.join((of_kind["PYTHONPATH"], given["PYTHONPATH"]))
-        return kept | of_kind | given
-
-    def _free_port(self) -> int:
-        """The first of its ports that is free. No two servers of a run have one in common."""
-        launch = self._config.rollout.launch
-        last = launch.first_port + launch.ports
-        for port in range(launch.first_port + self.index, last, launch.count):
-            if _is_free(self.host, port):
-                return port
-        raise UserError(
-            "rollout.launch.ports",
-            launch.ports,
-            f"no port for server {self.name} is free on {self.host} from {launch.first_port} to {last - 1}",
-            "Raise it, or name another rollout.launch.first_port",
-        )
-
-
-async def wait_ready(process: ServerProcess, connect: Callable[[str], Api], wait_s: float) -> Api:
-    """Wait until a started server can generate.
-
-    One whose port another process took is started again on another.
-
-    Args:
-        process: the server.
-        connect: makes of its URL what asks it.
-        wait_s: how long it may take.
-
-    Returns:
-        What ``connect`` made of the URL at which it is.
+def server_urls(config: Config, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The URLs of ``rollout.servers``, each as ``http://host:port``; none where the run starts its servers itself.
 
     Raises:
-        UserError: if it ends, with its last words; or at the timeout.
+        UserError: for what is no such URL, for one that is there twice, and for ``slurm`` outside of a heterogeneous
+            job.
     """
-    until = time.monotonic() + wait_s
-    while (left := until - time.monotonic()) > 0:
-        if not process.alive():
-            if not process.lost_its_port():
-                raise _ended_early(process)
-            process.restart()
-        if process.listens():
-            api = connect(process.url)
-            try:
-                await api.health(min(left, HEALTH_S))
-                return api
-            except ServerError:
-                pass  # not yet
-        await asyncio.sleep(LOOK_S)
-    raise UserError(
-        "rollout.launch.wait_s",
-        f"{wait_s:g}",
-        f"server {process.name} cannot generate after so long; the end of its log:\n{process.last_words()}",
-        f"Raise it if the server needs longer, or read {process.log}",
-    )
+    servers = config.rollout.servers
+    if servers != "slurm":
+        return normal_urls("rollout.servers", servers)
+    if given := environ.get(OVERRIDE):
+        return normal_urls(OVERRIDE, given.split(","))
+    if given := environ.get(HOSTS):
+        return normal_urls(HOSTS, _one_port_each(given.split(","), config.rollout.launch.first_port))
+    nodes = environ.get(NODES)
+    if not nodes:
+        problem = f"this is no rank of a heterogeneous Slurm job: {NODES} is not set"
+        remedy = f"Submit a job whose second component runs the servers, or set {OVERRIDE}=URL,URL"
+        raise UserError("rollout.servers", "slurm", problem, remedy)
+    return normal_urls(NODES, _one_port_each(_expand(nodes), config.rollout.launch.first_port))
 
 
-def stop_all(processes: Sequence[ServerProcess]) -> None:
-    """End servers, all at the same time."""
-    with ThreadPoolExecutor(max_workers=max(1, len(processes))) as threads:
-        list(threads.map(ServerProcess.stop, processes))
+def _one_port_each(hosts: Sequence[str], first_port: int) -> list[str]:
+    return [f"http://{host}:{first_port + hosts[:i].count(host)}" for i, host in enumerate(hosts)]
 
 
-def _ended_early(process: ServerProcess) -> UserError:
-    return UserError(
-        "rollout.launch.command",
-        shlex.join(process.command),
-        f"server {process.name} {process.ending()} before it could generate; the end of its log:\n"
-        f"{process.last_words()}",
-        f"Read {process.log}, then mend the command, rollout.launch.flags or rollout.launch.env",
-    )
+def normal_urls(origin: str, urls: Iterable[str]) -> tuple[str, ...]:
+    """URLs in one form.
+
+    Args:
+        origin: the setting or variable that they are from.
+        urls: with scheme, host and port.
+
+    Raises:
+        UserError: for the first that is malformed or there twice.
+    """
+    found: list[str] = []
+    for given in urls:
+        url = _normal(given.strip())
+        if url is None:
+            raise UserError(origin, given, "is no server's URL", "Write http://HOST:PORT, without a path")
+        if url in found:
+            raise UserError(origin, given, "is named twice", "Name every server once")
+        found.append(url)
+    return tuple(found)
 
 
-def _write_secret(place: Path, text: str) -> None:
-    place.unlink(missing_ok=True)
-    with os.fdopen(os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
+def _normal(given: str) -> str | None:
+    try:
+        parts = urlsplit(given)
+        port = parts.port
+    except ValueError:
+        return None
+    plain = parts.path in ("", "/") and not parts.query and not parts.fragment and parts.username is None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port or not plain or " " in given:
+        return None
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}:{port}"
 
 
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do; closed connections linger
-        try:
-            trial.bind((host, port))
-        except OSError:
-            return False
-    return True
+def _expand(nodes: str) -> list[str]:
+    """The names behind ``node[3-4],node7``."""
+    if "[" not in nodes and "," not in nodes:
+        return [nodes]
+    if shutil.which("scontrol") is None:
+        raise UserError(NODES, nodes, "scontrol, which tells the nodes' names, is not on the path", f"Set {OVERRIDE}")
+    listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
+    if listed.returncode:
+        raise UserError(NODES, nodes, f"scontrol cannot read it: {listed.stderr.strip()}", f"Set {OVERRIDE}")
+    return listed.stdout.split()
+
+
+def tensor_parallel(rollout: RolloutConfig) -> tuple[int, ...]:
+    """Tensor-parallel ranks of each server that the run starts."""
+    count, tp = rollout.launch.count, rollout.launch.tp
+    return (tp if isinstance(tp, tuple) else (tp,) * count)[:count]
+
+
+def gpus_to_reserve(rollout: RolloutConfig) -> int:
+    """GPUs beside the trainer's that servers will want on a machine that has any."""
+    return 0 if rollout.colocated else sum(tensor_parallel(rollout))
+
+
+def base_command(rollout: RolloutConfig) -> tuple[str, ...]:
+    """What starts a server, without flags."""
+    return rollout.launch.command or DEFAULT_COMMANDS[rollout.engine]
+
+
+def server_command(config: Config, index: int, *, host: str, port: int, secret_file: Path) -> list[str]:
+    """The command line of one server. Everybody on the machine can read it, so the secret is not in it.
+
+    Args:
+        config: of the run.
+        index: of the server.
+        host, port: where it shall listen.
+        secret_file: YAML with the secret, where the kind takes one.
+    """
+    rollout, tp = config.rollout, tensor_parallel(config.rollout)[index]
+    model, ranks = {"sglang": ("--model-path", "--tp"), "vllm": ("--model", "--tensor-parallel-size")}[rollout.engine]
+    words = [*base_command(rollout), model, str(Path(config.model.path).absolute()), "--host", host]
+    words += ["--port", str(port), ranks, str(tp), "--dtype", DTYPES[config.model.dtype]]
+    if config.model.checkpoint is not None:
+        words += ["--load-format", "dummy"]  # the directory may hold no weights; the first sync brings them
+    if rollout.engine == "vllm":
+        words += vllm.server_flags(secret=True, sleeps=rollout.colocated)
+    else:
+        words += ["--config", str(secret_file), "--skip-tokenizer-init"]
+        words += ["--enable-memory-saver"] if rollout.colocated else []
+    return [*words, *rollout.launch.flags]
+
+
+def server_environment(rollout: RolloutConfig, *, secret: str) -> dict[str, str]:
+    """Environment variables that this kind of server needs, besides those of ``rollout.launch.env``."""
+    return {"VLLM_API_KEY": secret, **vllm.server_environment()} if rollout.engine == "vllm" else {}
+
+
+def listening_address(environ: Mapping[str, str]) -> str:
+    """Loopback where all ranks are on this machine, else the address at which they find rank 0."""
+    if on_one_machine(environ):
+        return LOOPBACK
+    for name in (environ.get("MASTER_ADDR", ""), socket.gethostname()):
+        for address in _addresses(name):
+            if not address.startswith("127."):  # some systems give a machine's own name one of these
+                return address
+    problem = "is not an address at which ranks on other machines could reach a server that this one starts"
+    remedy = "Set it to this machine's address in their network"
+    raise UserError("MASTER_ADDR", environ.get("MASTER_ADDR", ""), problem, remedy)
+
+
+def local_ranks(environ: Mapping[str, str]) -> int:
+    """Ranks of the trainer on the machine of rank 0, as torchrun or srun has them."""
+    per_node = environ.get("LOCAL_WORLD_SIZE") or environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    return int(per_node.partition(",")[0].partition("(")[0])  # Slurm writes 8(x4),2
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES would name them."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    import torch
+
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
+def gpu_shares(config: Config, gpus: Sequence[str], local_ranks: int) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of each server: the GPUs after those of the trainer's ranks, or, colocated, the same ones.
+
+    Args:
+        config: of the run.
+        gpus: of this machine; without any, all shares are None.
+        local_ranks: ranks of the trainer on this machine.
+
+    Raises:
+        UserError: if there are fewer GPUs than the servers need.
+    """
+    sizes = tensor_parallel(config.rollout)
+    if not gpus:
+        return [None] * len(sizes)
+    colocated = config.rollout.colocated
+    free = list(gpus[:local_ranks] if colocated else gpus[local_ranks:])
+    if sum(sizes) > len(free):
+        whose = "the trainer's ranks on it have" if colocated else f"its {local_ranks} ranks of the trainer leave"
+        problem = f"{len(sizes)} servers need {sum(sizes)} GPUs on this machine, and {whose} {len(free)} of {len(gpus)}"
+        remedy = "Lower rollout.launch.count or tp, or start servers elsewhere and name them in rollout.servers"
+        raise UserError("rollout.launch.tp", config.rollout.launch.tp, problem, remedy)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [",".join(free[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _addresses(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(address[0]) for *_, address in found]

@@ -13,8 +13,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.rollout.servers import nccl
-from megatron_dppo.rollout.servers.allocation import server_urls
-from megatron_dppo.rollout.servers.kinds import ALLOCATOR, MEMORY_FLAGS, OUR_FLAGS, tensor_parallel
+from megatron_dppo.rollout.servers.launch import MEMORY_FLAGS, OUR_FLAGS, server_urls, tensor_parallel
 
 LAST_PORT = 65535
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -52,8 +51,8 @@ def check_servers(config: Config, shape: PolicyShape, environ: Mapping[str, str]
         _check_split(config, shape)
     if rollout.launch.count:
         _check_command(config)
-    if rollout.colocated or rollout.sync.transport == "tensor":
-        _check_memory(config, environ)
+    if rollout.colocated:
+        _check_memory(config)
     if rollout.sync.transport == "disk":
         folder = Path(rollout.sync.folder or Path(config.run.dir) / "sync").absolute()
         place = next(place for place in (folder, *folder.parents) if place.exists())
@@ -86,97 +85,59 @@ def _check_local(config: Config) -> None:
         if given:
             problem = "is for servers, and rollout.engine is local: the trainer's own processes generate, in turn"
             raise UserError(setting, value, problem, "Leave it out, or set rollout.engine=sglang or vllm")
-    if rollout.samples_per_prompt > rollout.max_batch:
-        raise UserError(
-            "rollout.max_batch",
-            rollout.max_batch,
-            f"cannot hold the rollout.samples_per_prompt = {rollout.samples_per_prompt} of a single prompt",
-            f"Raise it to {rollout.samples_per_prompt} or more",
-        )
+    samples = rollout.samples_per_prompt
+    if samples > rollout.max_batch:
+        problem = f"cannot hold the rollout.samples_per_prompt = {samples} of a single prompt"
+        raise UserError("rollout.max_batch", rollout.max_batch, problem, f"Raise it to {samples} or more")
 
 
 def _check_source(config: Config) -> None:
-    rollout = config.rollout
-    if rollout.servers and rollout.launch.count:
-        raise UserError(
-            "rollout.launch.count",
-            rollout.launch.count,
-            "servers are to be started, though rollout.servers names some that run already",
-            "Set it to 0, or leave rollout.servers out",
-        )
-    if not rollout.servers and not rollout.launch.count:
-        raise UserError(
-            "rollout.engine",
-            rollout.engine,
-            "no server is named in rollout.servers, and none is to be started",
-            "Set rollout.launch.count=1 or more, or rollout.servers=[http://HOST:PORT]",
-        )
-    if rollout.servers and isinstance(rollout.launch.tp, tuple):
-        raise UserError(
-            "rollout.launch.tp",
-            list(rollout.launch.tp),
-            "has a number for each server that the run starts itself, and it starts none: rollout.servers names them",
-            "Give one number",
-        )
+    rollout, launch = config.rollout, config.rollout.launch
+    if rollout.servers and launch.count:
+        problem = "servers are to be started, though rollout.servers names some that run already"
+        raise UserError("rollout.launch.count", launch.count, problem, "Set it to 0, or leave rollout.servers out")
+    if not rollout.servers and not launch.count:
+        problem = "no server is named in rollout.servers, and none is to be started"
+        remedy = "Set rollout.launch.count=1 or more, or rollout.servers=[http://HOST:PORT]"
+        raise UserError("rollout.engine", rollout.engine, problem, remedy)
+    if rollout.servers and isinstance(launch.tp, tuple):
+        problem = "has a number for each server that the run starts, and it starts none: rollout.servers names them"
+        raise UserError("rollout.launch.tp", list(launch.tp), problem, "Give one number")
 
 
 def _check_sharing(config: Config) -> None:
     rollout = config.rollout
     if rollout.colocated and rollout.ahead:
-        raise UserError(
-            "rollout.ahead",
-            rollout.ahead,
-            "servers cannot generate while a step trains if they share its GPUs (rollout.colocated)",
-            "Set it to 0, or rollout.colocated=false",
-        )
+        problem = "servers cannot generate while a step trains if they share its GPUs (rollout.colocated)"
+        raise UserError("rollout.ahead", rollout.ahead, problem, "Set it to 0, or rollout.colocated=false")
     if rollout.colocated and rollout.sync.transport == "collective":
-        raise UserError(
-            "rollout.sync.transport",
-            rollout.sync.transport,
-            "NCCL takes no two ranks on one GPU, where rollout.colocated puts the trainer and a server",
-            "Set rollout.sync.transport=tensor",
-        )
-    if rollout.colocated and rollout.sync.transport == "tensor" and not rollout.launch.count:
-        raise UserError(
-            "rollout.sync.transport",
-            rollout.sync.transport,
-            "a server opens memory of its own GPU, and which one that is the run knows only of servers that it starts "
-            "itself",
-            "Set rollout.launch.count in the place of rollout.servers, or rollout.sync.transport=disk",
-        )
+        problem = "NCCL takes no two ranks on one GPU, where rollout.colocated puts the trainer and a server"
+        remedy = "Set rollout.sync.transport=disk; with rollout.sync.folder in /dev/shm the weights stay in memory"
+        raise UserError("rollout.sync.transport", rollout.sync.transport, problem, remedy)
 
 
 def _check_patience(config: Config) -> None:
     """Ranks that have nothing to send wait for a sync in gloo, which gives up after ``rollout.timeout_s``."""
-    rollout = config.rollout
-    least = 2 * rollout.sync.timeout_s
-    if rollout.timeout_s < least:
-        raise UserError(
-            "rollout.timeout_s",
-            f"{rollout.timeout_s:g}",
-            f"ranks would give up on a sync that may yet succeed: rollout.sync.timeout_s = {rollout.sync.timeout_s:g} "
-            "is allowed for each of its requests",
-            f"Raise it to {least:g} or more, or lower rollout.sync.timeout_s",
-        )
+    timeout_s, sync_s = config.rollout.timeout_s, config.rollout.sync.timeout_s
+    if timeout_s < 2 * sync_s:
+        problem = "ranks would give up on a sync that may yet succeed: "
+        problem += f"rollout.sync.timeout_s = {sync_s:g} is allowed for each of its requests"
+        remedy = f"Raise it to {2 * sync_s:g} or more, or lower rollout.sync.timeout_s"
+        raise UserError("rollout.timeout_s", f"{timeout_s:g}", problem, remedy)
 
 
 def _check_launch(config: Config) -> None:
     launch, engine = config.rollout.launch, config.rollout.engine
     if isinstance(launch.tp, tuple) and len(launch.tp) != launch.count:
-        raise UserError(
-            "rollout.launch.tp",
-            list(launch.tp),
-            f"has {len(launch.tp)} numbers for rollout.launch.count = {launch.count} servers",
-            "Give one for each, or one number for all",
-        )
-    if launch.first_port + launch.ports - 1 > LAST_PORT or launch.ports < launch.count:
-        raise UserError(
-            "rollout.launch.ports",
-            launch.ports,
-            f"{launch.count} servers want a port each from {launch.first_port} to "
-            f"{launch.first_port + launch.ports - 1}, and the last one there is is {LAST_PORT}",
-            "Raise or lower it, or lower rollout.launch.first_port",
-        )
+        problem = f"has {len(launch.tp)} numbers for rollout.launch.count = {launch.count} servers"
+        remedy = "Give one for each, or one number for all"
+        raise UserError("rollout.launch.tp", list(launch.tp), problem, remedy)
+    last = launch.first_port + launch.ports - 1
+    if last > LAST_PORT or launch.ports < launch.count:
+        problem = f"{launch.count} servers want a port each from {launch.first_port} to {last}, "
+        problem += f"and the last one there is is {LAST_PORT}"
+        remedy = "Raise or lower it, or lower rollout.launch.first_port"
+        raise UserError("rollout.launch.ports", launch.ports, problem, remedy)
     for entry in launch.env:
         if not VARIABLE.match(entry):
             raise UserError("rollout.launch.env", entry, "is no environment variable", "Write NAME=value")
@@ -208,33 +169,20 @@ def _check_split(config: Config, shape: PolicyShape) -> None:
             raise UserError("rollout.launch.tp", tp, f"does not divide {heads}", remedy)
 
 
-def _check_memory(config: Config, environ: Mapping[str, str]) -> None:
+def _check_memory(config: Config) -> None:
     """What servers and the trainer have of the same GPUs."""
     rollout = config.rollout
     flag, share = MEMORY_FLAGS[rollout.engine]
     given = {word.partition("=")[0].replace("_", "-") for word in rollout.launch.flags}
-    if rollout.colocated and rollout.launch.count and flag not in given:
-        raise UserError(
-            "rollout.launch.flags",
-            list(rollout.launch.flags),
-            f"has no {flag}: a server would take nearly all of the GPU that it shares with the trainer",
-            f"Add {flag} with {share}; megatron-dppo plan says what the trainer keeps meanwhile",
-        )
+    if rollout.launch.count and flag not in given:
+        problem = f"has no {flag}: a server would take nearly all of the GPU that it shares with the trainer"
+        remedy = f"Add {flag} with {share}; megatron-dppo plan says what the trainer keeps meanwhile"
+        raise UserError("rollout.launch.flags", list(rollout.launch.flags), problem, remedy)
     import torch
 
-    cuda = torch.cuda.is_available()
-    if rollout.colocated and not cuda:
+    if not torch.cuda.is_available():
         remedy = "Set it to false: without GPUs nothing is shared"
         raise UserError("rollout.colocated", "true", "this machine has no CUDA", remedy)
-    if cuda and not rollout.colocated:
-        problem = "hands over memory of the trainer's GPUs, which only servers on these very GPUs can open"
-        remedy = "Set rollout.sync.transport=collective, or rollout.colocated=true"
-        raise UserError("rollout.sync.transport", "tensor", problem, remedy)
-    for name in ALLOCATOR:
-        if rollout.sync.transport == "tensor" and "expandable_segments:True" in environ.get(name, ""):
-            problem = f"hands over memory, and others cannot open that of segments which expand ({name})"
-            remedy = f"Take expandable_segments:True out of {name}, or set rollout.sync.transport=disk"
-            raise UserError("rollout.sync.transport", "tensor", problem, remedy)
 
 
 def _check_command(config: Config) -> None:
@@ -243,12 +191,8 @@ def _check_command(config: Config) -> None:
         here = importlib.util.find_spec("sglang") is not None if engine == "sglang" else shutil.which("vllm")
         if not here:
             module = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}[engine]
-            raise UserError(
-                "rollout.launch.command",
-                "null",
-                f"{engine} is not installed in this environment",
-                f"Install it in one of its own, and set rollout.launch.command=[/ITS/bin/python,-m,{module}]",
-            )
+            remedy = f"Install it in one of its own, and set rollout.launch.command=[/ITS/bin/python,-m,{module}]"
+            raise UserError("rollout.launch.command", "null", f"{engine} is not installed in this environment", remedy)
     elif not command or shutil.which(command[0]) is None:
         name = command[0] if command else ""
         remedy = "Begin it with the path of an interpreter or a program"

@@ -1,18 +1,17 @@
-"""A process group of one sender and all ranks of all servers, and buckets that go through it.
+"""The weight group: a process group of one sender and all ranks of all servers, through which buckets travel.
 
-The servers make their end with torch's own group constructor behind a store of rank 0; so does the sender. A group
-belongs to the servers that it was made with: when one of them goes, all of it goes.
+Servers and sender make their ends with torch's own constructor, which finds the others by a store of rank 0. A group
+belongs to the servers that it was made with. When one of them is lost, the group is ended and a new one is made.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,8 +25,8 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 from megatron_dppo.parallel.meeting import open_store
 from megatron_dppo.rollout.engine import Bucket
 from megatron_dppo.rollout.servers import nccl
-from megatron_dppo.rollout.servers.api import Manifest, Meeting, ServerApi
-from megatron_dppo.rollout.servers.http import MOST_SAID, UNREADABLE, Http, ServerError
+from megatron_dppo.rollout.servers.client import Manifest, ServerClient, WeightGroup
+from megatron_dppo.rollout.servers.http import MOST_SAID, Http, ServerError
 
 T = TypeVar("T")
 
@@ -87,7 +86,7 @@ class Sender:
 
     Args:
         http: through which servers are told what comes.
-        apis: the servers, which know how many ranks they have.
+        clients: the servers, which know how many ranks they have.
         name: of the group, never used before.
         host: address of this machine for the servers.
         device: where buckets are sent from; its kind decides between NCCL and gloo.
@@ -102,7 +101,7 @@ class Sender:
     def __init__(
         self,
         http: Http,
-        apis: Sequence[ServerApi],
+        clients: Sequence[ServerClient],
         *,
         name: str,
         host: str,
@@ -110,23 +109,23 @@ class Sender:
         timeout_s: float,
         our_nccl: str | None = None,
     ) -> None:
-        self._http, self._apis, self.name = http, list(apis), name
+        self._http, self._clients, self.name = http, list(clients), name
         self._device, self._timeout_s = device, timeout_s
-        self._flats: list[torch.Tensor] = []
+        self._flats = [torch.empty(0, dtype=torch.uint8, device=device)] * 2
         self._turn = 0
         self._sent: _Sent | None = None
         """The bucket on its way."""
         backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
-        # Gloo's group is made now, and told how long each bucket may take. For NCCL it bounds how long breaking off may
-        # take; ours must come first.
+        # For gloo this limits joining; each bucket has a limit of its own. For NCCL it limits breaking off, and our own
+        # limit must be reached before it.
         limit = timedelta(seconds=2 * timeout_s + 60 if backend == "nccl" else min(timeout_s, JOIN_S))
-        size = 1 + sum(api.ranks for api in apis)
+        size = 1 + sum(client.ranks for client in clients)
         # Not by rendezvous: under torchrun it would look for torchrun's own store, at any address.
         store = open_store(host, limit, size)
         joins, offset = {}, 1
-        for api in apis:
-            joins[api.url] = http.start(api.join(Meeting(name, host, store.port, backend, offset, size)))
-            offset += api.ranks
+        for client in clients:
+            joins[client.url] = http.start(client.join(WeightGroup(name, host, store.port, backend, offset, size)))
+            offset += client.ranks
         group: dist.ProcessGroup | None = None
         problem = "not all servers joined the group for weights"
         try:
@@ -156,11 +155,11 @@ class Sender:
         self._greet(our_nccl)
 
     def _greet(self, our_nccl: str | None) -> None:
-        """Have one byte arrive at all ranks, so that the group is known to stand before anything hangs on it.
+        """Send one byte to all ranks, so that the group is known to work before weights are sent.
 
-        NCCL makes its communicator within the first broadcast, however long the last rank takes to come, and nothing
-        breaks that call off. It has a thread to itself therefore, which is left behind where a server never comes. The
-        servers that did come wait in vain then, and are named, too.
+        NCCL makes its communicator within the first broadcast. That call waits for the last rank, and nothing breaks it
+        off. It therefore runs in a thread of its own, which is left behind where a server never comes. The servers that
+        did come cannot be told apart from it, and are named, too.
         """
         try:
             byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
@@ -176,22 +175,24 @@ class Sender:
             raise SyncFailedError(problems, f"{failed.problem} {hint}") from None
 
     def stage(self, bucket: Bucket) -> Staged:
-        """Copy a bucket into the one of two buffers that is not on its way: the caller may then reuse its memory."""
+        """Copy a bucket into that of two buffers which is not being sent. The caller may then reuse its memory."""
         size = sum(tensor.nbytes for tensor in bucket.values())
         self._turn ^= 1
-        while len(self._flats) <= self._turn:
-            self._flats.append(torch.empty(0, dtype=torch.uint8, device=self._device))
         if self._flats[self._turn].numel() < size:
             self._flats[self._turn] = torch.empty(size, dtype=torch.uint8, device=self._device)
         flat = self._flats[self._turn][:size]
-        fill(flat, bucket)
+        start = 0
+        for tensor in bucket.values():
+            end = start + tensor.nbytes
+            flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            start = end
         return Staged(Manifest.of(bucket), flat)
 
     def send(self, staged: Staged, version: str | None) -> None:
         """Set a bucket on its way, once the one before has arrived.
 
-        It is not sent before all servers have loaded that one: only their word says that they have taken the request
-        for it, and two requests on two connections could be read in the wrong order.
+        It waits until all servers have loaded the one before. Two requests on two connections could be read in the
+        wrong order, and only a server's answer says that it has read one.
 
         Args:
             staged: the bucket that was staged last.
@@ -213,7 +214,10 @@ class Sender:
     ) -> None:
         group = self._group
         assert group is not None
-        replies = {api.url: self._http.start(api.receive(staged.manifest, self.name, version)) for api in self._apis}
+        replies = {
+            client.url: self._http.start(client.update_from_distributed(staged.manifest, self.name, version))
+            for client in self._clients
+        }
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=self._timeout_s)
@@ -260,7 +264,7 @@ class Sender:
     def close(self) -> None:
         """End this side of the group, which frees servers that wait in it, and have them leave theirs."""
         self._end()
-        leaving = {api.url: self._http.start(api.leave(self.name)) for api in self._apis}
+        leaving = {client.url: self._http.start(client.leave(self.name)) for client in self._clients}
         outcomes(leaving, GRACE_S)
 
     def _end(self) -> None:
@@ -272,40 +276,17 @@ class Sender:
                 dist.destroy_process_group(group)
 
     def _broken(self, replies: Mapping[str, Future[None]], problem: str) -> SyncFailedError:
-        """End the group, so that servers that wait in it say so, and find out who is at fault.
+        """End the group, so that servers that wait in it answer, and find out which servers are at fault.
 
-        That is who is gone: others may say that the group broke before that one is missed. Where nobody is gone, it is
-        who refused while the group was whole, and who says nothing afterwards. Gloo does not tell one that has half a
-        message: it waits for the rest of it, and so is named, too.
+        Those are the servers that are gone: others may say that the group broke before a lost one is missed. Where none
+        is gone, they are those that refused while the group was whole, and those that say nothing afterwards. A server
+        that has half a message is among the silent ones, since gloo waits for the rest of it.
         """
         before = {url: reply for url, reply in replies.items() if reply.done()}
         self._end()
         silent_or_gone = outcomes(replies, GRACE_S, refusals=False)
         refused = {} if any(map(_is_gone, replies.values())) else outcomes(before, GRACE_S)
         return SyncFailedError({**refused, **silent_or_gone}, problem)
-
-
-def fill(flat: torch.Tensor, bucket: Bucket) -> None:
-    """Copy a bucket's tensors into ``flat``, uint8 of their size, one after the other without gaps."""
-    start = 0
-    for tensor in bucket.values():
-        end = start + tensor.nbytes
-        flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        start = end
-
-
-async def gathered(asked: Mapping[str, Awaitable[None]]) -> dict[str, str]:
-    """What went wrong at each server, by URL; in the HTTP thread."""
-    results = await asyncio.gather(*asked.values(), return_exceptions=True)
-    problems = {}
-    for url, result in zip(asked, results, strict=True):
-        if isinstance(result, ServerError):
-            problems[url] = result.problem
-        elif isinstance(result, UNREADABLE):
-            problems[url] = f"gave an answer that cannot be used ({type(result).__name__}: {result})"
-        elif result is not None:
-            raise result
-    return problems
 
 
 def address_towards(urls: Iterable[str]) -> str:
@@ -346,11 +327,11 @@ def outcomes(replies: Mapping[str, Future[None]], timeout_s: float, *, refusals:
 
 @contextlib.contextmanager
 def without_watchdog() -> Iterator[None]:
-    """NCCL groups made meanwhile have no watchdog.
+    """NCCL groups made within the block have no watchdog of torch's.
 
-    It would end this process once a server has died, whatever TORCH_NCCL_ASYNC_ERROR_HANDLING says: it also sets a flag
-    upon which the monitor of the default group does so. Without one the group is ours to watch over. It is read when a
-    group is made.
+    The watchdog would end this process once a server has died, whatever TORCH_NCCL_ASYNC_ERROR_HANDLING says, since it
+    sets a flag upon which the monitor of the default group does so. Our own limits stand in for it. Torch reads the
+    variable when a group is made.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)

@@ -1,8 +1,8 @@
 """``megatron-dppo serve CONFIG``: one rollout server, on a node of its own, for a trainer elsewhere.
 
-One task of Slurm is one server: that of its place among ``rollout.servers``. It is started again where it dies, at the
-same address, and the trainer, which has taken it out, brings it up to date. Needs no Megatron-Core: the container of a
-stock server will do.
+One task of Slurm is one server: task ``n`` is the ``n``-th of ``rollout.servers``. A server that dies is started again
+at the same address, and the trainer brings it up to date. No Megatron-Core is needed: the container of a stock server
+is enough.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.process import stop
-from megatron_dppo.rollout.servers.allocation import SECRET, server_urls
-from megatron_dppo.rollout.servers.api import ServerApi
-from megatron_dppo.rollout.servers.connect import api_for
+from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.launch import ServerProcess, wait_ready
+from megatron_dppo.rollout.servers.launch import SECRET, server_urls
+from megatron_dppo.rollout.servers.pool import CLIENTS
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
+from megatron_dppo.rollout.servers.processes import ServerProcess, wait_ready
 
 LOOK_S = 0.5
 """Seconds between looks whether the server lives."""
@@ -96,16 +96,14 @@ def _gpus(config: Config, local: int, environ: Mapping[str, str]) -> str | None:
 
 
 def _watch(process: ServerProcess, http: Http, config: Config) -> int:
-    rollout, engine, begin = config.rollout, config.rollout.engine, time.monotonic()
-    assert engine != "local"
-    deaths = 0
+    rollout, begin, deaths = config.rollout, time.monotonic(), 0
 
-    def connect(url: str) -> ServerApi:
-        return api_for(engine, url, http, secret=process.secret, timeout_s=rollout.sync.timeout_s)
+    def client_at(url: str) -> ServerClient:
+        return CLIENTS[rollout.engine](url, http, secret=process.secret, timeout_s=rollout.sync.timeout_s)
 
     while True:
         try:
-            http.run(wait_ready(process, connect, rollout.launch.wait_s))
+            http.run(wait_ready(process, client_at, rollout.launch.wait_s))
             _say(process, f"can generate at {process.url} after {time.monotonic() - begin:.0f} s")
             while process.alive():
                 time.sleep(LOOK_S)

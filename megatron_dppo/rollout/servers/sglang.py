@@ -1,57 +1,53 @@
-"""A stock SGLang server, in its own words.
+"""What is asked of a stock SGLang server.
 
-Traps that are dealt with here: a server sends its refusals with status 200 on some routes and 400 on others, so that
-``success`` is always looked at; updates must stand between begin and end where the server has those routes, and older
-ones have not; memory is handed over by name, since torch's own sharing of file descriptors kills a server that is
-another process, and so do a handle that it cannot open and a tensor of another shape; where inference is deterministic,
-all samples of a request have one seed and are the same, so that each is a request of its own; ``ignore_eos`` would
-switch every stop token off, so that the model's own end-of-sequence tokens stop a completion whether they are asked for
-or not; a token id beyond the vocabulary kills the server.
+What has to be known of SGLang:
+
+- Some routes refuse with status 200, others with 400. ``success`` in the answer is always looked at.
+- An update must stand between a begin and an end where the server has those routes. Older ones have not.
+- A tensor of another shape kills the server, and so does a token id beyond the vocabulary.
+- With deterministic inference all samples of a request have one seed and are the same. Each sample is then a request of
+  its own.
+- ``ignore_eos`` would switch every stop token off. So the model's own end-of-sequence tokens stop a completion, whether
+  they were asked for or not.
 """
 
 from __future__ import annotations
 
-import base64
-import pickle
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from math import prod
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
-from torch.multiprocessing import reductions
 
-from megatron_dppo.rollout.servers.api import (
+from megatron_dppo.rollout.servers.client import (
     INCOMPLETE,
-    Ask,
-    Facts,
-    Handle,
+    WHOLE_DISTRIBUTION,
+    GenerateRequest,
+    GenerateResult,
     InFlight,
     Manifest,
-    Meeting,
-    Piece,
-    ServerApi,
+    ServerClient,
+    ServerInfo,
+    WeightGroup,
 )
 from megatron_dppo.rollout.servers.http import ServerError
 
 PAUSES: Mapping[InFlight, str] = {"retract": "retract", "keep": "in_place", "abort": "abort"}
 
 
-class SglangApi(ServerApi):
-    """See :class:`ServerApi`."""
+class SglangClient(ServerClient):
+    """See :class:`ServerClient`."""
 
     _known_routes: frozenset[str] | None = None
     _known_deterministic: bool | None = None
 
-    async def facts(self) -> Facts:
+    async def info(self) -> ServerInfo:
         model, server = await self.get("/model_info"), await self.get("/server_info")
         self._known_routes = await self.routes()
         self._known_deterministic = bool(server.get("enable_deterministic_inference"))
         self.ranks = int(server["tp_size"]) * int(server.get("pp_size", 1))
-        return Facts(
+        return ServerInfo(
             model=model["model_path"],
             architecture=(model.get("architectures") or [None])[0],
             ranks=self.ranks,
@@ -63,24 +59,24 @@ class SglangApi(ServerApi):
     async def health(self, timeout_s: float) -> None:
         await self.get("/health_generate", timeout_s=timeout_s)
 
-    async def generate(self, ask: Ask, *, timeout_s: float) -> list[Piece]:
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
         sampling: dict[str, Any] = {
-            "temperature": ask.temperature,
-            "max_new_tokens": ask.max_tokens,
-            "stop_token_ids": list(ask.stop_token_ids),
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
+            "temperature": request.temperature,
+            "max_new_tokens": request.max_tokens,
+            "stop_token_ids": list(request.stop_token_ids),
+            **WHOLE_DISTRIBUTION,
         }
         body: dict[str, Any] = {"return_logprob": True}
         if await self._deterministic():
-            body["input_ids"] = [list(ask.token_ids)] * ask.samples
-            body["sampling_params"] = [sampling | {"sampling_seed": (ask.seed or 0) + i} for i in range(ask.samples)]
+            body["input_ids"] = [list(request.token_ids)] * request.samples
+            body["sampling_params"] = [
+                sampling | {"sampling_seed": (request.seed or 0) + i} for i in range(request.samples)
+            ]
         else:
-            body |= {"input_ids": list(ask.token_ids), "sampling_params": sampling | {"n": ask.samples}}
+            body |= {"input_ids": list(request.token_ids), "sampling_params": sampling | {"n": request.samples}}
         answers = await self.post("/generate", body, timeout_s=timeout_s)
         answers = answers if isinstance(answers, list) else [answers]
-        return [self._piece(answer) for answer in answers]
+        return [self._result(answer) for answer in answers]
 
     async def pause(self, in_flight: InFlight) -> None:
         await self.post("/pause_generation", {"mode": PAUSES[in_flight]})
@@ -103,51 +99,27 @@ class SglangApi(ServerApi):
             await self._call_it(version)
 
     async def abandon_update(self) -> None:
-        if await self._has("/end_weight_update"):
-            try:
-                await self._order("/end_weight_update", {})
-            except ServerError as error:
-                if not error.alive:
-                    raise  # a live server refuses because no update is open, which is what is wanted
+        await self._end_if_any("/end_weight_update", {})
 
-    async def join(self, meeting: Meeting) -> None:
+    async def join(self, group: WeightGroup) -> None:
         body = {
-            "master_address": meeting.host,
-            "master_port": meeting.port,
-            "rank_offset": meeting.offset,
-            "world_size": meeting.size,
-            "group_name": meeting.name,
-            "backend": meeting.backend,
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": group.offset,
+            "world_size": group.size,
+            "group_name": group.name,
+            "backend": group.backend,
         }
         await self._order("/init_weights_update_group", body)
 
     async def leave(self, group: str) -> None:
-        if await self._has("/destroy_weights_update_group"):
-            try:
-                await self._order("/destroy_weights_update_group", {"group_name": group})
-            except ServerError as error:
-                if not error.alive:
-                    raise
+        await self._end_if_any("/destroy_weights_update_group", {"group_name": group})
 
-    async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
-        body = {
-            "names": manifest.names,
-            "dtypes": manifest.dtypes,
-            "shapes": manifest.shapes,
-            "group_name": group,
-            "load_format": "flattened_bucket",
-        }
+    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
+        body = asdict(manifest) | {"group_name": group, "load_format": "flattened_bucket"}
         await self._order("/update_weights_from_distributed", body | _version(version))
 
-    def handle(self, manifest: Manifest, words: Sequence[Any]) -> Handle:
-        bucket = {"flattened_tensor": _opened(words, sum(_sizes(manifest))), "metadata": _metadata(manifest)}
-        return base64.b64encode(pickle.dumps(bucket)).decode()
-
-    async def take(self, handles: Sequence[Handle], version: str | None) -> None:
-        body = {"serialized_named_tensors": list(handles), "load_format": "flattened_bucket"}
-        await self._order("/update_weights_from_tensor", body | _version(version))
-
-    async def load(self, folder: Path, version: str) -> None:
+    async def update_from_disk(self, folder: Path, version: str) -> None:
         body = {"model_path": str(folder), "load_format": "auto"}
         await self._order("/update_weights_from_disk", body | _version(version))
 
@@ -186,6 +158,15 @@ class SglangApi(ServerApi):
             self._known_routes = await self.routes()
         return route in self._known_routes
 
+    async def _end_if_any(self, path: str, body: Mapping[str, Any]) -> None:
+        """End an update or a group. A server that lives refuses this where there is none, which is as well."""
+        if await self._has(path):
+            try:
+                await self._order(path, body)
+            except ServerError as error:
+                if not error.alive:
+                    raise
+
     async def _order(self, path: str, body: Mapping[str, Any]) -> Any:
         """A request whose answer says whether it succeeded."""
         answer = await self.post(path, body)
@@ -193,7 +174,7 @@ class SglangApi(ServerApi):
             raise ServerError(self.url, f"refused {path}: {answer}", alive=True)
         return answer
 
-    def _piece(self, answer: Mapping[str, Any]) -> Piece:
+    def _result(self, answer: Mapping[str, Any]) -> GenerateResult:
         meta, tokens = answer["meta_info"], answer["output_ids"]
         reason = meta["finish_reason"]["type"]
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
@@ -201,7 +182,7 @@ class SglangApi(ServerApi):
             said = f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, finish reason {meta['finish_reason']}"
             raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
-        return Piece(
+        return GenerateResult(
             token_ids=np.array(tokens, np.int32),
             logprobs=np.array(logprobs, np.float32),
             versions=tuple((str(s["version"]), s["end"] - s["start"]) for s in spans if s["end"] > s["start"]),
@@ -216,55 +197,3 @@ def _version(version: str | None) -> dict[str, Any]:
 
 def _dtype(name: str | None) -> str | None:
     return None if name in (None, "auto") else name
-
-
-class _Call:
-    """What unpickles as the result of a call."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self._call = function, arguments
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self._call
-
-
-def _opened(words: Sequence[Any], size: int) -> _Call:
-    """What unpickles as the flat tensor behind a handle, [size], uint8.
-
-    By functions of torch's that the server's unpickler lets pass. On a GPU the server has put one of its own in the
-    place of ``rebuild_cuda_tensor``, which takes a device by its UUID.
-    """
-    if len(words) == 3:
-        storage = _Call(reductions.rebuild_storage_filename, torch.UntypedStorage, *words)
-        typed = _Call(reductions.rebuild_typed_storage, storage, torch.uint8)
-        return _Call(reductions.rebuild_tensor, torch.Tensor, typed, (0, (size,), (1,), False))
-    device, *rest = words
-    form = torch.Tensor, (size,), (1,), 0, torch.storage.TypedStorage, torch.uint8
-    return _Call(reductions.rebuild_cuda_tensor, *form, device, *rest)
-
-
-def _metadata(manifest: Manifest) -> list[SimpleNamespace]:
-    """Where each tensor is; the server reads these attributes, of whatever class."""
-    sizes = _sizes(manifest)
-    ends = list(accumulate(sizes))
-    return [
-        SimpleNamespace(
-            name=name,
-            shape=torch.Size(shape),
-            dtype=getattr(torch, dtype),
-            start_idx=end - size,
-            end_idx=end,
-            numel=size,
-        )
-        for name, dtype, shape, size, end in zip(
-            manifest.names, manifest.dtypes, manifest.shapes, sizes, ends, strict=True
-        )
-    ]
-
-
-def _sizes(manifest: Manifest) -> list[int]:
-    """Bytes of each tensor."""
-    return [
-        prod(shape) * getattr(torch, dtype).itemsize
-        for dtype, shape in zip(manifest.dtypes, manifest.shapes, strict=True)
-    ]

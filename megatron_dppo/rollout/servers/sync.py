@@ -1,7 +1,7 @@
-"""How a new version of the weights comes to serve: pause, begin, buckets, end, flush, check, and then continue.
+"""An update of the servers' weights: pause, begin, buckets, end, flush, check, and then resume.
 
-A server that fails in any of these holds nobody knows what. It is left paused, named, and not asked again until an
-update has brought it up to date.
+It is not known which weights a server holds that fails in one of these. It is named and left paused, and gets no
+request before an update has brought it up to date.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -18,10 +17,9 @@ import torch
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout.engine import Bucket, WeightSource
-from megatron_dppo.rollout.servers.api import InFlight, ServerApi
-from megatron_dppo.rollout.servers.beats import while_leader_waits
+from megatron_dppo.rollout.servers.client import InFlight, ServerClient, ask_all
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.sender import gathered
+from megatron_dppo.rollout.servers.sender import SyncFailedError
 from megatron_dppo.rollout.servers.transports import Transport
 
 SHA256_DIGITS = 64
@@ -61,31 +59,31 @@ class Sync:
     transport: Transport
     in_flight: InFlight
     timings: Timings = field(default_factory=Timings)
-    _without_weights: set[ServerApi] = field(default_factory=set)
-    _without_cache: set[ServerApi] = field(default_factory=set)
+    _without_weights: set[ServerClient] = field(default_factory=set)
+    _without_cache: set[ServerClient] = field(default_factory=set)
     """Colocated servers that gave their memory back; known to the leader."""
 
-    def release(self, apis: Sequence[ServerApi]) -> Mapping[str, str]:
+    def release(self, clients: Sequence[ServerClient]) -> Mapping[str, str]:
         """Have colocated servers give their memory back; what went wrong, by URL."""
 
-        async def release(api: ServerApi) -> None:
-            if api not in self._without_cache:
+        async def release(client: ServerClient) -> None:
+            if client not in self._without_cache:
                 # Not as rollout.sync.in_flight says: nothing is in flight, and SGLang, paused in place, may still hold
                 # the batch that ended last. It would end over that.
-                await api.pause("retract")
-                await api.release_memory()
-                self._without_weights.add(api)
-                self._without_cache.add(api)
+                await client.pause("retract")
+                await client.release_memory()
+                self._without_weights.add(client)
+                self._without_cache.add(client)
 
-        return self._all(apis, release)
+        return self._ask_all(clients, release)
 
     def update(
-        self, apis: Sequence[ServerApi], source: WeightSource, version: str, *, verify: bool
+        self, clients: Sequence[ServerClient], source: WeightSource, version: str, *, verify: bool
     ) -> Mapping[str, str] | None:
         """Bring servers to a version, and leave them paused.
 
         Args:
-            apis: the servers.
+            clients: the servers.
             source: the weights.
             version: what they are to call them.
             verify: whether to compare checksums, where servers have them.
@@ -94,100 +92,100 @@ class Sync:
             None if all of them have it. Else what went wrong, by URL, as far as it is known whose fault it was; the
             others can be tried again at once.
         """
-        timings, clock = Timings(), _Clock()
-        problems: Mapping[str, str] = self._all(apis, self._begin)
-        timings.pause = clock.lap()
-        if problems:
+        began = time.perf_counter()
+        if problems := self._ask_all(clients, self._begin):
             return problems
-        digests = _Digests(source)
-        sent = self.transport.send(apis, digests if verify else source, version)
-        timings.transfer, timings.bytes = clock.lap(), sent.moved.bytes
-        if sent.problem is not None:
-            stuck = self._all([api for api in apis if api.url not in sent.problems], _abandon)
-            return {**stuck, **sent.problems} or {"nobody knows which server failed:": sent.problem}
-        if problems := self._all(apis, lambda api: self._end(api, version)):
+        paused, digests = time.perf_counter(), _Digests(source)
+        try:
+            sent = self.transport.send(clients, digests if verify else source, version)
+        except SyncFailedError as failed:
+            stuck = self._ask_all([client for client in clients if client.url not in failed.problems], _abandon)
+            return {**stuck, **failed.problems} or {"nobody knows which server failed:": failed.problem}
+        loaded = time.perf_counter()
+        if problems := self._ask_all(clients, lambda client: self._end(client, version)):
             return problems
-        timings.end = clock.lap()
-        if verify and (problems := self._verify(apis, digests.of_all(self.world))):
+        ended = time.perf_counter()
+        if verify and (problems := self._verify(clients, digests.of_all(self.world))):
             return problems
-        self.timings = timings
+        self.timings = Timings(paused - began, loaded - paused, ended - loaded, bytes=sent)
         return None
 
-    def resume(self, apis: Sequence[ServerApi]) -> Mapping[str, str]:
+    def resume(self, clients: Sequence[ServerClient]) -> Mapping[str, str]:
         """Have the servers generate; what went wrong, by URL."""
-        clock = _Clock()
+        began = time.perf_counter()
 
-        async def resume(api: ServerApi) -> None:
-            if api in self._without_cache:
-                await api.regain_cache()
-                self._without_cache.remove(api)
-            await api.resume()
+        async def resume(client: ServerClient) -> None:
+            if client in self._without_cache:
+                await client.regain_cache()
+                self._without_cache.remove(client)
+            await client.resume()
 
-        problems = self._all(apis, resume)
-        self.timings.resume = clock.lap()
+        problems = self._ask_all(clients, resume)
+        self.timings.resume = time.perf_counter() - began
         return problems
 
-    async def _begin(self, api: ServerApi) -> None:
-        await api.pause(self.in_flight)
-        if api in self._without_weights:
-            await api.regain_weights()
-            self._without_weights.remove(api)
+    async def _begin(self, client: ServerClient) -> None:
+        await client.pause(self.in_flight)
+        if client in self._without_weights:
+            await client.regain_weights()
+            self._without_weights.remove(client)
         try:
-            await api.begin_update()
+            await client.begin_update()
         except ServerError as error:
             if not error.alive:
                 raise
-            await api.abandon_update()  # of an update that somebody began, and did not end
-            await api.begin_update()
+            await client.abandon_update()  # of an update that somebody began, and did not end
+            await client.begin_update()
 
-    async def _end(self, api: ServerApi, version: str) -> None:
-        await api.end_update(version)
+    async def _end(self, client: ServerClient, version: str) -> None:
+        await client.end_update(version)
         if self.in_flight != "keep":
-            await api.flush()
-        if (told := await api.version()) != version:
-            raise ServerError(api.url, f"says that its weights are of version {told!r} after an update", alive=True)
+            await client.flush()
+        if (told := await client.version()) != version:
+            raise ServerError(client.url, f"says that its weights are of version {told!r} after an update", alive=True)
 
-    def _verify(self, apis: Sequence[ServerApi], expected: Mapping[str, str]) -> Mapping[str, str]:
+    def _verify(self, clients: Sequence[ServerClient], expected: Mapping[str, str]) -> dict[str, str]:
         """Servers whose checksums are not the actor's, or not those of others with as many ranks, with the reason.
 
-        A checksum that is no whole SHA-256 is SGLang's: the beginning of one on a CPU, and of its own making on a GPU,
-        where it tells only whether servers hold the same.
+        A checksum that is shorter than a SHA-256 is SGLang's. On a CPU it is the beginning of one. On a GPU SGLang has
+        a checksum of its own, which only tells whether servers hold the same.
         """
         on_cpu = self.world.device.type == "cpu"
         first: dict[int, Mapping[str, str]] = {}
 
-        async def verify(api: ServerApi) -> None:
-            seen = await api.checksums()
-            others = first.setdefault(api.ranks, seen)
+        async def verify(client: ServerClient) -> None:
+            seen = await client.checksums()
+            others = first.setdefault(client.ranks, seen)
             for name, checksum in seen.items():
                 known = on_cpu or len(checksum) == SHA256_DIGITS
                 of_actor = expected.get(name.partition("@")[0], checksum)
                 if known and not of_actor.startswith(checksum):
-                    raise ServerError(api.url, f"holds another {name} than the actor after an update", alive=True)
+                    raise ServerError(client.url, f"holds another {name} than the actor after an update", alive=True)
                 if others.get(name) != checksum:
-                    raise ServerError(api.url, f"holds another {name} than other servers after an update", alive=True)
+                    raise ServerError(
+                        client.url, f"holds another {name} than other servers after an update", alive=True
+                    )
 
-        return self._all(apis, verify)
+        return self._ask_all(clients, verify)
 
-    def _all(self, apis: Sequence[ServerApi], act: Callable[[ServerApi], Awaitable[None]]) -> dict[str, str]:
-        """Do one thing with all servers at once, from the leader; what went wrong, by URL."""
-
-        def start() -> Future[dict[str, str]]:
-            return self.http.start(gathered({api.url: act(api) for api in apis}))
-
-        return while_leader_waits(self.world, start)
+    def _ask_all(
+        self, clients: Sequence[ServerClient], ask: Callable[[ServerClient], Awaitable[None]]
+    ) -> dict[str, str]:
+        return ask_all(self.world, self.http, clients, ask)
 
 
-async def _abandon(api: ServerApi) -> None:
+async def _abandon(client: ServerClient) -> None:
     try:
-        await asyncio.wait_for(api.abandon_update(), ABANDON_S)
+        await asyncio.wait_for(client.abandon_update(), ABANDON_S)
     except TimeoutError:
-        raise ServerError(api.url, f"hangs in an update that failed, for {ABANDON_S:g} s", alive=False) from None
+        raise ServerError(client.url, f"hangs in an update that failed, for {ABANDON_S:g} s", alive=False) from None
 
 
 class _Digests:
-    """The actor's weights, with the SHA-256 in hex of every vector (norm) that has passed: enough to tell one version
-    from another. Each costs a GPU a stop."""
+    """The actor's weights, with the SHA-256 in hex of every vector (norm) that has passed.
+
+    That is enough to tell one version from another. On a GPU each hash waits for the device.
+    """
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -204,15 +202,3 @@ class _Digests:
     def of_all(self, world: World) -> Mapping[str, str]:
         """By Hugging Face's names, of all ranks. Collective."""
         return {name: digest for seen in world.gather(self._seen) for name, digest in seen.items()}
-
-
-class _Clock:
-    """Seconds since it was last asked."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return seconds

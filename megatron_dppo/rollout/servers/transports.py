@@ -1,14 +1,13 @@
-"""Two ways for a version of the weights to reach servers that wait for it; a third one is in ``handles.py``.
+"""Two ways for a version of the weights to reach the servers: a process group, and files.
 
-A transport moves tensors and nothing else: pausing, opening and closing an update, and trying again are the business of
-``sync.py``. All are collective, and say on every rank alike what went wrong, by server.
+A transport only moves tensors. ``sync.py`` pauses servers, opens and closes the update, and tries again. Every
+transport is collective, and says on every rank alike which server failed and why.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -16,50 +15,32 @@ from typing import Protocol
 from megatron_dppo.bridge.export import write_directory
 from megatron_dppo.bridge.hf_directory import plan_files
 from megatron_dppo.bridge.stream import Consumers
-from megatron_dppo.config import ModelConfig
+from megatron_dppo.config import Config, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rollout.engine import Bucket, WeightSource
-from megatron_dppo.rollout.servers.api import ServerApi
-from megatron_dppo.rollout.servers.beats import while_leader_waits
+from megatron_dppo.rollout.engine import WeightSource
+from megatron_dppo.rollout.servers.client import ServerClient, ask_all
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards, gathered
+from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards
 
+BUCKET_MIB = {"cuda": 512, "cpu": 30}
+"""What ``rollout.sync.bucket_mib`` is unless it is set, by where the weights are."""
 MAX_SHARD_BYTES = 5 * 2**30
-
-
-@dataclass(slots=True)
-class Moved:
-    """What went to each server."""
-
-    bytes: int = 0
-
-    def count(self, bucket: Bucket) -> None:
-        """Take in a bucket that is about to go."""
-        self.bytes += sum(tensor.nbytes for tensor in bucket.values())
-
-    def __or__(self, other: Moved) -> Moved:
-        return Moved(self.bytes + other.bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """What became of an update; the same on every rank."""
-
-    problems: Mapping[str, str]
-    """By URL of the server at fault."""
-    problem: str | None
-    """What went wrong; None if every server has loaded every tensor."""
-    moved: Moved
 
 
 class Transport(Protocol):
     """Moves the weights to all servers."""
 
-    def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
-        """Collective. Every server is paused, with an update open."""
+    def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
+        """Have every server load every tensor; the bytes that went to each. Collective.
+
+        Every server is paused, with an update open.
+
+        Raises:
+            SyncFailedError: on every rank alike.
+        """
         ...
 
     def close(self) -> None:
@@ -83,62 +64,60 @@ class Collective:
         self._http, self._world, self._run, self._our_nccl = http, world, run, our_nccl
         self._bucket_mib, self._timeout_s = bucket_mib, timeout_s
         self._sender: Sender | None = None
-        self._joined: list[ServerApi] = []
+        self._joined: list[ServerClient] = []
         self._groups = count()
 
-    def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
-        if self._joined != list(apis):  # every rank comes to the same conclusion
-            self.close()
-            joined = _by_stage(self._world, lambda: self._join(apis))
-            if joined.problem:
+    def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
+        try:
+            if self._joined != list(clients):  # every rank comes to the same conclusion
                 self.close()
-                return joined
-            self._joined = list(apis)
-        sent = _by_stage(self._world, lambda: self._stage(source, version if self._world.last_stage else None))
-        if sent.problem:
+                _by_stage(self._world, lambda: self._join(clients))
+                self._joined = list(clients)
+            return _by_stage(self._world, lambda: self._stage(source, version if self._world.last_stage else None))
+        except SyncFailedError:
             self.close()
-        return sent
+            raise
 
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
         self._sender, self._joined = None, []
 
-    def _join(self, apis: Sequence[ServerApi]) -> Moved:
+    def _join(self, clients: Sequence[ServerClient]) -> int:
         number = next(self._groups)
         if self._world.tp_rank == 0:
             self._sender = Sender(
                 self._http,
-                apis,
+                clients,
                 name=f"{self._run}-{self._world.pp_rank}-{number}",
-                host=address_towards(api.url for api in apis),
+                host=address_towards(client.url for client in clients),
                 device=self._world.device,
                 timeout_s=self._timeout_s,
                 our_nccl=self._our_nccl,
             )
-        return Moved()
+        return 0
 
-    def _stage(self, source: WeightSource, version: str | None) -> Moved:
-        """Send the stage's buckets, ``version`` with the last of them. Collective over the stage."""
+    def _stage(self, source: WeightSource, version: str | None) -> int:
+        """Send the stage's buckets, ``version`` with the last of them; how many bytes. Collective over the stage."""
         buckets = source(to=Consumers.STAGE_LEADERS, bucket_mib=self._bucket_mib)
         if self._sender is None:
             for _ in buckets:
                 pass
-            return Moved()
-        moved, bucket = Moved(), next(buckets, None)
+            return 0
+        sent, bucket = 0, next(buckets, None)
         try:
             while bucket is not None:
                 # Copied before the next one is asked for, which may use the same memory; whether this is the last
                 # one is known only afterwards.
-                moved.count(bucket)
                 staged = self._sender.stage(bucket)
+                sent += staged.flat.nbytes
                 bucket = next(buckets, None)
                 self._sender.send(staged, version if bucket is None else None)
             self._sender.arrive()
         finally:
             for _ in buckets:  # the others of the stage wait for whoever does not take it to the end
                 pass
-        return moved
+        return sent
 
 
 class Disk:
@@ -149,7 +128,7 @@ class Disk:
         self._companions = Path(model.path)
         self._plan = plan_files(shape, MAX_SHARD_BYTES, DTYPES[model.dtype])
 
-    def send(self, apis: Sequence[ServerApi], source: WeightSource, version: str) -> Sent:
+    def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         place = self._folder.absolute() / version
         failure: Exception | None = None
         if self._world.dp_rank == 0 and self._world.cp_rank == 0:
@@ -160,15 +139,14 @@ class Disk:
                 pass
         self._world.from_leader(lambda: self._check(failure))
 
-        async def load() -> dict[str, str]:
-            try:
-                return await gathered({api.url: api.load(place, version) for api in apis})
-            finally:
+        try:
+            problems = ask_all(self._world, self._http, clients, lambda client: client.update_from_disk(place, version))
+        finally:
+            if self._world.leads:
                 shutil.rmtree(place, ignore_errors=True)
-
-        problems = while_leader_waits(self._world, lambda: self._http.start(load()))
-        problem = "a server did not load what was written" if problems else None
-        return Sent(problems, problem, Moved(self._plan.total_bytes))
+        if problems:
+            raise SyncFailedError(problems, "a server did not load what was written")
+        return self._plan.total_bytes
 
     def close(self) -> None:
         pass
@@ -179,31 +157,45 @@ class Disk:
             raise UserError("rollout.sync.folder", self._folder, f"cannot be written ({failure})", remedy)
 
 
-def _by_stage(world: World, attempt: Callable[[], Moved]) -> Sent:
+def open_transport(
+    config: Config, world: World, http: Http, shape: PolicyShape, *, run: str, our_nccl: str | None
+) -> Transport:
+    """The transport that ``rollout.sync.transport`` names. See :class:`Collective` for ``run`` and ``our_nccl``."""
+    sync = config.rollout.sync
+    bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
+    if sync.transport == "collective":
+        return Collective(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl)
+    folder = Path(sync.folder or Path(config.run.dir) / "sync")
+    return Disk(http, world, shape=shape, model=config.model, folder=folder)
+
+
+def _by_stage(world: World, attempt: Callable[[], int]) -> int:
     """Run ``attempt`` on the ranks of one pipeline stage after the other, in the first replica. Collective.
 
     Args:
-        attempt: returns what it sent; what it raises ends the update, for all ranks alike.
+        attempt: returns how many bytes it sent. What it raises ends the update.
+
+    Returns:
+        The sum over ranks.
 
     Raises:
-        Exception: on every rank, what ``attempt`` raised other than that servers failed it.
+        SyncFailedError: on every rank, if servers failed one of them.
+        Exception: on every rank, what else ``attempt`` raised.
     """
-    problems: dict[str, str] = {}
-    problem, total = None, Moved()
+    total = 0
     for stage in range(world.pp):
-        mine: tuple[Moved, Exception | None] = (Moved(), None)
+        mine: int | Exception = 0
         if stage == world.pp_rank and world.dp_rank == 0 and world.cp_rank == 0:
             try:
-                mine = (attempt(), None)
+                mine = attempt()
             except Exception as error:
-                mine = (Moved(), error)
-        for moved, failure in world.gather(mine):
-            if isinstance(failure, SyncFailedError):
-                problems |= failure.problems
-                problem = problem or failure.problem
-            elif failure is not None:
-                raise failure
-            total |= moved
-        if problem:
-            break
-    return Sent(problems, problem, total)
+                mine = error
+        found = world.gather(mine)
+        failed = [each for each in found if isinstance(each, SyncFailedError)]
+        if other := next((each for each in found if isinstance(each, Exception) and each not in failed), None):
+            raise other
+        if failed:
+            problems = {url: problem for each in failed for url, problem in each.problems.items()}
+            raise SyncFailedError(problems, failed[0].problem)
+        total += sum(each for each in found if isinstance(each, int))
+    return total

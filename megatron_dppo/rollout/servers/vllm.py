@@ -1,35 +1,39 @@
-"""A stock vLLM server (0.32), in its own words, with our extension of its workers for weights (``vllm_plugin/``).
+"""What is asked of a stock vLLM server (0.32), with our extension of its workers for weights (``vllm_plugin/``).
 
-Traps that are dealt with here: the model's end-of-sequence tokens stop a completion though nobody asked, unless
-``ignore_eos``, which leaves ``stop_token_ids`` alone; ``/health`` answers though the engine hangs; ``keep`` is the only
-pause that leaves requests alive, and to have their cache recomputed takes a second request; layers that an update
-leaves out keep their old weights with no more than a warning (the extension refuses that); while weights may be mixed,
-we have the version say so; on CPU the server's checksums are of empty tensors for everything that is prepacked, and a
-seeded request of which one step computes only a part kills the server.
+What has to be known of vLLM:
+
+- The model's end-of-sequence tokens stop a completion, whether they were asked for or not. ``ignore_eos`` prevents
+  that, and leaves ``stop_token_ids`` as they are.
+- ``/health`` answers even where the engine hangs.
+- ``keep`` is the only mode of ``/pause`` that leaves requests alive. A second request has their cache computed again.
+- A layer that an update leaves out keeps its old weights, and vLLM only warns. Our extension refuses such an update.
+- The version is whatever it was last told. We set it to ``incomplete`` while weights may be of two versions.
+- On CPU, its checksums of all parameters that are prepacked are those of empty tensors.
+- On CPU, a request with a seed kills the server where one step computes only a part of its prompt.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_dppo.rollout.servers.api import (
+from megatron_dppo.rollout.servers.client import (
     CONTROL_S,
     INCOMPLETE,
-    Ask,
-    Facts,
-    Handle,
+    WHOLE_DISTRIBUTION,
+    GenerateRequest,
+    GenerateResult,
     InFlight,
     Manifest,
-    Meeting,
-    Piece,
-    ServerApi,
+    ServerClient,
+    ServerInfo,
+    WeightGroup,
 )
 from megatron_dppo.rollout.servers.http import ServerError
 
@@ -57,14 +61,14 @@ GIVEN_BY = {
 
 
 def server_environment() -> dict[str, str]:
-    """What the environment of a server must hold, besides VLLM_API_KEY where it is to have a secret."""
+    """What the environment of a server must hold, besides VLLM_API_KEY where it has a secret."""
     paths = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         # It would bind the default group to a device, and torch then splits every new group off that one's NCCL
-        # communicator, of which the trainer is no member.
+        # communicator, of which the trainer is no server.
         "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "0",
         # On CPU it would bind every server to the same cores, and refuse more ranks than there are NUMA nodes.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
@@ -84,12 +88,12 @@ def server_flags(*, secret: bool, sleeps: bool) -> list[str]:
     return flags + (["--enable-sleep-mode"] if sleeps else [])
 
 
-class VllmApi(ServerApi):
-    """See :class:`ServerApi`."""
+class VllmClient(ServerClient):
+    """See :class:`ServerClient`."""
 
     _known_config: Mapping[str, Any] | None = None
 
-    async def facts(self) -> Facts:
+    async def info(self) -> ServerInfo:
         """
         Raises:
             ServerError: it lacks a route, or was started so that it gives other log-probabilities; the message says
@@ -105,10 +109,10 @@ class VllmApi(ServerApi):
             problem = f"gives {model['logprobs_mode']}: start it with --logprobs-mode processed_logprobs"
             raise ServerError(self.url, problem, alive=True)
         self.ranks = int((await self.get("/get_world_size"))["world_size"])
-        # After a part of a prompt, vLLM sets the seed's generator back; torch's on CPU cannot be, and the engine ends.
-        # Which prompts come in parts depends on what else is asked at that moment: nobody can know beforehand.
+        # After a part of a prompt, vLLM sets the seed's generator back. On CPU torch's generator cannot be set back,
+        # and the engine ends. Which prompts are computed in parts depends on all other requests of that moment.
         self.seeded = config["device_config"]["device"] != "cpu"
-        return Facts(
+        return ServerInfo(
             model=model["model"],
             architecture=None,
             ranks=self.ranks,
@@ -119,35 +123,33 @@ class VllmApi(ServerApi):
         )
 
     async def health(self, timeout_s: float) -> None:
-        """Ask for what the engine answers between two steps, when all of its ranks and their devices have caught up.
+        """Ask for what the engine answers between two steps, when all of its ranks and their devices are done.
 
-        No request for a token: that would wait behind all others, and for ever while the server is paused. While a
-        server receives weights it does not answer this.
+        A request for a token would wait behind all others, and for ever while the server is paused. While a server
+        receives weights it does not answer this.
         """
         await self.get("/health", timeout_s=timeout_s)
         await self.post("/collective_rpc", {"method": "synchronize_device"}, timeout_s=timeout_s)
 
-    async def generate(self, ask: Ask, *, timeout_s: float) -> list[Piece]:
-        """Greedy samples are all the same, which is why vLLM makes but one; it is then given so often."""
-        greedy = ask.temperature == 0
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
+        """vLLM makes only one greedy sample, since all are the same; it is returned ``request.samples`` times."""
+        greedy = request.temperature == 0
         sampling: dict[str, Any] = {
-            "n": 1 if greedy else ask.samples,
-            "temperature": ask.temperature,
-            "max_tokens": ask.max_tokens,
-            "stop_token_ids": list(ask.stop_token_ids),
+            "n": 1 if greedy else request.samples,
+            "temperature": request.temperature,
+            "max_tokens": request.max_tokens,
+            "stop_token_ids": list(request.stop_token_ids),
             "ignore_eos": True,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
+            **WHOLE_DISTRIBUTION,
             "logprobs": 0,
             "detokenize": False,
         }
-        if ask.seed is not None and self.seeded:
-            sampling["seed"] = ask.seed & (2**62 - 1)  # vLLM adds the sample's number, in 64 bits with a sign
-        body = {"token_ids": list(ask.token_ids), "sampling_params": sampling}
+        if request.seed is not None and self.seeded:
+            sampling["seed"] = request.seed & (2**62 - 1)  # vLLM adds the sample's number, in 64 bits with a sign
+        body = {"token_ids": list(request.token_ids), "sampling_params": sampling}
         answer = await self.post("/inference/v1/generate", body, timeout_s=timeout_s)
-        pieces = [self._piece(choice) for choice in answer["choices"]]
-        return pieces * ask.samples if greedy else pieces
+        results = [self._result(choice) for choice in answer["choices"]]
+        return results * request.samples if greedy else results
 
     async def pause(self, in_flight: InFlight) -> None:
         mode = "abort" if in_flight == "abort" else "keep"
@@ -175,41 +177,24 @@ class VllmApi(ServerApi):
         if await self._extended():
             await self._order("abandon")
 
-    async def join(self, meeting: Meeting) -> None:
-        await self._order(
-            "join",
-            name=meeting.name,
-            host=meeting.host,
-            port=meeting.port,
-            backend=meeting.backend,
-            offset=meeting.offset,
-            size=meeting.size,
-            timeout_s=0.9 * self.timeout_s,  # so that the server says what is wrong before we stop listening
-        )
+    async def join(self, group: WeightGroup) -> None:
+        # Less time than we have, so that the server says what is wrong before we stop listening.
+        await self._order("join", **asdict(group), timeout_s=0.9 * self.timeout_s)
 
     async def leave(self, group: str) -> None:
         await self._order("leave", name=group)
 
-    async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
+    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
         """The version comes with the end of the update."""
-        await self._order("receive", group=group, names=manifest.names, dtypes=manifest.dtypes, shapes=manifest.shapes)
+        await self._order("update_from_distributed", group=group, **asdict(manifest))
 
-    def handle(self, manifest: Manifest, words: Sequence[Any]) -> Handle:
-        """Bytes among the words travel in base64, each in a list of its own."""
-        plain = [[base64.b64encode(word).decode()] if isinstance(word, bytes) else word for word in words]
-        return {"names": manifest.names, "dtypes": manifest.dtypes, "shapes": manifest.shapes, "words": plain}
-
-    async def take(self, handles: Sequence[Handle], version: str | None) -> None:
-        """The version comes with the end of the update."""
-        await self._order("take", handles=list(handles))
-
-    async def load(self, folder: Path, version: str) -> None:
-        """Possible without our extension, too, but not on CPU: there a tied head would keep what it packed before.
+    async def update_from_disk(self, folder: Path, version: str) -> None:
+        """This works without our extension, too, but not on CPU: there a tied head would keep what it packed before.
 
         The version comes with the end of the update.
         """
         if await self._extended():
-            await self._order("load", folder=str(folder))
+            await self._order("update_from_disk", folder=str(folder))
         else:
             await self._of_all_ranks("reload_weights", {"weights_path": str(folder)})
 
@@ -242,7 +227,7 @@ class VllmApi(ServerApi):
         await self.post("/wake_up", {}, tags="weights")
 
     async def regain_cache(self) -> None:
-        """A server that has all of its memory again generates, too: vLLM does not stay paused over this."""
+        """The server then generates at once: vLLM does not stay paused over this."""
         await self.post("/wake_up", {}, tags="kv_cache")
 
     async def _config(self) -> Mapping[str, Any]:
@@ -255,14 +240,14 @@ class VllmApi(ServerApi):
         return (await self._config())["parallel_config"]["worker_extension_cls"] == EXTENSION
 
     async def _nccl(self) -> str | None:
-        """The version that our extension tells; an older one knows no such order, and tells that."""
+        """As our extension says; None from an older one, which does not know this order."""
         if not await self._extended():
             return None
         answer = (await self._of_all_ranks("megatron_dppo", {"order": "nccl"}))[0]
         return answer.get("nccl") if answer else None
 
     async def _order(self, order: str, **arguments: Any) -> None:
-        """Have every rank's receiver do something; they all answer, whatever becomes of it."""
+        """Have every rank's receiver do something. All of them answer, also where one fails."""
         if not await self._extended():
             flag = f"--worker-extension-cls {EXTENSION}"
             problem = f"can load weights from disk only: start it with {flag} and {PLUGIN} on its PYTHONPATH"
@@ -284,7 +269,7 @@ class VllmApi(ServerApi):
         if not answer["success"]:
             raise ServerError(self.url, "did not drop its cache: requests still hold parts of it", alive=True)
 
-    def _piece(self, choice: Mapping[str, Any]) -> Piece:
+    def _result(self, choice: Mapping[str, Any]) -> GenerateResult:
         tokens, reason = choice["token_ids"], choice["finish_reason"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         spans = choice["weight_versions"] or []
@@ -294,7 +279,7 @@ class VllmApi(ServerApi):
             raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
         if NO_LOGPROB in logprobs:
             raise ServerError(self.url, f"gave no log-probability for token {logprobs.index(NO_LOGPROB)}", alive=True)
-        return Piece(
+        return GenerateResult(
             token_ids=np.array(tokens, np.int32),
             logprobs=np.array(logprobs, np.float32),
             versions=tuple((str(span["version"]), count) for span, count in zip(spans, counts, strict=True)),

@@ -1,4 +1,4 @@
-"""Weights for a running vLLM worker: flat buckets from process groups or shared memory, or a directory.
+"""Weights for a running vLLM worker: flat buckets from process groups, or a directory.
 
 An extension of vLLM's workers, by its own flag ``--worker-extension-cls``, and not one of its weight transfer engines.
 Those report a failure by raising, and after that vLLM's executor reads the answers of all ranks but the first one call
@@ -10,7 +10,7 @@ are prepacked), and copies the result to where the old weights were. A bare ``lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_dppo_vllm.group import Group
-from megatron_dppo_vllm.memory import opened
 
 logger = init_logger("vllm.megatron_dppo")
 
-ORDERS = frozenset({"nccl", "join", "leave", "begin", "receive", "take", "load", "end", "abandon"})
+ORDERS = frozenset({"nccl", "join", "leave", "begin", "update_from_distributed", "update_from_disk", "end", "abandon"})
 
 
 class WorkerExtension:
@@ -55,8 +54,8 @@ class WorkerExtension:
 class Receiver:
     """What one worker does with orders.
 
-    The order of an update is: ``begin``, any number of ``receive`` or ``take`` (or one ``load``), ``end``. One that
-    failed half-way is ended by ``abandon``, or by the next ``begin``.
+    The order of an update is: ``begin``, any number of ``update_from_distributed`` (or one ``update_from_disk``),
+    ``end``. An update that failed half-way is ended by ``abandon``, or by the next ``begin``.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -91,7 +90,7 @@ class Receiver:
         self.abandon()
         initialize_layerwise_reload(self._model)
 
-    def receive(
+    def update_from_distributed(
         self, *, group: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> None:
         """Load one bucket that the group's rank 0 broadcasts: tensors one after the other, without gaps."""
@@ -101,19 +100,7 @@ class Receiver:
         flat = self._groups[group].receive(_size(types, shapes)).to(self._worker.device)
         self._load(_views(flat, names, types, shapes))
 
-    def take(self, *, handles: Sequence[Mapping[str, Any]]) -> None:
-        """Load one bucket from the trainer's memory, which the handle with this worker's number opens.
-
-        It is copied first: of a layer that is not whole yet, vLLM keeps what it was given, and the memory is the
-        trainer's own again once this has returned.
-        """
-        handle = handles[self._rank]
-        types = [getattr(torch, name) for name in handle["dtypes"]]
-        size = _size(types, handle["shapes"])
-        flat = opened(handle["words"], size, self._worker.device).clone()
-        self._load(_views(flat, handle["names"], types, handle["shapes"]))
-
-    def load(self, *, folder: str) -> None:
+    def update_from_disk(self, *, folder: str) -> None:
         """Load a Hugging Face directory."""
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:

@@ -1,35 +1,38 @@
-"""What the trainer asks of one server, whatever its kind. ``sglang.py`` and ``vllm.py`` say it in its words."""
+"""What the trainer asks of one server, of either kind. ``sglang.py`` and ``vllm.py`` translate it."""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.http import Http, ServerError, readable
+
+if TYPE_CHECKING:  # what runs servers needs neither torch nor Megatron
+    import torch
+
+    from megatron_dppo.parallel.world import World
 
 InFlight = Literal["retract", "keep", "abort"]
 """What becomes of unfinished requests when a server pauses; see ``rollout.sync.in_flight``."""
 
-Handle = Any
-"""A bucket in memory of this machine, as JSON can carry it to one rank of a server, in the server's words."""
-
+WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+"""Sampling of SGLang and vLLM from all tokens, each with its own probability."""
 INCOMPLETE = "incomplete"
 """Version of a server between the beginning and the end of an update: it may hold weights of two."""
 CONTROL_S = 30.0
-"""How long a question that costs a server nothing may take."""
+"""Seconds that a question may take that is no work for a server."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What a server says of itself when it is met."""
+class ServerInfo:
+    """What a server says of itself at the first contact."""
 
     model: str
     """Path of the model that it was started with."""
@@ -48,8 +51,12 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Completions of one prompt."""
+class GenerateRequest:
+    """A request for completions of one prompt.
+
+    ``GenerateRequest([3, 4, 5], samples=8, max_tokens=64, temperature=1.0, stop_token_ids=[0], seed=7)`` asks for eight
+    continuations of three tokens, each of at most 64 tokens.
+    """
 
     token_ids: Sequence[int]
     samples: int
@@ -57,12 +64,16 @@ class Ask:
     temperature: float
     stop_token_ids: Sequence[int]
     seed: int | None
-    """Where the server can be seeded; it then depends on the server alone whether a seed repeats."""
+    """Used where the server takes seeds. Whether the same seed gives the same completion depends on the server."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One continuation as a server gave it."""
+class GenerateResult:
+    """One continuation as a server gave it.
+
+    ``GenerateResult(token_ids=[8, 2, 0], logprobs=[-0.1, -2.3, -0.7], versions=(("3", 2), ("4", 1)), reason="stop")``:
+    an update came before the third token.
+    """
 
     token_ids: NDArray[np.int32]
     """[L]"""
@@ -74,7 +85,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class WeightGroup:
     """Where a server's ranks join a group for weights. The sender is rank 0."""
 
     name: str
@@ -105,20 +116,38 @@ class Manifest:
         )
 
 
-class ServerApi(ABC):
+def ask_all(
+    world: World, http: Http, clients: Sequence[ServerClient], ask: Callable[[ServerClient], Awaitable[None]]
+) -> dict[str, str]:
+    """Ask one thing of all servers at once, from the leader; what went wrong, by URL, on every rank. Collective."""
+
+    async def ask_each() -> dict[str, str]:
+        asked = (readable(client.url, ask(client)) for client in clients)
+        problems = {}
+        for client, result in zip(clients, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if isinstance(result, ServerError):
+                problems[client.url] = result.problem
+            elif result is not None:
+                raise result
+        return problems
+
+    return http.run_on_leader(world, ask_each)
+
+
+class ServerClient(ABC):
     """One server. Every method raises :class:`ServerError` where the server fails it.
 
-    The order of an update is: ``pause``, ``begin_update``, any number of ``receive`` or ``take`` (or one ``load``),
-    ``end_update``, ``flush`` unless requests are kept in flight, ``resume``. ``version`` then tells the new version.
+    The order of an update is: ``pause``, ``begin_update``, any number of ``update_from_distributed`` (or one
+    ``update_from_disk``), ``end_update``, ``flush`` unless requests are kept in flight, ``resume``. ``version`` then
+    returns the new version.
 
     Args:
         url: ``http://host:port``, without a slash at the end.
         http: through which to speak.
         secret: to be shown with every request; None where the server wants none.
         timeout_s: how long any one step of an update may take.
-        ranks: of the server, where they are known already; ``facts`` finds them out.
-        seeded: whether its requests may carry a seed; ``facts`` finds that out, too.
-        gpus: that the run gave its ranks, as CUDA_VISIBLE_DEVICES names them; none where it gave none.
+        ranks: of the server, where they are known already; ``info`` finds them out.
+        seeded: whether its requests may carry a seed; ``info`` finds that out, too.
     """
 
     def __init__(
@@ -130,10 +159,9 @@ class ServerApi(ABC):
         timeout_s: float = 300.0,
         ranks: int = 1,
         seeded: bool = True,
-        gpus: Sequence[str] = (),
     ) -> None:
         self.url, self.http, self.secret, self.timeout_s = url, http, secret, timeout_s
-        self.ranks, self.seeded, self.gpus = ranks, seeded, gpus
+        self.ranks, self.seeded = ranks, seeded
 
     async def get(self, path: str, *, timeout_s: float = CONTROL_S, **query: str) -> Any:
         return await self.http.call("GET", self.url, path, query=query or None, secret=self.secret, timeout_s=timeout_s)
@@ -154,15 +182,15 @@ class ServerApi(ABC):
         return frozenset((await self.get("/openapi.json"))["paths"])
 
     @abstractmethod
-    async def facts(self) -> Facts: ...
+    async def info(self) -> ServerInfo: ...
 
     @abstractmethod
     async def health(self, timeout_s: float) -> None:
-        """Return once the server has shown that it can still generate, or is doing so."""
+        """Return once the server has shown that it can generate."""
 
     @abstractmethod
-    async def generate(self, ask: Ask, *, timeout_s: float) -> list[Piece]:
-        """``ask.samples`` pieces, in no particular order."""
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
+        """``request.samples`` results, in no particular order."""
 
     @abstractmethod
     async def pause(self, in_flight: InFlight) -> None: ...
@@ -172,21 +200,21 @@ class ServerApi(ABC):
 
     @abstractmethod
     async def flush(self) -> None:
-        """Drop what is cached of prompts: it was computed with other weights."""
+        """Drop the cache of prompts, which was computed with other weights."""
 
     @abstractmethod
     async def begin_update(self) -> None: ...
 
     @abstractmethod
     async def end_update(self, version: str) -> None:
-        """Close the update; from here on the server is at ``version``, unless it was told so with the last bucket."""
+        """Close the update. The server is at ``version`` afterwards."""
 
     @abstractmethod
     async def abandon_update(self) -> None:
-        """Close an update that failed half-way, if one is open: the weights are mixed, and another may begin."""
+        """Close an update that failed half-way, if one is open. The weights are mixed until another update."""
 
     @abstractmethod
-    async def join(self, meeting: Meeting) -> None:
+    async def join(self, group: WeightGroup) -> None:
         """Have the server's ranks join a group; returns when all of the group's ranks have."""
 
     @abstractmethod
@@ -194,19 +222,11 @@ class ServerApi(ABC):
         """Leave a group, if the server is in it."""
 
     @abstractmethod
-    async def receive(self, manifest: Manifest, group: str, version: str | None) -> None:
+    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
         """Receive one bucket that the group's rank 0 broadcasts, and load it. ``version`` goes with the last one."""
 
     @abstractmethod
-    def handle(self, manifest: Manifest, words: Sequence[Any]) -> Handle:
-        """What tells a rank of the server of a bucket in memory that ``words`` open, as ``handles.shared`` has them."""
-
-    @abstractmethod
-    async def take(self, handles: Sequence[Handle], version: str | None) -> None:
-        """Load a bucket, each rank from the memory that its own handle opens. ``version`` goes with the last one."""
-
-    @abstractmethod
-    async def load(self, folder: Path, version: str) -> None:
+    async def update_from_disk(self, folder: Path, version: str) -> None:
         """Load a Hugging Face directory that the server can read."""
 
     @abstractmethod
@@ -225,8 +245,3 @@ class ServerApi(ABC):
 
     @abstractmethod
     async def regain_cache(self) -> None: ...
-
-    @cached_property
-    def shown(self) -> str:
-        """The URL without its scheme, for the log."""
-        return self.url.removeprefix("http://").removeprefix("https://")

@@ -1,0 +1,307 @@
+"""The servers of a run: which serve, which are lost, and which have come back. The leader alone keeps the list.
+
+A server that is lost serves again only after the next update of the weights: until then nobody knows what it would
+generate with. A server that the run started is killed and started again meanwhile. A given one is asked every few
+seconds whether it is there again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.servers import nccl
+from megatron_dppo.rollout.servers.client import ServerClient
+from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.launch import DTYPES, base_command, server_urls
+from megatron_dppo.rollout.servers.processes import ServerProcess, servers_to_start, stop_all, wait_ready
+from megatron_dppo.rollout.servers.sglang import SglangClient
+from megatron_dppo.rollout.servers.vllm import VllmClient
+
+CLIENTS: Mapping[str, type[ServerClient]] = {"sglang": SglangClient, "vllm": VllmClient}
+"""By ``rollout.engine``."""
+ASK_AGAIN_S = 3.0
+"""Seconds between questions to a given server that is lost."""
+MISSES = 2
+"""Health checks in a row at which a server is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that serves, as every rank knows it.
+
+    ``Server("http://127.0.0.1:30000", ranks=2, seeded=True, process=0, life=1)`` is the first one that the run started.
+    It has two ranks, and was started again once.
+    """
+
+    url: str
+    ranks: int
+    seeded: bool
+    """Whether its requests may carry a seed."""
+    process: int | None
+    """Its number among the servers that the run starts; None where it was given."""
+    life: int = 0
+    """How often it has come back. Connections and groups of an earlier life are gone."""
+
+    @property
+    def name(self) -> str:
+        """The URL without its scheme, for the log."""
+        return self.url.partition("//")[2]
+
+    @classmethod
+    def of(cls, client: ServerClient, process: int | None, life: int = 0) -> Server:
+        return cls(client.url, client.ranks, client.seeded, process, life)
+
+
+class Pool:
+    """Every server of a run. Made and used on the leader alone.
+
+    Args:
+        config: of the run.
+        http: through which to speak to them.
+        architecture: of the policy; a server that says it has another is refused.
+        secret: to be shown to them.
+        say: takes words for the log.
+        our_nccl: version of the trainer's NCCL; None where it is not what brings weights to the servers.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        http: Http,
+        *,
+        architecture: str,
+        secret: str | None,
+        say: Callable[[str], None],
+        our_nccl: str | None = None,
+    ) -> None:
+        self._config, self._http, self._architecture, self._our_nccl = config, http, architecture, our_nccl
+        self._secret, self._say = secret, say
+        self.processes: list[ServerProcess] = []
+        """Of the servers that the run starts itself."""
+        self._serving: dict[Server, ServerClient] = {}
+        self._returning: dict[Server, Future[ServerClient]] = {}
+        """Lost servers; done when the server can generate again."""
+        self._misses = Counter[Server]()
+        self._restarts = 0
+        self._closed = False
+
+    async def open(self) -> tuple[Server, ...]:
+        """Start the servers that are ours, and wait until they and the given ones can generate.
+
+        Raises:
+            UserError: one of them ends, takes too long, is of another model, has another NCCL or is too small for the
+                run.
+        """
+        launch = self._config.rollout.launch
+        if launch.count:
+            self.processes = servers_to_start(self._config, self._secret or "")
+            await self._check_command()
+        for process in self.processes:
+            process.start()
+        ours = [wait_ready(process, self._client, launch.wait_s) for process in self.processes]
+        given = [self._given(url, launch.wait_s) for url in server_urls(self._config)]
+        started, found = await asyncio.gather(asyncio.gather(*ours), asyncio.gather(*given))
+        clients: list[tuple[int | None, ServerClient]] = list(enumerate(started))
+        clients += [(None, client) for group in found for client in group]
+        for number, client in clients:
+            await self._check(client)
+            self._serving[Server.of(client, number)] = client
+        return self.servers
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """Who serves now."""
+        return tuple(self._serving)
+
+    def lose(self, problems: Mapping[str, str]) -> tuple[Server, ...]:
+        """Take servers out, and have them come back if they can.
+
+        Args:
+            problems: why, by URL.
+
+        Returns:
+            Who serves then.
+        """
+        for server in [server for server in self._serving if server.url in problems]:
+            self._say(f"server {server.name} is taken out: it {problems[server.url]}")
+            self._recall(server, self._serving.pop(server))
+        return self.servers
+
+    def welcome(self) -> tuple[Server, ...]:
+        """Take servers in that can generate again. They need an update of the weights. Who serves then."""
+        for server, returning in list(self._returning.items()):
+            if not returning.done():
+                continue
+            del self._returning[server]
+            try:
+                client = returning.result()
+            except Exception as error:  # whatever went wrong with one server is no reason to stop
+                self._say(f"server {server.name} did not come back: {error}")
+                self._recall(server, self._client(server.url))
+            else:
+                back = Server.of(client, server.process, server.life + 1)
+                self._serving[back] = client
+                self._say(f"server {back.name} is back")
+        return self.servers
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether none serves and none can come back."""
+        return not self._serving and not self._returning
+
+    @property
+    def starting(self) -> bool:
+        """Whether one of ours is being started again."""
+        return any(server.process is not None for server in self._returning)
+
+    async def check(self, timeout_s: float) -> dict[str, str]:
+        """Ask those that serve whether they can still generate; what is wrong with those that cannot, by URL."""
+        serving = dict(self._serving)
+        answers = await asyncio.gather(*(c.health(timeout_s) for c in serving.values()), return_exceptions=True)
+        unfit = {}
+        for server, answer in zip(serving, answers, strict=True):
+            self._misses[server] = self._misses[server] + 1 if isinstance(answer, ServerError) else 0
+            if isinstance(answer, ServerError) and self._misses[server] >= MISSES:
+                unfit[server.url] = answer.problem
+        return unfit
+
+    def close(self) -> None:
+        """End what was started."""
+        self._closed = True
+        for returning in self._returning.values():
+            returning.cancel()
+        stop_all(self.processes)
+
+    async def _check_command(self) -> None:
+        """
+        Raises:
+            UserError: ``rollout.launch.command`` has another NCCL.
+        """
+        if self._our_nccl is not None:
+            command, environ = base_command(self._config.rollout), self.processes[0].environment(os.environ)
+            theirs = await asyncio.to_thread(nccl.of_command, command, environ)
+            nccl.refuse_two("rollout.launch.command", shlex.join(command), self._our_nccl, theirs)
+
+    async def _given(self, url: str, wait_s: float) -> list[ServerClient]:
+        """A given server, or the servers behind it if it is a router, once each can generate.
+
+        A router is spoken to no more after that: it would go on asking a server that is not up to date.
+
+        Raises:
+            UserError: at the timeout.
+        """
+        last = "nobody said anything"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while True:
+                    try:
+                        workers = await self._workers(self._client(url))
+                        clients = [self._client(worker) for worker in ([url] if workers is None else workers)]
+                        await asyncio.gather(*(self._come_to_life(client) for client in clients))
+                        if clients:
+                            if workers is not None:
+                                self._say(f"{url} is a router; its {len(clients)} workers serve")
+                            return clients
+                        last = "it is a router without workers"
+                    except ServerError as error:
+                        last = str(error)
+                    await asyncio.sleep(ASK_AGAIN_S)
+        remedy = "Start it, mend the URL, or raise rollout.launch.wait_s"
+        raise UserError("rollout.servers", url, f"cannot generate after {wait_s:g} s: {last}", remedy)
+
+    async def _workers(self, door: ServerClient) -> list[str] | None:
+        """The URLs of a router's servers; None if it is a server itself.
+
+        Raises:
+            ServerError: nobody is there.
+        """
+        try:
+            answer = await door.get("/workers")
+        except ServerError as error:
+            if not error.alive:
+                raise
+            return None
+        return [worker["url"].rstrip("/") for worker in answer["workers"]]
+
+    async def _come_to_life(self, client: ServerClient) -> None:
+        """See to it that a given server can generate: an update that nobody ended has left it paused.
+
+        Raises:
+            ServerError: it cannot.
+        """
+        await client.resume()
+        await client.health(self._config.rollout.health_timeout_s)
+
+    def _recall(self, server: Server, client: ServerClient) -> None:
+        """Begin to bring a lost server back."""
+        restarts = self._config.rollout.launch.restarts
+        if server.process is None:
+            self._returning[server] = self._http.start(self._return(client))
+        elif self._restarts < restarts:
+            self._restarts += 1
+            self._returning[server] = self._http.start(self._restart(self.processes[server.process]))
+        else:
+            words = self.processes[server.process].last_words()
+            self._say(f"rollout.launch.restarts = {restarts} are used up" + (f":\n{words}" if words else ""))
+
+    async def _return(self, client: ServerClient) -> ServerClient:
+        """A given server, once it can generate again; it may take as long as it likes."""
+        while True:
+            await asyncio.sleep(ASK_AGAIN_S)
+            with contextlib.suppress(ServerError):
+                await self._come_to_life(client)
+                await self._check(client)
+                return client
+
+    async def _restart(self, process: ServerProcess) -> ServerClient:
+        await asyncio.to_thread(self._restart_unless_closed, process)
+        client = await wait_ready(process, self._client, self._config.rollout.launch.wait_s)
+        await self._check(client)
+        return client
+
+    def _restart_unless_closed(self, process: ServerProcess) -> None:
+        process.stop()
+        if not self._closed:
+            process.start()
+        if self._closed:  # meanwhile
+            process.stop()
+
+    def _client(self, url: str) -> ServerClient:
+        rollout = self._config.rollout
+        return CLIENTS[rollout.engine](url, self._http, secret=self._secret, timeout_s=rollout.sync.timeout_s)
+
+    async def _check(self, client: ServerClient) -> None:
+        """
+        Raises:
+            UserError: the server cannot serve this run.
+        """
+        setting = "rollout.launch.flags" if self.processes else "rollout.servers"
+        try:
+            info = await client.info()
+        except ServerError as error:
+            remedy = "Start it as that says, or name another server"
+            raise UserError(setting, client.url, error.problem, remedy) from None
+        nccl.refuse_two(setting, client.url, self._our_nccl, info.nccl)
+        rollout, dtype = self._config.rollout, DTYPES[self._config.model.dtype]
+        longest = self._config.data.max_prompt_tokens + rollout.max_response_tokens
+        if info.architecture not in (None, self._architecture):
+            problem = f"serves another model: {info.architecture} from {info.model}, the policy is {self._architecture}"
+            remedy = "Start it with model.path, or name another server"
+        elif info.max_tokens is not None and info.max_tokens < longest:
+            problem = f"takes {info.max_tokens} tokens, and the longest prompt with its response has {longest}"
+            remedy = "Start it with a longer context, or lower data.max_prompt_tokens or rollout.max_response_tokens"
+        elif info.dtype not in (None, dtype):
+            problem = f"holds its weights in {info.dtype}, and model.dtype is {self._config.model.dtype}"
+            remedy = f"Start it with --dtype {dtype}, or set model.dtype"
+        else:
+            return
+        raise UserError(setting, client.url, problem, remedy)
