@@ -11,7 +11,7 @@ import copy
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -39,7 +39,7 @@ class ConversationError(ServerError):
 def completion_of(result: GenerateResult, versions: Sequence[VersionSpan]) -> Completion:
     """A server's continuation, all of whose tokens the policy sampled."""
     sampled = np.ones(len(result.token_ids), bool)
-    reason = "stop" if result.reason == "stop" else "length"
+    reason: Literal["stop", "length"] = "stop" if result.reason == "stop" else "length"
     return Completion(result.token_ids, result.logprobs, sampled, tuple(versions), reason)
 
 

@@ -33,6 +33,7 @@ def conversations_of(config: Config) -> Conversations | None:
         UserError: the function cannot be found or imported, or cannot be called as it would be.
     """
     rollout = config.rollout
+    parameters: tuple[str, ...]
     if rollout.conversation is not None:
         setting, spec, parameters = OURS, rollout.conversation, ("client", "prompt")
         remedy = "Have it return the turns as client.generate returned them, with lists of token ids between them"

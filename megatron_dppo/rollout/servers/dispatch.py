@@ -207,7 +207,8 @@ class Dispatcher:
             answer = self._conversations(client, batch.prompts[index], sampling, read_versions)
         else:
             answer = client.generate(self._request(batch, index, samples, attempt), timeout_s=self._timeout_s)
-        task, asked = asyncio.create_task(readable(client.url, answer)), self._asked[client]
+        asked = self._asked[client]
+        task: asyncio.Task[Sequence[GenerateResult | Completion]] = asyncio.create_task(readable(client.url, answer))
         asked.add(task)
         try:
             await asyncio.wait([task])
