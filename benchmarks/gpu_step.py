@@ -127,7 +127,9 @@ def make_rows(setting: Setting, vocabulary: int) -> list[TrainingSample]:
     for length in np.clip(lengths, 1, longest - prompt).astype(int):
         ids = rng.integers(1, vocabulary, prompt + length).astype(np.int32)
         engine = np.full(length, -np.log(vocabulary), np.float32)
-        rows.append(TrainingSample(ids[:prompt], ids[prompt:], engine, float(rng.normal()), 1.0 / length, version=0))
+        sampled = np.ones(length, bool)
+        advantage = float(rng.normal())
+        rows.append(TrainingSample(ids[:prompt], ids[prompt:], engine, sampled, advantage, 1.0 / length, version=0))
     return rows
 
 

@@ -35,6 +35,7 @@ def single_packs(groups: Sequence[Group], advantage: Floats, pad_id: int) -> lis
                 prompt_ids=group.prompt.token_ids,
                 response_ids=completion.token_ids,
                 engine_logprobs=completion.logprobs,
+                loss_mask=completion.loss_mask,
                 advantage=value,
                 scale=1.0,
                 version=completion.oldest_version,

@@ -93,8 +93,16 @@ def _update(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], s
 
 
 def _row(answer: WorkedAnswer, tokens: int) -> TrainingSample:
-    unknown = np.zeros(len(answer.response_ids), np.float32)  # no engine made these tokens
-    return TrainingSample(answer.prompt_ids, answer.response_ids, unknown, advantage=1.0, scale=1.0 / tokens, version=0)
+    length = len(answer.response_ids)
+    return TrainingSample(
+        prompt_ids=answer.prompt_ids,
+        response_ids=answer.response_ids,
+        engine_logprobs=np.zeros(length, np.float32),  # no engine made these tokens
+        loss_mask=np.ones(length, bool),
+        advantage=1.0,
+        scale=1.0 / tokens,
+        version=0,
+    )
 
 
 def _negative_log_likelihood(responses: Responses) -> tuple[torch.Tensor, Sums]:

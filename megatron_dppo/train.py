@@ -27,9 +27,8 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import plan_step, unpruned
 from megatron_dppo.rl.types import Selection, StepPlan
-from megatron_dppo.rollout.collect import Begun, Collected
-from megatron_dppo.rollout.in_flight import Batch, read_batch, write_batch
-from megatron_dppo.rollout.staleness import staleness
+from megatron_dppo.rollout.collect import Begun, Collected, staleness
+from megatron_dppo.rollout.in_flight import RolloutsInFlight, read_in_flight, write_in_flight
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import assemble_policy, load_pools, lock_run
 from megatron_dppo.trainer.checkpoint import Checkpoints
@@ -83,7 +82,7 @@ class Trainer:
         if config.run.export:
             self.policy.check_export(self.folder / "hf", setting="run.dir")
         self.step, self.version = 0, 0
-        self.next: Selection | Begun | Batch | None = None
+        self.next: Selection | Begun | RolloutsInFlight | None = None
         """The next step's rollouts: selected, asked for, or there already."""
         self._resume()
         self.logger = RunLogger(config, world, step=self.step, dropped_prompts=self.pool.dropped)
@@ -147,10 +146,10 @@ class Trainer:
         with self.timers("rollout"):
             return self.collector.begin(self.pool, selection, self.step + 1)
 
-    def roll_out(self, given: Selection | Begun | Batch) -> Collected:
+    def roll_out(self, given: Selection | Begun | RolloutsInFlight) -> Collected:
         """Generate and score; every rank its own share."""
         with self.timers("rollout"):
-            if isinstance(given, Batch):
+            if isinstance(given, RolloutsInFlight):
                 return given.rollouts
             if isinstance(given, Selection):
                 given = self.collector.begin(self.pool, given, self.step)
@@ -225,8 +224,12 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint. Rollouts in flight are waited for: they are part of it."""
         if isinstance(self.next, Begun):
-            self.next = Batch(self.next.selection, self.collect(self.next))
-        write = partial(write_batch, batch=self.next, world=self.world) if isinstance(self.next, Batch) else None
+            self.next = RolloutsInFlight(self.next.selection, self.collect(self.next))
+        write = (
+            partial(write_in_flight, in_flight=self.next, world=self.world)
+            if isinstance(self.next, RolloutsInFlight)
+            else None
+        )
         best = self.guard.saving(self.step)
         state = {"version": self.version, **self.guard.state_dict(), **self.sampler.state_dict()}
         with self.timers("save"):
@@ -244,11 +247,11 @@ class Trainer:
             if not self.world.from_leader(lambda: same_prompts(self.folder, self.step, self.config)):
                 return  # run.resume=anyway: of other prompts neither the order nor what was learned of each goes on
             self.sampler.load_state_dict(state)
-            batch = read_batch(place, self.pool, self.world)
+            in_flight = read_in_flight(place, self.pool, self.world)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # without checksums none knew
             raise damaged(place, "run.dir", f"does not hold a run's state ({error!r})") from error
         # On-policy again, the prompts that were drawn are rolled out by the weights as they now are.
-        self.next = batch if batch is None or self.config.rollout.ahead else batch.selection
+        self.next = in_flight if in_flight is None or self.config.rollout.ahead else in_flight.selection
 
 
 def _is_older(file: Path, than: Path) -> bool:

@@ -20,7 +20,7 @@ from megatron_dppo.config import (
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize
 from megatron_dppo.rl.plan import plan_step
-from megatron_dppo.rl.types import NOT_SAMPLED, Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan
+from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 from megatron_dppo.trainer.learner import Learner
 
@@ -49,7 +49,8 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         completions = tuple(
             Completion(
                 rng.integers(3, VOCAB, length).astype(np.int32),
-                engine_logprobs(rng, length, given=sample % 2 == 1 and length > 6),
+                rng.normal(-3.0, 1.0, length).astype(np.float32),
+                loss_mask(length, given=sample % 2 == 1 and length > 6),
                 (VersionSpan(0, int(length)),),
                 "stop",
             )
@@ -73,11 +74,10 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
     return metadata, groups
 
 
-def engine_logprobs(rng: np.random.Generator, length: int, *, given: bool) -> np.ndarray:
-    logprobs = rng.normal(-3.0, 1.0, length).astype(np.float32)
-    if given:
-        logprobs[2:5] = NOT_SAMPLED
-    return logprobs
+def loss_mask(length: int, *, given: bool) -> np.ndarray:
+    mask = np.ones(length, bool)
+    mask[2:5] = not given
+    return mask
 
 
 def plan_for(world: World, config: Config, metadata: StepMetadata) -> StepPlan:

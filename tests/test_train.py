@@ -14,7 +14,7 @@ from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import Groups, Sampling, WeightSource
+from megatron_dppo.rollout.engine import Completions, Sampling, WeightSource
 from megatron_dppo.rollout.local import Generated, LocalEngine
 from megatron_dppo.train import train
 from tests.ranks import RankPool
@@ -49,7 +49,7 @@ def told(rank: int, size: int, config: Config) -> tuple[list[str], str, str]:
             heard.append(f"update {version}")
             super().update_weights(source, version)
 
-        def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
+        def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
             groups = super().begin(prompts, sampling).result()
             return {"it": groups}
 

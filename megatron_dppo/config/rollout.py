@@ -90,10 +90,12 @@ class RolloutConfig(Section):
     """Sampling temperature; log-probabilities are those of the scaled distribution, in engine and trainer alike."""
     stop_token_ids: tuple[int, ...] | None = None
     """Tokens that end a completion; null: the policy's end-of-sequence tokens."""
+    conversation: str | None = None
+    """``async rollout(client, prompt)`` as ``module:function`` or ``file.py:function``: it has a conversation with a
+    server for each completion, and may call tools between its turns. null: a completion is one request."""
     custom_generate: str | None = None
-    """slime's ``async custom_generate(args, sample, sampling_params)`` as ``module:function`` or ``file.py:function``:
-    it has a conversation with an SGLang server for each completion, and may call tools between its turns. null: a
-    completion is one request."""
+    """slime's ``async custom_generate(args, sample, sampling_params)``, in the place of rollout.conversation: it speaks
+    to an SGLang server."""
     ahead: Literal[0, 1] = 0
     """1: generate the next step's rollouts while a step trains, with weights that are one update old, corrected by
     truncated importance weights (loss.tis_cap); 0: exactly on-policy."""

@@ -26,7 +26,8 @@ class _Route:
 def deliver(world: World, plan: MinibatchPlan, held: Mapping[int, Group]) -> list[list[TrainingSample]]:
     """Send the training samples of a minibatch to their replicas. Collective over all ranks.
 
-    Every length is known from the plan, so one all-to-all carries all: token ids, and log-probabilities bit-cast.
+    Every length is known from the plan, so one all-to-all carries all: token ids, log-probabilities bit-cast, and loss
+    masks, four tokens a word.
 
     Args:
         world: this rank's place.
@@ -58,30 +59,37 @@ def deliver(world: World, plan: MinibatchPlan, held: Mapping[int, Group]) -> lis
 
 def _route(samples: TrainingSamples, source: int, wanted: list[int]) -> _Route:
     chosen = [k for k in wanted if samples.owner[k] == source]
-    words = sum(int(samples.prompt_length[k] + 2 * samples.response_length[k]) for k in chosen)
+    words = sum(_ends(int(samples.prompt_length[k]), int(samples.response_length[k]))[-1] for k in chosen)
     return _Route(chosen, words)
+
+
+def _ends(prompt: int, response: int) -> tuple[int, int, int, int]:
+    """Where the parts of a sample's encoding end, in words: prompt, response, log-probabilities, loss mask."""
+    return prompt, prompt + response, prompt + 2 * response, prompt + 2 * response + -(-response // 4)
 
 
 def _encode(samples: TrainingSamples, k: int, held: Mapping[int, Group]) -> np.ndarray:
     group = held[int(samples.group[k])]
     completion: Completion = group.completions[int(samples.completion[k])]
-    return np.concatenate([group.prompt.token_ids, completion.token_ids, completion.logprobs.view(np.int32)])
+    mask = np.pad(completion.loss_mask, (0, -len(completion.loss_mask) % 4)).view(np.int32)
+    return np.concatenate([group.prompt.token_ids, completion.token_ids, completion.logprobs.view(np.int32), mask])
 
 
 def _decode(samples: TrainingSamples, order: list[int], words: np.ndarray) -> Iterator[tuple[int, TrainingSample]]:
     position = 0
     for k in order:
         prompt, response = int(samples.prompt_length[k]), int(samples.response_length[k])
-        a, b, c = position + prompt, position + prompt + response, position + prompt + 2 * response
+        a, b, c, d = _ends(prompt, response)
+        part, position = words[position : position + d], position + d
         yield (
             k,
             TrainingSample(
-                prompt_ids=words[position:a],
-                response_ids=words[a:b],
-                engine_logprobs=words[b:c].view(np.float32),
+                prompt_ids=part[:a],
+                response_ids=part[a:b],
+                engine_logprobs=part[b:c].view(np.float32),
+                loss_mask=part[c:].view(bool)[:response],
                 advantage=float(samples.advantage[k]),
                 scale=float(samples.scale[k]),
                 version=int(samples.version[k]),
             ),
         )
-        position = c

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins.slime_modules import MISSING, stand_in_for_slime
+from megatron_dppo.plugins.slime import MISSING, standing_in_for_slime
 
 
 def load_function(setting: str, spec: str) -> Callable[..., Any]:
@@ -59,9 +59,9 @@ def _from_module(where: str, setting: str, spec: str) -> ModuleType:
 
 
 def _imported(load: Callable[[], Any], setting: str, spec: str) -> Any:
-    stand_in_for_slime()
     try:
-        return load()
+        with standing_in_for_slime():
+            return load()
     except Exception as error:
         of_slime = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "slime"
         remedy = MISSING if of_slime else "Mend it, or install what it needs"

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.plugins.slime_sample import Arguments, Sample
+from megatron_dppo.plugins.slime import Arguments, Sample
 
 if TYPE_CHECKING:
     from megatron_dppo.rl.types import Label, Prompt  # imports NumPy

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.types import NOT_SAMPLED, Bools, Pack
+from megatron_dppo.rl.types import Bools, Pack
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
     """A kept completion with its tokens, on the rank that trains on it.
 
-        TrainingSample(prompt_ids=[12, 4], response_ids=[6, 6, 2], engine_logprobs=[-0.7, -0.3, -0.1], ...)
+        TrainingSample(prompt_ids=[12, 4], response_ids=[6, 6, 2], engine_logprobs=[-0.7, 0, -0.1],
+                       loss_mask=[True, False, True], ...)
 
-    is a response of three tokens to a prompt of two. The lists stand for arrays.
+    is a response of three tokens to a prompt of two, and two of the three are trained on. The lists stand for arrays.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -25,16 +26,13 @@ class TrainingSample:
     response_ids: NDArray[np.int32]
     """[L]"""
     engine_logprobs: NDArray[np.float32]
-    """[L], ``NOT_SAMPLED`` for tokens that are read and not trained on."""
+    """[L], not read where ``loss_mask`` is False."""
+    loss_mask: Bools
+    """[L], True for the tokens that are trained on."""
     advantage: float
     scale: float
     version: int
     """The oldest weights that made any of the response."""
-
-    @property
-    def loss_mask(self) -> Bools:
-        """[L], True for the tokens that are trained on."""
-        return self.engine_logprobs != NOT_SAMPLED
 
 
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:

@@ -19,9 +19,6 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Label = str | dict[str, Any] | list[Any]
 """A reference answer: a text, or what a data set keeps in its place, such as the tests that a program has to pass."""
-NOT_SAMPLED = np.float32(np.inf)
-"""Stands in place of a log-probability for a token that the policy did not sample, such as one of a tool's answer. No
-probability has this logarithm. ``loss_mask`` is False for such a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +67,22 @@ class VersionSpan:
 class Completion:
     """One response. The arrays have its length L, the stop token included if there was one.
 
-        Completion(np.array([5, 2], np.int32), np.log([0.5, 0.75]).astype(np.float32), (VersionSpan(3, 2),), "stop")
+        Completion(token_ids=[5, 9, 2], logprobs=[-0.7, 0, -0.3], loss_mask=[True, False, True],
+                   versions=(VersionSpan(3, 3),), finish_reason="stop")
 
-    is two tokens, sampled with probabilities 0.5 and 0.75 by the weights of version 3.
+    is three tokens. The weights of version 3 sampled 5 and 2, and a tool said 9. The lists stand for arrays.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    """The engine's log-probability of each token under the temperature-scaled distribution; ``NOT_SAMPLED`` for a token
-    that the policy read and did not sample."""
+    """The engine's log-probability of each token under the temperature-scaled distribution. It is not read where
+    ``loss_mask`` is False."""
+    loss_mask: Bools
+    """True for the tokens that the policy sampled: those that are trained on. False for those that it was given, for
+    example a tool's answer."""
     versions: tuple[VersionSpan, ...]
     """In order; the counts sum to L."""
     finish_reason: Literal["stop", "length"]
-
-    @property
-    def loss_mask(self) -> Bools:
-        """[L], True for the tokens that the policy sampled: those that are trained on."""
-        return self.logprobs != NOT_SAMPLED
 
     @property
     def oldest_version(self) -> int:

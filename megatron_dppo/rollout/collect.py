@@ -24,7 +24,7 @@ from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, Score, Selection, StepMetadata
-from megatron_dppo.rollout.engine import Groups, RolloutEngine, Sampling
+from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Answers:
     """One rank's completions with what the verifier said of them, P prompts with G samples each."""
 
     prompts: Sequence[Prompt]
-    completions: Groups
+    completions: Completions
     """[P][G]"""
     texts: list[list[str]]
     """[P][G], special tokens left out."""
@@ -82,7 +82,7 @@ class _Part:
 
     metadata: StepMetadata
     raw_reward: float
-    surprisal: float
+    negative_logprob: float
     """−Σ log p over all sampled tokens: with one sample per token, an unbiased estimate of their entropy."""
     correct: int
     truncated: int
@@ -197,7 +197,7 @@ class Collector:
         completions = self._engine.finish(asked.pending)
         return self._world.together(lambda: self._score(asked, completions, of_all), what="scores")
 
-    def _score(self, asked: Asked, completions: Groups, of_all: int) -> Answers:
+    def _score(self, asked: Asked, completions: Completions, of_all: int) -> Answers:
         prompts, samples = asked.prompts, asked.samples
         texts = [
             self._tokenizer.batch_decode([c.token_ids for c in group], skip_special_tokens=True)
@@ -228,7 +228,9 @@ class Collector:
         part = _Part(
             metadata=_metadata(groups, np.array(inclusion), samples, self._world.rank),
             raw_reward=float(raw),
-            surprisal=-float(sum(c.logprobs[c.loss_mask].sum(dtype=np.float64) for g in groups for c in g.completions)),
+            negative_logprob=-float(
+                sum(c.logprobs[c.loss_mask].sum(dtype=np.float64) for g in groups for c in g.completions)
+            ),
             correct=correct,
             truncated=truncated,
             failed_weight=float(sum(1.0 / pi for pi in failed)),
@@ -278,11 +280,25 @@ class Collector:
             "rollout/truncated_ratio": sum(p.truncated for p in parts) / count,
             "rollout/zero_std/ratio": float((rewards == rewards[:, :1]).all(axis=1).sum()) / max(len(rewards), 1),
             "rollout/generated_tokens": sampled,
-            "rollout/entropy": sum(p.surprisal for p in parts) / max(sampled, 1.0),
+            "rollout/entropy": sum(p.negative_logprob for p in parts) / max(sampled, 1.0),
             "rollout/dropped_groups": float(sum(p.failed_groups for p in parts)),
             "reward/timeouts": float(sum(p.timeouts for p in parts)),
             "reward/errors": float(sum(p.errors for p in parts)),
         }
+
+
+def staleness(metadata: StepMetadata, version: int) -> dict[str, float]:
+    """How much older than ``version`` the weights are that rolled out a step.
+
+    Returns:
+        ``rollout/stale_tokens``, the share of tokens in completions that older weights have made, if only in part; and
+        ``rollout/version_lag``, the mean over completions of how many versions older the oldest of these weights are.
+    """
+    lag, lengths = version - metadata.versions, metadata.sampled_lengths
+    return {
+        "rollout/stale_tokens": float(lengths[lag != 0].sum()) / max(float(lengths.sum()), 1.0),
+        "rollout/version_lag": float(lag.sum()) / max(np.size(lag), 1),
+    }
 
 
 def _window_left(window: int, parts: Sequence[_Part]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -14,7 +15,7 @@ from megatron_dppo.rl.types import Completion, Prompt
 Bucket = Mapping[str, torch.Tensor]
 """Some of the policy's tensors, by their Hugging Face names, whole (unsharded)."""
 
-Groups = list[tuple[Completion, ...]]
+Completions = list[tuple[Completion, ...]]
 """One tuple of completions per prompt, in the order of the prompts."""
 
 Pending = TypeVar("Pending")
@@ -32,6 +33,11 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     seed: int
     """Sampling of a completion is a function of (seed, prompt id, sample), where the engine can be seeded."""
+
+    def seed_at(self, *place: int) -> int:
+        """A seed of 31 bits for one place of what is sampled: a prompt's id, a number of a completion, and so on."""
+        text = "/".join(map(str, (self.seed, *place)))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
 
 class WeightSource(Protocol):
@@ -56,7 +62,7 @@ class RolloutEngine(Protocol[Pending]):
         """
         ...
 
-    def finish(self, pending: Pending) -> Groups:
+    def finish(self, pending: Pending) -> Completions:
         """Wait for what was begun. Collective: if it fails on one rank, it fails on all of them."""
         ...
 
@@ -80,7 +86,7 @@ class RolloutEngine(Protocol[Pending]):
         """None if the engine can generate, else what is wrong with it."""
         ...
 
-    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
+    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
         """Completions of the leader's prompts from every server there is, by its name; the same on every rank.
 
         For comparing each with the actor. Collective.
@@ -97,6 +103,6 @@ class RolloutEngine(Protocol[Pending]):
         ...
 
 
-def generate(engine: RolloutEngine[Pending], prompts: Sequence[Prompt], sampling: Sampling) -> Groups:
+def generate(engine: RolloutEngine[Pending], prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
     """Ask and wait. Collective."""
     return engine.finish(engine.begin(prompts, sampling))

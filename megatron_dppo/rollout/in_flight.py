@@ -1,4 +1,4 @@
-"""The batch in flight, in a checkpoint: what a run that rolls out one step ahead has not trained on yet.
+"""Rollouts in flight, in a checkpoint: what a run that rolls out one step ahead has not trained on yet.
 
 ``rollouts/`` in a checkpoint's folder holds ``step.npz``, with what every rank knows, and the tokens of each rank's
 groups in a file of its own. A run goes on from it with any number of ranks.
@@ -28,26 +28,26 @@ _CHOSEN = "selection."
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RolloutsInFlight:
     """A step's rollouts, waited for before the step."""
 
     selection: Selection
     rollouts: Collected
 
 
-def write_batch(place: Path, batch: Batch, world: World) -> None:
+def write_in_flight(place: Path, in_flight: RolloutsInFlight, world: World) -> None:
     """Write this rank's groups into a checkpoint's folder, and on the leader what goes for all. Not collective."""
-    folder, rollouts = place / FOLDER, batch.rollouts
+    folder, rollouts = place / FOLDER, in_flight.rollouts
     folder.mkdir(exist_ok=True)
     _save(_file(folder, world.rank), _tokens(rollouts.held))
     if world.leads:
         words = json.dumps({"metrics": rollouts.metrics, "notes": rollouts.notes, "ranks": world.size})
-        chosen = {_CHOSEN + name: value for name, value in asdict(batch.selection).items()}
+        chosen = {_CHOSEN + name: value for name, value in asdict(in_flight.selection).items()}
         _save(folder / _STEP, {"words": np.array(words), **asdict(rollouts.metadata), **chosen})
 
 
-def read_batch(place: Path, pool: Sequence[Prompt], world: World) -> Batch | None:
-    """The batch in a checkpoint; None if it holds none. Collective.
+def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> RolloutsInFlight | None:
+    """The rollouts in flight in a checkpoint; None if it holds none. Collective.
 
     Ranks keep their groups where there are as many of them as there were; else every rank takes each n-th.
 
@@ -86,7 +86,7 @@ def read_batch(place: Path, pool: Sequence[Prompt], world: World) -> Batch | Non
         return held
 
     held = world.together(mine, what="rollouts in the checkpoint")
-    return Batch(selection, Collected(held, metadata, words["metrics"], tuple(words["notes"])))
+    return RolloutsInFlight(selection, Collected(held, metadata, words["metrics"], tuple(words["notes"])))
 
 
 def _file(folder: Path, rank: int) -> Path:
@@ -114,6 +114,7 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
         "rows": np.array(list(held), np.int64),
         "token_ids": np.concatenate([np.zeros(0, np.int32), *(c.token_ids for c in completions)]),
         "logprobs": np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in completions)]),
+        "loss_mask": np.concatenate([np.zeros(0, bool), *(c.loss_mask for c in completions)]),
         "stopped": np.array([c.finish_reason == "stop" for c in completions], bool),
         "span_counts": np.array([len(c.versions) for c in completions], np.int64),
         "spans": np.array(spans, np.int64).reshape(-1, 2),
@@ -138,15 +139,19 @@ def _groups(stored: dict[str, Any], metadata: StepMetadata, prompts: dict[int, P
 
 def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
     ends, last_spans = np.cumsum(lengths)[:-1], np.cumsum(stored["span_counts"])[:-1]
-    for token_ids, logprobs, spans, stopped in zip(
+    if "loss_mask" not in stored:  # earlier checkpoints mark what the policy did not sample by an infinite value
+        mask = stored["logprobs"] != np.inf
+        stored = stored | {"loss_mask": mask, "logprobs": np.where(mask, stored["logprobs"], np.float32(0.0))}
+    for token_ids, logprobs, loss_mask, spans, stopped in zip(
         np.split(stored["token_ids"], ends),
         np.split(stored["logprobs"], ends),
+        np.split(stored["loss_mask"], ends),
         np.split(stored["spans"], last_spans),
         stored["stopped"].tolist(),
         strict=False,  # splitting nothing gives one piece
     ):
         versions = tuple(VersionSpan(*span) for span in spans.tolist())
-        yield Completion(token_ids, logprobs, versions, "stop" if stopped else "length")
+        yield Completion(token_ids, logprobs, loss_mask, versions, "stop" if stopped else "length")
 
 
 def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:

@@ -5,6 +5,7 @@ Slower than a server, but it needs none, it can be seeded, and it runs wherever 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +20,17 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.cache import Departure, RolloutCache
-from megatron_dppo.rollout.engine import Groups, RolloutEngine, Sampling, WeightSource
-from megatron_dppo.rollout.sampling import completion_uniforms, draw_tokens
+from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling, WeightSource
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
     """What came of asking: the groups, or why there are none."""
 
-    groups: Groups
+    groups: Completions
     failure: Exception | None = None
 
-    def result(self) -> Groups:
+    def result(self) -> Completions:
         if self.failure is not None:
             raise self.failure
         return self.groups
@@ -114,7 +114,7 @@ class LocalEngine(RolloutEngine[Generated]):
         except Exception as error:
             return Generated([], error)
 
-    def finish(self, pending: Generated) -> Groups:
+    def finish(self, pending: Generated) -> Completions:
         """
         Raises:
             UserError: ``max_batch`` does not hold one prompt's samples.
@@ -123,14 +123,14 @@ class LocalEngine(RolloutEngine[Generated]):
         """
         return pending.result() if self._world is None else self._world.together(pending.result, what="rollouts")
 
-    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
+    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
         """Every rank's engine has weights of its own, and counts as a server."""
         groups = self.finish(self.begin(prompts, sampling))
         if self._world is None:
             return {"local": groups}
         return {f"local, rank {rank}": each for rank, each in enumerate(self._world.gather(groups))}
 
-    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Groups:
+    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
         version, problem = self._version, self.health()
         if version is None or problem is not None:
             raise RuntimeError(f"The local engine cannot generate: {problem}.")
@@ -139,7 +139,7 @@ class LocalEngine(RolloutEngine[Generated]):
             raise UserError("rollout.max_batch", self._max_batch, problem, f"Set it to {sampling.samples} or more")
         if empty := [prompt.id for prompt in prompts if not len(prompt.token_ids)]:
             raise ValueError(f"Prompts without a token cannot be continued: {empty}.")
-        groups: Groups = [()] * len(prompts)
+        groups: Completions = [()] * len(prompts)
         for batch in _batches([len(prompt.token_ids) for prompt in prompts], self._max_batch // sampling.samples):
             decoded = self._decode([prompts[index] for index in batch], sampling, version)
             for index, group in zip(batch, decoded, strict=True):
@@ -241,6 +241,7 @@ def _groups(
         Completion(
             token_ids=tokens[row, :length].copy(),
             logprobs=logprobs[row, :length].copy(),
+            loss_mask=np.ones(length, bool),
             versions=(VersionSpan(version, length),),
             finish_reason="stop" if ended else "length",
         )
@@ -305,3 +306,40 @@ def _uniforms(prompts: Sequence[Prompt], sampling: Sampling) -> NDArray[np.float
             for sample in range(sampling.samples)
         ]
     )
+
+
+def completion_uniforms(seed: int, prompt_id: int, sample: int, count: int) -> NDArray[np.float64]:
+    """Uniforms in [0, 1) for the first ``count`` positions of one completion.
+
+    They are Philox's stream under a key hashed from the three numbers, so that a completion's luck depends neither on
+    the batch it is decoded in nor on what was generated before. A longer row begins with the shorter one.
+
+    Returns:
+        [count]
+    """
+    digest = hashlib.blake2b(f"{seed}/{prompt_id}/{sample}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(count)
+
+
+def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token per row.
+
+    Args:
+        logits: [rows, vocabulary]
+        uniforms: [rows], fp64 in [0, 1); not read at temperature 0.
+        temperature: 0 takes the likeliest token, and then gives log-probabilities at temperature 1.
+
+    Returns:
+        [rows] int64 tokens, and [rows] fp32 log-probabilities of them under the temperature-scaled distribution.
+    """
+    logits = logits.float()
+    logprobs = torch.log_softmax(logits / temperature if temperature > 0 else logits, dim=-1)
+    if temperature > 0:
+        # fp32 would lose the far tokens of a vocabulary of 150,000 in the rounding of the sum.
+        cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+        tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
+        # Out of range only where logits are not numbers, which the caller reports once the batch has ended.
+        tokens = tokens.clamp_(max=logits.shape[-1] - 1)
+    else:
+        tokens = logits.argmax(dim=-1, keepdim=True)
+    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]

@@ -262,6 +262,7 @@ def _row(each: Compared) -> TrainingSample:
         prompt_ids=each.prompt_ids.astype(np.int32),
         response_ids=each.response_ids.astype(np.int32),
         engine_logprobs=each.engine,
+        loss_mask=np.ones(len(each.response_ids), bool),
         advantage=0.0,
         scale=0.0,
         version=min(each.versions),

@@ -63,7 +63,15 @@ def rows_of_a_step() -> list[TrainingSample]:
     rng = np.random.default_rng(1)
     _, groups = step_of_groups(1)
     return [
-        TrainingSample(group.prompt.token_ids, c.token_ids, c.logprobs, float(rng.normal()), 1.0 / len(c.token_ids), 0)
+        TrainingSample(
+            group.prompt.token_ids,
+            c.token_ids,
+            c.logprobs,
+            c.loss_mask,
+            float(rng.normal()),
+            1.0 / len(c.token_ids),
+            version=0,
+        )
         for group in groups
         for c in group.completions
     ]

@@ -19,7 +19,15 @@ def sample(prompt: int, response: int, seed: int) -> TrainingSample:
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 99, prompt + response).astype(np.int32)
     logprobs = rng.normal(size=response).astype(np.float32)
-    return TrainingSample(ids[:prompt], ids[prompt:], logprobs, float(rng.normal()), float(rng.random()), version=seed)
+    return TrainingSample(
+        ids[:prompt],
+        ids[prompt:],
+        logprobs,
+        np.ones(len(logprobs), bool),
+        float(rng.normal()),
+        float(rng.random()),
+        version=seed,
+    )
 
 
 PACKS = {

@@ -21,6 +21,7 @@ def group(index: int) -> Group:
         Completion(
             np.arange(length, dtype=np.int32) + 1000 * index + 100 * sample,
             -np.arange(length, dtype=np.float32) / 7 - index - sample,
+            np.arange(length) % 3 != index,
             (VersionSpan(0, length),),
             "stop",
         )
@@ -64,4 +65,5 @@ def test_every_rank_of_a_replica_gets_its_samples_in_the_planned_order(ranks: Ra
                     np.testing.assert_array_equal(got.prompt_ids, source.prompt.token_ids)
                     np.testing.assert_array_equal(got.response_ids, completion.token_ids)
                     np.testing.assert_array_equal(got.engine_logprobs, completion.logprobs)
+                    np.testing.assert_array_equal(got.loss_mask, completion.loss_mask)
                     assert (got.advantage, got.scale, got.version) == (row, row / 10, row + 20)

@@ -1,10 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dppo.rl.pack import TrainingSample, build_pack
-from megatron_dppo.rl.types import NOT_SAMPLED
 
 PAD = 999
 
@@ -17,6 +18,7 @@ def sample(
         prompt_ids=np.arange(first, first + prompt, dtype=np.int32),
         response_ids=np.arange(100 + first, 100 + first + response, dtype=np.int32),
         engine_logprobs=-np.arange(1, response + 1, dtype=np.float32),
+        loss_mask=np.ones(response, bool),
         advantage=advantage,
         scale=scale,
         version=version,
@@ -41,10 +43,7 @@ def test_a_pack_of_two_samples_written_out():
 
 
 def test_what_the_policy_was_given_is_read_and_not_trained_on():
-    whole = sample(2, 4)
-    given = TrainingSample(
-        whole.prompt_ids, whole.response_ids, np.array([-1, NOT_SAMPLED, NOT_SAMPLED, -4], np.float32), 1, 1, 0
-    )
+    given = replace(sample(2, 4), loss_mask=np.array([True, False, False, True]))
     pack = build_pack([given, sample(1, 2, first=10)], capacity=9, pad_id=PAD, align=1)
     assert pack.token_ids.tolist() == [0, 1, 100, 101, 102, 103, 10, 110, 111]
     assert pack.predictors.tolist() == [1, 4, 6, 7]

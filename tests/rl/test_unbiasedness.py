@@ -110,6 +110,7 @@ def gradient(
                 prompt_ids=world.prompts[metadata.prompt_ids[samples.group[k]]],
                 response_ids=world.responses[metadata.prompt_ids[samples.group[k]]][samples.completion[k]],
                 engine_logprobs=world.engine_logprobs[metadata.prompt_ids[samples.group[k]]][samples.completion[k]],
+                loss_mask=np.ones(samples.response_length[k], bool),
                 advantage=float(samples.advantage[k]),
                 scale=float(samples.scale[k]),
                 version=0,

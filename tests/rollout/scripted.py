@@ -19,7 +19,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import Scored
 from megatron_dppo.rl.types import Completion, Prompt, Score, VersionSpan
-from megatron_dppo.rollout.engine import Groups, RolloutEngine, Sampling
+from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
 
 T = TypeVar("T")
 FAILING = f"{Path(__file__).parents[1] / 'rewards' / 'rewards_that_fail.py'}:compute_score"
@@ -38,13 +38,15 @@ class Said:
     ended: bool = True
     versions: tuple[VersionSpan, ...] | None = None
     """None: all tokens by version 0."""
+    given: Sequence[int] = ()
+    """Places of tokens that the policy did not sample."""
 
 
 Script = Mapping[int, Sequence[Said]]
 """By prompt id."""
 
 
-class ScriptedEngine(RolloutEngine[Groups]):
+class ScriptedEngine(RolloutEngine[Completions]):
     """Completes each prompt as a script has it, and remembers what it was asked."""
 
     def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
@@ -52,11 +54,11 @@ class ScriptedEngine(RolloutEngine[Groups]):
         self.asked: list[tuple[list[int], Sampling]] = []
         self.finished = 0
 
-    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Groups:
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
         self.asked.append(([prompt.id for prompt in prompts], sampling))
         return [tuple(map(self._complete, self._script[p.id][: sampling.samples])) for p in prompts]
 
-    def finish(self, pending: Groups) -> Groups:
+    def finish(self, pending: Completions) -> Completions:
         self.finished += 1
         return pending
 
@@ -64,8 +66,9 @@ class ScriptedEngine(RolloutEngine[Groups]):
         tokens = self._tokenizer([said.text], add_special_tokens=False)["input_ids"][0]
         tokens = np.array(tokens + [end_token_id(self._tokenizer)] * said.ended, np.int32)
         logprobs = np.log(np.broadcast_to(said.probability, tokens.shape)).astype(np.float32)
+        loss_mask = ~np.isin(np.arange(len(tokens)), said.given)
         versions = said.versions or (VersionSpan(0, len(tokens)),)
-        return Completion(tokens, logprobs, versions, "stop" if said.ended else "length")
+        return Completion(tokens, logprobs, loss_mask, versions, "stop" if said.ended else "length")
 
 
 class ScriptedWorkers:

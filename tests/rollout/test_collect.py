@@ -18,9 +18,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt, Score, Selection, StepMetadata, VersionSpan
-from megatron_dppo.rollout.collect import Collected, Collector
-from megatron_dppo.rollout.engine import Groups
-from megatron_dppo.rollout.staleness import staleness
+from megatron_dppo.rollout.collect import Collected, Collector, staleness
+from megatron_dppo.rollout.engine import Completions
 from tests.rollout.scripted import (
     FAILING,
     LIMIT_S,
@@ -108,7 +107,7 @@ def test_group_one_of_whose_scores_failed_leaves_whole(bench: Bench) -> None:
 
 
 def test_what_the_policy_was_given_is_part_of_the_response_and_of_no_figure_of_what_it_sampled(bench: Bench) -> None:
-    given = Said("score 1", probability=(0.5, 0.5, 0.5, math.inf, math.inf, 0.5, 0.5, 0.5))
+    given = Said("score 1", probability=(0.5, 0.5, 0.5, 1e-9, 1e-9, 0.5, 0.5, 0.5), given=(3, 4))
     result = bench.collect({4: [given, *said("score 0", "score 0")]})
     assert result.metadata.response_lengths.tolist() == [[8, 8, 8]]
     assert result.metadata.sampled_lengths.tolist() == [[6, 8, 8]]
@@ -312,7 +311,7 @@ def test_a_completion_is_as_old_as_its_oldest_token(bench: Bench) -> None:
 
 def test_what_fails_in_the_engine_of_one_rank_stops_all_of_them(tokenizer: Tokenizer) -> None:
     class Failing(ScriptedEngine):
-        def finish(self, pending: Groups) -> Groups:
+        def finish(self, pending: Completions) -> Completions:
             super().finish(pending)
             raise RuntimeError("no server is left")  # on every rank, as the protocol has it
 

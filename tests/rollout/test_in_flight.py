@@ -14,7 +14,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.types import Completion, Group, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.collect import Collected
-from megatron_dppo.rollout.in_flight import Batch, read_batch, write_batch
+from megatron_dppo.rollout.in_flight import RolloutsInFlight, read_in_flight, write_in_flight
 from tests.rollout.scripted import as_ranks, pool_of, world_of
 
 PROMPTS = (8, 1, 5, 3, 7)
@@ -34,6 +34,7 @@ def group_of(prompt: int) -> Group:
             Completion(
                 rng.integers(3, 99, length).astype(np.int32),
                 np.log(rng.random(length)).astype(np.float32),
+                np.arange(length) != 1 + sample,
                 (VersionSpan(4, length),) if sample == 1 else mixed,
                 "length" if rng.random() < 0.5 else "stop",
             )
@@ -41,7 +42,7 @@ def group_of(prompt: int) -> Group:
     return Group(pool_of(10)[prompt], tuple(completions), rng.random(3))
 
 
-def batch_of(world: World) -> Batch:
+def batch_of(world: World) -> RolloutsInFlight:
     groups = {prompt: group_of(prompt) for prompt in PROMPTS[world.rank :: world.size]}
     shape = (len(groups), 3)
     part = StepMetadata(
@@ -58,7 +59,7 @@ def batch_of(world: World) -> Batch:
     )
     metadata = gather_metadata(world.gather(part), window=11.7)
     held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
-    return Batch(SELECTION, Collected(held, metadata, METRICS, ("a note",)))
+    return RolloutsInFlight(SELECTION, Collected(held, metadata, METRICS, ("a note",)))
 
 
 def same_group(ours: Group, expected: Group) -> bool:
@@ -68,15 +69,16 @@ def same_group(ours: Group, expected: Group) -> bool:
         and all(
             np.array_equal(one.token_ids, other.token_ids)
             and np.array_equal(one.logprobs.view(np.int32), other.logprobs.view(np.int32))
-            and (one.token_ids.dtype, one.logprobs.dtype) == (np.int32, np.float32)
+            and np.array_equal(one.loss_mask, other.loss_mask)
+            and (one.token_ids.dtype, one.logprobs.dtype, one.loss_mask.dtype) == (np.int32, np.float32, bool)
             and (one.versions, one.finish_reason) == (other.versions, other.finish_reason)
             for one, other in zip(ours.completions, expected.completions, strict=True)
         )
     )
 
 
-def read(world: World, place: Path) -> Batch:
-    batch = read_batch(place, pool_of(10), world)
+def read(world: World, place: Path) -> RolloutsInFlight:
+    batch = read_in_flight(place, pool_of(10), world)
     assert batch is not None
     return batch
 
@@ -104,14 +106,14 @@ def test_every_group_comes_back_once_and_bit_by_bit(writers: int, readers: int, 
     assert writers == readers or max(counts) - min(counts) <= 1
 
 
-def wrote(world: World, place: Path) -> Batch:
+def wrote(world: World, place: Path) -> RolloutsInFlight:
     batch = batch_of(world)
-    write_batch(place, batch, world)
+    write_in_flight(place, batch, world)
     return batch
 
 
 def test_a_checkpoint_without_a_batch_has_none(tmp_path: Path) -> None:
-    assert read_batch(tmp_path, pool_of(10), world_of(1, 0)) is None
+    assert read_in_flight(tmp_path, pool_of(10), world_of(1, 0)) is None
 
 
 def test_a_batch_all_of_whose_groups_failed_comes_back_empty(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_a_batch_all_of_whose_groups_failed_comes_back_empty(tmp_path: Path) -> 
     batch = batch_of(world)
     fields = {name: getattr(batch.rollouts.metadata, name) for name in StepMetadata.__slots__}
     empty = StepMetadata(**{name: v if name == "window" else v[:0] for name, v in fields.items()})
-    write_batch(tmp_path, replace(batch, rollouts=replace(batch.rollouts, held={}, metadata=empty)), world)
+    write_in_flight(tmp_path, replace(batch, rollouts=replace(batch.rollouts, held={}, metadata=empty)), world)
     back = read(world, tmp_path).rollouts
     assert (back.held, back.metadata.rewards.shape, back.metadata.window) == ({}, (0, 3), 11.7)
 
@@ -144,6 +146,24 @@ def test_rollouts_from_before_the_score_norms_had_their_name_are_read(tmp_path: 
     np.testing.assert_array_equal(back.rollouts.metadata.score_norms, batch.rollouts.metadata.score_norms)
 
 
+def test_rollouts_from_before_there_was_a_loss_mask_are_read(tmp_path: Path) -> None:
+    """They have an infinite log-probability in place of a token that the policy did not sample."""
+    batch = wrote(world_of(1, 0), tmp_path)
+    file = tmp_path / "rollouts" / "rank_00000.npz"
+    with np.load(file) as stored:
+        arrays = dict(stored)
+    mask = arrays.pop("loss_mask")
+    arrays["logprobs"] = np.where(mask, arrays["logprobs"], np.float32(np.inf))
+    np.savez(file, **arrays)
+    back = read(world_of(1, 0), tmp_path)
+    assert not mask.all()
+    for row, group in back.rollouts.held.items():
+        for one, other in zip(group.completions, batch.rollouts.held[row].completions, strict=True):
+            np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
+            np.testing.assert_array_equal(one.logprobs, np.where(other.loss_mask, other.logprobs, 0.0))
+            assert one.logprobs.dtype == np.float32
+
+
 @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-99])])
 def test_a_damaged_file_is_told_on_every_rank(damage: Callable[[Path], None], tmp_path: Path) -> None:
     as_ranks(2, lambda world: wrote(world, tmp_path))
@@ -162,4 +182,4 @@ def test_a_damaged_file_is_told_on_every_rank(damage: Callable[[Path], None], tm
 def test_another_pool_is_refused(pool: list, tmp_path: Path) -> None:
     wrote(world_of(1, 0), tmp_path)
     with pytest.raises(UserError, match="no such prompt is in the pool"):
-        read_batch(tmp_path, pool, world_of(1, 0))
+        read_in_flight(tmp_path, pool, world_of(1, 0))

@@ -1,4 +1,4 @@
-"""A function that generates, as slime's users write them: the policy speaks, a tool answers, the policy goes on."""
+"""The policy speaks, a tool answers, the policy goes on: as a conversation, and as slime's users write it."""
 
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import post
@@ -7,6 +7,14 @@ from slime.utils.types import Sample
 TOOL = "=7\n"
 """What the tool says, whatever it was asked."""
 FIRST_TURN = 6
+
+
+async def rollout(client, prompt):
+    tokens = prompt.token_ids.tolist()
+    first = await client.generate(tokens, max_tokens=FIRST_TURN)
+    told = client.tokenizer.encode(TOOL, add_special_tokens=False)
+    second = await client.generate([*tokens, *first.token_ids, *told])
+    return [first, told, second]
 
 
 async def generate(args, sample: Sample, sampling_params) -> Sample:

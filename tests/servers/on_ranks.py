@@ -24,7 +24,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import Bucket, Groups, Sampling, generate
+from megatron_dppo.rollout.engine import Bucket, Completions, Sampling, generate
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.engine import ServerEngine
 from megatron_dppo.rollout.servers.launch import SECRET
@@ -140,7 +140,7 @@ class Rig:
             self.on_bucket(number)
             yield bucket
 
-    def _round(self, prompts: Sequence[Prompt], groups: Groups, seconds: float) -> Round:
+    def _round(self, prompts: Sequence[Prompt], groups: Completions, seconds: float) -> Round:
         parts = self.world.gather(
             [
                 (prompt.id, [(c.token_ids.tolist(), c.logprobs.tolist(), c.versions) for c in group])
@@ -311,7 +311,7 @@ def in_flight(rank: int, size: int, settings: Sequence[str], secret: str) -> dic
     }
 
 
-def _after_the_update(rig: Rig, prompts: Sequence[Prompt], groups: Groups) -> float:
+def _after_the_update(rig: Rig, prompts: Sequence[Prompt], groups: Completions) -> float:
     """Mean |log p| difference of actor and engine, of tokens that say they were made by the new weights. Collective."""
     mine = [
         (prompt, completion)
@@ -324,12 +324,12 @@ def _after_the_update(rig: Rig, prompts: Sequence[Prompt], groups: Groups) -> fl
         return float("nan")
     packs = [
         build_pack(
-            [TrainingSample(prompt.token_ids, completion.token_ids, completion.logprobs, 0.0, 0.0, 0)],
-            capacity=len(prompt.token_ids) + len(completion.token_ids),
+            [TrainingSample(prompt.token_ids, c.token_ids, c.logprobs, c.loss_mask, 0.0, 0.0, version=0)],
+            capacity=len(prompt.token_ids) + len(c.token_ids),
             pad_id=0,
             align=1,
         )
-        for prompt, completion in mixed
+        for prompt, c in mixed
     ]
     scores = rig.policy.actor.log_probabilities(packs)
     differences = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,15 +15,23 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import Config, ModelConfig, RolloutConfig
-from megatron_dppo.rl.types import Prompt
+from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from megatron_dppo.errors import UserError
+from megatron_dppo.plugins.loading import load_function
+from megatron_dppo.plugins.slime import Sample
+from megatron_dppo.rl.types import Prompt, VersionSpan
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.custom import CustomGenerate
+from megatron_dppo.rollout.servers.custom import conversations_of
 from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher, PromptFailedError
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.sglang import SglangClient
 
 SAMPLES, PROMPTS = 4, 12
-FUNCTIONS = """
+ABORTS = 9
+FUNCTIONS = (
+    f"ABORTS = {ABORTS}"
+    + """
+from megatron_dppo.rollout.conversation import TryAgainError
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
@@ -52,11 +62,33 @@ async def write_on_metadata(args, sample, sampling_params):
     sample.metadata["turns"].append("hello")
     assert len(sample.metadata["turns"]) == 1
     return await talk(args, sample, sampling_params)
+
+async def rollout(client, prompt):
+    prompt.extra["turns"].append("hello")
+    assert len(prompt.extra["turns"]) == 1
+    tokens = prompt.token_ids.tolist()
+    first = await client.generate(tokens)
+    second = await client.generate([*tokens, *first.token_ids, 1, ABORTS])
+    return [first, [1, ABORTS], second]
+
+async def give_up_at_first(client, prompt):
+    SEEN[prompt.id] = SEEN.get(prompt.id, 0) + 1
+    if SEEN[prompt.id] == 1:
+        raise TryAgainError("a tool is down")
+    return [await client.generate(prompt.token_ids)]
+
+async def forget_what_was_told(client, prompt):
+    tokens = prompt.token_ids.tolist()
+    return [await client.generate(tokens), await client.generate(tokens)]
+
+async def stumble(client, prompt):
+    return [await client.generate(prompt.token_ids), prompt.no_such_thing]
 """
+)
 
 
 class Policy(BaseHTTPRequestHandler):
-    """Always says 5 6. As a judge it is a server of other weights."""
+    """Always says 5 6, and after ``ABORTS`` 5 alone, as a server that is paused. As a judge it is of other weights."""
 
     version = "3"
 
@@ -64,13 +96,15 @@ class Policy(BaseHTTPRequestHandler):
         self._answer({"weight_version": self.version})
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        aborts = asked.get("input_ids", [0])[-1] == ABORTS
+        tokens = [5] if aborts else [5, 6]
         meta = {
             "weight_version": "default" if self.path == "/judge" else self.version,
-            "finish_reason": {"type": "stop"},
-            "output_token_logprobs": [[-0.5, 5], [-0.25, 6]],
+            "finish_reason": {"type": "abort" if aborts else "stop"},
+            "output_token_logprobs": [[-0.5, 5], [-0.25, 6]][: len(tokens)],
         }
-        self._answer({"meta_info": meta})
+        self._answer({"meta_info": meta, "output_ids": tokens})
 
     def _answer(self, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode()
@@ -91,11 +125,21 @@ def url() -> Iterator[str]:
     server.shutdown()
 
 
-def converse(function: str, url: str, folder: Path, *, other: str = "", attempts: int = 3) -> tuple[Batch, dict, list]:
+def converse(
+    function: str,
+    url: str,
+    folder: Path,
+    *,
+    other: str = "",
+    attempts: int = 3,
+    setting: str = "custom_generate",
+) -> tuple[Batch, dict, list]:
     """Have a function answer; the batch, the servers that were lost, and what is left in the prompts."""
     (folder / "tools.py").write_text(FUNCTIONS)
-    rollout = RolloutConfig(custom_generate=f"{folder / 'tools.py'}:{function}", request_timeout_s=20.0)
-    custom = CustomGenerate(Config(model=ModelConfig(path=str(folder)), rollout=rollout))
+    rollout = RolloutConfig(**{setting: f"{folder / 'tools.py'}:{function}"}, request_timeout_s=20.0)
+    write_tokenizer(character_tokenizer(), folder, max_tokens=512)
+    conversations = conversations_of(Config(model=ModelConfig(path=str(folder)), rollout=rollout))
+    assert conversations is not None
     http = Http()
     dispatcher = Dispatcher(
         http,
@@ -104,7 +148,7 @@ def converse(function: str, url: str, folder: Path, *, other: str = "", attempts
         max_in_flight=64,
         request_timeout_s=20.0,
         attempts=attempts,
-        custom=custom,
+        conversations=conversations,
     )
     dispatcher.serve_from([SglangClient(url, http)])
     extra = [{"other": other, "turns": []} for _ in range(PROMPTS)]
@@ -113,7 +157,7 @@ def converse(function: str, url: str, folder: Path, *, other: str = "", attempts
     batch = dispatcher.begin(prompts, sampling, 3)
     batch.wait(60.0)
     lost = dispatcher.take_lost()
-    custom.close()
+    conversations.close()
     http.close()
     return batch, lost, extra
 
@@ -143,3 +187,59 @@ def test_what_a_conversation_writes_on_its_metadata_is_its_own(url: str, tmp_pat
     batch, _, extra = converse("write_on_metadata", url, tmp_path)
     assert batch.error is None and batch.unfinished == 0
     assert [each["turns"] for each in extra] == [[]] * PROMPTS
+
+
+def test_turns_are_joined_as_they_were_generated_also_where_the_server_broke_one_off(url: str, tmp_path: Path) -> None:
+    batch, lost, extra = converse("rollout", url, tmp_path, setting="conversation")
+    assert batch.error is None and lost == {} and [each["turns"] for each in extra] == [[]] * PROMPTS
+    for completion in (completion for group in batch.groups() for completion in group):
+        assert completion.token_ids.tolist() == [5, 6, 1, ABORTS, 5, 5, 6]
+        assert completion.loss_mask.tolist() == [True, True, False, False, True, True, True]
+        assert completion.logprobs[completion.loss_mask].tolist() == [-0.5, -0.25, -0.5, -0.5, -0.25]
+        assert (completion.versions, completion.finish_reason) == ((VersionSpan(3, 7),), "stop")
+
+
+def test_a_conversation_that_gives_up_is_had_again_and_costs_no_server(url: str, tmp_path: Path) -> None:
+    batch, lost, _ = converse("give_up_at_first", url, tmp_path, setting="conversation")
+    assert batch.error is None and lost == {}
+    assert batch.unfinished == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("forget_what_was_told", "turn 1 that was generated after other tokens than stand before it"),
+        ("stumble", "AttributeError: 'Prompt' object has no attribute 'no_such_thing'"),
+    ],
+)
+def test_a_conversation_that_cannot_be_trained_on_ends_the_run(
+    function: str, words: str, url: str, tmp_path: Path
+) -> None:
+    batch, _, _ = converse(function, url, tmp_path, setting="conversation")
+    assert isinstance(batch.error, UserError) and batch.error.setting == "rollout.conversation"
+    assert words in batch.error.problem
+
+
+def test_where_slime_is_installed_its_own_modules_stay_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it is a package of two modules."""
+    (package := tmp_path / "site" / "slime" / "utils").mkdir(parents=True)
+    (package / "types.py").write_text("class Sample: ...")
+    (package / "misc.py").write_text("def bring_along(): return 7")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "slime"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    theirs = importlib.import_module("slime.utils.types")
+    (tmp_path / "uses.py").write_text("""
+from slime.utils.http_utils import post
+from slime.utils.misc import bring_along
+from slime.utils.types import Sample
+
+def seven(): return bring_along(), Sample
+""")
+    number, sample = load_function("rollout.custom_generate", f"{tmp_path}/uses.py:seven")()
+    assert (number, sample) == (7, Sample)
+    assert sys.modules["slime.utils.types"] is theirs and sys.modules["slime.utils"].types is theirs
+    assert importlib.import_module("slime.utils.types").Sample is not Sample
+    assert "slime.utils.http_utils" not in sys.modules

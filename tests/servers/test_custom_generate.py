@@ -1,4 +1,4 @@
-"""A function written for slime generates, by a real server: what it was given is read and not trained on."""
+"""A user's function generates, by a real server: what the policy was given is read and not trained on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from megatron_dppo.config import Config, ModelConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.custom import CustomGenerate, _sampling_params
-from tests.servers.real import RealServer
+from megatron_dppo.rollout.servers.custom import _sampling_params, conversations_of
+from tests.servers.real import Kind, RealServer, RealServers
 from tests.servers.test_training import AGREES, Start, finish, given, start  # noqa: F401
 
 FILE = Path(__file__).parent / "calculator.py"
@@ -21,15 +21,26 @@ COMPLETIONS = 16 * 4
 
 
 @pytest.mark.servers
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        ("sglang", "custom_generate={}:generate"),
+        ("sglang", "conversation={}:rollout"),
+        ("vllm", "conversation={}:rollout"),
+    ],
+)
 def test_conversations_with_a_tool_are_trained_on_as_the_server_scored_them(
+    kind: Kind,
+    setting: str,
     start: Start,  # noqa: F811
-    sglang_tp1: RealServer,
+    real_servers: RealServers,
     served_policy: Path,
     tmp_path: Path,
 ) -> None:
-    run = tmp_path / "run"
-    settings = [f"rollout.custom_generate={FILE}:generate", "pruning.prompts.rule=none", "run.steps=3", "eval.show=4"]
-    process = start(run, served_policy, *given(sglang_tp1), *settings, secret=sglang_tp1.secret)
+    run, server = tmp_path / "run", real_servers.get(kind, 1)
+    settings = [f"rollout.{setting.format(FILE)}", "pruning.prompts.rule=none", "run.steps=2", "eval.show=4"]
+    where = [f"rollout.engine={kind}", f"rollout.servers=[{server.api.url}]"]
+    process = start(run, served_policy, *where, *settings, secret=server.secret)
     first, *steps = finish(process, run)
     assert first["eval/accuracy"] <= 1.0
     for step in steps:
@@ -71,7 +82,7 @@ def test_a_function_that_cannot_be_trained_on_ends_the_run_in_words(
     ("spec", "words"),
     [
         (f"{FILE}:generate_at_once", "is no coroutine"),
-        (f"{FILE}:generate_group", "cannot be called as slime would"),
+        (f"{FILE}:generate_group", "cannot be called with 3 arguments"),
         (f"{FILE}:generat", "Perhaps 'generate' was meant"),
         ("no_such_module:generate", "No module named 'no_such_module'"),
     ],
@@ -79,7 +90,7 @@ def test_a_function_that_cannot_be_trained_on_ends_the_run_in_words(
 def test_a_function_of_another_form_is_refused(spec: str, words: str, tmp_path: Path) -> None:
     config = Config(model=ModelConfig(path=str(tmp_path)), rollout=RolloutConfig(custom_generate=spec))
     with pytest.raises(UserError) as raised:
-        CustomGenerate(config)
+        conversations_of(config)
     assert raised.value.setting == "rollout.custom_generate" and words in str(raised.value)
 
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import Groups, RolloutEngine, Sampling
+from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
 from megatron_dppo.rollout.local import Generated
 from megatron_dppo.trainer.agreement import MAX_TOKENS, PROMPTS, SAMPLES, check_agreement
 from tests.policies import write_policy
@@ -34,7 +34,7 @@ class TwoServers(RolloutEngine[Generated]):
     def __init__(self, engine: RolloutEngine[Generated]) -> None:
         self._engine = engine
 
-    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
+    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
         groups = self._engine.sample_each(prompts, sampling)["local, rank 0"]
         wrong = [tuple(dataclasses.replace(c, logprobs=c.logprobs - 0.01) for c in group) for group in groups]
         return {"one": groups, "two": wrong}

@@ -1,173 +1,115 @@
-"""Completions by a user's function, slime's ``async custom_generate(args, sample, sampling_params)``: it has a
-conversation with one server for each of them, calls tools between its turns, and says which tokens the policy sampled.
+"""Which function has a run's conversations: that of ``rollout.conversation``, or one written for slime.
 
-The function runs in a thread of its own, so that what it does between its requests holds up nobody's heartbeat. It is
-given one server and no router: where that server breaks off, the prompt is asked anew of another one, whole.
+slime's is ``async custom_generate(args, sample, sampling_params)``. It speaks to an SGLang server in the server's own
+words, and returns the sample. Here it becomes a conversation like any other.
 """
 
 from __future__ import annotations
 
-import asyncio
-import copy
-import hashlib
 import inspect
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from megatron_dppo.config import Config
+from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
-from megatron_dppo.plugins.slime_modules import poster
-from megatron_dppo.plugins.slime_sample import Arguments, Sample, Status
-from megatron_dppo.rl.types import NOT_SAMPLED, Prompt
+from megatron_dppo.plugins.slime import Arguments, Sample, Status, poster
+from megatron_dppo.rl.types import Completion, Prompt
+from megatron_dppo.rollout.conversation import TryAgainError, UnusableError
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
-from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.conversations import ConversationClient, Conversations
 
-SETTING = "rollout.custom_generate"
-
-
-class ConversationError(ServerError):
-    """A conversation came to nothing, by no fault of the server that it was with: it may be tried again."""
+OURS, SLIMES = "rollout.conversation", "rollout.custom_generate"
 
 
-class CustomGenerate:
-    """Asks one server for the completions of a prompt through a user's function.
-
-    Args:
-        config: of the run, with ``rollout.custom_generate``.
+def conversations_of(config: Config) -> Conversations | None:
+    """What has the conversations of a run; None where a completion is one request.
 
     Raises:
-        UserError: the function cannot be found or imported, or is not of slime's form.
+        UserError: the function cannot be found or imported, or cannot be called as it would be.
     """
+    rollout = config.rollout
+    parameters: tuple[str, ...]
+    if rollout.conversation is not None:
+        setting, spec, parameters = OURS, rollout.conversation, ("client", "prompt")
+        remedy = "Have it return the turns as client.generate returned them, with lists of token ids between them"
+    elif rollout.custom_generate is not None:
+        setting, spec, parameters = SLIMES, rollout.custom_generate, ("args", "sample", "sampling_params")
+        remedy = "Have it return the sample with tokens, response_length, rollout_log_probs, loss_mask and status"
+    else:
+        return None
+    function = load_function(setting, spec)
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        problem, form = f"cannot be called with {len(parameters)} arguments ({error})", ", ".join(parameters)
+        raise UserError(setting, spec, problem, f"Give it the parameters ({form})") from error
+    if not inspect.iscoroutinefunction(function):
+        raise UserError(setting, spec, "is no coroutine", "Define it with async def")
+    return Conversations(
+        setting,
+        spec,
+        function if setting == OURS else _SlimesFunction(function, config),
+        remedy=remedy,
+        tokenizer=load_tokenizer(config.model.path),
+        timeout_s=rollout.request_timeout_s,
+    )
 
-    def __init__(self, config: Config) -> None:
-        rollout = config.rollout
-        assert rollout.custom_generate is not None
-        self._spec, self._timeout_s = rollout.custom_generate, rollout.request_timeout_s
-        self._function = load_function(SETTING, self._spec)
-        _check_form(self._function, self._spec)
+
+class _SlimesFunction:
+    """A function of slime's form, as a conversation."""
+
+    def __init__(self, function: Callable[..., Any], config: Config) -> None:
+        self._function = function
         self._options = {
             "hf_checkpoint": config.model.path,
-            "rollout_temperature": rollout.temperature,
-            "rollout_max_response_len": rollout.max_response_tokens,
-            "rollout_max_context_len": config.data.max_prompt_tokens + rollout.max_response_tokens,
-            "n_samples_per_prompt": rollout.samples_per_prompt,
+            "rollout_temperature": config.rollout.temperature,
+            "rollout_max_response_len": config.rollout.max_response_tokens,
+            "rollout_max_context_len": config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+            "n_samples_per_prompt": config.rollout.samples_per_prompt,
             "partial_rollout": False,
         }
-        self._thread = Http()
 
-    def close(self) -> None:
-        self._thread.close()
-
-    async def __call__(self, api: ServerClient, prompt: Prompt, sampling: Sampling) -> list[GenerateResult]:
-        """``sampling.samples`` completions from one server. In the HTTP thread.
-
-        Raises:
-            ServerError: the server failed.
-            ConversationError: the function gave one of them up, or took too long, or a host that it asks failed it.
-            UserError: the function raised, or returned what cannot be trained on.
+    async def __call__(self, client: ConversationClient, prompt: Prompt) -> Completion:
         """
-        future = self._thread.start(self._converse(api, prompt, sampling))
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
-        except TimeoutError:
-            problem = f"was spoken to by {self._spec} for {self._timeout_s:g} s, with no completion in the end"
-            raise ConversationError(api.url, problem, alive=True) from None
-
-    async def _converse(self, api: ServerClient, prompt: Prompt, sampling: Sampling) -> list[GenerateResult]:
-        before = await self._version(api)
-        one = [asyncio.create_task(self._one(api, prompt, sampling, i, before)) for i in range(sampling.samples)]
-        try:
-            return list(await asyncio.gather(*one))
-        finally:
-            for task in one:
-                task.cancel()
-
-    async def _one(
-        self, api: ServerClient, prompt: Prompt, sampling: Sampling, number: int, before: str
-    ) -> GenerateResult:
-        told: list[str] = []
-        poster.set(lambda url, payload: self._post(api, url, payload, told))
-        address = urlsplit(api.url)
+        Raises:
+            TryAgainError: the function gave the sample up.
+            UnusableError: the sample is no completion of the prompt that could be trained on.
+        """
+        before = await client.version()
+        poster.set(client.post)
+        address = urlsplit(client.server.url)
         arguments = Arguments(
             sglang_router_ip=f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname,
             sglang_router_port=address.port,
-            sglang_api_key=api.secret,
+            sglang_api_key=client.server.secret,
             **self._options,
         )
         sample = Sample(
             prompt=prompt.text,
-            label=copy.deepcopy(prompt.label),
-            metadata=copy.deepcopy(dict(prompt.extra)),
-            index=prompt.id * sampling.samples + number,
+            label=prompt.label,
+            metadata=dict(prompt.extra),
+            index=prompt.id * client.sampling.samples + client.number,
             group_index=prompt.id,
-            session_id=f"{prompt.id}-{number}",
+            session_id=f"{prompt.id}-{client.number}",
         )
-        try:
-            returned = await self._function(arguments, sample, _sampling_params(sampling, prompt.id, number))
-        except ServerError:
-            raise
-        except Exception as error:
-            problem = f"raised for prompt {prompt.id}:\n{traceback.format_exc(limit=-4)}"
-            raise UserError(SETTING, self._spec, problem, "Mend it, or have it set sample.status") from error
-        if isinstance(returned, Sample) and returned.status in (Status.ABORTED, Status.FAILED):
-            raise ConversationError(api.url, f"was given up by {self._spec}: {returned.status.value}", alive=True)
-        try:
-            tokens, logprobs, reason = _read(returned, prompt, sampling.max_tokens)
-        except (TypeError, ValueError) as error:
-            remedy = "Have it return the sample with tokens, response_length, rollout_log_probs, loss_mask and status"
-            raise UserError(SETTING, self._spec, f"for prompt {prompt.id} it {error}", remedy) from None
+        sampling_params = _sampling_params(client.sampling, prompt.id, client.number)
+        returned = await self._function(arguments, sample, sampling_params)
+        tokens, logprobs, loss_mask, stopped = _read(returned, prompt, client.max_tokens)
         # A function that speaks to the server by means of its own leaves no word of who made which token.
-        spans = _spans(told or [before, await self._version(api)], len(tokens))
-        return GenerateResult(tokens, logprobs, spans, reason)
-
-    async def _post(self, api: ServerClient, url: str, payload: Mapping[str, Any], told: list[str]) -> Any:
-        parts = urlsplit(url)
-        base, path = f"{parts.scheme}://{parts.netloc}", url.partition(parts.netloc)[2]
-        if _host(url) != _host(api.url):
-            try:
-                return await self._thread.call("POST", base, path, body=payload, timeout_s=self._timeout_s)
-            except ServerError as error:
-                raise ConversationError(error.url, error.problem, alive=error.alive) from None
-        answer = await self._thread.call(
-            "POST", api.url, path, body=payload, secret=api.secret, timeout_s=self._timeout_s
-        )
-        for each in answer if isinstance(answer, list) else [answer]:
-            if isinstance(each, Mapping) and "weight_version" in (each.get("meta_info") or {}):
-                told.append(str(each["meta_info"]["weight_version"]))
-        return answer
-
-    async def _version(self, api: ServerClient) -> str:
-        """Of a server's weights, now."""
-        answer = await self._thread.call("GET", api.url, "/model_info", secret=api.secret, timeout_s=30.0)
-        return str(answer["weight_version"])
-
-
-def _host(url: str) -> tuple[str | None, int | None]:
-    parts = urlsplit(url)
-    return parts.hostname, parts.port
-
-
-def _check_form(function: Callable[..., Any], spec: str) -> None:
-    try:
-        inspect.signature(function).bind("args", "sample", "sampling_params")
-    except TypeError as error:
-        remedy = "Give it slime's three parameters (args, sample, sampling_params)"
-        raise UserError(SETTING, spec, f"cannot be called as slime would ({error})", remedy) from error
-    if not inspect.iscoroutinefunction(function):
-        raise UserError(SETTING, spec, "is no coroutine", "Define it with async def")
+        told = client.told or [before, await client.version()]
+        versions = await client.read_versions(_spans(told, len(tokens)))
+        return Completion(tokens, logprobs, loss_mask, tuple(versions), "stop" if stopped else "length")
 
 
 def _sampling_params(sampling: Sampling, prompt: int, number: int) -> dict[str, Any]:
     """As slime hands them over, in SGLang's words. The seed counts where inference is deterministic, and only there."""
-    digest = hashlib.blake2b(f"{sampling.seed}/{prompt}/{number}".encode(), digest_size=4).digest()
     return {
-        "sampling_seed": int.from_bytes(digest, "little") >> 1,
+        "sampling_seed": sampling.seed_at(prompt, number),
         "temperature": sampling.temperature,
         "top_p": 1.0,
         "top_k": -1,
@@ -180,36 +122,34 @@ def _sampling_params(sampling: Sampling, prompt: int, number: int) -> dict[str, 
     }
 
 
-def _read(sample: Any, prompt: Prompt, limit: int) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Tokens, log-probabilities and the reason of a completion, cut off at ``limit`` tokens.
-
-    Raises:
-        ValueError: they are no completion of the prompt that could be trained on; to stand after "it".
-    """
+def _read(sample: Any, prompt: Prompt, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+    """Tokens, log-probabilities and loss mask, cut off at ``limit`` tokens; and whether the response ended before."""
     if not isinstance(sample, Sample):
-        raise ValueError(f"returned a {type(sample).__name__}, not the one sample that it was given")
+        raise UnusableError(f"returned a {type(sample).__name__}, not the one sample that it was given")
+    status = Status(sample.status.value)  # of slime's own, where slime is installed
+    if status in (Status.ABORTED, Status.FAILED):
+        raise TryAgainError(status.value)
     if sample.reward is not None:
-        raise ValueError("set sample.reward: rewards are made by reward.function, where they can be killed and counted")
+        problem = "set sample.reward: rewards are made by reward.function, where they can be killed and counted"
+        raise UnusableError(problem)
     start, length = len(prompt.token_ids), sample.response_length
     if list(sample.tokens[:start]) != prompt.token_ids.tolist():
-        raise ValueError("returned tokens that do not begin with the prompt's")
+        raise UnusableError("returned tokens that do not begin with the prompt's")
     if len(sample.tokens) != start + length:
-        raise ValueError(f"returned {len(sample.tokens)} tokens for a prompt of {start} and a response of {length}")
-    mask = np.array([1] * length if sample.loss_mask is None else sample.loss_mask, bool)
-    logprobs = np.array(() if sample.rollout_log_probs is None else sample.rollout_log_probs, np.float32)
-    for name, values in (("loss_mask", mask), ("rollout_log_probs", logprobs)):
+        raise UnusableError(f"returned {len(sample.tokens)} tokens for a prompt of {start} and a response of {length}")
+    try:
+        tokens = np.array(sample.tokens[start:], np.int32)
+        loss_mask = np.array([1] * length if sample.loss_mask is None else sample.loss_mask, bool)
+        logprobs = np.array(() if sample.rollout_log_probs is None else sample.rollout_log_probs, np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UnusableError(f"returned a sample whose lists hold no numbers ({error})") from None
+    for name, values in (("loss_mask", loss_mask), ("rollout_log_probs", logprobs)):
         if len(values) != length:
-            raise ValueError(f"returned {len(values)} of sample.{name} for a response of {length} tokens")
-    if not mask[:limit].any():
-        raise ValueError("returned a response none of whose tokens the policy sampled")
-    if not np.isfinite(logprobs[mask]).all():
-        raise ValueError("returned log-probabilities of sampled tokens that are not finite")
-    stopped = sample.status is Status.COMPLETED and length <= limit
-    tokens = np.array(sample.tokens[start:][:limit], np.int32)
-    return tokens, np.where(mask, logprobs, NOT_SAMPLED)[:limit], "stop" if stopped else "length"
+            raise UnusableError(f"returned {len(values)} of sample.{name} for a response of {length} tokens")
+    return tokens[:limit], logprobs[:limit], loss_mask[:limit], status is Status.COMPLETED and length <= limit
 
 
-def _spans(told: Sequence[str], length: int) -> tuple[tuple[str, int], ...]:
+def _spans(told: Sequence[str], length: int) -> list[tuple[str, int]]:
     """Which weights made which tokens is not known where several did; a completion counts by the oldest of them."""
     versions = list(dict.fromkeys(told))[:length]
-    return ((versions[0], length - len(versions) + 1), *((version, 1) for version in versions[1:]))
+    return [(versions[0], length - len(versions) + 1), *((version, 1) for version in versions[1:])] if versions else []

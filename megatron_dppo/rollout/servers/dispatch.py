@@ -9,21 +9,20 @@ without them the gradient would be biased.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-
-import numpy as np
-from numpy.typing import NDArray
+from functools import partial
+from typing import Any
 
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
-from megatron_dppo.rollout.engine import Groups, Sampling
+from megatron_dppo.rollout.conversation import joined
+from megatron_dppo.rollout.engine import Completions, Sampling
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
-from megatron_dppo.rollout.servers.custom import ConversationError, CustomGenerate
+from megatron_dppo.rollout.servers.conversations import ConversationError, Conversations, completion_of
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable
 
 PROBE_S = 5.0
@@ -45,32 +44,17 @@ class PromptFailedError(Exception):
 class PartialCompletion:
     """A completion of which some tokens are there."""
 
-    token_ids: list[NDArray[np.int32]] = field(default_factory=list)
-    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
-    versions: list[VersionSpan] = field(default_factory=list)
-    reason: str = "abort"
-    """Why it ended; ``abort`` as long as it has not."""
+    parts: list[Completion] = field(default_factory=list)
+    """As servers gave them, in order."""
+    ended: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for part in self.parts for token in part.token_ids.tolist()]
 
     @property
     def length(self) -> int:
-        return sum(span.count for span in self.versions)
-
-    def add(self, result: GenerateResult, versions: Sequence[VersionSpan]) -> None:
-        self.token_ids.append(result.token_ids)
-        self.logprobs.append(result.logprobs)
-        for span in versions:
-            if self.versions and self.versions[-1].version == span.version:
-                span = VersionSpan(span.version, self.versions.pop().count + span.count)
-            self.versions.append(span)
-        self.reason = result.reason
-
-    def completion(self) -> Completion:
-        return Completion(
-            token_ids=np.concatenate(self.token_ids),
-            logprobs=np.concatenate(self.logprobs),
-            versions=tuple(self.versions),
-            finish_reason="stop" if self.reason == "stop" else "length",
-        )
+        return sum(len(part.token_ids) for part in self.parts)
 
 
 class Batch:
@@ -96,8 +80,8 @@ class Batch:
         """Until it is finished or has failed, for so long at most."""
         self._over.wait(seconds)
 
-    def groups(self) -> Groups:
-        return [tuple(sample.completion() for sample in group) for group in self.samples]
+    def groups(self) -> Completions:
+        return [tuple(joined(sample.parts) for sample in group) for group in self.samples]
 
     def one_finished(self) -> None:
         self.finished += 1
@@ -118,7 +102,7 @@ class Dispatcher:
         max_in_flight: prompts under way at one server.
         request_timeout_s: how long one of them may take there.
         attempts: how often a prompt is asked before the batch fails.
-        custom: has conversations in place of single requests.
+        conversations: has conversations in place of single requests.
     """
 
     def __init__(
@@ -130,12 +114,12 @@ class Dispatcher:
         max_in_flight: int,
         request_timeout_s: float,
         attempts: int,
-        custom: CustomGenerate | None = None,
+        conversations: Conversations | None = None,
     ) -> None:
-        self._custom = custom
+        self._conversations = conversations
         self._http, self._read_version, self._first = http, read_version, first
         self._max_in_flight, self._timeout_s, self._attempts = max_in_flight, request_timeout_s, attempts
-        self._asked: dict[ServerClient, set[asyncio.Task[list[GenerateResult]]]] = {}
+        self._asked: dict[ServerClient, set[asyncio.Task[Sequence[GenerateResult | Completion]]]] = {}
         """Who serves, and what this rank has under way there."""
         self._failures = Counter[ServerClient]()
         """In a row."""
@@ -189,7 +173,7 @@ class Dispatcher:
         """See one prompt through."""
         prompt, attempt, last = batch.prompts[index], 0, ""
         failed: set[ServerClient] = set()
-        while open_samples := [sample for sample in batch.samples[index] if sample.reason == "abort"]:
+        while open_samples := [sample for sample in batch.samples[index] if not sample.ended]:
             if attempt >= self._attempts:
                 raise PromptFailedError(f"prompt {prompt.id} was asked {attempt} times, the last time {last}")
             fresh = [sample for sample in open_samples if not sample.length]
@@ -216,11 +200,15 @@ class Dispatcher:
             None, or why it has to be asked again.
         """
         client = await self._least_busy(failed)
-        if self._custom is not None:
-            answer = self._custom(client, batch.prompts[index], replace(batch.sampling, samples=len(samples)))
+        read_versions = partial(self._spans, client, batch.oldest)
+        answer: Coroutine[Any, Any, Sequence[GenerateResult | Completion]]
+        if self._conversations is not None:
+            sampling = replace(batch.sampling, samples=len(samples))
+            answer = self._conversations(client, batch.prompts[index], sampling, read_versions)
         else:
             answer = client.generate(self._request(batch, index, samples, attempt), timeout_s=self._timeout_s)
-        task, asked = asyncio.create_task(readable(client.url, answer)), self._asked[client]
+        asked = self._asked[client]
+        task: asyncio.Task[Sequence[GenerateResult | Completion]] = asyncio.create_task(readable(client.url, answer))
         asked.add(task)
         try:
             await asyncio.wait([task])
@@ -229,7 +217,7 @@ class Dispatcher:
             results = task.result()
             if len(results) != len(samples):
                 raise ServerError(client.url, f"gave {len(results)} samples, not {len(samples)}", alive=True)
-            spans = [self._spans(client, result, batch.oldest) for result in results]
+            parts = [r if isinstance(r, Completion) else completion_of(r, read_versions(r.versions)) for r in results]
         except ServerError as error:
             failed.add(client)
             if not isinstance(error, ConversationError):
@@ -240,31 +228,28 @@ class Dispatcher:
             asked.discard(task)
             self._wake()
         self._failures[client] = 0
-        for sample, result, span in zip(samples, results, spans, strict=True):
-            sample.add(result, span)
-            if sample.reason == "abort" and sample.length == batch.sampling.max_tokens:
-                sample.reason = "length"  # aborted after its last token
+        for sample, result, part in zip(samples, results, parts, strict=True):
+            sample.parts.append(part)
+            aborted = isinstance(result, GenerateResult) and result.reason == "abort"
+            sample.ended = not aborted or sample.length == batch.sampling.max_tokens
         return None
 
     def _request(self, batch: Batch, index: int, samples: Sequence[PartialCompletion], attempt: int) -> GenerateRequest:
         prompt, sampling = batch.prompts[index], batch.sampling
-        made = np.concatenate([np.empty(0, np.int32), *samples[0].token_ids])
-        which = batch.samples[index].index(samples[0])
-        # Not the seed of the part before: a generator that begins anew would repeat the luck of its first tokens.
-        luck = f"{sampling.seed}/{prompt.id}/{which}/{attempt}/{len(made)}"
-        digest = hashlib.blake2b(luck.encode(), digest_size=4).digest()
+        made, which = samples[0].token_ids, batch.samples[index].index(samples[0])
         return GenerateRequest(
-            token_ids=[*prompt.token_ids.tolist(), *made.tolist()],
+            token_ids=[*prompt.token_ids.tolist(), *made],
             samples=len(samples),
             max_tokens=sampling.max_tokens - len(made),
             temperature=sampling.temperature,
             stop_token_ids=sampling.stop_token_ids,
-            seed=int.from_bytes(digest, "little") >> 1,
+            # Not the seed of the part before: a generator that begins anew would repeat the luck of its first tokens.
+            seed=sampling.seed_at(prompt.id, which, attempt, len(made)),
         )
 
-    def _spans(self, client: ServerClient, result: GenerateResult, oldest: int) -> list[VersionSpan]:
+    def _spans(self, client: ServerClient, oldest: int, versions: Sequence[tuple[str, int]]) -> list[VersionSpan]:
         spans = []
-        for told, count in result.versions:
+        for told, count in versions:
             version = self._read_version(told)
             if version is None or version < oldest:
                 problem = f"generates with weights of version {told!r}, which this step must not use"

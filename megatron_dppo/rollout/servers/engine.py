@@ -18,9 +18,10 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import Groups, Sampling, WeightSource
+from megatron_dppo.rollout.engine import Completions, Sampling, WeightSource
 from megatron_dppo.rollout.servers.client import ServerClient
-from megatron_dppo.rollout.servers.custom import CustomGenerate
+from megatron_dppo.rollout.servers.conversations import Conversations
+from megatron_dppo.rollout.servers.custom import conversations_of
 from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher
 from megatron_dppo.rollout.servers.http import EXCHANGE_S, Http
 from megatron_dppo.rollout.servers.launch import SECRET
@@ -74,10 +75,9 @@ class ServerEngine:
         with ExitStack() as opened:
             self._http = Http()
             opened.callback(self._http.close)
-            custom = None
-            if rollout.custom_generate:
-                custom = world.together(lambda: CustomGenerate(config), what="import of rollout.custom_generate")
-                opened.callback(custom.close)
+            conversations = world.together(lambda: conversations_of(config), what="import of a conversation")
+            if conversations is not None:
+                opened.callback(conversations.close)
             self._pool: Pool | None = None
             if world.leads:
                 architecture, secret = shape.architecture, self.secret
@@ -88,7 +88,7 @@ class ServerEngine:
             transport = open_transport(config, world, self._http, shape, run=run, our_nccl=our_nccl)
             opened.callback(transport.close)
             self._sync = Sync(world, self._http, transport, rollout.sync.in_flight)
-            self._dispatcher = self._new_dispatcher(attempts=rollout.attempts, custom=custom)
+            self._dispatcher = self._new_dispatcher(attempts=rollout.attempts, conversations=conversations)
             self.servers = self._http.run_on_leader(world, lambda: self._leaders_pool.open())
             """Who serves."""
             self._opened = opened.pop_all()
@@ -106,7 +106,7 @@ class ServerEngine:
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
-    def finish(self, pending: Batch) -> Groups:
+    def finish(self, pending: Batch) -> Completions:
         """Wait until the prompts of all ranks are answered. Ranks exchange how far they are, at least once a second.
 
         Raises:
@@ -178,7 +178,7 @@ class ServerEngine:
     def health(self) -> str | None:
         return None if self.servers else "no rollout server is left"
 
-    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Groups]:
+    def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
         """A server that fails here is lost.
 
         Raises:
@@ -319,7 +319,7 @@ class ServerEngine:
             )
         return self._clients[server]
 
-    def _new_dispatcher(self, *, attempts: int, custom: CustomGenerate | None = None) -> Dispatcher:
+    def _new_dispatcher(self, *, attempts: int, conversations: Conversations | None = None) -> Dispatcher:
         rollout = self._config.rollout
         return Dispatcher(
             self._http,
@@ -328,7 +328,7 @@ class ServerEngine:
             max_in_flight=rollout.max_in_flight,
             request_timeout_s=rollout.request_timeout_s,
             attempts=attempts,
-            custom=custom,
+            conversations=conversations,
         )
 
     def _read_version(self, told: str) -> int | None:

@@ -67,6 +67,12 @@ def _check_custom(config: Config) -> None:
         problem = f"speaks to SGLang servers, and rollout.engine is {rollout.engine}"
         remedy = "Set rollout.engine=sglang, or leave it out"
         raise UserError("rollout.custom_generate", rollout.custom_generate, problem, remedy)
+    if rollout.conversation is not None and rollout.engine == "local":
+        problem = "speaks to servers, and rollout.engine is local: it generates many completions in one go"
+        raise UserError("rollout.conversation", rollout.conversation, problem, "Set rollout.engine=sglang or vllm")
+    if rollout.conversation is not None and rollout.custom_generate is not None:
+        problem = f"and rollout.custom_generate = {rollout.custom_generate} both have the conversations"
+        raise UserError("rollout.conversation", rollout.conversation, problem, "Leave one of the two out")
 
 
 def _check_local(config: Config) -> None:

@@ -1,0 +1,186 @@
+"""Conversations: completions in several turns, with tools or an environment between the turns.
+
+``rollout.conversation`` names a coroutine function. It is called once for each completion:
+
+    async def rollout(client: Client, prompt: Prompt) -> list[Turn]:
+        tokens = prompt.token_ids.tolist()
+        question = await client.generate(tokens)
+        told = client.tokenizer.encode(await my_tool(question))
+        answer = await client.generate([*tokens, *question.token_ids, *told])
+        return [question, told, answer]
+
+The completion is the three turns in a row. Its loss mask is True on the question and the answer, which the policy
+sampled, and False on what it was told.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+
+Turn = Completion | Sequence[int] | NDArray[np.integer]
+"""What the policy said, as :meth:`Client.generate` returned it; or token ids that it was given to read."""
+
+
+class Client(Protocol):
+    """What one conversation generates with: a server that holds the policy, and how the run samples."""
+
+    tokenizer: Any
+    """Hugging Face's, of the policy."""
+    max_tokens: int
+    """Of the response, with all its turns. What is longer is cut off, and counts as truncated."""
+
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
+        """Have the policy go on from ``token_ids``, at the run's temperature.
+
+        Args:
+            token_ids: the prompt's, and those of all turns so far.
+            max_tokens: of this turn; None: as many as are left of the response.
+            stop_token_ids: tokens that end this turn, besides those that end a response.
+
+        Returns:
+            The turn, with the token that ended it. It has no tokens where none are left of the response.
+        """
+        ...
+
+
+Generated = Sequence[tuple[Sequence[int], Completion]]
+"""The turns that a client has returned, each after the token ids that it was asked to go on from."""
+Conversation = Callable[[Client, Prompt], Awaitable[Completion | Sequence[Turn]]]
+"""A function of the user's. It returns the turns in their order, or a completion that it has put together itself."""
+
+
+class TryAgainError(Exception):
+    """Raised by a conversation that came to nothing, for example because a tool is down: its prompt is asked again."""
+
+
+class UnusableError(ValueError):
+    """A conversation returned what cannot be trained on. The text is to stand after "it"."""
+
+
+def joined(turns: Iterable[Turn]) -> Completion:
+    """One completion of several turns. It ends as the last of the policy's turns did.
+
+    Tokens that the policy was given count as the version of the turn after them, or of the last turn.
+    """
+    parts: list[Completion] = []
+    spans: list[VersionSpan] = []
+    waiting = 0
+    finish_reason: Literal["stop", "length"] = "length"
+    for turn in turns:
+        if isinstance(turn, Completion):
+            parts.append(turn)
+            finish_reason = turn.finish_reason
+            for span in turn.versions:
+                _extend(spans, VersionSpan(span.version, span.count + waiting))
+                waiting = 0
+        else:
+            parts.append(_given(turn))
+            waiting += len(turn)
+    if waiting and spans:
+        _extend(spans, VersionSpan(spans[-1].version, waiting))
+    return Completion(
+        token_ids=np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in parts)]),
+        logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
+        loss_mask=np.concatenate([np.empty(0, bool), *(part.loss_mask for part in parts)]),
+        versions=tuple(spans),
+        finish_reason=finish_reason,
+    )
+
+
+def completed(returned: Completion | Sequence[Turn], prompt: Prompt, generated: Generated, limit: int) -> Completion:
+    """The completion of a conversation, cut off at ``limit`` tokens.
+
+    Args:
+        returned: by the user's function.
+        prompt: of the conversation.
+        generated: by its client.
+        limit: tokens of a response.
+
+    Raises:
+        UnusableError: it cannot be trained on.
+    """
+    if not isinstance(returned, Completion):
+        if not isinstance(returned, Sequence):
+            raise UnusableError(f"returned a {type(returned).__name__}, neither a list of turns nor a completion")
+        _check_contexts(returned, prompt, generated)
+        returned = joined(returned)
+    whole = replace(
+        returned,
+        token_ids=np.asarray(returned.token_ids, np.int32),
+        logprobs=np.asarray(returned.logprobs, np.float32),
+        loss_mask=np.asarray(returned.loss_mask, bool),
+    )
+    _check(whole, limit)
+    return _cut(whole, limit)
+
+
+def _check_contexts(turns: Sequence[Turn], prompt: Prompt, generated: Generated) -> None:
+    """The log-probabilities of a turn hold after the tokens that it was generated from, and after no others."""
+    contexts = {id(turn): context for context, turn in generated}
+    before = prompt.token_ids.tolist()
+    for number, turn in enumerate(turns):
+        if isinstance(turn, Completion):
+            if id(turn) not in contexts:
+                raise UnusableError(f"returned as turn {number} a completion that this conversation has not generated")
+            if contexts[id(turn)] != before:
+                problem = f"returned a turn {number} that was generated after other tokens than stand before it"
+                raise UnusableError(problem)
+            turn = turn.token_ids
+        try:
+            before = [*before, *(operator.index(token) for token in turn)]
+        except (TypeError, ValueError):
+            raise UnusableError(f"returned a turn {number} that is no list of token ids") from None
+
+
+def _check(completion: Completion, limit: int) -> None:
+    length = len(completion.token_ids)
+    for name in ("logprobs", "loss_mask"):
+        if len(values := getattr(completion, name)) != length:
+            raise UnusableError(f"returned {len(values)} of {name} for a response of {length} tokens")
+    if not completion.loss_mask[:limit].any():
+        raise UnusableError("returned a response none of whose tokens the policy sampled")
+    if not np.isfinite(completion.logprobs[completion.loss_mask]).all():
+        raise UnusableError("returned log-probabilities of sampled tokens that are not finite")
+    if (count := sum(span.count for span in completion.versions)) != length:
+        raise UnusableError(f"returned the versions of {count} tokens for a response of {length}")
+
+
+def _cut(completion: Completion, limit: int) -> Completion:
+    if len(completion.token_ids) <= limit:
+        return completion
+    spans: list[VersionSpan] = []
+    left = limit
+    for span in completion.versions:
+        if left > 0:
+            spans.append(VersionSpan(span.version, min(span.count, left)))
+            left -= span.count
+    return Completion(
+        token_ids=completion.token_ids[:limit],
+        logprobs=completion.logprobs[:limit],
+        loss_mask=completion.loss_mask[:limit],
+        versions=tuple(spans),
+        finish_reason="length",
+    )
+
+
+def _given(token_ids: Sequence[int] | NDArray[np.integer]) -> Completion:
+    """Tokens that the policy reads, as a part of a completion."""
+    length = len(token_ids)
+    return Completion(np.array(token_ids, np.int32), np.zeros(length, np.float32), np.zeros(length, bool), (), "length")
+
+
+def _extend(spans: list[VersionSpan], span: VersionSpan) -> None:
+    """Add a span; two in a row of the same version become one."""
+    if spans and spans[-1].version == span.version:
+        span = VersionSpan(span.version, spans.pop().count + span.count)
+    spans.append(span)

@@ -1,0 +1,222 @@
+"""Conversations with servers: each has one server for all of its turns.
+
+The user's functions run in a thread of their own, so that what they do between their requests holds up nobody's
+heartbeat. Requests go out in the HTTP thread. Where a server breaks off, another one is asked for the whole prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rollout.conversation import TryAgainError, Turn, UnusableError, completed, joined
+from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
+from megatron_dppo.rollout.servers.http import Http, ServerError, readable
+
+T = TypeVar("T")
+AGAIN_S = 0.3
+"""Before a server that aborted a turn, perhaps because it is paused, is asked to go on with it."""
+
+ReadVersions = Callable[[Sequence[tuple[str, int]]], list[VersionSpan]]
+"""A run's own versions, from those that a server tells. It raises :class:`ServerError` where the step must not use
+them. In the HTTP thread."""
+
+
+class ConversationError(ServerError):
+    """A conversation came to nothing, by no fault of the server that it was with: it may be tried again."""
+
+
+def completion_of(result: GenerateResult, versions: Sequence[VersionSpan]) -> Completion:
+    """A server's continuation, all of whose tokens the policy sampled."""
+    sampled = np.ones(len(result.token_ids), bool)
+    reason: Literal["stop", "length"] = "stop" if result.reason == "stop" else "length"
+    return Completion(result.token_ids, result.logprobs, sampled, tuple(versions), reason)
+
+
+class ConversationClient:
+    """See :class:`~megatron_dppo.rollout.conversation.Client`. Everything public is for the conversations' thread.
+
+    Args:
+        server: that has the conversation.
+        tokenizer: of the policy.
+        prompt: of the conversation.
+        sampling: of the run.
+        number: of the completion among those of its prompt.
+        read_versions: see :data:`ReadVersions`.
+        timeout_s: how long one request may take.
+    """
+
+    def __init__(
+        self,
+        server: ServerClient,
+        tokenizer: Any,
+        prompt: Prompt,
+        sampling: Sampling,
+        number: int,
+        read_versions: ReadVersions,
+        timeout_s: float,
+    ) -> None:
+        self.server, self.tokenizer, self.sampling, self.number = server, tokenizer, sampling, number
+        self.max_tokens = sampling.max_tokens
+        self._prompt, self._read_versions, self._timeout_s = prompt, read_versions, timeout_s
+        self.generated: list[tuple[list[int], Completion]] = []
+        """Every turn, after the token ids that it was generated from."""
+        self.told: list[str] = []
+        """Versions of the weights that answered :meth:`post`, as the server told them."""
+
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
+        context = [int(token) for token in token_ids]
+        left = len(self._prompt.token_ids) + self.max_tokens - len(context)
+        stops = (*self.sampling.stop_token_ids, *stop_token_ids)
+        turn = await self._in_http(self._turn(context, left if max_tokens is None else min(left, max_tokens), stops))
+        self.generated.append((context, turn))
+        return turn
+
+    async def post(self, url: str, payload: Mapping[str, Any]) -> Any:
+        """A request in the words of the server, or of another host: what it answers, read as JSON.
+
+        Raises:
+            ServerError: the server failed.
+            ConversationError: another host did.
+        """
+        return await self._in_http(self._post(url, payload))
+
+    async def version(self) -> str:
+        """Of the server's weights, now, as it tells it."""
+        return await self._in_http(self.server.version())
+
+    async def read_versions(self, told: Sequence[tuple[str, int]]) -> list[VersionSpan]:
+        async def read() -> list[VersionSpan]:
+            return self._read_versions(told)
+
+        return await self._in_http(read())
+
+    async def _in_http(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(self.server.http.start(work))
+
+    async def _turn(self, context: list[int], max_tokens: int, stops: Sequence[int]) -> Completion:
+        """One turn; what the server aborts, it is asked to go on with."""
+        parts: list[Completion] = []
+        made: list[int] = []
+        while len(made) < max_tokens:
+            place = (self._prompt.id, self.number, len(self.generated), len(made))
+            request = GenerateRequest(
+                token_ids=[*context, *made],
+                samples=1,
+                max_tokens=max_tokens - len(made),
+                temperature=self.sampling.temperature,
+                stop_token_ids=stops,
+                seed=self.sampling.seed_at(*place),
+            )
+            result = await readable(self.server.url, self._result(request))
+            parts.append(completion_of(result, self._read_versions(result.versions)))
+            made += result.token_ids.tolist()
+            if result.reason != "abort":
+                break
+            await asyncio.sleep(AGAIN_S)
+        return joined(parts)
+
+    async def _result(self, request: GenerateRequest) -> GenerateResult:
+        (result,) = await self.server.generate(request, timeout_s=self._timeout_s)
+        return result
+
+    async def _post(self, url: str, payload: Mapping[str, Any]) -> Any:
+        server, parts = self.server, urlsplit(url)
+        base, path = f"{parts.scheme}://{parts.netloc}", url.partition(parts.netloc)[2]
+        if _host(url) != _host(server.url):
+            try:
+                return await server.http.call("POST", base, path, body=payload, timeout_s=self._timeout_s)
+            except ServerError as error:
+                raise ConversationError(error.url, error.problem, alive=error.alive) from None
+        answer = await server.post(path, payload, timeout_s=self._timeout_s)
+        for each in answer if isinstance(answer, list) else [answer]:
+            if isinstance(each, Mapping) and "weight_version" in (each.get("meta_info") or {}):
+                self.told.append(str(each["meta_info"]["weight_version"]))
+        return answer
+
+
+Function = Callable[[ConversationClient, Prompt], Awaitable[Completion | Sequence[Turn]]]
+
+
+class Conversations:
+    """Asks one server for the completions of a prompt, through a user's function.
+
+    Args:
+        setting: that names the function.
+        spec: its value.
+        function: has one conversation.
+        remedy: what to do where it returns what cannot be trained on.
+        tokenizer: of the policy.
+        timeout_s: how long the conversations of one prompt may take.
+    """
+
+    def __init__(
+        self, setting: str, spec: str, function: Function, *, remedy: str, tokenizer: Any, timeout_s: float
+    ) -> None:
+        self._setting, self._spec, self._function, self._remedy = setting, spec, function, remedy
+        self._tokenizer, self._timeout_s = tokenizer, timeout_s
+        self._thread = Http()
+
+    def close(self) -> None:
+        self._thread.close()
+
+    async def __call__(
+        self, server: ServerClient, prompt: Prompt, sampling: Sampling, read_versions: ReadVersions
+    ) -> list[Completion]:
+        """``sampling.samples`` completions from one server. In the HTTP thread.
+
+        Raises:
+            ServerError: the server failed.
+            ConversationError: the function gave one of them up, or took too long, or a host that it asks failed it.
+            UserError: the function raised, or returned what cannot be trained on.
+        """
+        clients = [
+            ConversationClient(server, self._tokenizer, prompt, sampling, number, read_versions, self._timeout_s)
+            for number in range(sampling.samples)
+        ]
+        future = self._thread.start(self._converse(clients, prompt))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
+        except TimeoutError:
+            problem = f"was spoken to by {self._spec} for {self._timeout_s:g} s, with no completion in the end"
+            raise ConversationError(server.url, problem, alive=True) from None
+
+    async def _converse(self, clients: Sequence[ConversationClient], prompt: Prompt) -> list[Completion]:
+        one = [asyncio.create_task(self._one(client, prompt)) for client in clients]
+        try:
+            return list(await asyncio.gather(*one))
+        finally:
+            for task in one:
+                task.cancel()
+
+    async def _one(self, client: ConversationClient, prompt: Prompt) -> Completion:
+        own = replace(prompt, label=copy.deepcopy(prompt.label), extra=copy.deepcopy(dict(prompt.extra)))
+        try:
+            returned = await self._function(client, own)
+            return completed(returned, prompt, client.generated, client.max_tokens)
+        except (ServerError, UserError):
+            raise
+        except TryAgainError as error:
+            raise ConversationError(client.server.url, f"was given up by {self._spec}: {error}", alive=True) from None
+        except UnusableError as error:
+            raise UserError(self._setting, self._spec, f"for prompt {prompt.id} it {error}", self._remedy) from None
+        except Exception as error:
+            problem = f"raised for prompt {prompt.id}:\n{traceback.format_exc(limit=-4)}"
+            raise UserError(self._setting, self._spec, problem, "Mend it") from error
+
+
+def _host(url: str) -> tuple[str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.hostname, parts.port

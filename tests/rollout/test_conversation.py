@@ -1,0 +1,148 @@
+"""A conversation's turns become one completion, of which the policy is trained on what it sampled and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rollout.conversation import Turn, UnusableError, completed, joined
+from tests.docs.documents import blocks
+
+PROMPT = Prompt(0, np.array([7, 8], np.int32), "", "")
+STOP = 99
+
+
+def turn(*tokens: int, version: int = 3) -> Completion:
+    """What the policy said; it has stopped if it says so."""
+    ids = np.array(tokens, np.int32)
+    reason = "stop" if tokens and tokens[-1] == STOP else "length"
+    return Completion(
+        ids, -ids.astype(np.float32) / 100, np.ones(len(ids), bool), (VersionSpan(version, len(ids)),), reason
+    )
+
+
+def finished(turns: Sequence[Turn], *, limit: int = 20) -> Completion:
+    """The completion of turns that were each generated after all that stands before them."""
+    before, after = [7, 8], []
+    for each in turns:
+        if isinstance(each, Completion):
+            after.append((list(before), each))
+        before += list(each.token_ids if isinstance(each, Completion) else each)
+    return completed(turns, PROMPT, after, limit)
+
+
+def test_what_was_generated_is_trained_on_and_what_was_told_is_read() -> None:
+    completion = finished([turn(1, 2), [5, 6, 5], np.array([4]), turn(3, STOP)])
+    assert completion.token_ids.tolist() == [1, 2, 5, 6, 5, 4, 3, STOP]
+    assert completion.loss_mask.tolist() == [True, True, False, False, False, False, True, True]
+    np.testing.assert_allclose(completion.logprobs[completion.loss_mask], [-0.01, -0.02, -0.03, -0.99])
+    assert (completion.versions, completion.finish_reason) == ((VersionSpan(3, 8),), "stop")
+    types = completion.token_ids.dtype, completion.logprobs.dtype, completion.loss_mask.dtype
+    assert types == (np.int32, np.float32, bool)
+
+
+def test_versions_cover_every_token_and_a_completion_is_as_old_as_its_first_turn() -> None:
+    completion = finished([[5], turn(1, 2), [6, 6], turn(3, version=4), [5]])
+    assert completion.versions == (VersionSpan(3, 3), VersionSpan(4, 4))
+    assert completion.oldest_version == 3
+
+
+@pytest.mark.parametrize(
+    ("turns", "reason"),
+    [
+        ([turn(1), [5], turn(2)], "length"),
+        ([turn(1), turn(2, STOP)], "stop"),
+        ([turn(1, STOP), [5]], "stop"),
+        ([turn(1, STOP), [5], joined([])], "length"),  # nothing was left of the response
+    ],
+)
+def test_a_response_ends_as_the_last_turn_of_the_policy_did(turns: list[Turn], reason: str) -> None:
+    assert finished(turns).finish_reason == reason
+
+
+def test_a_response_is_cut_off_at_its_limit_and_counts_as_truncated() -> None:
+    completion = finished([turn(1, STOP), [5, 6, 7], turn(2, STOP, version=4)], limit=4)
+    assert completion.token_ids.tolist() == [1, STOP, 5, 6]
+    assert len(completion.logprobs) == len(completion.loss_mask) == 4
+    assert (completion.versions, completion.finish_reason) == ((VersionSpan(3, 2), VersionSpan(4, 2)), "length")
+
+
+SAID = turn(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("turns", "generated", "words"),
+    [
+        ([[5], SAID], [([7, 8], SAID)], "turn 1 that was generated after other tokens"),
+        ([SAID], [([7], SAID)], "turn 0 that was generated after other tokens"),
+        ([turn(1, 2)], [([7, 8], SAID)], "turn 0 a completion that this conversation has not generated"),
+        ([SAID, "73"], [([7, 8], SAID)], "turn 1 that is no list of token ids"),
+        ([SAID, 7], [([7, 8], SAID)], "turn 1 that is no list of token ids"),
+        ([[5, 6]], [], "none of whose tokens the policy sampled"),
+        ([], [], "none of whose tokens the policy sampled"),
+        (None, [], "returned a NoneType"),
+    ],
+)
+def test_turns_whose_log_probabilities_would_not_hold_are_refused(turns: Any, generated: list, words: str) -> None:
+    with pytest.raises(UnusableError, match=words):
+        completed(turns, PROMPT, generated, 20)
+
+
+def test_a_completion_of_the_functions_own_is_taken_if_it_can_be_trained_on() -> None:
+    mask = np.array([True, False])
+    own = Completion(np.array([1, 2]), np.array([-1, np.nan]), mask, SAID.versions, "stop")
+    taken = completed(own, PROMPT, [], 20)
+    assert (taken.token_ids.tolist(), taken.loss_mask.tolist()) == ([1, 2], [True, False])
+    assert (taken.token_ids.dtype, taken.logprobs.dtype) == (np.int32, np.float32), "as ranks send them to each other"
+    for wrong, words in (
+        ({"loss_mask": np.ones(2, bool)}, "log-probabilities of sampled tokens that are not finite"),
+        ({"loss_mask": np.ones(3, bool)}, "3 of loss_mask for a response of 2 tokens"),
+        ({"logprobs": np.zeros(1, np.float32)}, "1 of logprobs for a response of 2 tokens"),
+        ({"versions": ()}, "versions of 0 tokens for a response of 2"),
+    ):
+        fields = {name: getattr(own, name) for name in Completion.__slots__} | wrong
+        with pytest.raises(UnusableError, match=words):
+            completed(Completion(**fields), PROMPT, [], 20)
+
+
+class ScriptedClient:
+    """Says one text after the other, each up to the first token that is to end it."""
+
+    max_tokens = 30
+
+    def __init__(self, tokenizer: Any, *texts: str) -> None:
+        self.tokenizer, self._texts = tokenizer, list(texts)
+        self.generated: list[tuple[list[int], Completion]] = []
+
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids=()
+    ) -> Completion:
+        said = turn(*self.tokenizer.encode(self._texts.pop(0)), STOP)
+        cut = [i + 1 for i, token in enumerate(said.token_ids) if token in stop_token_ids]
+        said = turn(*said.token_ids[: cut[0]]) if cut else said
+        self.generated.append((list(token_ids), said))
+        return said
+
+
+def test_the_worked_example_of_the_recipe_reads_what_the_calculator_says(tmp_path: Path) -> None:
+    (block,) = [block for block in blocks("docs/recipes/conversation.md") if block.title == "my_agent.py"]
+    scope: dict[str, Any] = {}
+    exec(block.text, scope)
+    write_tokenizer(character_tokenizer(), tmp_path, max_tokens=512)
+    tokenizer: Any = load_tokenizer(tmp_path)
+    prompt = Prompt(0, np.array(tokenizer.encode("7+8+1="), np.int32), "", "")
+    client = ScriptedClient(tokenizer, "7+8=x", " 15+1=x", "a=x", " #16")
+    completion = completed(asyncio.run(scope["rollout"](client, prompt)), prompt, client.generated, client.max_tokens)
+    ended = completion.token_ids.tolist().index(STOP)
+    assert tokenizer.decode(completion.token_ids[:ended]) == "7+8=15 15+1=16a= #16"
+    told = np.flatnonzero(~completion.loss_mask).tolist()
+    assert told == [4, 5, 12, 13], "15 and 16; nothing is said where no sum stands before the sign"
+    assert completion.finish_reason == "stop"
