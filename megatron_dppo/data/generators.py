@@ -88,8 +88,8 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
     wanted = config.problems + config.eval_problems
     left = {length: config.max_operand**length for length in lengths}
     if (most := sum(left.values())) < wanted:
-        sums = f"sums of {config.min_terms} to {config.max_terms} numbers up to {config.max_operand}"
-        problem = f"with {config.eval_problems} held-out ones more than the {most} distinct {sums}"
+        of = f"sums of {config.min_terms} to {config.max_terms} numbers up to {config.max_operand}"
+        problem = f"with {config.eval_problems} held-out ones more than the {most} distinct {of}"
         remedy = "Lower problems or eval_problems, or raise max_operand or max_terms"
         raise UserError("data.arithmetic.problems", config.problems, problem, remedy)
     draw = random.Random(config.seed)

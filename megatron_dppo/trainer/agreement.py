@@ -7,7 +7,7 @@ further. Needs no torch to be imported: a report reads the limits.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -191,11 +191,15 @@ def check_agreement(
             when=f"after the sync to version {version}",
             difference=mean,
             error=error,
-            compared=partial(by_server.get, server, []),
+            compared=partial(_of_server, by_server, server),
             name=f"sync_{version:07d}",
         )
     means, largest, _ = zip(*worst.values(), strict=True)
     return {"rollout/agreement_mean_diff": max(means), "rollout/agreement_max_diff": max(largest)}
+
+
+def _of_server(by_server: Mapping[str, list[Compared]], server: str) -> list[Compared]:
+    return by_server.get(server, [])
 
 
 def _answers(

@@ -313,7 +313,7 @@ def _one_interval(text: str) -> tuple[list[Interval], str | None] | None:
     return [Interval(low, found.opening == "[", high, found.closing == "]")], found.unknown
 
 
-def _points(text: str) -> list[End] | None:
+def _points(text: str) -> list[Fraction] | None:
     whole = enclosed(text.strip())
     if whole is None or whole[0] != OPEN_SET:
         return None
