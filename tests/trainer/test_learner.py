@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from megatron_dppo.trainer.disagreement import check_disagreement
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import learning_rate
+from megatron_dppo.trainer.agreement import check_disagreement
 from megatron_dppo.trainer.learner import Learned
 from tests.policies import write_policy
 from tests.ranks import RankPool
