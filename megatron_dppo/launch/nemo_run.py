@@ -1,7 +1,7 @@
 """``megatron-dppo launch CONFIG``: a run as a NeMo-Run experiment, on this machine or on Slurm.
 
-On Slurm the job is ``scripts/slurm/job.sh``, as it is under ``sbatch``: NeMo-Run asks for the machines, submits it, and
-keeps its log.
+On Slurm the job is ``job.sh`` beside this file, as it is under ``sbatch``: NeMo-Run asks for the machines, submits it,
+and keeps its log.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers.launch import gpus_to_reserve
 
-JOB = Path(__file__).parents[2] / "scripts" / "slurm" / "job.sh"
+JOB = Path(__file__).with_name("job.sh")
 EXEC_JOB = """
 # The job is this script. It starts its own steps, and ends the job: nothing below this line is reached.
 unset SLURM_UNBUFFEREDIO  # with it, words of several ranks stand in one line
@@ -44,7 +44,7 @@ def launch(
         0 if it succeeded, or was submitted; 1 else, and the log says why.
 
     Raises:
-        UserError: NeMo-Run, Slurm or the job script is not there.
+        UserError: NeMo-Run or Slurm is not there.
     """
     run = _nemo_run()
     on_slurm = executor == "slurm"
@@ -76,8 +76,6 @@ def _states_at_the_end(experiment: Any) -> set[str]:
 
 
 def _add_to_slurm(run: Any, experiment: Any, config: Config, words: Sequence[str]) -> None:
-    if not JOB.is_file():
-        raise UserError("launch", JOB, "is not there", "Launch from a checkout: pip install -e . in its root")
     cluster = config.cluster
     # The job script takes its first word for the file.
     words = sorted(words, key=lambda word: "=" in word and not Path(word).is_file())

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.launch.nemo_run import JOB
 from tests.runs import rows
 from tests.slurm.cluster import Cluster, wait_for
-from tests.slurm.jobs import ENDED, ROOT, SCRIPTS, WAIT_S, Job, Submitter, one_sglang_server
+from tests.slurm.jobs import ENDED, ROOT, WAIT_S, Job, Submitter, one_sglang_server
 
 pytestmark = pytest.mark.slurm
 
@@ -54,7 +55,7 @@ def test_on_slurm_actors_train_with_a_server_on_a_node_of_its_own(submit: Submit
     job = submitted(submit.cluster, run)
     wait_for(lambda: job.field("JobState") in ENDED, WAIT_S, "end of the job")
     assert job.field("JobState") == "COMPLETED", job.text()
-    assert f"done: {run}: {STEPS} of {STEPS} steps are done" in job.text(), "it is the job of scripts/slurm/job.sh"
+    assert f"done: {run}: {STEPS} of {STEPS} steps are done" in job.text(), "it is the job of sbatch"
     assert len(rows(run)) == STEPS
     assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
     assert re.search("[0-9a-f]{48}", job.text()) is None, "the log holds the servers' secret"
@@ -86,7 +87,7 @@ def test_a_dry_run_prints_the_script_that_slurm_would_get(submit: Submitter, tmp
     assert lines.index("#SBATCH --ntasks-per-node=8") < lines.index("#SBATCH hetjob")
     assert lines.index("#SBATCH hetjob") < lines.index("#SBATCH --ntasks-per-node=1")
     assert {"#SBATCH --time=24:00:00", "#SBATCH --signal=B:USR1@600", "#SBATCH --open-mode=append"} <= set(lines)
-    assert lines.count(f"exec bash {SCRIPTS}/job.sh configs/qwen3_32b_dppo.yaml") == 1
+    assert lines.count(f"exec bash {JOB} configs/qwen3_32b_dppo.yaml") == 1
     assert not submit.cluster.call("squeue", "-h").stdout
 
 
