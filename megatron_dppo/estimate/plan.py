@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
+
+from pydantic_core import to_jsonable_python
 
 from megatron_dppo.config import Config, replace
 from megatron_dppo.errors import UserError
@@ -199,7 +201,7 @@ def _cost(setup: Setup, step: StepTime) -> Cost:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan, its settings and its assumptions as plain objects; memory in bytes."""
-    found = asdict(plan)
+    found = to_jsonable_python(plan)
     for part, memory in ((found["actor"], plan.actor), (found["server"]["memory"], plan.server.memory)):
         part |= {"total": memory.total, "fits": memory.fits}
     return found | {"speed_up": plan.speed_up}
