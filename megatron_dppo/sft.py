@@ -80,9 +80,7 @@ def _update(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], s
     tokens = sum(len(answer.response_ids) for answer in batch)
     rate, least = _rate(config, step), packs_wanted(config.pack.min_per_rank, config.layout.pp)
     packs = parts.pack([_row(a, tokens) for a in batch], replicas=parts.world.dp, min_per_rank=least)
-    result = parts.actor.update(
-        [Microbatch(pack) for _, pack in packs], _negative_log_likelihood, lr=_rate(config, step)
-    )
+    result = parts.actor.update([Microbatch(pack) for _, pack in packs], _negative_log_likelihood, lr=rate)
     return {
         "train/loss": result.sums["train/loss"],
         "train/entropy_loss": result.sums["entropy"] / tokens,
