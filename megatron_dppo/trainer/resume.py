@@ -22,7 +22,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,7 +80,7 @@ class Change:
 
 def flat(config: Config) -> dict[str, Any]:
     """Every setting by its dotted key, as JSON has it."""
-    return dict(json.loads(json.dumps({key: attrgetter(key)(config) for key in settings()})))
+    return dict(json.loads(json.dumps(dict(config.leaves()))))
 
 
 def read_history(folder: Path) -> list[Entry]:
