@@ -6,9 +6,9 @@
 # One srun step trains, a rank for each task of the job or of its first heterogeneous component; another one runs a
 # rollout server for each task of the second component, if there is one. From the environment that submits:
 #
-#   PYTHON            what has the trainer's packages (default: .venv of this checkout, or python3)
+#   PYTHON            what has the trainer's packages (default: .venv where the job runs, or python3)
 #   CONTAINER         image in which all steps run (Pyxis); SERVER_CONTAINER: another one for the servers
-#   CONTAINER_MOUNTS  what containers see besides this checkout, as /from:/to,/from:/to
+#   CONTAINER_MOUNTS  what containers see besides the folder where the job runs, as /from:/to,/from:/to
 #
 # Exit codes: 0 done; 2 the user's to mend; 1 a crash; 75 saved, to be submitted again; 128+n ended by signal n.
 set -uo pipefail
