@@ -62,7 +62,7 @@ def _elements(shape: PolicyShape, stage: int, stages: int, tp: int, *, padded: b
     """One layer and one expert are counted and multiplied, because a mixture has thousands of entries."""
     thin = replace(shape, num_layers=stages, experts=min(shape.experts, 1))
     outside = layer = 0
-    for entry in entries(thin, stage, stages):
+    for entry in entries(thin, [range(stage, stage + 1)]):
         entry = replace(entry, shape=shape)
         size = prod(entry.shard_shape(tp)) if padded else entry.elements
         outside += size if entry.layer is None else 0

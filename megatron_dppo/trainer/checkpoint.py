@@ -37,7 +37,7 @@ from megatron_dppo.bridge.checkpoint_folder import (
 )
 from megatron_dppo.bridge.checksums import Block, Checksums
 from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer
-from megatron_dppo.bridge.load import check_policy, read_sharded, sharding
+from megatron_dppo.bridge.load import check_policy, load_model_state, model_state, read_sharded, sharding
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
@@ -103,7 +103,7 @@ class Checkpoints:
         self._world.from_leader(lambda: self._make_room(partial, self.path(step), needed))
         with self._disk_errors(needed):
             state = _sharded_state(actor, self._writer, loading=False)
-            limit_s = 0.9 * self._world.training_timeout_s
+            limit_s = 0.9 * self._world.layout.timeout_s
             shards = ShardWriter(state, partial, background=self._background, durable=self._durable, limit_s=limit_s)
             if write_more is not None:
                 self._world.together(lambda: write_more(partial), what="part of the checkpoint")
@@ -144,13 +144,13 @@ class Checkpoints:
         if place is None:
             return None
         trainer_state, written = self._world.from_leader(lambda: read_state(place, self._writer))
-        self._world.from_leader(lambda: check_policy(place, actor.bare.shape, "run.dir"))
+        self._world.from_leader(lambda: check_policy(place, actor.shape, "run.dir"))
         self._world.together(lambda: self._check(place), what="check of a checkpoint")
         state = _sharded_state(actor, written, loading=True)
         state = read_sharded(state, place, "run.dir", self._world)
         if written.optimizer == "plain":
             _restore_step(state["optimizer"])
-        actor.bare.load_state_dict(state["model"])
+        load_model_state(actor.chunks, state)
         settings = [{**group} for group in actor.optimizer.param_groups]
         actor.optimizer.load_state_dict(state["optimizer"])
         actor.offload()  # moments that were loaded into tensors of their own
@@ -258,11 +258,8 @@ def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, 
     }
     if writer.optimizer != "plain":
         metadata["distrib_optim_sharding_type"] = writer.optimizer
-    model = actor.bare.sharded_state_dict(metadata=metadata)
-    return {
-        "model": model,
-        "optimizer": actor.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=metadata),
-    }
+    model = model_state(actor.chunks, metadata)
+    return model | {"optimizer": actor.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)}
 
 
 def _restore_step(optimizer: dict[str, Any]) -> None:
@@ -277,8 +274,9 @@ def _restore_step(optimizer: dict[str, Any]) -> None:
 
 def _bytes(actor: Actor, world: World) -> int:
     """An upper estimate of a checkpoint, taken on the leader: its shard, with fp32 master weights and two moments."""
-    shard = sum(parameter.numel() * (parameter.element_size() + 12) for parameter in actor.bare.parameters())
-    return shard * world.tp * world.pp * 5 // 4 + 2**20  # names, offsets and the trainer's state come on top
+    shard = sum(parameter.numel() * (parameter.element_size() + 12) for parameter in actor.parameters())
+    copy = shard * world.copy_size * world.layout.pp
+    return copy * 5 // 4 + 2**20  # names, offsets and the trainer's state come on top
 
 
 def _disk_error(folder: Path, error: object) -> UserError:

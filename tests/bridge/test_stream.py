@@ -136,7 +136,7 @@ def test_stages_may_have_more_buckets_than_others(ranks: RankPool, tmp_path: Pat
 @pytest.mark.parametrize("most_bytes", [1, 3000, 20000, 10**9])
 def test_planned_buckets_are_as_full_as_the_order_allows(most_bytes: int) -> None:
     shape = PolicyShape(4, 12, 8, 4, 6, 16, 131, False, 1e6, 1e-6, 128)
-    buckets = plan_buckets(shape, [0], tp=1, pp=1, most_bytes=most_bytes, dtype=torch.float32)
+    buckets = plan_buckets(shape, [0], LayoutConfig(), most_bytes=most_bytes, dtype=torch.float32)
     assert [item.entry for bucket in buckets for item in bucket] == list(entries(shape))
     sizes = [[4 * item.entry.elements for item in bucket] for bucket in buckets]
     assert all(sum(bucket) <= most_bytes or len(bucket) == 1 for bucket in sizes)
@@ -145,7 +145,7 @@ def test_planned_buckets_are_as_full_as_the_order_allows(most_bytes: int) -> Non
 
 def test_the_stages_share_every_bucket() -> None:
     shape = PolicyShape(8, 12, 8, 4, 6, 16, 131, False, 1e6, 1e-6, 128)
-    buckets = plan_buckets(shape, [0, 1], tp=1, pp=2, most_bytes=10_000, dtype=torch.float32)
+    buckets = plan_buckets(shape, [0, 1], LayoutConfig(pp=2), most_bytes=10_000, dtype=torch.float32)
     assert len(buckets) >= 6
     for bucket in buckets:
         of_stage = [4 * sum(item.entry.elements for item in bucket if item.stage == stage) for stage in (0, 1)]
@@ -236,7 +236,7 @@ def elements_sent(rank: int, size: int, path: Path, layout: LayoutConfig) -> tup
         with sends_seen_by(count):
             for _ in weight_stream(model, shape, world, to=to):
                 pass
-    return sum(parameter.numel() for parameter in model.parameters()), sent
+    return sum(parameter.numel() for chunk in model for parameter in chunk.parameters()), sent
 
 
 def test_a_consumer_is_sent_what_it_does_not_have_and_nothing_twice(ranks: RankPool, tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_replicas_do_not_speak_to_one_another(ranks: RankPool, tmp_path: Path, l
 
 def views_of_parameters(rank: int, size: int, path: Path) -> dict[str, bool]:
     model, shape, world = loaded_policy(path, LayoutConfig())
-    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages = {parameter.untyped_storage().data_ptr() for chunk in model for parameter in chunk.parameters()}
     return {
         name: tensor.untyped_storage().data_ptr() in storages
         for bucket in weight_stream(model, shape, world)

@@ -44,7 +44,8 @@ def learned(rank: int, size: int, config: Config) -> tuple[dict[str, float], Wei
     for step, tokens in enumerate((32, 64, 32)):
         plan = plan_for(world, replace(config, pack=replace(config.pack, max_tokens=tokens)), metadata)
         metrics = learner.learn(plan, held_by(rank, metadata, groups), step=step + 1, version=0).metrics
-    return metrics, weights_of(policy, world), sum(len(group.buckets) for group in policy.actor.module.bucket_groups)
+    (ddp,) = policy.actor.modules
+    return metrics, weights_of(policy, world), sum(len(group.buckets) for group in ddp.bucket_groups)
 
 
 LAYOUTS = {
@@ -75,7 +76,7 @@ def learned_between_servers(rank: int, size: int, config: Config) -> tuple[dict[
     held: list[int] = []
 
     def release(policy: PolicyParts) -> None:
-        ddp = policy.actor.module
+        (ddp,) = policy.actor.modules
         held.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in ddp.buffers))
         policy.actor.release_memory()
         held.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in ddp.buffers))
@@ -114,15 +115,15 @@ def test_a_step_whose_gradients_were_given_back_before_it_is_the_same_bit_by_bit
 def learned_with_reference(rank: int, size: int, config: Config) -> tuple[dict[str, float], bool]:
     """Metrics of a step, and whether the reference's weights wait elsewhere than where its pass has them."""
     world, learner, _ = build(config)
-    places = [parameter.data_ptr() for parameter in learner.reference.bare.parameters()]
+    places = [parameter.data_ptr() for parameter in learner.reference.parameters()]
     seen: list[int] = []
-    decoder = learner.reference.bare.decoder
+    decoder = learner.reference.chunks[0].decoder
     decoder.register_forward_pre_hook(lambda *_: seen.extend(p.data_ptr() for p in decoder.parameters()))
     metadata, groups = step_of_groups(size)
     with mock.patch.object(torch.Tensor, "to", lambda self, *_, **__: self.clone()):
         plan = plan_for(world, config, metadata)
         metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0).metrics
-    after = [parameter.data_ptr() for parameter in learner.reference.bare.parameters()]
+    after = [parameter.data_ptr() for parameter in learner.reference.parameters()]
     assert after == places
     return metrics, not set(seen) & set(places)
 

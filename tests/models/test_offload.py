@@ -37,7 +37,7 @@ def two_optimizers(config: object, settings: object, module: torch.nn.Module) ->
 
 def state_of(policy: actor.Actor) -> list[torch.Tensor]:
     """Moments, and the master weights that are not the weights themselves."""
-    weights = {weight.untyped_storage().data_ptr() for weight in policy.bare.parameters()}
+    weights = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
     inner = [part.optimizer for part in policy.optimizer.chained_optimizers]
     masters = [master for one in inner for group in one.param_groups for master in group["params"]]
     moments = [one.state[m][name] for one in inner for m in one.state for name in ("exp_avg", "exp_avg_sq")]
