@@ -149,7 +149,7 @@ class Checkpoints:
         state = _sharded_state(actor, written, loading=True)
         state = read_sharded(state, place, "run.dir", self._world)
         if written.optimizer == "plain":
-            _restore_step(state["optimizer"])
+            _restore_steps(state["optimizer"])
         load_model_state(actor.chunks, state)
         settings = [{**group} for group in actor.optimizer.param_groups]
         actor.optimizer.load_state_dict(state["optimizer"])
@@ -262,14 +262,18 @@ def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, 
     return model | {"optimizer": actor.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)}
 
 
-def _restore_step(optimizer: dict[str, Any]) -> None:
+def _restore_steps(optimizer: dict[Any, Any]) -> None:
     """Put a plain optimizer's count where it is looked for.
 
     Megatron leaves a count of 0 out, and Transformer Engine's Adam keeps it with its groups of parameters.
+
+    Args:
+        optimizer: state of one, or of one for each kind of parameters, by number.
     """
-    inner = optimizer.get("optimizer", optimizer)  # bf16 keeps it beside the master weights
-    steps = [group["step"] for group in inner["param_groups"] if "step" in group]
-    inner["state"].setdefault("common_step", torch.tensor(float(max(steps, default=0))))
+    for part in optimizer.values() if 0 in optimizer else [optimizer]:
+        inner = part.get("optimizer", part)  # bf16 keeps it beside the master weights
+        steps = [group["step"] for group in inner["param_groups"] if "step" in group]
+        inner["state"].setdefault("common_step", torch.tensor(float(max(steps, default=0))))
 
 
 def _bytes(actor: Actor, world: World) -> int:

@@ -15,9 +15,10 @@ from megatron_dppo.bridge.checkpoint_folder import TRACKER, latest_step
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.checkpoint import Checkpoints
+from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.policies import write_policy
 from tests.ranks import RankPool
-from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
+from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
 
 STATE = {"float": 0.1 + 0.2}
 Losses = list[tuple[float, float]]
@@ -66,10 +67,12 @@ def ranks_in(layout: LayoutConfig) -> int:
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Untied and tied, which TP 4 and PP 4 divide."""
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[bool | str, Path]:
+    """Untied and tied, which TP 4 and PP 4 divide, and one with experts."""
     folder = tmp_path_factory.mktemp("policies")
-    return {tied: write_policy(folder / f"tied-{tied}", tied=tied, kv_heads=4) for tied in (False, True)}
+    write_qwen3_moe(folder / "experts", Sizes(vocab_size=VOCAB, num_hidden_layers=4), experts=4)
+    dense = {tied: write_policy(folder / f"tied-{tied}", tied=tied, kv_heads=4) for tied in (False, True)}
+    return {**dense, "experts": folder / "experts"}
 
 
 SAME = {
@@ -108,6 +111,10 @@ def replace_run(config: Config, folder: Path) -> Config:
 
 
 TP2_PP2, CP2 = LayoutConfig(tp=2, pp=2, dp=1), LayoutConfig(cp=2, dp=1)
+TP2 = LayoutConfig(tp=2, dp=1, sequence_parallel=True)
+PP2_VPP2 = LayoutConfig(pp=2, vpp=2, dp=1)
+EP2, EP2_TP2 = LayoutConfig(ep=2, dp=2), LayoutConfig(ep=2, tp=2, etp=1, dp=1, sequence_parallel=True)
+EP2_PP2_VPP2 = LayoutConfig(ep=2, pp=2, vpp=2, dp=2)
 OTHERS = (LayoutConfig(dp=1), LayoutConfig(tp=4, dp=1), LayoutConfig(pp=4, dp=1), LayoutConfig(dp=2))
 CHANGED = {
     "untied, distributed optimizer": (TP2_PP2, OTHERS, False, {}),
@@ -118,6 +125,12 @@ CHANGED = {
     "from context-parallel ranks": (CP2, (LayoutConfig(dp=1), LayoutConfig(cp=2, dp=2)), True, {}),
     "from context-parallel ranks, plain optimizer": (CP2, (LayoutConfig(dp=1),), False, {"distributed": False}),
     "to context-parallel ranks": (LayoutConfig(dp=1), (CP2, LayoutConfig(cp=2, pp=2, dp=1)), False, {}),
+    "from virtual stages": (PP2_VPP2, (LayoutConfig(dp=1), TP2_PP2), True, {}),
+    "to virtual stages, plain optimizer": (LayoutConfig(dp=1), (PP2_VPP2,), False, {"distributed": False}),
+    "from experts": (EP2, (LayoutConfig(dp=1), TP2, PP2_VPP2, EP2_TP2), "experts", {}),
+    "to experts": (LayoutConfig(dp=1), (EP2, EP2_TP2, EP2_PP2_VPP2), "experts", {}),
+    "from experts, plain optimizer": (EP2, (LayoutConfig(dp=1), EP2_TP2), "experts", {"distributed": False}),
+    "to experts, plain optimizer": (TP2, (EP2, EP2_PP2_VPP2), "experts", {"distributed": False}),
     "replicas in dp_reshardable": (
         LayoutConfig(dp=2),
         (LayoutConfig(dp=1), LayoutConfig(dp=3)),
