@@ -38,10 +38,12 @@ from megatron_dppo.bridge.checkpoint_folder import (
 from megatron_dppo.bridge.checksums import Block, Checksums
 from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer
 from megatron_dppo.bridge.load import check_policy, load_model_state, model_state, read_sharded, sharding
+from megatron_dppo.bridge.stored_policy import plain_values_only
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import choose_spec
+from megatron_dppo.models.optimizer_state import optimizer_parts
 from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replacing_directory, replacing_file
@@ -146,6 +148,7 @@ class Checkpoints:
         trainer_state, written = self._world.from_leader(lambda: read_state(place, self._writer))
         self._world.from_leader(lambda: check_policy(place, actor.shape, "run.dir"))
         self._world.together(lambda: self._check(place), what="check of a checkpoint")
+        self._world.from_leader(lambda: _check_optimizers(place, actor))
         state = _sharded_state(actor, written, loading=True)
         state = read_sharded(state, place, "run.dir", self._world)
         if written.optimizer == "plain":
@@ -260,6 +263,18 @@ def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, 
         metadata["distrib_optim_sharding_type"] = writer.optimizer
     model = model_state(actor.chunks, metadata)
     return model | {"optimizer": actor.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)}
+
+
+def _check_optimizers(place: Path, actor: Actor) -> None:
+    """Refuse the optimizer's state of experts from before they had one of their own in every layout."""
+    with plain_values_only():
+        written = dist_checkpointing.load_common_state_dict(str(place))["optimizer"]
+    if len(optimizer_parts(actor.optimizer)) > 1 and 0 not in written:
+        problem = f"{place} is of an earlier version, and has the optimizer's state of experts in another form"
+        remedy = (
+            f"Finish that run with that version, or begin another run.dir with its weights: model.checkpoint={place}"
+        )
+        raise UserError("run.dir", place.parent.parent, problem, remedy)
 
 
 def _restore_steps(optimizer: dict[Any, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -87,6 +88,11 @@ SAME = {
     "tp2 plain optimizer": (LayoutConfig(tp=2, dp=1), {"distributed": False}),
     "tp2 pp2 tied": (LayoutConfig(tp=2, pp=2, dp=1), {}),
     "cp2": (LayoutConfig(cp=2, dp=1), {}),
+    "ep2 bf16 experts": (LayoutConfig(ep=2, dp=2), {"dtype": "bf16"}),
+    "ep2 pp2 vpp2 experts, as it lies in its buffers": (
+        LayoutConfig(ep=2, pp=2, vpp=2, dp=2),
+        {"fmt": "dp_reshardable"},
+    ),
 }
 
 
@@ -95,8 +101,9 @@ def test_resumed_updates_are_those_of_an_undisturbed_run(
     name: str, policies: dict[bool, Path], ranks: RankPool, tmp_path: Path
 ) -> None:
     layout, settings = SAME[name]
-    config = configure(policies["tied" in name], tmp_path / "run", layout, **settings)
-    whole = configure(policies["tied" in name], tmp_path / "whole", layout, **{**settings, "offload": False})
+    policy = policies["experts" if "experts" in name else "tied" in name]
+    config = configure(policy, tmp_path / "run", layout, **settings)
+    whole = configure(policy, tmp_path / "whole", layout, **{**settings, "offload": False})
     ((expected, _), *_), _ = ranks.in_turn(ranks_in(layout), (train, whole, 5, ()), (train, config, 2, (1, 2)))
     ours, _ = ranks.run(ranks_in(layout), train, config, 5, (3, 4, 5))[0]
     assert [tensor for tensor in expected if not torch.equal(ours[tensor], expected[tensor])] == []
@@ -270,6 +277,21 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_lost(
         assert errors[0].setting == setting and remedy in errors[0].remedy
     assert files_of(run) == before
     assert len(ranks.run(2, train, ours, 2, ())[0][1]) == 1
+
+
+def train_with_one_optimizer(rank: int, size: int, config: Config) -> None:
+    """As versions did that marked no experts."""
+    with mock.patch("megatron_dppo.models.policy._mark_experts"):
+        train(rank, size, config, 1, (1,))
+
+
+def test_the_state_of_experts_of_an_earlier_version_is_refused_by_name(
+    policies: dict[bool | str, Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    config = configure(policies["experts"], tmp_path, TP2)
+    _, refusals = ranks.in_turn(2, (train_with_one_optimizer, config), (refused, config))
+    for refusal in refusals:
+        assert refusal.setting == "run.dir" and "model.checkpoint=" in refusal.remedy
 
 
 def test_the_format_may_change_between_runs(policies: dict[bool, Path], ranks: RankPool, tmp_path: Path) -> None:
