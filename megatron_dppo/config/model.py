@@ -55,6 +55,16 @@ class LayoutConfig(Section):
     """Pipeline stages."""
     cp: Positive = 1
     """Context-parallel ranks, which share the tokens of every sequence: for sequences that one GPU has no room for."""
+    ep: Positive = 1
+    """Expert-parallel ranks: each has its part of every layer's experts. They are taken from tp, cp and dp together."""
+    etp: Positive | None = None
+    """Tensor-parallel ranks of one expert; null: as many as tp."""
+    vpp: Positive = 1
+    """Virtual pipeline stages on each rank, interleaved: a smaller bubble for more messages."""
+    first_stage_layers: Positive | None = None
+    """Layers of the first pipeline stage, where it has fewer or more than the others; null: as many as they."""
+    last_stage_layers: Positive | None = None
+    """Layers of the last pipeline stage; null: as many as the others."""
     dp: Positive | None = None
     """Data-parallel replicas; null: as many as the ranks (torchrun, srun) or this machine's GPUs give, else 1."""
     sequence_parallel: bool = False
@@ -62,6 +72,20 @@ class LayoutConfig(Section):
     timeout_s: AboveZero = 600.0
     """How long the ranks' collectives wait for the slowest rank while they train, synchronise weights and write
     checkpoints. What waits for rollouts has a limit of its own, rollout.timeout_s."""
+
+    @property
+    def expert_tp(self) -> int:
+        return self.etp or self.tp
+
+    @property
+    def least_ranks(self) -> int:
+        """Ranks that the layout needs at least, if ``dp`` is open: any number of them is a multiple of this."""
+        return self.pp * math.lcm(self.tp * self.cp, self.expert_tp * self.ep)
+
+    @property
+    def least_packs(self) -> int:
+        """Packs that a replica has at least: interleaved stages cannot work on fewer than there are stages."""
+        return self.pp if self.vpp > 1 else 1
 
     @property
     def row_multiple(self) -> int:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config import LayoutConfig
+from megatron_dppo.config import replace as with_values
 from megatron_dppo.errors import UserError
+from megatron_dppo.parallel.layout import stage_layers
 
 ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
@@ -179,17 +181,72 @@ def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
     parts = {
         f"the {shape.kv_heads} key-value heads": shape.kv_heads,
         f"the {shape.heads} query heads": shape.heads,
-        f"the {shape.ffn} feed-forward units": shape.ffn,
     }
+    if not shape.experts:
+        parts[f"the {shape.ffn} feed-forward units"] = shape.ffn
     for what, size in parts.items():
         if size % layout.tp:
             possible = _divisors(math.gcd(*parts.values()))
             raise UserError("layout.tp", layout.tp, f"does not divide {what}", f"set it to one of {possible}")
-    if shape.num_layers % layout.pp:
-        possible = _divisors(shape.num_layers)
-        problem = f"does not divide the {shape.num_layers} layers"
-        raise UserError("layout.pp", layout.pp, problem, f"set it to one of {possible}")
-    if shape.experts and layout.tp > 1 and not layout.sequence_parallel:
+    _check_stages(shape.num_layers, layout)
+    _check_experts(shape, layout)
+
+
+def _check_stages(layers: int, layout: LayoutConfig) -> None:
+    uneven = {
+        name: getattr(layout, name)
+        for name in ("first_stage_layers", "last_stage_layers")
+        if getattr(layout, name) is not None
+    }
+    if layout.pp == 1:
+        for name, value in {**uneven, "vpp": layout.vpp if layout.vpp > 1 else None}.items():
+            if value is not None:
+                problem = "cuts pipeline stages, and layout.pp = 1 makes a single one"
+                raise UserError(f"layout.{name}", value, problem, "leave it out, or set layout.pp to 2 or more")
+    if _can_be_cut(layers, layout):
+        return
+    given = "".join(f", layout.{name} = {value}" for name, value in uneven.items())
+    if layout.vpp > 1:
+        given += f", layout.vpp = {layout.vpp}"
+    problem = f"does not cut the {layers} layers into stages of equally many" + (f" (with{given[1:]})" if given else "")
+    possible = [pp for pp in range(1, layers + 1) if _can_be_cut(layers, with_values(layout, pp=pp))]
+    remedies = [f"set it to one of {', '.join(map(str, possible))}"] if possible else []
+    if layout.vpp > 1:
+        possible = [vpp for vpp in range(1, layers + 1) if _can_be_cut(layers, with_values(layout, vpp=vpp))]
+        remedies += [f"layout.vpp to one of {', '.join(map(str, possible))}"] if possible else []
+    if uneven:
+        remedies.append("leave " + " and ".join(f"layout.{name}" for name in uneven) + " out")
+    raise UserError("layout.pp", layout.pp, problem, ", or ".join(remedies))
+
+
+def _can_be_cut(layers: int, layout: LayoutConfig) -> bool:
+    try:
+        return all(stage_layers(layers, stage, layout)[0] for stage in range(layout.pp))
+    except ValueError:
+        return False
+
+
+def _check_experts(shape: PolicyShape, layout: LayoutConfig) -> None:
+    if not shape.experts:
+        for name, value in (("ep", layout.ep), ("etp", layout.expert_tp)):
+            if value not in (1, layout.tp if name == "etp" else 1):
+                problem = "is for policies with experts, and this one has none"
+                raise UserError(f"layout.{name}", value, problem, "leave it out")
+        return
+    if shape.experts % layout.ep:
+        problem = f"does not divide the {shape.experts} experts"
+        raise UserError("layout.ep", layout.ep, problem, f"set it to one of {_divisors(shape.experts)}")
+    if shape.ffn % layout.expert_tp:
+        name, problem = "etp" if layout.etp else "tp", f"does not divide the {shape.ffn} units of an expert"
+        remedy = f"set layout.etp to one of {_divisors(shape.ffn)}"
+        raise UserError(f"layout.{name}", layout.expert_tp, problem, remedy)
+    ranks = layout.expert_tp * layout.ep
+    if max(ranks, layout.tp) % min(ranks, layout.tp):
+        problem = (
+            f"times layout.etp = {layout.expert_tp} neither divides layout.tp = {layout.tp} nor is a multiple of it"
+        )
+        raise UserError("layout.ep", layout.ep, problem, "set layout.ep or layout.etp so that it does")
+    if layout.tp > 1 and not layout.sequence_parallel:
         problem = f"Megatron trains experts with layout.tp = {layout.tp} under sequence parallelism only"
         raise UserError("layout.sequence_parallel", "false", problem, "set it to true")
 
@@ -220,5 +277,6 @@ PUBLISHED = {
     "qwen3-14b": _qwen3(40, 5120, 40, 8, 17408),
     "qwen3-32b": _qwen3(64, 5120, 64, 8, 25600),
     "qwen3-30b-a3b": _qwen3(48, 2048, 32, 4, 768).with_experts(128, per_token=8),
+    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 4, 1536).with_experts(128, per_token=8),
 }
 """The sizes of the published Qwen3 models."""

@@ -24,6 +24,30 @@ def capacity_multiple(layout: LayoutConfig, max_tokens: int, *, cuda: bool) -> i
     return fast if cuda and max_tokens % fast == 0 else layout.pack_multiple
 
 
+def stage_layers(layers: int, stage: int, layout: LayoutConfig) -> list[range]:
+    """The layers of a pipeline stage, counted over the whole policy: one range for each of its virtual stages.
+
+    Virtual stage v of all pipeline stages comes before virtual stage v + 1 of any, as Megatron-Core interleaves them.
+
+    Raises:
+        ValueError: if the layers cannot be cut so; ``check_layout`` refuses such a layout.
+    """
+    counts = _stage_counts(layers, layout)
+    if any(count % layout.vpp for count in counts) or sum(counts) != layers:
+        raise ValueError(f"{layers} layers cannot be cut into {layout.pp} x {layout.vpp} stages")
+    chunks = [count // layout.vpp for count in counts]
+    starts = [turn * sum(chunks) + sum(chunks[:stage]) for turn in range(layout.vpp)]
+    return [range(start, start + chunks[stage]) for start in starts]
+
+
+def _stage_counts(layers: int, layout: LayoutConfig) -> list[int]:
+    """[pp], layers of each pipeline stage. Stages of no given number share what is left, equally but for a rest."""
+    given = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
+    fixed = {stage: count for stage, count in given.items() if count is not None}
+    each = (layers - sum(fixed.values())) // max(layout.pp - len(fixed), 1)
+    return [fixed.get(stage, each) for stage in range(layout.pp)]
+
+
 def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
     """The layout with ``dp`` filled in for so many ranks.
 
@@ -38,5 +62,13 @@ def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
             f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}",
             f"does not divide the {ranks} ranks that were started",
             f"Start a multiple of {model} ranks, or set layout.tp, pp and dp so that their product is {ranks}",
+        )
+    stage = layout.tp * layout.cp * dp
+    if stage % (layout.expert_tp * layout.ep):
+        raise UserError(
+            "layout.ep",
+            layout.ep,
+            f"times layout.etp = {layout.expert_tp} does not divide the {stage} ranks of a pipeline stage",
+            f"Start a multiple of {layout.least_ranks} ranks, or lower layout.ep",
         )
     return replace(layout, dp=dp)
