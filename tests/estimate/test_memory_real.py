@@ -92,7 +92,7 @@ def expected(config: Config, size: int, tokens: int, stage: int) -> dict[str, fl
     placement = Placement(config.layout, size, (1,) * size, True, size)
     config = replace(config, pack=replace(config.pack, max_tokens=tokens))
     setup = Setup(config, shape, placement, Assumptions())
-    return {**held_bytes(setup, stage), "activations": activation_bytes(setup, stage, EAGER)}
+    return {**held_bytes(setup, stage), "activations": activation_bytes(setup, stage, EAGER, packs=1)}
 
 
 def configured(policy: Path, layout: LayoutConfig, **model: str) -> Config:
@@ -140,10 +140,9 @@ def kept(config: Config, tokens: int) -> float:
     """Activations as the model has them, at the end of a forward pass: what one layer keeps while it is recomputed, is
     not there yet."""
     layout, shape = config.layout, read_shape(config.model.path)
-    shared = layout.tp if layout.sequence_parallel else 1
     again = {
         "none": 0.0,
-        "selective": feed_forward_elements(shape, layout.tp, EAGER),
-        "full": layer_elements(shape, layout.tp, shared, EAGER),
+        "selective": feed_forward_elements(shape, layout, EAGER),
+        "full": layer_elements(shape, layout, EAGER),
     }[config.model.recompute]
     return expected(config, layout.tp, tokens, 0)["activations"] - 4 * tokens * again
