@@ -209,7 +209,8 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
     if layout.vpp > 1:
         given += f", layout.vpp = {layout.vpp}"
     problem = f"does not cut the {layers} layers into stages of equally many" + (f" (with{given[1:]})" if given else "")
-    possible = [pp for pp in range(1, layers + 1) if _can_be_cut(layers, with_values(layout, pp=pp))]
+    least = 2 if uneven or layout.vpp > 1 else 1
+    possible = [pp for pp in range(least, layers + 1) if _can_be_cut(layers, with_values(layout, pp=pp))]
     remedies = [f"set it to one of {', '.join(map(str, possible))}"] if possible else []
     if layout.vpp > 1:
         possible = [vpp for vpp in range(1, layers + 1) if _can_be_cut(layers, with_values(layout, vpp=vpp))]
