@@ -247,9 +247,9 @@ def measure_way(actor: Actor, packs: list[Pack], rows: list[TrainingSample], rat
         optimizer_s=step - forward_backward,
         log_probabilities_s=scoring,
         tokens_per_second=tokens / step,
-        model_flops_share=3 * forward_flops(actor.bare.shape, rows) / step / rate,
+        model_flops_share=3 * forward_flops(actor.shape, rows) / step / rate,
         peak_gib=peak,
-        planned_peak_gib=planned_gib(setting, actor.bare.shape, len(packs[0].token_ids)),
+        planned_peak_gib=planned_gib(setting, actor.shape, len(packs[0].token_ids)),
     )
 
 
@@ -276,8 +276,8 @@ def measure(setting: Setting, results: multiprocessing.Queue[dict[str, object]])
     results.put(
         {
             "shape": setting.shape,
-            "parameters": sum(parameter.numel() for parameter in actor.bare.parameters()),
-            "spec": "te" if actor.bare.config.apply_rope_fusion else "torch",
+            "parameters": sum(parameter.numel() for parameter in actor.parameters()),
+            "spec": "te" if actor.config.apply_rope_fusion else "torch",
             "dtype": setting.model.dtype,
             "recompute": setting.model.recompute,
             "head_chunk_mib": setting.model.head_chunk_mib or HEAD_CHUNK_MIB[world.device.type],

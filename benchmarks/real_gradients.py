@@ -48,7 +48,7 @@ def single_packs(groups: Sequence[Group], advantage: Floats, pad_id: int) -> lis
 def gradient(actor: Actor, microbatches: Sequence[Microbatch], loss: Loss) -> torch.Tensor:
     """[parameters], fp32: what DDP's buffer holds after a backward pass over the microbatches. One rank."""
     actor.accumulate(microbatches, loss)
-    return torch.cat([parameter.main_grad.flatten() for parameter in actor.bare.parameters()])
+    return torch.cat([parameter.main_grad.flatten() for parameter in actor.parameters()])
 
 
 def gradients(actor: Actor, microbatches: Sequence[Microbatch], loss: Loss) -> torch.Tensor:

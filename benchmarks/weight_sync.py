@@ -112,7 +112,7 @@ def _broadcast(group: dist.ProcessGroupGloo, data: torch.Tensor) -> None:
 def measure(config: Config, world: World, policy: PolicyParts, *, pairs: int) -> dict[str, Any]:
     """Updates by one transport, each with its bare broadcast."""
     engine: ServerEngine = ServerEngine(config, world, policy.shape, print)
-    source = partial(weight_stream, policy.actor.bare, policy.shape, world)
+    source = partial(weight_stream, policy.actor.chunks, policy.shape, world)
     rows, bare = [], None
     try:
         for version in range(pairs + 1):  # the first joins the group and is not counted

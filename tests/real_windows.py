@@ -294,7 +294,7 @@ def second_update(trainer: Trainer, rollouts: Collected, old: Sequence[np.ndarra
     full = torch.from_numpy(1.0 / (part.response_lengths.ravel() * len(rows)))
     first = gradients(actor, singles, loss).double()
     length = 0.3 / (full @ first).norm()
-    start = [parameter.detach().clone() for parameter in actor.bare.parameters()]
+    start = [parameter.detach().clone() for parameter in actor.parameters()]
     drawn = [
         (torch.from_numpy(np.where(p.kept, p.weight * p.coefficient / p.normaliser, 0.0).ravel()), chance)
         for p, chance in offsets(part, config)
@@ -305,7 +305,7 @@ def second_update(trainer: Trainer, rollouts: Collected, old: Sequence[np.ndarra
         step = length * (scale @ first)
         with torch.no_grad():
             parts = step.split([parameter.numel() for parameter in start])
-            for parameter, origin, change in zip(actor.bare.parameters(), start, parts, strict=True):
+            for parameter, origin, change in zip(actor.parameters(), start, parts, strict=True):
                 parameter.copy_(origin - change.view_as(origin))
         there = gradients(actor, singles, loss).double()
         once += chance * ((scale - full) @ there)

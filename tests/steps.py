@@ -107,6 +107,6 @@ def weights_of(policy: PolicyParts, world: World) -> Weights:
     """Copies of the policy's tensors, whole, under Hugging Face's names. Collective."""
     return {
         name: tensor.clone()
-        for bucket in weight_stream(policy.actor.bare, policy.shape, world)
+        for bucket in weight_stream(policy.actor.chunks, policy.shape, world)
         for name, tensor in bucket.items()
     }

@@ -28,7 +28,7 @@ def update(rank: int, size: int, config: Config, reference_scale: float) -> tupl
     metadata, groups = step_of_groups(size)
     if learner.reference is not None:
         with torch.no_grad():
-            for parameter in learner.reference.bare.parameters():
+            for parameter in learner.reference.parameters():
                 parameter.mul_(reference_scale)
     before = weights_of(policy, world)
     plan = plan_for(world, config, metadata)

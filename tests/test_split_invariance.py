@@ -76,20 +76,38 @@ LAYOUTS = {
     "cp2 tp2 sp": LayoutConfig(cp=2, tp=2, dp=1, sequence_parallel=True),
     "tp2 sp dp2": LayoutConfig(tp=2, dp=2, sequence_parallel=True),
     "tp2 sp pp2": LayoutConfig(tp=2, pp=2, dp=1, sequence_parallel=True),
+    "pp2 uneven": LayoutConfig(pp=2, first_stage_layers=1, dp=1),
+    "pp2 vpp2": LayoutConfig(pp=2, vpp=2, dp=1),
+    "tp2 sp pp2 vpp2": LayoutConfig(tp=2, pp=2, vpp=2, dp=1, sequence_parallel=True),
 }
 GRPO = LossConfig(name="grpo", kl_coef=0.1, tis_cap=2.0)
 DAPO = LossConfig(name="dapo", tis_cap=2.0)
-PLAIN = ("dp2", "cp2")
+PLAIN = ("dp2", "cp2", "ep2 dp2")
 """Where the plain optimizer, whose state is not distributed, is tried as well: it sums gradients in another way."""
 OF_FAMILIES = ("tp2 sp", "tp2 sp pp2", "tp2 sp dp2")
+DENSE = [*LAYOUTS]
+EXPERTS = {
+    "ep2 dp2": LayoutConfig(ep=2, dp=2),
+    "ep2 cp2": LayoutConfig(ep=2, cp=2, dp=1),
+    "dp2 etp2": LayoutConfig(etp=2, dp=2),
+    "tp2 sp etp1": LayoutConfig(tp=2, etp=1, dp=1, sequence_parallel=True),
+    "ep2 tp2 sp etp1": LayoutConfig(ep=2, tp=2, etp=1, dp=1, sequence_parallel=True),
+    "ep2 tp2 sp etp2": LayoutConfig(ep=2, tp=2, dp=2, sequence_parallel=True),
+    "ep2 pp2": LayoutConfig(ep=2, pp=2, dp=2),
+    "ep2 pp2 vpp2": LayoutConfig(ep=2, pp=2, vpp=2, dp=2),
+    "ep4 dp4": LayoutConfig(ep=4, dp=4),
+}
+"""Layouts of experts. Where etp is not tp, Megatron before 0.17 sums gradients over the wrong ranks in silence, unless
+the experts' parameters are marked."""
+LAYOUTS |= EXPERTS
 MATRIX: dict[str, tuple[Callable[[Path], object], LossConfig, Sequence[str]]] = {
-    "Qwen3, grpo": (write_policy, GRPO, [*LAYOUTS]),
-    "Qwen3 tied, dapo": (partial(write_policy, tied=True), DAPO, [*LAYOUTS]),
+    "Qwen3, grpo": (write_policy, GRPO, DENSE),
+    "Qwen3 tied, dapo": (partial(write_policy, tied=True), DAPO, DENSE),
     "Qwen2.5, grpo": (partial(write_qwen2, sizes=Sizes(vocab_size=VOCAB)), GRPO, OF_FAMILIES),
     "Qwen3-MoE, grpo": (
-        partial(write_qwen3_moe, sizes=Sizes(vocab_size=VOCAB)),
+        partial(write_qwen3_moe, sizes=Sizes(vocab_size=VOCAB, num_hidden_layers=4), experts=8),
         GRPO,
-        ("dp2", "cp2 tp2 sp", *OF_FAMILIES),
+        ("dp2", "cp2 tp2 sp", *OF_FAMILIES, *EXPERTS),
     ),
 }
 """Family and loss: who writes the policy, and the layouts that it is trained in."""

@@ -219,8 +219,9 @@ def _megatron(
     try:
         world = initialize(LayoutConfig(), seed=1, timeout_s=600.0)
         settings = ModelConfig(dtype=dtype, spec="torch")
-        model = build_policy(shape, settings, LayoutConfig(), temperature=1.0).to(world.device, DTYPES[dtype]).eval()
-        load_checkpoint(model, checkpoint, world)
+        (model,) = build_policy(shape, settings, LayoutConfig(), temperature=1.0)
+        model.to(world.device, DTYPES[dtype]).eval()
+        load_checkpoint([model], checkpoint, world)
         for parameter in model.parameters():
             parameter.data.copy_(parameter.data.to(written))
         packed = packed_sequence(np.array([0, TOKENS], dtype=np.int32), TOKENS, world.device)

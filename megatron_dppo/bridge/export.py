@@ -6,7 +6,7 @@ model's size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from megatron_dppo.process.files import check_replaceable, replacing_directory
 
 
 def export_hf(
-    model: PolicyModel,
+    chunks: Sequence[PolicyModel],
     shape: PolicyShape,
     world: World,
     *,
@@ -42,7 +42,7 @@ def export_hf(
     A model that is in ``out`` already is replaced at the end, and stays as it was if anything fails.
 
     Args:
-        model: the bare model.
+        chunks: the bare model, one for each virtual stage.
         source: Hugging Face directory that configuration, tokenizer and chat template are taken from.
         out: the directory to make.
         max_shard_bytes: most bytes of tensors in a file, unless a single tensor is larger.
@@ -55,8 +55,8 @@ def export_hf(
     plan = plan_files(shape, max_shard_bytes, dtype)
     world.from_leader(lambda: check_destination(source, out, plan.total_bytes, setting))
     failure: Exception | None = None
-    if world.dp_rank == 0 and world.cp_rank == 0:  # the leader's own copy of the policy; other replicas take no part
-        stream = weight_stream(model, shape, world, to=Consumers.LEADER, dtype=dtype)
+    if world.in_first_copy:  # the others take no part
+        stream = weight_stream(chunks, shape, world, to=Consumers.LEADER, dtype=dtype)
         if world.leads:
             failure = write_directory(stream, plan, source, out)
         else:

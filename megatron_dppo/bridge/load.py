@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,36 +27,51 @@ from megatron_dppo.bridge.stored_policy import StoredPolicy, find_foreign_pickle
 from megatron_dppo.bridge.torch_dist import COMMON, WRITTEN_BY
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.parallel.layout import stage_layers
 from megatron_dppo.parallel.world import World
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+|(?<=mlp\.experts\.linear_fc[12]\.weight)\d+")
 
 
-def bind(model: PolicyModel, shape: PolicyShape, world: World) -> dict[Entry, torch.Tensor]:
-    """Every entry of this rank's pipeline stage with its parameter (detached, sharing memory), in the mapping's order.
+def bind(chunks: Sequence[PolicyModel], shape: PolicyShape, world: World) -> dict[Entry, torch.Tensor]:
+    """Every entry that this rank has a part of, with its parameter (detached, sharing memory), in the mapping's order.
+
+    Args:
+        chunks: the bare model, one for each virtual stage.
 
     Raises:
         ValueError: if an entry or a parameter of the model is left over, or one has another shape than the mapping
             says. A fault of the program, not of the user: the model was not built for this shape and layout.
     """
-    numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    first_expert = world.ep_rank * (shape.experts // world.layout.ep)
     parameters = {
-        _LAYER.sub(lambda local: str(numbers[int(local[0])]), name): parameter.detach()
-        for name, parameter in model.named_parameters()
+        _EXPERT.sub(lambda local: str(first_expert + int(local[0])), name): parameter.detach()
+        for chunk in chunks
+        for name, parameter in _counted_over_stages(chunk)
     }
     bound: dict[Entry, torch.Tensor] = {}
-    for entry in entries(shape, world.pp_rank, world.pp):
+    for entry in entries(shape, stage_layers(shape.num_layers, world.pp_rank, world.layout)):
+        if entry.expert is not None and entry.expert_rank(world.layout.ep) != world.ep_rank:
+            continue
         names = [name for name in entry.megatron if name in parameters]
         if len(names) != 1:
             raise ValueError(f"{len(names)} parameters of the model are {' or '.join(entry.megatron)}, not one")
         parameter = parameters.pop(names[0])
-        if parameter.shape != entry.shard_shape(world.tp):
-            expected = list(entry.shard_shape(world.tp))
+        if parameter.shape != (shard := entry.shard_shape(entry.parts(world.layout))):
+            expected = list(shard)
             raise ValueError(f"{names[0]} has shape {list(parameter.shape)}, and the mapping makes it {expected}")
         bound[entry] = parameter
     if parameters:
         raise ValueError(f"no entry of the mapping matches {', '.join(parameters)}")
     return bound
+
+
+def _counted_over_stages(chunk: PolicyModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters, with the numbers of layers that they have in the whole policy."""
+    numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+    for name, parameter in chunk.named_parameters():
+        yield _LAYER.sub(lambda local: str(numbers[int(local[0])]), name), parameter
 
 
 ReadSlice = Callable[[str, int, int, int], torch.Tensor]
@@ -84,14 +99,14 @@ def slices_of(entry: Entry, parameter: torch.Tensor, tp_rank: int, tp: int) -> I
         offset += slice_.length
 
 
-def load_policy(model: PolicyModel, path: Path, shape: PolicyShape, world: World) -> None:
+def load_policy(chunks: Sequence[PolicyModel], path: Path, shape: PolicyShape, world: World) -> None:
     """Fill every parameter of this rank's shard from the safetensors files, cast to the parameter's dtype.
 
     No rank holds more than one slice besides its parameters. Local to the rank: call it inside ``world.together``.
     An optimizer that exists already must copy its master weights again afterwards.
 
     Args:
-        model: the bare model, on its device.
+        chunks: the bare model, on its device.
         path: Hugging Face directory.
 
     Raises:
@@ -106,17 +121,18 @@ def load_policy(model: PolicyModel, path: Path, shape: PolicyShape, world: World
         def read(name: str, axis: int, start: int, stop: int) -> torch.Tensor:
             return tensors[name][start:stop] if axis == 0 else tensors[name][:, start:stop]
 
-        for entry, parameter in bind(model, shape, world).items():
-            fill_parameter(entry, parameter, read, world.tp_rank, world.tp)
+        for entry, parameter in bind(chunks, shape, world).items():
+            part = world.tp_rank if entry.expert is None else world.etp_rank
+            fill_parameter(entry, parameter, read, part, entry.parts(world.layout))
 
 
-def load_checkpoint(model: PolicyModel, folder: Path, world: World) -> None:
+def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -> None:
     """Fill every parameter from the checkpoint that ``model.checkpoint`` names. Collective.
 
     What else the checkpoint holds (an optimizer's state) is not read.
 
     Args:
-        model: the bare model, on its device, in any layout.
+        chunks: the bare model, on its device, in any layout.
         folder: the checkpoint, or the folder whose tracker names it.
 
     Raises:
@@ -124,17 +140,18 @@ def load_checkpoint(model: PolicyModel, folder: Path, world: World) -> None:
     """
     setting = "model.checkpoint"
     checkpoint = world.from_leader(lambda: find_checkpoint(folder, setting))
-    world.from_leader(lambda: check_policy(checkpoint, model.shape, setting))
+    shape = chunks[0].shape
+    world.from_leader(lambda: check_policy(checkpoint, shape, setting))
 
     def check() -> None:
-        policy = StoredPolicy(checkpoint, model.shape, setting)
+        policy = StoredPolicy(checkpoint, shape, setting)
         policy.check(share=world.rank, of=world.size)
         if world.leads and policy.checksums is None:
             warn_unchecked(checkpoint)
 
     world.together(check, what="check of a checkpoint")
-    state = {"model": model.sharded_state_dict(metadata=sharding())}
-    model.load_state_dict(read_sharded(state, checkpoint, setting, world)["model"])
+    state = model_state(chunks, sharding())
+    load_model_state(chunks, read_sharded(state, checkpoint, setting, world))
 
 
 def check_policy(checkpoint: Path, shape: PolicyShape, setting: str) -> None:
@@ -150,6 +167,17 @@ def check_policy(checkpoint: Path, shape: PolicyShape, setting: str) -> None:
             checksums.check_small_files()
         StoredPolicy(checkpoint, shape, setting)
         _check_common(checkpoint)
+
+
+def model_state(chunks: Sequence[PolicyModel], metadata: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's description of the model's shards. A checkpoint has tensors by names in which no chunk appears."""
+    return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+
+
+def load_model_state(chunks: Sequence[PolicyModel], state: Mapping[str, Any]) -> None:
+    """Put what was read for :func:`model_state` into the chunks."""
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"model{i}"])
 
 
 def sharding() -> dict[str, Any]:

@@ -7,11 +7,13 @@ back, and a directory's shapes are checked against the same rows. No torch is ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from math import prod
 
+from megatron_dppo.config import LayoutConfig
 from megatron_dppo.models.shape import PolicyShape, padded_vocab
 
 
@@ -184,6 +186,15 @@ class Entry:
         """Shape of its key's tensor there, leading dimensions included."""
         return (self.shape.num_layers, self.shape.experts)[: len(self.leading)] + self.shard_shape(1)
 
+    def expert_rank(self, ep: int) -> int:
+        """Which of ``ep`` expert-parallel ranks has this expert. They hold runs of equal length."""
+        assert self.expert is not None
+        return self.expert // (self.shape.experts // ep)
+
+    def parts(self, layout: LayoutConfig) -> int:
+        """Over how many ranks the parameter is cut."""
+        return layout.tp if self.expert is None else layout.expert_tp
+
     @property
     def axis(self) -> int:
         """The dimension along which tensors are cut and slices are put together."""
@@ -226,17 +237,19 @@ class Entry:
         return name.format(layer=self.layer, expert=self.expert)
 
 
-def entries(shape: PolicyShape, stage: int = 0, stages: int = 1) -> Iterator[Entry]:
-    """The parameters of one pipeline stage, in the order of the forward pass: with one stage, of the whole policy.
+def entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterator[Entry]:
+    """The parameters of a pipeline stage, in the order of the forward pass.
 
-    Raises:
-        ValueError: if the stages do not divide the layers.
+    Args:
+        shape: of the policy.
+        layers: of the stage, from :func:`stage_layers`; None: those of the whole policy.
     """
-    first, last = stage == 0, stage == stages - 1
+    layers = layers or [range(shape.num_layers)]
+    first, last = layers[0].start == 0, layers[-1].stop == shape.num_layers
     if first:
         yield Entry(EMBEDDING, shape)
     mappings = TABLES[shape.architecture]
-    for layer in range(*_part(shape.num_layers, stage, stages, "layers")):
+    for layer in chain.from_iterable(layers):
         yield from (Entry(mapping, shape, layer) for mapping in mappings if not mapping.of_expert)
         for expert in range(shape.experts):
             yield from (Entry(mapping, shape, layer, expert) for mapping in mappings if mapping.of_expert)

@@ -2,8 +2,8 @@
 
 Export, the local engine and the servers' transports all read this stream. A bucket takes one gather: every rank sends
 its shards straight to each rank that consumes, and nothing is sent on from there. Pipeline stages take turns in filling
-a bucket, so that all of them send at once. While a consumer has one bucket, the next is on its way. Replicas send one
-another nothing.
+a bucket, so that all of them send at once. While a consumer has one bucket, the next is on its way. Only the ranks that
+together have one copy of the policy exchange anything: copies send one another nothing.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from megatron.core import parallel_state
 
 from megatron_dppo.bridge.load import bind, slices_of
 from megatron_dppo.bridge.mapping import Entry, Split, entries
+from megatron_dppo.config import LayoutConfig
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.parallel.layout import stage_layers
 from megatron_dppo.parallel.world import World
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Consumers(StrEnum):
-    """Which ranks of a replica get buckets with tensors. The others only send, and get empty ones."""
+    """Which ranks of a copy of the policy get buckets with tensors. The others only send, and get empty ones."""
 
     EVERYONE = "every rank gets every bucket"
     LEADER = "the first rank gets every bucket"
-    STAGE_LEADERS = "the first tensor-parallel rank of each pipeline stage gets the buckets of its stage"
+    STAGE_LEADERS = "the first rank of each pipeline stage gets the buckets of its stage"
 
 
 def weight_stream(
-    model: PolicyModel,
+    chunks: Sequence[PolicyModel],
     shape: PolicyShape,
     world: World,
     *,
@@ -46,7 +48,8 @@ def weight_stream(
 ) -> Iterator[Tensors]:
     """The policy's tensors by their Hugging Face names, whole, without padding, each in exactly one bucket.
 
-    Collective over the replica, or over one stage of it with ``STAGE_LEADERS``. All of these ranks get the same number
+    Collective over a copy of the policy (:attr:`World.copy_size` ranks of each pipeline stage), or over one stage of it
+    with ``STAGE_LEADERS``. All of these ranks get the same number
     of buckets, and those that consume get the same tensors in the same order. Every rank must take the stream to its
     end, since the others wait for it. Between two buckets a rank may take part in other collectives, if all ranks do so
     at the same bucket.
@@ -59,16 +62,16 @@ def weight_stream(
     larger than a bucket comes on top while it passes. Any other rank holds its shards of a bucket and of such a layer.
 
     Args:
-        model: the bare model.
+        chunks: the bare model, one for each virtual stage.
         to: who consumes.
         bucket_mib: most MiB in a bucket; a parameter whose tensors take more has a bucket of its own.
         dtype: of the tensors; None: that of the parameters, which must then be one.
     """
-    parameters = bind(model, shape, world)
+    parameters = bind(chunks, shape, world)
     if dtype is None:
         (dtype,) = {parameter.dtype for parameter in parameters.values()}
-    stages = [world.pp_rank] if to is Consumers.STAGE_LEADERS else range(world.pp)
-    buckets = plan_buckets(shape, stages, tp=world.tp, pp=world.pp, most_bytes=bucket_mib * 2**20, dtype=dtype)
+    stages = [world.pp_rank] if to is Consumers.STAGE_LEADERS else range(world.layout.pp)
+    buckets = plan_buckets(shape, stages, world.layout, most_bytes=bucket_mib * 2**20, dtype=dtype)
     gathers = _Gathers(buckets, parameters, world, to, bucket_mib * 2**20 // dtype.itemsize, dtype)
     gather = gathers.start(buckets[0])
     for following in [*buckets[1:], None]:
@@ -91,19 +94,20 @@ class Item:
     stage: int
     """The pipeline stage that has it."""
     shard: tuple[int, ...]
-    """Shape of the parameter on each of the stage's ranks."""
+    """Shape of the parameter on each rank that has a part of it."""
 
 
 Bucket = list[Item]
 
 
 def plan_buckets(
-    shape: PolicyShape, stages: Sequence[int], *, tp: int, pp: int, most_bytes: int, dtype: torch.dtype
+    shape: PolicyShape, stages: Sequence[int], layout: LayoutConfig, *, most_bytes: int, dtype: torch.dtype
 ) -> list[Bucket]:
     """The entries of ``stages``, which take turns, in buckets as full as that order allows."""
     buckets: list[Bucket] = []
     room = 0
-    for turn in zip_longest(*(entries(shape, stage, pp) for stage in stages)):
+    of_stages = (entries(shape, stage_layers(shape.num_layers, stage, layout)) for stage in stages)
+    for turn in zip_longest(*of_stages):
         for stage, entry in zip(stages, turn, strict=True):
             if entry is None or entry.mapping.is_copy:
                 continue
@@ -111,7 +115,7 @@ def plan_buckets(
             if size > room:
                 buckets.append([])
                 room = most_bytes
-            buckets[-1].append(Item(entry, stage, entry.shard_shape(tp)))
+            buckets[-1].append(Item(entry, stage, entry.shard_shape(entry.parts(layout))))
             room -= size
     return buckets
 
@@ -146,10 +150,8 @@ class _Gathers:
     ) -> None:
         self._parameters, self._world, self._dtype = parameters, world, dtype
         self._most_elements = most_elements
-        if to is Consumers.STAGE_LEADERS:
-            self._group, self._first_stage = parallel_state.get_tensor_model_parallel_group(), world.pp_rank
-        else:
-            self._group, self._first_stage = parallel_state.get_model_parallel_group(), 0
+        self._group = _copy_group(world, of_stage=to is Consumers.STAGE_LEADERS)
+        self._first_stage = world.pp_rank if to is Consumers.STAGE_LEADERS else 0
         # Gloo sends from the host's memory, and receives into it.
         self._device = torch.device("cpu") if dist.get_backend(self._group) == "gloo" else world.device
         self._rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -226,14 +228,18 @@ class _Gathers:
         return dict(sorted(items.items()))
 
     def _senders(self, item: Item) -> range:
-        """The ranks whose shards make an entry: all of its stage, or the first where each has it whole."""
-        first = (item.stage - self._first_stage) * self._world.tp
-        return range(first, first + (1 if item.entry.mapping.split is Split.REPLICATED else self._world.tp))
+        """The ranks whose shards make an entry: all that have a part, or the first where each has it whole."""
+        entry, layout = item.entry, self._world.layout
+        first = (item.stage - self._first_stage) * self._world.copy_size
+        if entry.expert is not None:
+            first += entry.expert_rank(layout.ep) * layout.expert_tp
+        return range(first, first + (1 if entry.mapping.split is Split.REPLICATED else entry.parts(layout)))
 
     def _has_whole(self, item: Item) -> bool:
         """Whether this rank has the entry whole among its parameters."""
-        whole = self._world.tp == 1 or item.entry.mapping.split is Split.REPLICATED
-        return item.stage == self._world.pp_rank and whole
+        entry = item.entry
+        whole = entry.parts(self._world.layout) == 1 or entry.mapping.split is Split.REPLICATED
+        return whole and entry in self._parameters
 
     def _is_large_embedding(self, bucket: Bucket) -> bool:
         """Whether the bucket is an embedding or output layer that is larger than a bucket may be.
@@ -252,6 +258,16 @@ class _Gathers:
 
     def _empty(self, elements: int) -> torch.Tensor:
         return torch.empty(elements, dtype=self._dtype, device=self._device)
+
+
+def _copy_group(world: World, *, of_stage: bool) -> dist.ProcessGroup:
+    """The ranks that together have one copy of the policy, stage by stage, or of one stage of it."""
+    if world.copy_size == world.layout.tp:
+        stage, whole = parallel_state.get_tensor_model_parallel_group, parallel_state.get_model_parallel_group
+    else:
+        stage = parallel_state.get_expert_tensor_and_model_parallel_group
+        whole = parallel_state.get_expert_tensor_model_pipeline_parallel_group
+    return stage() if of_stage else whole()
 
 
 def fill_tensors(entry: Entry, shards: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:

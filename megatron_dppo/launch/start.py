@@ -60,8 +60,8 @@ def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
     Raises:
         UserError: if this machine has GPUs, but fewer than the layout needs.
     """
-    model, gpus = layout.tp * layout.pp * layout.cp, _gpus()
-    ranks = model * (layout.dp or max((gpus - reserved) // model, 1))
+    least, gpus = layout.least_ranks, _gpus()
+    ranks = layout.tp * layout.pp * layout.cp * (layout.dp or 0) or least * max((gpus - reserved) // least, 1)
     if 0 < gpus < ranks + reserved:
         servers = f" and its servers {reserved}" if reserved else ""
         cut = " x ".join(f"{name} {size}" for name, size in (("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp)))

@@ -11,6 +11,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
@@ -26,7 +28,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
 from megatron_dppo.models.layer_specs import add_to_main_gradients
 from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
-from megatron_dppo.models.optimizer_state import OffloadedState, prepare_adam_state
+from megatron_dppo.models.optimizer_state import OffloadedState, optimizer_parts, prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
@@ -59,11 +61,19 @@ class Policy:
     def __init__(
         self, shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, world: World, *, temperature: float
     ) -> None:
-        self.world = world
-        self.bare: PolicyModel = build_policy(shape, model, layout, temperature=temperature)
-        self.module: Any = self.bare.to(world.device)
+        self.world, self.shape = world, shape
+        self.chunks = build_policy(shape, model, layout, temperature=temperature)
+        """The bare model, one for each virtual pipeline stage."""
+        self.config = self.chunks[0].config
+        """Megatron's, one for all chunks."""
+        self.modules: list[Any] = [chunk.to(world.device) for chunk in self.chunks]
+        """The chunks as Megatron runs them."""
         if model.dtype == "bf16":
-            self.module = Float16Module(self.bare.config, self.module)
+            self.modules = [Float16Module(self.config, chunk) for chunk in self.modules]
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Of all chunks."""
+        return chain.from_iterable(chunk.parameters() for chunk in self.chunks)
 
     def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
         """[R] float32 for each pack on the ranks of the last stage, None elsewhere. Collective over the replica."""
@@ -94,7 +104,8 @@ class Policy:
         def collect(responses: Responses) -> tuple[torch.Tensor, Sums]:
             return responses.logprobs.sum(), {"measured": what(responses)}
 
-        self.module.eval()
+        for module in self.modules:
+            module.eval()
         microbatches = [Microbatch(pack) for pack in packs]
         outputs = self._run(microbatches, collect, forward_only=True, score_norm=score_norm)
         if not self.world.last_stage:
@@ -103,10 +114,11 @@ class Policy:
 
     def _share(self, pack: Pack) -> Share | None:
         """What this rank computes of a pack, from what the host knows of it; None: all."""
-        if self.world.cp == 1:
+        cp = self.world.layout.cp
+        if cp == 1:
             return None
         lengths = np.diff(pack.cu_seqlens).tolist()
-        return share_of(lengths, torch.from_numpy(pack.predictors), self.world.cp_rank, self.world.cp)
+        return share_of(lengths, torch.from_numpy(pack.predictors), self.world.cp_rank, cp)
 
     def _run(
         self, microbatches: Sequence[Microbatch], loss: Loss, *, forward_only: bool, score_norm: bool = False
@@ -133,11 +145,14 @@ class Policy:
 
             return output, reduce
 
+        interleaved, layout = len(self.modules) > 1, self.world.layout
+        if interleaved:
+            self.config.microbatch_group_size_per_vp_stage = microbatch_group_size(len(microbatches), layout.pp)
         with self.world.training("a forward pass" if forward_only else "forward and backward passes"):
             return get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=iter(microbatches),
-                model=self.module,
+                data_iterator=[iter(microbatches) for _ in self.modules] if interleaved else iter(microbatches),
+                model=self.modules,
                 num_microbatches=len(microbatches),
                 seq_length=len(microbatches[0].pack.token_ids),
                 micro_batch_size=1,
@@ -157,7 +172,7 @@ class Reference(Policy):
 
     def leave_device(self) -> None:
         """Move the weights to the host, from where every later pass fetches them. Called once they are loaded."""
-        for parameter in self.module.parameters():
+        for parameter in self.parameters():
             waiting = torch.empty_like(parameter, device="cpu", pin_memory=self.world.device.type == "cuda")
             self._on_host[parameter] = parameter.data = waiting.copy_(parameter.data)
 
@@ -172,7 +187,7 @@ class Reference(Policy):
 
 
 class Actor(Policy):
-    """The policy with gradients and an optimizer. Weights are loaded into ``bare`` before the first update."""
+    """The policy with gradients and an optimizer. Weights are loaded into its chunks before the first update."""
 
     def __init__(
         self,
@@ -183,10 +198,10 @@ class Actor(Policy):
         world: World,
         *,
         temperature: float,
-        load: Callable[[PolicyModel], None],
+        load: Callable[[Sequence[PolicyModel]], None],
     ) -> None:
         super().__init__(shape, model, layout, world, temperature=temperature)
-        load(self.bare)  # before the optimizer copies its master weights
+        load(self.chunks)  # before the optimizer copies its master weights
         self._settings = optimizer
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -196,18 +211,22 @@ class Actor(Policy):
             overlap_param_gather=False,
             average_in_collective=False,
         )
-        self.module = DistributedDataParallel(self.bare.config, ddp, self.module)
-        add_to_main_gradients(self.bare)
-        self.bare.config.finalize_model_grads_func = _sum_gradients
-        if optimizer.overlap:
-            self.bare.config.no_sync_func = self.module.no_sync  # until the last microbatch
-        self.optimizer = get_megatron_optimizer(_megatron_optimizer(optimizer, model), [self.module])
+        self.modules = [
+            # The gradients of later chunks, which are smaller, are summed in one piece each.
+            DistributedDataParallel(self.config, ddp, module, disable_bucketing=i > 0)
+            for i, module in enumerate(self.modules)
+        ]
+        for chunk in self.chunks:
+            add_to_main_gradients(chunk)
+        self.config.finalize_model_grads_func = _sum_gradients
+        if optimizer.overlap:  # each chunk's gradients are summed at its last microbatch
+            no_sync = [module.no_sync for module in self.modules]
+            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self.optimizer = get_megatron_optimizer(_megatron_optimizer(optimizer, model), self.modules)
         for group in self.optimizer.param_groups:  # Megatron's scheduler would do that, and a run here has none
             group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
         prepare_adam_state(self.optimizer)
-        self._offloaded = (
-            OffloadedState(self.optimizer, self.bare.parameters(), world.device) if optimizer.offload else None
-        )
+        self._offloaded = OffloadedState(self.optimizer, self.parameters(), world.device) if optimizer.offload else None
         self.offload()
 
     def offload(self) -> None:
@@ -247,9 +266,10 @@ class Actor(Policy):
 
     def accumulate(self, microbatches: Sequence[Microbatch], loss: Loss) -> list[Sums]:
         """Forward and backward over the microbatches; DDP's buffers then hold the gradients, summed over all ranks."""
-        self.module.train()
-        self.module.restore_grad_buffers(synchronize=False)  # where they were released
-        self.module.zero_grad_buffer()
+        for module in self.modules:
+            module.train()
+            module.restore_grad_buffers(synchronize=False)  # where they were released
+            module.zero_grad_buffer()
         self.optimizer.zero_grad()
         return self._run(microbatches, loss, forward_only=False)
 
@@ -259,14 +279,18 @@ class Actor(Policy):
         Gradients go; the next update makes their buffers anew, behind the same views.
         """
         self.optimizer.zero_grad()
-        self.module.offload_grad_buffers(synchronize=self.world.device.type == "cuda", empty_cache=False)
+        for module in self.modules:
+            module.offload_grad_buffers(synchronize=self.world.device.type == "cuda", empty_cache=False)
         super().release_memory()
 
     def _gradient_norm(self) -> float:
+        """Of all gradients, which are clipped by it, also where experts have an optimizer of their own."""
         self.optimizer.prepare_grads()
-        if self._settings.clip_grad > 0:
-            return float(self.optimizer.clip_grad_norm(self._settings.clip_grad))
-        return float(self.optimizer.get_grad_norm())
+        norm = float(self.optimizer.get_grad_norm())
+        if (most := self._settings.clip_grad) > 0:
+            for part in optimizer_parts(self.optimizer):
+                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=most, total_norm=norm)
+        return norm
 
     def _total(self, outputs: list[Sums]) -> dict[str, float]:
         """Sums over packs and replicas, in one order on every rank, so that metrics repeat bit by bit."""
@@ -282,6 +306,13 @@ class Actor(Policy):
             for name, value in part.items():
                 total[name] = total.get(name, 0.0) + value
         return total
+
+
+def microbatch_group_size(microbatches: int, stages: int) -> int:
+    """How many microbatches the interleaved schedule takes through one virtual stage before the next: the fewest that
+    leave either no microbatches over or as many as there are pipeline stages, which is what Megatron asks for."""
+    sizes = range(stages, microbatches + 1)
+    return next(size for size in sizes if microbatches % size == 0 or microbatches % size >= stages)
 
 
 def _sum_gradients(model: list[torch.nn.Module], num_tokens: object = None, **arguments: Any) -> None:

@@ -56,8 +56,8 @@ def choose_spec(model: ModelConfig) -> Spec:
     return model.spec
 
 
-def layer_spec(spec: Spec, config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
-    """The layers of this rank's pipeline stage, as :class:`megatron.core.models.gpt.GPTModel` takes them."""
+def layer_spec(spec: Spec, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:
+    """The layers of a virtual stage of this rank, as :class:`megatron.core.models.gpt.GPTModel` takes them."""
     kind = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     if spec == "te":
         return get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **kind)
@@ -70,7 +70,8 @@ def layer_spec(spec: Spec, config: TransformerConfig) -> TransformerBlockSubmodu
     attention.core_attention = SegmentAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
 def add_to_main_gradients(model: torch.nn.Module) -> None:

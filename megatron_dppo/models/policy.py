@@ -35,8 +35,12 @@ each layer compares on the host where segments start and where padded ones do, i
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_policy(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *, temperature: float) -> PolicyModel:
+def build_policy(
+    shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *, temperature: float
+) -> list[PolicyModel]:
     """This rank's part of the policy, in the model-parallel groups that :func:`parallel.world.initialize` laid out.
+
+    It is one chunk for each virtual pipeline stage.
 
     All weights but the norms' are zero until they are loaded: nothing is drawn, since every run starts from a
     directory, and drawing would depend on the layout.
@@ -46,7 +50,22 @@ def build_policy(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *
     """
     check_layout(shape, layout)
     config = transformer_config(shape, model, layout)
-    return PolicyModel(shape, config, model, tp=layout.tp, temperature=temperature)
+    stages = range(layout.vpp) if layout.vpp > 1 else [None]
+    chunks = [PolicyModel(shape, config, model, temperature=temperature, vp_stage=stage) for stage in stages]
+    for chunk in chunks:
+        _mark_experts(chunk)
+    return chunks
+
+
+def _mark_experts(chunk: PolicyModel) -> None:
+    """Tell Megatron which gradients to sum over the ranks that have the same experts, instead of all replicas.
+
+    Before 0.17 it marks them only where ep > 1, and then sums them over the wrong ranks, in silence, where etp is not
+    tp. With the mark everywhere an optimizer's state goes by the same names in every layout, too.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False
 
 
 def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig) -> TransformerConfig:
@@ -73,6 +92,11 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         calculate_per_token_loss=True,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         context_parallel_size=layout.cp,
         sequence_parallel=layout.sequence_parallel and layout.tp > 1,
         params_dtype=dtype,
@@ -83,8 +107,9 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
         embedding_init_method=torch.nn.init.zeros_,
-        # Gloo has no batched sends; every pack of a minibatch has the same length, so stages need not exchange shapes.
-        batch_p2p_comm=cuda,
+        # Every pack of a minibatch has the same length, so stages need not exchange shapes. Gloo has no batched sends.
+        # With two interleaved stages, each of which has the other on both sides, a batch confuses their messages.
+        batch_p2p_comm=cuda and not (layout.vpp > 1 and layout.pp == 2),
         batch_p2p_sync=False,  # the bug of an older torch for which Megatron waits for the whole device
         variable_seq_lengths=False,
         deallocate_pipeline_outputs=True,
@@ -173,18 +198,25 @@ class OutputWeight(ColumnParallelLinear):
 
 
 class PolicyModel(GPTModel):
-    """One pipeline stage's share of the policy, over packs in THD form."""
+    """The share of the policy of one pipeline stage, or of one of its virtual stages, over packs in THD form."""
 
     def __init__(
-        self, shape: PolicyShape, config: TransformerConfig, model: ModelConfig, *, tp: int, temperature: float
+        self,
+        shape: PolicyShape,
+        config: TransformerConfig,
+        model: ModelConfig,
+        *,
+        temperature: float,
+        vp_stage: int | None = None,
     ) -> None:
         super().__init__(
             config,
-            layer_spec(choose_spec(model), config),
-            vocab_size=padded_vocab(shape.vocab_size, tp),
+            layer_spec(choose_spec(model), config, vp_stage),
+            vocab_size=padded_vocab(shape.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=shape.max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="rope",

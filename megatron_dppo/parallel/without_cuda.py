@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import _device
 
 CPU = torch.device("cpu")
@@ -36,6 +37,8 @@ def install() -> None:
         _share_the_generator()
         _order_streams()
         _leave_functions_uncompiled()
+        _count_tokens_on_the_host()
+        _gather_unequal_parts()
     _mend_torch_adam()
     _mend_router()
 
@@ -124,6 +127,35 @@ def _leave_functions_uncompiled() -> None:
     import torch._dynamo
 
     torch._dynamo.config.disable = True
+
+
+def _count_tokens_on_the_host() -> None:
+    """Megatron turns counts of tokens into numpy's once they have left a GPU. On a CPU they would stay tensors, which
+    torch's exchanges do not take as sizes."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = on_host
+
+
+def _gather_unequal_parts() -> None:
+    """Gloo gathers equal parts only. Tensor-parallel experts gather as many tokens as each rank of them was sent."""
+    gather = dist.all_gather
+
+    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return gather(parts, mine, group=group, async_op=async_op)
+        lengths = [len(part) for part in parts]
+        received = mine.new_empty([sum(lengths), *mine.shape[1:]])
+        sent = torch.cat([mine] * len(parts))
+        dist.all_to_all_single(received, sent, lengths, [len(mine)] * len(parts), group=group)
+        for part, came in zip(parts, received.split(lengths), strict=True):
+            part.copy_(came)
+        return None
+
+    dist.all_gather = all_gather
 
 
 def _mend_torch_adam() -> None:

@@ -34,18 +34,22 @@ WAITED = 0.9
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One rank's coordinates. Replica d holds the ranks that together have one copy of the policy."""
+    """One rank's coordinates. Replica d holds the ranks that train on the same packs.
+
+    Dense parameters are cut over ``tp`` consecutive ranks of a pipeline stage, experts over ``etp · ep``. The larger of
+    these numbers is :attr:`copy_size`: so many consecutive ranks of each stage together have one copy of the policy.
+    """
 
     rank: int
     size: int
+    layout: LayoutConfig
+    """With ``dp`` filled in."""
     tp_rank: int
-    tp: int
     pp_rank: int
-    pp: int
     cp_rank: int
-    cp: int
     dp_rank: int
-    dp: int
+    ep_rank: int
+    etp_rank: int
     replica_of: tuple[int, ...]
     """[size], the data-parallel replica of every rank."""
     device: torch.device
@@ -53,8 +57,26 @@ class World:
     """Gloo group of all ranks for objects and rollout tokens."""
     timeout_s: float
     """How long an exchange in it waits for the slowest rank."""
-    training_timeout_s: float = LayoutConfig().timeout_s
-    """How long a collective of training does."""
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel replicas."""
+        return self.layout.dp or 1
+
+    @property
+    def copy_size(self) -> int:
+        """Ranks of a pipeline stage that together have one copy of its parameters."""
+        return max(self.layout.tp, self.layout.expert_tp * self.layout.ep)
+
+    @property
+    def copy_rank(self) -> int:
+        """This rank's number among the :attr:`copy_size` of its stage."""
+        return self.rank % (self.size // self.layout.pp) % self.copy_size
+
+    @property
+    def in_first_copy(self) -> bool:
+        """Whether this rank and the leader belong to one copy of the policy."""
+        return self.rank % (self.size // self.layout.pp) < self.copy_size
 
     @property
     def leads(self) -> bool:
@@ -63,7 +85,7 @@ class World:
 
     @property
     def last_stage(self) -> bool:
-        return self.pp_rank == self.pp - 1
+        return self.pp_rank == self.layout.pp - 1
 
     def from_leader(self, make: Callable[[], T]) -> T:
         """What ``make`` returns on the leader, on every rank. An exception there is raised on every rank."""
@@ -120,12 +142,12 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            in_time = time.monotonic() - began < WAITED * self.training_timeout_s
+            in_time = time.monotonic() - began < WAITED * self.layout.timeout_s
             if in_time or "timed out" not in str(error).lower():
                 raise
             raise UserError(
                 "layout.timeout_s",
-                f"{self.training_timeout_s:g}",
+                f"{self.layout.timeout_s:g}",
                 f"another rank did not take part in {what} in time ({error})",
                 "Look for the rank that hangs or has died; if all are well and merely slow, raise layout.timeout_s",
             ) from error
@@ -177,7 +199,10 @@ def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         distributed_timeout_minutes=layout.timeout_s / 60,
     )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -190,19 +215,17 @@ def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
+        layout=layout,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp=layout.tp,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pp=layout.pp,
         cp_rank=parallel_state.get_context_parallel_rank(),
-        cp=layout.cp,
         dp_rank=dp_rank,
-        dp=parallel_state.get_data_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         replica_of=tuple(replicas),
         device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
         control=control,
         timeout_s=timeout_s,
-        training_timeout_s=layout.timeout_s,
     )
 
 

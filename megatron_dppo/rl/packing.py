@@ -93,6 +93,7 @@ def pack_sequences(
     capacity_multiple: int = 1,
     window: int = 64,
     min_per_rank: int = 1,
+    least_per_rank: int = 1,
     costs: CostModel = QWEN3_4B,
 ) -> Packing:
     """Pack sequences for data-parallel ranks.
@@ -109,6 +110,7 @@ def pack_sequences(
         capacity_multiple: the capacity is a multiple of this, and of ``align``.
         window: how many of the longest unpacked sequences are looked at.
         min_per_rank: fewest packs per rank, as long as there are sequences for them.
+        least_per_rank: fewest packs per rank in any case. Where sequences are too few, the rest are empty.
         costs: what ranks are balanced by.
 
     Raises:
@@ -128,7 +130,8 @@ def pack_sequences(
             f"Set pack.max_tokens to {-(-int(slots.max()) // unit) * unit} or more, or shorten prompts or responses",
         )
 
-    fewest = max(-(-int(slots.sum()) // (ranks * most)), min(min_per_rank, max(1, len(lengths) // ranks)))
+    wanted = max(min(min_per_rank, len(lengths) // ranks), least_per_rank)
+    fewest = max(-(-int(slots.sum()) // (ranks * most)), wanted)
     found: list[Packing] = []
     for per_rank in range(fewest, max(MORE_PACKS * fewest, 4) + 1):
         packs = _tightest(slots, ranks * per_rank, window, unit, most)
@@ -153,13 +156,14 @@ def _dealt(capacity: int, packs: list[list[int]], lengths: Ints, work: Floats, r
 
 
 def pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
-    """``pack/…`` of a step with one packing per minibatch; ``count`` is over all ranks, ``capacity`` the largest."""
+    """``pack/…`` of a step with one packing per minibatch; counts are over all ranks, ``capacity`` is the largest."""
     counts = [sum(map(len, packing.packs)) for packing in packings]
     slots = [count * packing.capacity for count, packing in zip(counts, packings, strict=True)]
     filled = sum(packing.fill * size for packing, size in zip(packings, slots, strict=True))
     return {
         "pack/fill": filled / sum(slots) if sum(slots) else 0.0,
         "pack/count": float(sum(counts)),
+        "pack/empty": float(sum(not pack for packing in packings for of_rank in packing.packs for pack in of_rank)),
         "pack/capacity": float(max(packing.capacity for packing in packings)),
         "pack/imbalance": max(packing.imbalance for packing in packings),
     }

@@ -63,6 +63,7 @@ def plan_step(
         window=config.pack.window,
         costs=costs,
         min_per_rank=packs_wanted(config.pack.min_per_rank, pipeline),
+        least_per_rank=config.layout.least_packs,
     )
     usable = mixed(metadata) if in_rounds(config.pruning) else np.arange(len(metadata.prompt_ids))
     parts: list[tuple[StepMetadata, Pruned]] = []

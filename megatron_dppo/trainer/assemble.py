@@ -57,7 +57,7 @@ class PolicyParts(Generic[P_co]):
         """Stream the actor's weights to an engine, which then generates with ``version``. Collective."""
         engine.pause()
         self._make_room()  # for the servers' weights
-        engine.update_weights(partial(weight_stream, self.actor.bare, self.shape, self.world), version)
+        engine.update_weights(partial(weight_stream, self.actor.chunks, self.shape, self.world), version)
         self._make_room()  # for their cache, in the place of the buckets
         engine.resume()
 
@@ -118,6 +118,7 @@ class PolicyParts(Generic[P_co]):
             capacity_multiple=self.world.capacity_multiple(layout, most),
             window=self.config.pack.window,
             min_per_rank=min_per_rank,
+            least_per_rank=layout.least_packs,
         )
         return [
             (rows, build_pack([samples[i] for i in rows], packing.capacity, self.pad_id, align=layout.row_multiple))
@@ -132,7 +133,7 @@ class PolicyParts(Generic[P_co]):
     def export(self, out: Path, *, setting: str) -> None:
         """Write the actor as a Hugging Face directory; ``setting`` is what an error names. Collective."""
         export_hf(
-            self.actor.bare,
+            self.actor.chunks,
             self.shape,
             self.world,
             source=Path(self.config.model.path),
@@ -169,7 +170,7 @@ def _assemble(config: Config, world: World, make: Callable[[PolicyShape], P_co])
 
 def _frozen(kind: type[FrozenT], config: Config, world: World, temperature: float, shape: PolicyShape) -> FrozenT:
     policy = kind(shape, config.model, resolve_layout(config.layout, world.size), world, temperature=temperature)
-    _load(policy.bare, config, shape, world)
+    _load(policy.chunks, config, shape, world)
     return policy
 
 
@@ -187,11 +188,11 @@ def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem]]:
     return train, world.together(lambda: held_out(config, parts.tokenizer, max_positions=positions))
 
 
-def _load(bare: PolicyModel, config: Config, shape: PolicyShape, world: World) -> None:
+def _load(chunks: Sequence[PolicyModel], config: Config, shape: PolicyShape, world: World) -> None:
     if config.model.checkpoint is not None:
-        load_checkpoint(bare, Path(config.model.checkpoint), world)
+        load_checkpoint(chunks, Path(config.model.checkpoint), world)
     else:
-        world.together(lambda: load_policy(bare, Path(config.model.path), shape, world))
+        world.together(lambda: load_policy(chunks, Path(config.model.path), shape, world))
 
 
 def lock_run(config: Config, world: World, to_close: ExitStack) -> Callable[[], None]:

@@ -37,11 +37,13 @@ from megatron_dppo.bridge.checkpoint_folder import (
 )
 from megatron_dppo.bridge.checksums import Block, Checksums
 from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer
-from megatron_dppo.bridge.load import check_policy, read_sharded, sharding
+from megatron_dppo.bridge.load import check_policy, load_model_state, model_state, read_sharded, sharding
+from megatron_dppo.bridge.stored_policy import plain_values_only
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import choose_spec
+from megatron_dppo.models.optimizer_state import optimizer_parts
 from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replacing_directory, replacing_file
@@ -103,7 +105,7 @@ class Checkpoints:
         self._world.from_leader(lambda: self._make_room(partial, self.path(step), needed))
         with self._disk_errors(needed):
             state = _sharded_state(actor, self._writer, loading=False)
-            limit_s = 0.9 * self._world.training_timeout_s
+            limit_s = 0.9 * self._world.layout.timeout_s
             shards = ShardWriter(state, partial, background=self._background, durable=self._durable, limit_s=limit_s)
             if write_more is not None:
                 self._world.together(lambda: write_more(partial), what="part of the checkpoint")
@@ -144,13 +146,14 @@ class Checkpoints:
         if place is None:
             return None
         trainer_state, written = self._world.from_leader(lambda: read_state(place, self._writer))
-        self._world.from_leader(lambda: check_policy(place, actor.bare.shape, "run.dir"))
+        self._world.from_leader(lambda: check_policy(place, actor.shape, "run.dir"))
         self._world.together(lambda: self._check(place), what="check of a checkpoint")
+        self._world.from_leader(lambda: _check_optimizers(place, actor))
         state = _sharded_state(actor, written, loading=True)
         state = read_sharded(state, place, "run.dir", self._world)
         if written.optimizer == "plain":
-            _restore_step(state["optimizer"])
-        actor.bare.load_state_dict(state["model"])
+            _restore_steps(state["optimizer"])
+        load_model_state(actor.chunks, state)
         settings = [{**group} for group in actor.optimizer.param_groups]
         actor.optimizer.load_state_dict(state["optimizer"])
         actor.offload()  # moments that were loaded into tensors of their own
@@ -258,27 +261,41 @@ def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, 
     }
     if writer.optimizer != "plain":
         metadata["distrib_optim_sharding_type"] = writer.optimizer
-    model = actor.bare.sharded_state_dict(metadata=metadata)
-    return {
-        "model": model,
-        "optimizer": actor.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=metadata),
-    }
+    model = model_state(actor.chunks, metadata)
+    return model | {"optimizer": actor.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)}
 
 
-def _restore_step(optimizer: dict[str, Any]) -> None:
+def _check_optimizers(place: Path, actor: Actor) -> None:
+    """Refuse the optimizer's state of experts from before they had one of their own in every layout."""
+    with plain_values_only():
+        written = dist_checkpointing.load_common_state_dict(str(place))["optimizer"]
+    if len(optimizer_parts(actor.optimizer)) > 1 and 0 not in written:
+        problem = f"{place} is of an earlier version, and has the optimizer's state of experts in another form"
+        remedy = (
+            f"Finish that run with that version, or begin another run.dir with its weights: model.checkpoint={place}"
+        )
+        raise UserError("run.dir", place.parent.parent, problem, remedy)
+
+
+def _restore_steps(optimizer: dict[Any, Any]) -> None:
     """Put a plain optimizer's count where it is looked for.
 
     Megatron leaves a count of 0 out, and Transformer Engine's Adam keeps it with its groups of parameters.
+
+    Args:
+        optimizer: state of one, or of one for each kind of parameters, by number.
     """
-    inner = optimizer.get("optimizer", optimizer)  # bf16 keeps it beside the master weights
-    steps = [group["step"] for group in inner["param_groups"] if "step" in group]
-    inner["state"].setdefault("common_step", torch.tensor(float(max(steps, default=0))))
+    for part in optimizer.values() if 0 in optimizer else [optimizer]:
+        inner = part.get("optimizer", part)  # bf16 keeps it beside the master weights
+        steps = [group["step"] for group in inner["param_groups"] if "step" in group]
+        inner["state"].setdefault("common_step", torch.tensor(float(max(steps, default=0))))
 
 
 def _bytes(actor: Actor, world: World) -> int:
     """An upper estimate of a checkpoint, taken on the leader: its shard, with fp32 master weights and two moments."""
-    shard = sum(parameter.numel() * (parameter.element_size() + 12) for parameter in actor.bare.parameters())
-    return shard * world.tp * world.pp * 5 // 4 + 2**20  # names, offsets and the trainer's state come on top
+    shard = sum(parameter.numel() * (parameter.element_size() + 12) for parameter in actor.parameters())
+    copy = shard * world.copy_size * world.layout.pp
+    return copy * 5 // 4 + 2**20  # names, offsets and the trainer's state come on top
 
 
 def _disk_error(folder: Path, error: object) -> UserError:

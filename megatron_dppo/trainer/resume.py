@@ -205,6 +205,10 @@ def _same_place(one: Any, other: Any) -> bool:
     return isinstance(one, str) and isinstance(other, str) and Path(one).resolve() == Path(other).resolve()
 
 
+CUT = ("tp", "pp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
+"""Settings of the layout that say which parameters a rank has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Writer:
     """What the optimizer's state in a checkpoint depends on."""
@@ -216,12 +220,18 @@ class Writer:
     """Every rank its whole shard's state, or the distributed optimizer's, in one of its formats."""
     spec: str | None
     """Layers, which have their parameters in another order each; None before a rank has chosen them."""
+    ep: int = 1
+    etp: int | None = None
+    vpp: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
 
     @classmethod
     def of(cls, config: Config, spec: str | None = None) -> Writer:
         optimizer, layout = config.optimizer, config.layout
         kind = optimizer.checkpoint_format if optimizer.distributed else "plain"
-        return cls(layout.tp, layout.pp, config.model.dtype, kind, spec)
+        cut = {name: getattr(layout, name) for name in CUT}
+        return cls(dtype=config.model.dtype, optimizer=kind, spec=spec, **cut)
 
 
 def write_state(place: Path, state: dict[str, Any], writer: Writer) -> None:
@@ -287,10 +297,13 @@ def _check_cut(place: Path, written: Writer, now: Writer) -> None:
         "Resume with %s; a checkpoint that such a run writes with optimizer.checkpoint_format=fully_reshardable "
         "then resumes in any layout"
     )
-    if (written.tp, written.pp) != (now.tp, now.pp):
-        ours, theirs = (f"tp {writer.tp} x pp {writer.pp}" for writer in (now, written))
-        problem = f"{problem % theirs}, and resumes at that tp and pp only (dp may change)"
-        raise UserError("layout", ours, problem, remedy % f"layout.tp={written.tp} layout.pp={written.pp}")
+    wanted = {name: getattr(written, name) for name in CUT}
+    if wanted != (ours := {name: getattr(now, name) for name in CUT}):
+        named = [name for name in CUT if name in ("tp", "pp") or wanted[name] != ours[name]]
+        now_said, then = (" x ".join(f"{name} {cut[name]}" for name in named) for cut in (ours, wanted))
+        problem = f"{problem % then}, and resumes at that only (dp may change)"
+        settings = " ".join(f"layout.{name}={'null' if wanted[name] is None else wanted[name]}" for name in named)
+        raise UserError("layout", now_said, problem, remedy % settings)
     if now.spec and written.spec != now.spec:
         problem = f"{problem % f'model.spec = {written.spec}'}, whose parameters come in another order"
         raise UserError("model.spec", now.spec, problem, remedy % f"model.spec={written.spec}")

@@ -13,14 +13,16 @@ from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.parallel.world import World, initialize
 
 
-def loaded_policy(path: Path, layout: LayoutConfig, dtype: str = "fp32") -> tuple[PolicyModel, PolicyShape, World]:
+def loaded_policy(
+    path: Path, layout: LayoutConfig, dtype: str = "fp32"
+) -> tuple[list[PolicyModel], PolicyShape, World]:
     """This rank's shard of the policy at ``path``, NaN wherever loading leaves anything out."""
     world = initialize(layout, seed=1, timeout_s=60.0)
     shape = read_shape(path)
-    model = build_policy(shape, ModelConfig(path=str(path), dtype=dtype), layout, temperature=1.0)
-    if dtype == "bf16":
-        model.bfloat16()
-    for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)
-    world.together(lambda: load_policy(model, path, shape, world))
-    return model, shape, world
+    chunks = build_policy(shape, ModelConfig(path=str(path), dtype=dtype), layout, temperature=1.0)
+    for chunk in chunks:
+        chunk.bfloat16() if dtype == "bf16" else chunk.float()
+        for parameter in chunk.parameters():
+            parameter.data.fill_(torch.nan)
+    world.together(lambda: load_policy(chunks, path, shape, world))
+    return chunks, shape, world

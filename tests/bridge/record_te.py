@@ -69,7 +69,7 @@ def names(rank: int, size: int, path: Path, layout: LayoutConfig, spec: Spec, fo
     world.wait_for_all("checkpoint")
     stored = dist_checkpointing.load_tensors_metadata(str(folder / "checkpoints" / "iter_0000001"))
     return Names(
-        {name: tuple(parameter.shape) for name, parameter in actor.bare.named_parameters()},
+        {name: tuple(parameter.shape) for name, parameter in actor.chunks[0].named_parameters()},
         {key: tuple(tensor.global_shape) for key, tensor in stored.items()},
     )
 

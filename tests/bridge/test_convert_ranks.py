@@ -57,11 +57,12 @@ def test_what_ranks_save_converts_to_the_directory_they_began_from(
 
 def differing(rank: int, size: int, source: Path, checkpoint: Path, layout: LayoutConfig) -> list[str]:
     """The parameters that Megatron's own loader makes something else of than the loader of directories."""
-    model, _, world = loaded_policy(source, layout)
+    chunks, _, world = loaded_policy(source, layout)
+    (model,) = chunks
     expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
-    load_checkpoint(model, checkpoint, world)
+    load_checkpoint(chunks, checkpoint, world)
     assert len(expected) > 5
     return [name for name, parameter in model.named_parameters() if not torch.equal(parameter, expected[name])]
 

@@ -15,9 +15,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_dppo.bridge.load import fill_parameter
-from megatron_dppo.bridge.mapping import TABLES, entries, expected_tensors
+from megatron_dppo.bridge.mapping import TABLES, Entry, entries, expected_tensors
 from megatron_dppo.bridge.stream import fill_tensors
+from megatron_dppo.config import LayoutConfig
 from megatron_dppo.models.shape import PolicyShape, padded_vocab
+from megatron_dppo.parallel.layout import stage_layers
 
 SHAPE = PolicyShape(
     num_layers=4,
@@ -69,6 +71,10 @@ def random_policy(shape: PolicyShape) -> dict[str, torch.Tensor]:
     return {name: torch.randn(size, generator=generator) for name, size in expected_tensors(shape).items()}
 
 
+def entries_of(shape: PolicyShape, stage: int, stages: int) -> list[Entry]:
+    return list(entries(shape, stage_layers(shape.num_layers, stage, LayoutConfig(pp=stages))))
+
+
 def shards_of(shape: PolicyShape, policy: dict[str, torch.Tensor], tp: int, pp: int) -> dict:
     """Every rank's parameters as the bridge fills them, {(tp_rank, stage): {name in the torch layers: tensor}}."""
 
@@ -79,7 +85,7 @@ def shards_of(shape: PolicyShape, policy: dict[str, torch.Tensor], tp: int, pp: 
     for stage in range(pp):
         for tp_rank in range(tp):
             own = ranks[tp_rank, stage] = {}
-            for entry in entries(shape, stage, pp):
+            for entry in entries_of(shape, stage, pp):
                 own[entry.megatron[0]] = torch.full(entry.shard_shape(tp), torch.nan)
                 fill_parameter(entry, own[entry.megatron[0]], read, tp_rank, tp)
     return ranks
@@ -131,7 +137,7 @@ def test_shards_are_megatrons_and_the_way_back_is_the_identity(tp: int, data: st
     ranks = shards_of(shape, policy, tp, pp)
     returned = {name: torch.full(size, torch.nan) for name, size in expected_tensors(shape).items()}
     for stage in range(pp):
-        for entry in entries(shape, stage, pp):
+        for entry in entries_of(shape, stage, pp):
             name = entry.megatron[0]
             shards = [ranks[tp_rank, stage][name] for tp_rank in range(tp)]
             assert all(map(torch.equal, shards, megatron_shards(shape, policy, name, tp))), name
@@ -145,7 +151,7 @@ def test_shards_are_megatrons_and_the_way_back_is_the_identity(tp: int, data: st
 @of_every_family
 def test_every_tensor_has_one_home_and_tied_embeddings_a_second_one(shape: PolicyShape, pp: int, tied: bool) -> None:
     shape = replace(shape, tied=tied)
-    placed = [entry for stage in range(pp) for entry in entries(shape, stage, pp)]
+    placed = [entry for stage in range(pp) for entry in entries_of(shape, stage, pp)]
     own = [name for entry in placed if not entry.mapping.is_copy for name in entry.tensors]
     assert sorted(own) == sorted(expected_tensors(shape))
     copies = [entry.tensors for entry in placed if entry.mapping.is_copy]
@@ -181,12 +187,12 @@ def test_layers_are_where_megatron_puts_them(pp: int) -> None:
     )
     for stage in range(pp):
         first = get_transformer_layer_offset(config, pp_rank=stage)
-        layers = {entry.layer for entry in entries(replace(SHAPE, num_layers=12), stage, pp)} - {None}
+        layers = {entry.layer for entry in entries_of(replace(SHAPE, num_layers=12), stage, pp)} - {None}
         assert layers == set(range(first, first + 12 // pp))
 
 
 def test_layers_are_counted_over_all_stages() -> None:
-    names = {name for entry in entries(SHAPE, 1, 2) for name in entry.megatron}
+    names = {name for entry in entries_of(SHAPE, 1, 2) for name in entry.megatron}
     assert "decoder.layers.2.mlp.linear_fc2.weight" in names
     assert "decoder.layers.1.mlp.linear_fc2.weight" not in names
 
@@ -196,7 +202,7 @@ def test_a_split_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="query groups"):
         entry.slices(0, 8)
     with pytest.raises(ValueError, match="layers"):
-        list(entries(SHAPE, 0, 3))
+        entries_of(SHAPE, 0, 3)
 
 
 def test_mapping_and_checks_need_no_torch() -> None:

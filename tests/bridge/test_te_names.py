@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dppo.bridge.load import load_checkpoint, load_policy, sharding
+from megatron_dppo.bridge.load import load_checkpoint, load_policy, model_state, sharding
 from megatron_dppo.bridge.mapping import entries, expected_tensors
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import LayoutConfig, ModelConfig
@@ -69,7 +69,8 @@ def test_transformer_engine_still_has_the_recorded_names(ranks: RankPool, family
 def policy(spec: Spec, shape: PolicyShape, layout: LayoutConfig, world: World) -> PolicyModel:
     """NaN everywhere, so that whatever is not loaded shows."""
     with making(spec):
-        model = build_policy(shape, ModelConfig(spec=spec), layout, temperature=1.0).to(world.device)
+        (model,) = build_policy(shape, ModelConfig(spec=spec), layout, temperature=1.0)
+    model.to(world.device)
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
     return model
@@ -84,16 +85,16 @@ def through_te(rank: int, size: int, path: Path, layout: LayoutConfig, folder: P
     world, shape = initialize(layout, seed=1, timeout_s=60.0), read_shape(path)
     te = policy("te", shape, layout, world)
     if folder is None:
-        world.together(lambda: load_policy(te, path, shape, world))
+        world.together(lambda: load_policy([te], path, shape, world))
     else:
         ours = policy("torch", shape, layout, world)
-        world.together(lambda: load_policy(ours, path, shape, world))
-        save_shards({"model": ours.sharded_state_dict(metadata=sharding())}, folder)
+        world.together(lambda: load_policy([ours], path, shape, world))
+        save_shards(model_state([ours], sharding()), folder)
         world.wait_for_all("checkpoint")
-        load_checkpoint(te, folder, world)
+        load_checkpoint([te], folder, world)
     left = load_file(path / "model.safetensors")
     assert left.keys() == expected_tensors(shape).keys()
-    for bucket in weight_stream(te, shape, world):
+    for bucket in weight_stream([te], shape, world):
         for name in [name for name, tensor in bucket.items() if torch.equal(tensor.cpu(), left[name])]:
             del left[name]
     return list(left)

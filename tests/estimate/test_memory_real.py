@@ -47,7 +47,7 @@ def held(rank: int, size: int, config: Config) -> dict[str, Any]:
     plan = plan_for(world, config, metadata)
     (pack, *_) = learner._packs(plan.minibatches[0], held_by(rank, metadata, groups))
     actor = policy.actor
-    parameters = list(actor.module.parameters())
+    parameters = list(actor.parameters())
     own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     kept: list[torch.Tensor] = []
     at_loss: list[torch.Tensor] = []
@@ -63,7 +63,7 @@ def held(rank: int, size: int, config: Config) -> dict[str, Any]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         actor.accumulate([Microbatch(pack)], loss)
-    buffers = [*actor.module.buffers, *actor.module.expert_parallel_buffers]
+    buffers = [buffer for module in actor.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
     state = [
         value
         for optimizer in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])

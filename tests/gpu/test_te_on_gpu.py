@@ -207,7 +207,7 @@ def gradients(rank: int, size: int, config: Config) -> tuple[torch.Tensor, torch
     def gradient(some: Sequence[TrainingSample]) -> torch.Tensor:
         pack = build_pack(some, capacity=1024, pad_id=0, align=1)
         policy.actor.accumulate([Microbatch(pack)], loss)
-        return torch.cat([p.main_grad.flatten() for p in policy.actor.bare.parameters()]).double().cpu()
+        return torch.cat([p.main_grad.flatten() for p in policy.actor.parameters()]).double().cpu()
 
     whole = gradient(rows)
     total = sum((weight * gradient([row]) for row, weight in zip(rows, weights, strict=True)), torch.zeros_like(whole))

@@ -37,20 +37,21 @@ def configure(path: Path, layout: LayoutConfig, **optimizer: bool) -> Config:
 def learned(rank: int, size: int, config: Config) -> tuple[dict[str, float], Weights, int]:
     """Metrics after steps of two updates each, of several packs and of one, the weights then, and how many buckets
     gradients were summed in."""
-    buckets = partial(DistributedDataParallelConfig, bucket_size=BUCKET)
-    with mock.patch.object(actor, "DistributedDataParallelConfig", buckets):
+    small = partial(DistributedDataParallelConfig, bucket_size=BUCKET)
+    with mock.patch.object(actor, "DistributedDataParallelConfig", small):
         world, learner, policy = build(config)
     metadata, groups = step_of_groups(size)
     for step, tokens in enumerate((32, 64, 32)):
         plan = plan_for(world, replace(config, pack=replace(config.pack, max_tokens=tokens)), metadata)
         metrics = learner.learn(plan, held_by(rank, metadata, groups), step=step + 1, version=0).metrics
-    return metrics, weights_of(policy, world), sum(len(group.buckets) for group in policy.actor.module.bucket_groups)
+    buckets = sum(len(group.buckets) for ddp in policy.actor.modules for group in ddp.bucket_groups)
+    return metrics, weights_of(policy, world), buckets
 
 
 LAYOUTS = {
     "dp2": LayoutConfig(dp=2),
     "cp2": LayoutConfig(cp=2, dp=1),
-    "dp2 pp2": LayoutConfig(pp=2, dp=2),
+    "dp2 pp2 vpp2": LayoutConfig(pp=2, vpp=2, dp=2),
     "dp2 tp2 sp": LayoutConfig(tp=2, dp=2, sequence_parallel=True),
 }
 
@@ -75,7 +76,7 @@ def learned_between_servers(rank: int, size: int, config: Config) -> tuple[dict[
     held: list[int] = []
 
     def release(policy: PolicyParts) -> None:
-        ddp = policy.actor.module
+        (ddp,) = policy.actor.modules
         held.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in ddp.buffers))
         policy.actor.release_memory()
         held.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in ddp.buffers))
@@ -114,15 +115,15 @@ def test_a_step_whose_gradients_were_given_back_before_it_is_the_same_bit_by_bit
 def learned_with_reference(rank: int, size: int, config: Config) -> tuple[dict[str, float], bool]:
     """Metrics of a step, and whether the reference's weights wait elsewhere than where its pass has them."""
     world, learner, _ = build(config)
-    places = [parameter.data_ptr() for parameter in learner.reference.bare.parameters()]
+    places = [parameter.data_ptr() for parameter in learner.reference.parameters()]
     seen: list[int] = []
-    decoder = learner.reference.bare.decoder
+    decoder = learner.reference.chunks[0].decoder
     decoder.register_forward_pre_hook(lambda *_: seen.extend(p.data_ptr() for p in decoder.parameters()))
     metadata, groups = step_of_groups(size)
     with mock.patch.object(torch.Tensor, "to", lambda self, *_, **__: self.clone()):
         plan = plan_for(world, config, metadata)
         metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0).metrics
-    after = [parameter.data_ptr() for parameter in learner.reference.bare.parameters()]
+    after = [parameter.data_ptr() for parameter in learner.reference.parameters()]
     assert after == places
     return metrics, not set(seen) & set(places)
 

@@ -57,7 +57,7 @@ def accumulated(rank: int, size: int, config: Config) -> tuple[torch.Tensor, lis
 
     with mock.patch.object(policy_module, "score_responses", score):
         parts.actor.accumulate(microbatches(world, learner, config), loss)
-    weight = parts.actor.bare.output_layer.weight
+    weight = parts.actor.chunks[0].output_layer.weight
     return weight.main_grad.double().clone(), [by_autograd(weight, *pack) for pack in seen]
 
 
@@ -88,13 +88,13 @@ def of_all_parameters(rank: int, size: int, config: Config) -> list[tuple[torch.
     actor, batches = parts.actor, microbatches(world, learner, config)
     for _ in range(2):  # an update leaves nothing behind for the next one
         actor.accumulate(batches, loss)
-    twin = build_policy(parts.shape, config.model, config.layout, temperature=config.rollout.temperature)
+    (twin,) = build_policy(parts.shape, config.model, config.layout, temperature=config.rollout.temperature)
     with torch.no_grad():
-        for copy, parameter in zip(twin.parameters(), actor.bare.parameters(), strict=True):
+        for copy, parameter in zip(twin.parameters(), actor.parameters(), strict=True):
             copy.copy_(parameter)
-    with mock.patch.object(actor, "module", twin):
+    with mock.patch.object(actor, "modules", [twin]):
         actor._run(batches, loss, forward_only=False)
-    pairs = zip(actor.bare.parameters(), twin.parameters(), strict=True)
+    pairs = zip(actor.parameters(), twin.parameters(), strict=True)
     return [(parameter.main_grad, copy.grad) for parameter, copy in pairs]
 
 

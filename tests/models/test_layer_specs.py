@@ -162,11 +162,11 @@ def made_of_te(
         model = ModelConfig(path=str(path), spec="te", dtype="bf16")
         arguments = (read_shape(path), model, layout, OptimizerConfig(overlap=True), world)
         actor = Actor(*arguments, temperature=1.0, load=lambda bare: None)
-    linear = [module for module in actor.bare.modules() if type(module).__name__.endswith("Linear")]
-    attention = [layer.self_attention.core_attention for layer in actor.bare.decoder.layers]
+    linear = [module for module in actor.chunks[0].modules() if type(module).__name__.endswith("Linear")]
+    attention = [layer.self_attention.core_attention for layer in actor.chunks[0].decoder.layers]
     return (
-        [module.fuse_wgrad_accumulation for module in linear if module is not actor.bare.output_layer],
-        {parameter.main_grad.dtype for parameter in actor.bare.parameters()},
+        [module.fuse_wgrad_accumulation for module in linear if module is not actor.chunks[0].output_layer],
+        {parameter.main_grad.dtype for parameter in actor.parameters()},
         [module.cp_group.size() for module in attention if module.cp_group is not None],
     )
 

@@ -23,6 +23,7 @@ from megatron_dppo.bridge.mapping import entries, expected_tensors, parameters, 
 from megatron_dppo.config import LayoutConfig, ModelConfig
 from megatron_dppo.models.policy import build_policy
 from megatron_dppo.models.shape import read_shape
+from megatron_dppo.parallel.layout import stage_layers
 from megatron_dppo.parallel.without_cuda import install
 from megatron_dppo.parallel.world import World
 from tests.ranks import RankPool
@@ -110,21 +111,20 @@ def bind_without_memory(rank: int, size: int, path: Path, layout: LayoutConfig, 
     world = World(
         rank=stage * layout.tp,
         size=ranks,
+        layout=layout,
         tp_rank=0,
-        tp=layout.tp,
         pp_rank=stage,
-        pp=layout.pp,
         cp_rank=0,
-        cp=1,
         dp_rank=0,
-        dp=1,
+        ep_rank=0,
+        etp_rank=0,
         replica_of=(0,) * ranks,
         device=nowhere,
         control=None,
         timeout_s=60.0,
     )
     bound = bind(model, shape, world)
-    real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    real = [name for chunk in model for name, parameter in chunk.named_parameters() if not parameter.is_meta]
     assert not real, real
     return len(bound)
 
@@ -136,4 +136,4 @@ def test_every_parameter_of_megatrons_has_one_row_of_the_table_and_its_shape(
     layout, shape = MODELS[name].layout, read_shape(MODELS[name].write(tmp_path))
     for stage in {0, layout.pp - 1}:
         (bound,) = ranks.run(1, bind_without_memory, tmp_path, layout, stage)
-        assert bound == len(list(entries(shape, stage, layout.pp)))
+        assert bound == len(list(entries(shape, stage_layers(shape.num_layers, stage, layout))))

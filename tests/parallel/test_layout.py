@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_dppo.config import LayoutConfig
-from megatron_dppo.parallel.layout import capacity_multiple
+from megatron_dppo.parallel.layout import capacity_multiple, stage_layers
 
 
 @pytest.mark.parametrize(
@@ -24,3 +28,46 @@ def test_gpus_get_packs_of_whole_tiles_where_the_limit_allows(
     layout: LayoutConfig, max_tokens: int, cuda: bool, multiple: int
 ) -> None:
     assert capacity_multiple(layout, max_tokens, cuda=cuda) == multiple
+
+
+@pytest.mark.parametrize(
+    ("layers", "layout"),
+    [
+        (12, LayoutConfig(pp=3)),
+        (12, LayoutConfig(pp=2, vpp=3)),
+        (94, LayoutConfig(pp=8, first_stage_layers=11, last_stage_layers=11)),
+        (12, LayoutConfig(pp=3, vpp=2, first_stage_layers=2, last_stage_layers=6)),
+        (10, LayoutConfig(pp=2, first_stage_layers=3, last_stage_layers=7)),
+        (11, LayoutConfig(pp=3, last_stage_layers=3)),
+    ],
+)
+def test_stages_have_the_layers_that_megatron_gives_them(layers: int, layout: LayoutConfig) -> None:
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=8,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        pipeline_dtype=torch.float32,
+    )
+    placed = []
+    for stage in range(layout.pp):
+        chunks = stage_layers(layers, stage, layout)
+        assert len(chunks) == layout.vpp
+        for turn, chunk in enumerate(chunks):
+            turn = turn if layout.vpp > 1 else None
+            assert chunk.start == get_transformer_layer_offset(config, vp_stage=turn, pp_rank=stage)
+            assert len(chunk) == get_num_layers_to_build(config, vp_stage=turn, pp_rank=stage)
+            placed += chunk
+    assert sorted(placed) == list(range(layers))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [LayoutConfig(pp=5), LayoutConfig(pp=2, vpp=4), LayoutConfig(pp=2, first_stage_layers=5, last_stage_layers=6)],
+)
+def test_layers_that_cannot_be_cut_are_refused(layout: LayoutConfig) -> None:
+    with pytest.raises(ValueError, match="12 layers"):
+        stage_layers(12, 0, layout)

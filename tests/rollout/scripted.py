@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from megatron_dppo.config import Config, LossConfig, RewardConfig, RolloutConfig, RunConfig
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, RewardConfig, RolloutConfig, RunConfig
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.parallel.world import World
@@ -124,14 +124,13 @@ def world_of(size: int, rank: int, meeting: Meeting | None = None) -> World:
     return make(
         rank=rank,
         size=size,
+        layout=LayoutConfig(dp=size),
         tp_rank=0,
-        tp=1,
         pp_rank=0,
-        pp=1,
         cp_rank=0,
-        cp=1,
         dp_rank=rank,
-        dp=size,
+        ep_rank=0,
+        etp_rank=0,
         replica_of=tuple(range(size)),
         device=torch.device("cpu"),
         control=meeting,

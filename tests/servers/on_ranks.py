@@ -82,7 +82,7 @@ class Rig:
     def change(self, factor: float) -> None:
         """Weights that no server has yet."""
         with torch.no_grad():
-            for parameter in self.policy.actor.bare.parameters():
+            for parameter in self.policy.actor.parameters():
                 parameter.mul_(factor)
 
     def roll_out(self, hurt: Callable[[Any], None] | None = None, servers: Sequence[int] = ()) -> Round:
@@ -135,7 +135,7 @@ class Rig:
         print(text, flush=True)  # for whoever reads why a test failed
 
     def _source(self, *, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]:
-        stream = partial(weight_stream, self.policy.actor.bare, self.policy.shape, self.world)
+        stream = partial(weight_stream, self.policy.actor.chunks, self.policy.shape, self.world)
         for number, bucket in enumerate(stream(to=to, bucket_mib=bucket_mib)):
             self.on_bucket(number)
             yield bucket

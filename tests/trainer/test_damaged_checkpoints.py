@@ -61,7 +61,7 @@ def load(rank: int, size: int, configs: list[Config]) -> list[tuple[str, Any]]:
     plan, held = plan_for(world, configs[0], metadata), held_by(rank, metadata, groups)
     found: list[tuple[str, Any]] = []
     for config in configs:
-        for parameter in policy.actor.bare.parameters():
+        for parameter in policy.actor.parameters():
             parameter.data.fill_(7.0)
         try:
             step, state = Checkpoints(config, world).load(policy.actor) or (0, {})

@@ -85,7 +85,7 @@ class Collective:
 
     def _join(self, clients: Sequence[ServerClient]) -> int:
         number = next(self._groups)
-        if self._world.tp_rank == 0:
+        if self._world.copy_rank == 0:
             self._sender = Sender(
                 self._http,
                 clients,
@@ -131,7 +131,7 @@ class Disk:
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         place = self._folder.absolute() / version
         failure: Exception | None = None
-        if self._world.dp_rank == 0 and self._world.cp_rank == 0:
+        if self._world.in_first_copy:
             buckets = source(to=Consumers.LEADER)
             if self._world.leads:
                 failure = write_directory(buckets, self._plan, self._companions, place)
@@ -170,7 +170,7 @@ def open_transport(
 
 
 def _by_stage(world: World, attempt: Callable[[], int]) -> int:
-    """Run ``attempt`` on the ranks of one pipeline stage after the other, in the first replica. Collective.
+    """Run ``attempt`` on the ranks of one pipeline stage after the other, in the leader's copy. Collective.
 
     Args:
         attempt: returns how many bytes it sent. What it raises ends the update.
@@ -183,9 +183,9 @@ def _by_stage(world: World, attempt: Callable[[], int]) -> int:
         Exception: on every rank, what else ``attempt`` raised.
     """
     total = 0
-    for stage in range(world.pp):
+    for stage in range(world.layout.pp):
         mine: int | Exception = 0
-        if stage == world.pp_rank and world.dp_rank == 0 and world.cp_rank == 0:
+        if stage == world.pp_rank and world.in_first_copy:
             try:
                 mine = attempt()
             except Exception as error:

@@ -1,0 +1,100 @@
+"""Experts on ranks of their own and virtual stages: what the split of a plain update over layouts does not show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, ModelConfig, replace
+from megatron_dppo.models.actor import microbatch_group_size
+from megatron_dppo.models.policy import transformer_config
+from megatron_dppo.models.shape import PUBLISHED
+from megatron_dppo.parallel.without_cuda import install
+from tests.bridge.directories import Sizes, write_qwen3_moe
+from tests.ranks import RankPool
+from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    write_qwen3_moe(folder, Sizes(vocab_size=VOCAB, num_hidden_layers=4), experts=4)
+    return folder
+
+
+def two_steps(rank: int, size: int, config: Config) -> tuple[list[dict[str, float]], Weights, Weights]:
+    """Metrics of two steps, and the weights before and after them."""
+    world, learner, policy = build(config)
+    metadata, groups = step_of_groups(size)
+    plan, held, before = plan_for(world, config, metadata), held_by(rank, metadata, groups), weights_of(policy, world)
+    metrics = [learner.learn(plan, held, step=step, version=0).metrics for step in (1, 2)]
+    return metrics, before, weights_of(policy, world)
+
+
+LAYOUTS = {
+    "ep2 pp2 vpp2": LayoutConfig(ep=2, pp=2, vpp=2, dp=2),
+    "ep2 tp2 sp etp1": LayoutConfig(ep=2, tp=2, etp=1, dp=1, sequence_parallel=True),
+}
+
+
+def test_updates_with_a_reference_and_recomputation_depend_on_no_layout(ranks: RankPool, path: Path) -> None:
+    """Two updates a step, gradients summed while the backward pass goes on, the reference on the host."""
+    loss = LossConfig(name="grpo", kl_coef=0.1, updates_per_rollout=2)
+    config = config_for(path, LayoutConfig(dp=1), loss, 64, distributed=True)
+    config = replace(
+        config,
+        model=replace(config.model, recompute="full", reference_on_host=True),
+        optimizer=replace(config.optimizer, lr=1e-2, clip_grad=1.0, overlap=True),
+    )
+    (expected, start, after), *_ = ranks.run(1, two_steps, config)
+    for name, layout in LAYOUTS.items():
+        metrics, before, ours = ranks.run(layout.tp * layout.pp * layout.dp, two_steps, replace(config, layout=layout))[
+            0
+        ]
+        for step, reference in zip(metrics, expected, strict=True):
+            for key in ("train/loss", "train/kl_loss", "train/grad_norm"):
+                assert step[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-7), (name, key)
+        for tensor, value in after.items():
+            moved = value - start[tensor]
+            assert torch.equal(before[tensor], start[tensor])
+            assert (ours[tensor] - value).norm() <= 1e-4 * moved.norm() + 2e-7 * value.norm(), (name, tensor)
+
+
+def test_gradients_of_experts_and_others_are_clipped_by_one_norm(ranks: RankPool, path: Path) -> None:
+    """A step of Adam with eps = 1 and rate 1 moves weights by their gradients, if these are small."""
+    config = config_for(path, LayoutConfig(ep=2, dp=2), LossConfig(), 64, distributed=True)
+    config = replace(config, optimizer=replace(config.optimizer, clip_grad=1e-3))
+    (metrics, before, after), _ = ranks.run(2, one_step, config)
+    moved = sum(float((after[name] - before[name]).double().square().sum()) for name in before) ** 0.5
+    assert metrics["train/grad_norm"] > 0.1
+    assert moved == pytest.approx(1e-3, rel=0.02)
+
+
+def one_step(rank: int, size: int, config: Config) -> tuple[dict[str, float], Weights, Weights]:
+    world, learner, policy = build(config)
+    metadata, groups = step_of_groups(size)
+    before = weights_of(policy, world)
+    learned = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
+    return learned.metrics, before, weights_of(policy, world)
+
+
+@pytest.mark.parametrize(
+    ("layout", "batched"),
+    [(LayoutConfig(pp=2), True), (LayoutConfig(pp=4, vpp=2), True), (LayoutConfig(pp=2, vpp=2), False)],
+)
+def test_two_interleaved_stages_do_not_send_in_batches(layout: LayoutConfig, batched: bool) -> None:
+    """Each has the other before and after it, and a batch would confuse its two messages in silence."""
+    install()
+    with mock.patch("torch.cuda.is_available", return_value=True):
+        config = transformer_config(PUBLISHED["qwen3-4b"], ModelConfig(spec="torch"), layout)
+    assert config.batch_p2p_comm is batched
+
+
+@pytest.mark.parametrize(
+    ("packs", "stages", "size"), [(2, 2, 2), (3, 2, 3), (4, 2, 2), (5, 2, 3), (7, 4, 7), (9, 4, 5)]
+)
+def test_microbatches_go_in_groups_that_the_schedule_takes(packs: int, stages: int, size: int) -> None:
+    assert microbatch_group_size(packs, stages) == size
