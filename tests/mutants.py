@@ -582,14 +582,32 @@ MUTANTS = [
     ),
     Mutant(
         "estimate/every stage like the last",
-        "(kept * (layout.pp - stage) + once)",
-        "(kept + once)",
+        " / layout.vpp * chunks_in_flight(stage, layout, packs)",
+        "",
         "estimate/test_stages.py",
     ),
     Mutant(
         "estimate/a backward pass as long as its forward pass",
-        "work.trained, work.responses, 3.0 +",
-        "work.trained, work.responses, 2.0 +",
+        "attention=3.0 + again, feed_forward=3.0 +",
+        "attention=2.0 + again, feed_forward=2.0 +",
+        "estimate/test_stages.py",
+    ),
+    Mutant(
+        "estimate/experts' state over as many ranks as the rest",
+        "elements.experts / placement.expert_replica",
+        "elements.experts / placement.replica",
+        "estimate/test_experts.py",
+    ),
+    Mutant(
+        "estimate/all tokens stay in their node",
+        "far = max(layout.ep - near_ranks, 0)",
+        "far = 0",
+        "estimate/test_experts.py",
+    ),
+    Mutant(
+        "estimate/virtual stages in one go",
+        "(layout.vpp - 1) * _interleaved(packs, layout.pp) + 1",
+        "1",
         "estimate/test_stages.py",
     ),
     Mutant(

@@ -278,5 +278,6 @@ PUBLISHED = {
     "qwen3-14b": _qwen3(40, 5120, 40, 8, 17408),
     "qwen3-32b": _qwen3(64, 5120, 64, 8, 25600),
     "qwen3-30b-a3b": _qwen3(48, 2048, 32, 4, 768).with_experts(128, per_token=8),
+    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 4, 1536).with_experts(128, per_token=8),
 }
 """The sizes of the published Qwen3 models."""
