@@ -215,7 +215,7 @@ def on_ranks(sizes: Sizes) -> list[Report]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, help="default: 16, or 4 with experts")
     parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--bucket-mib", type=int, default=64)
@@ -223,6 +223,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
     arguments = vars(parser.parse_args())
     quiet = arguments.pop("json")
+    arguments["layers"] = arguments["layers"] or (4 if arguments["experts"] else 16)
     sizes = Sizes(**arguments)
     ranks = on_ranks(sizes)
     seconds, bare_seconds = median(ranks[0].seconds), median(ranks[0].bare_seconds)

@@ -13,7 +13,7 @@ from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig
 from megatron_dppo.estimate.assumptions import GIB
 from megatron_dppo.estimate.workload import Setup, packs_of, without_pruning
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape, padded_vocab, read_shape
-from megatron_dppo.parallel.layout import stage_layers
+from megatron_dppo.parallel.layout import interleaved_packs, stage_layers
 
 VARIANTS = ("-base", "-instruct-2507", "-thinking-2507", "-instruct", "-thinking", "-fp8")
 
@@ -227,13 +227,8 @@ def chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
     """
     if layout.vpp == 1:
         return min(layout.pp - stage, packs)
-    most = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * _interleaved(packs, layout.pp) + 1
+    most = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * interleaved_packs(packs, layout.pp) + 1
     return min(most, packs * layout.vpp)
-
-
-def _interleaved(packs: int, stages: int) -> int:
-    """Packs that go through a virtual stage in a row: the fewest that leave no group of less than the stages."""
-    return next((g for g in range(stages, packs) if packs % g == 0 or packs % g >= stages), max(packs, stages))
 
 
 def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int) -> float:

@@ -16,6 +16,7 @@ from megatron_dppo.config import (
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GPUS, Assumptions, Gpu
 from megatron_dppo.models.shape import PolicyShape, check_layout
+from megatron_dppo.parallel.layout import resolve_layout
 from megatron_dppo.rl.packing import packs_wanted
 from megatron_dppo.rl.pruning.schedule import scheduled_keep, window_size
 from megatron_dppo.rollout.servers.launch import tensor_parallel
@@ -74,16 +75,8 @@ def place(config: Config, shape: PolicyShape) -> Placement:
             f"{cluster.gpus_per_node} each",
             f"Give the trainer a multiple of {model * (layout.dp or 1)} GPUs, or lower layout.tp, pp, cp or dp",
         )
-    if (stage := layout.tp * layout.cp * dp) % (layout.ep * layout.expert_tp):
-        raise UserError(
-            "layout.ep",
-            layout.ep,
-            f"times {layout.expert_tp} ranks of an expert does not divide the {stage} ranks of a pipeline stage "
-            f"(tp {layout.tp} x cp {layout.cp} x dp {dp})",
-            f"Lower layout.ep or layout.etp until their product divides {stage}",
-        )
-    local = rollout.engine == "local"
-    return Placement(replace(layout, dp=dp), ranks, (1,) * ranks if local else servers, shared, actors + extra)
+    layout, local = resolve_layout(layout, ranks), rollout.engine == "local"
+    return Placement(layout, ranks, (1,) * ranks if local else servers, shared, actors + extra)
 
 
 def _servers(config: Config, shape: PolicyShape) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
 from megatron_dppo.models.optimizer_state import OffloadedState, optimizer_parts, prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.parallel.layout import interleaved_packs
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Pack
 
@@ -147,7 +148,7 @@ class Policy:
 
         interleaved, layout = len(self.modules) > 1, self.world.layout
         if interleaved:
-            self.config.microbatch_group_size_per_vp_stage = microbatch_group_size(len(microbatches), layout.pp)
+            self.config.microbatch_group_size_per_vp_stage = interleaved_packs(len(microbatches), layout.pp)
         with self.world.training("a forward pass" if forward_only else "forward and backward passes"):
             return get_forward_backward_func()(
                 forward_step_func=forward,
@@ -306,13 +307,6 @@ class Actor(Policy):
             for name, value in part.items():
                 total[name] = total.get(name, 0.0) + value
         return total
-
-
-def microbatch_group_size(microbatches: int, stages: int) -> int:
-    """How many microbatches the interleaved schedule takes through one virtual stage before the next: the fewest that
-    leave either no microbatches over or as many as there are pipeline stages, which is what Megatron asks for."""
-    sizes = range(stages, microbatches + 1)
-    return next(size for size in sizes if microbatches % size == 0 or microbatches % size >= stages)
 
 
 def _sum_gradients(model: list[torch.nn.Module], num_tokens: object = None, **arguments: Any) -> None:

@@ -110,7 +110,10 @@ def expected(config: Config, size: int, tokens: int, stage: int) -> dict[str, fl
     placement = Placement(config.layout, size, (1,) * size, True, size)
     config = replace(config, pack=replace(config.pack, max_tokens=tokens))
     setup = Setup(config, shape, placement, Assumptions(expert_imbalance=1.0))
-    return {**held_bytes(setup, stage), "activations": activation_bytes(setup, stage, EAGER, packs=1)}
+    return {
+        **held_bytes(setup, stage),
+        "activations": activation_bytes(setup, stage, EAGER, packs=config.layout.least_packs),
+    }
 
 
 def configured(policy: Path, layout: LayoutConfig, **model: str) -> Config:

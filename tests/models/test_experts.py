@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, ModelConfig, replace
-from megatron_dppo.models.actor import microbatch_group_size
 from megatron_dppo.models.policy import transformer_config
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.parallel.without_cuda import install
@@ -91,10 +90,3 @@ def test_two_interleaved_stages_do_not_send_in_batches(layout: LayoutConfig, bat
     with mock.patch("torch.cuda.is_available", return_value=True):
         config = transformer_config(PUBLISHED["qwen3-4b"], ModelConfig(spec="torch"), layout)
     assert config.batch_p2p_comm is batched
-
-
-@pytest.mark.parametrize(
-    ("packs", "stages", "size"), [(2, 2, 2), (3, 2, 3), (4, 2, 2), (5, 2, 3), (7, 4, 7), (9, 4, 5)]
-)
-def test_microbatches_go_in_groups_that_the_schedule_takes(packs: int, stages: int, size: int) -> None:
-    assert microbatch_group_size(packs, stages) == size
