@@ -26,6 +26,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
+from megatron_dppo.models.expert_load import ExpertLoad
 from megatron_dppo.models.layer_specs import add_to_main_gradients
 from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
 from megatron_dppo.models.optimizer_state import OffloadedState, optimizer_parts, prepare_adam_state
@@ -46,7 +47,7 @@ Loss = Callable[[Responses], tuple[torch.Tensor, Sums]]
 class UpdateResult:
     """What one optimizer step did.
 
-        UpdateResult(sums={"train/loss": -0.02, "tokens": 512.0}, grad_norm=0.31)
+        UpdateResult(sums={"train/loss": -0.02, "tokens": 512.0}, grad_norm=0.31, expert_load={})
 
     is a step on 512 tokens.
     """
@@ -54,6 +55,8 @@ class UpdateResult:
     sums: dict[str, float]
     """The loss's sums over all targets of the minibatch, on every rank."""
     grad_norm: float
+    expert_load: dict[str, float]
+    """From :class:`ExpertLoad`; empty without experts."""
 
 
 class Policy:
@@ -202,6 +205,7 @@ class Actor(Policy):
         load: Callable[[Sequence[PolicyModel]], None],
     ) -> None:
         super().__init__(shape, model, layout, world, temperature=temperature)
+        self._expert_load = ExpertLoad(self.chunks, shape, world) if shape.experts else None
         load(self.chunks)  # before the optimizer copies its master weights
         self._settings = optimizer
         ddp = DistributedDataParallelConfig(
@@ -263,7 +267,7 @@ class Actor(Policy):
             group["lr"] = lr
         self.optimizer.step_with_ready_grads()
         self.offload()
-        return UpdateResult(sums, grad_norm)
+        return UpdateResult(sums, grad_norm, self._expert_load.take() if self._expert_load else {})
 
     def accumulate(self, microbatches: Sequence[Microbatch], loss: Loss) -> list[Sums]:
         """Forward and backward over the microbatches; DDP's buffers then hold the gradients, summed over all ranks."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, ModelConfig, replace
 from megatron_dppo.models.policy import transformer_config
@@ -90,3 +92,32 @@ def test_two_interleaved_stages_do_not_send_in_batches(layout: LayoutConfig, bat
     with mock.patch("torch.cuda.is_available", return_value=True):
         config = transformer_config(PUBLISHED["qwen3-4b"], ModelConfig(spec="torch"), layout)
     assert config.batch_p2p_comm is batched
+
+
+def loads(rank: int, size: int, config: Config) -> dict[str, float]:
+    world, learner, _ = build(config)
+    metadata, groups = step_of_groups(size)
+    metrics = learner.learn(
+        plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0
+    ).metrics
+    return {name.removeprefix("train/busiest_"): metrics[name] for name in metrics if "busiest" in name}
+
+
+def test_the_busiest_expert_and_rank_are_told(ranks: RankPool, path: Path, tmp_path: Path) -> None:
+    """In the last two of four layers all tokens go to the same two experts."""
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in (2, 3):
+        gate = tensors[f"model.layers.{layer}.mlp.gate.weight"].zero_()
+        gate[0], gate[1] = 1e-3, -1e-3  # whichever sign a token's sum has, one of them comes first
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = config_for(tmp_path, LayoutConfig(dp=2), LossConfig(), 64, distributed=True)
+    again = replace(config, model=replace(config.model, recompute="full"))
+    apart = replace(again, layout=LayoutConfig(ep=2, dp=2))
+    alike, recomputed, (found, other) = ranks.in_turn(2, (loads, config), (loads, again), (loads, apart))
+    assert found == other and alike[0] == recomputed[0]
+    for i in range(1, 5):
+        assert found[f"expert_{i}"] == alike[0][f"expert_{i}"]
+        assert alike[0][f"rank_{i}"] == 1.0
+    for i in (1, 2):
+        assert 1 / 4 < found[f"expert_{i}"] < 1 / 2 < found[f"rank_{i}"] < 1.0
