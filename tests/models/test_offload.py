@@ -25,7 +25,7 @@ from tests.steps import Weights
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_policy(tmp_path_factory.mktemp("policy"), tied=True)
+    return write_policy(tmp_path_factory.mktemp("policy"), tied=True, layers=2)
 
 
 def two_optimizers(config: object, settings: object, module: torch.nn.Module) -> DistributedDataParallel:
