@@ -26,17 +26,9 @@ from tests.bridge.conversions import contents, to_hf, to_megatron
 from tests.bridge.directories import Sizes, write_qwen3
 from tests.bridge.test_convert_errors import printed_error
 from tests.commands import Command
+from tests.damage import flip
 
 NAMES = ["model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight"]
-
-
-def flip(part: Chunk, byte: int) -> None:
-    """Change one bit of a stored tensor."""
-    with part.file.open("r+b") as file:
-        file.seek(part.start + byte)
-        (old,) = file.read(1)
-        file.seek(part.start + byte)
-        file.write(bytes([old ^ 1]))
 
 
 def parts_in_checkpoint(place: Path, shape: PolicyShape) -> dict[str, list[Chunk]]:
@@ -67,10 +59,10 @@ def test_a_flipped_bit_in_either_form_is_found(tmp_path: Path, name: str, which:
     else:
         part = stored_chunks(check_weights(tmp_path / "source", shape))[name]
     for byte in (0, part.rows * part.columns * part.dtype.itemsize - 1):
-        flip(part, byte)
+        flip(part.file, 8 * (part.start + byte))
         with pytest.raises(UserError, match=found):
             compare(tmp_path / "source", checkpoint)
-        flip(part, byte)
+        flip(part.file, 8 * (part.start + byte))
     assert compare(tmp_path / "source", checkpoint) == digest
 
 
@@ -91,9 +83,10 @@ def flipping(write: Callable[..., None], tensor: str) -> Callable[..., None]:
         out = arguments[3]
         shape = read_shape(out if (out / "config.json").exists() else out / "hf")
         if (out / "release").exists():
-            flip(parts_in_checkpoint(out / "release", shape)[tensor][0], 5)
+            part = parts_in_checkpoint(out / "release", shape)[tensor][0]
         else:
-            flip(stored_chunks(check_weights(out, shape))[tensor], 5)
+            part = stored_chunks(check_weights(out, shape))[tensor]
+        flip(part.file, 8 * (part.start + 5))
 
     return write_and_flip
 
