@@ -606,7 +606,7 @@ MUTANTS = [
     ),
     Mutant(
         "estimate/virtual stages in one go",
-        "(layout.vpp - 1) * _interleaved(packs, layout.pp) + 1",
+        "(layout.vpp - 1) * interleaved_packs(packs, layout.pp) + 1",
         "1",
         "estimate/test_stages.py",
     ),

@@ -23,7 +23,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
@@ -267,6 +267,8 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
         written = Writer(**state.pop(_KEY))
     except TypeError as error:
         raise damaged(place, "run.dir", f"{STATE} does not say who wrote it ({error})") from error
+    if written.optimizer not in get_args(get_type_hints(Writer)["optimizer"]):
+        raise damaged(place, "run.dir", f"{STATE} names no form of the optimizer's state: {written.optimizer!r}")
     if written.dtype != now.dtype:
         problem = f"was written with model.dtype = {written.dtype}"
         raise refused("model.dtype", now.dtype, problem, f"Resume with model.dtype={written.dtype}")

@@ -28,7 +28,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Of a policy without experts, and of one with experts, which have an optimizer of their own."""
     folder = tmp_path_factory.mktemp("policies")
     write_qwen3_moe(folder / "experts", Sizes(vocab_size=VOCAB))
-    return {False: write_policy(folder / "dense", tied=True), True: folder / "experts"}
+    return {False: write_policy(folder / "dense", tied=True, layers=2), True: folder / "experts"}
 
 
 def state_of(policy: actor.Actor) -> list[torch.Tensor]:
