@@ -348,7 +348,7 @@ def save_without_room(rank: int, size: int, config: Config) -> str:
     world, _, policy = build(config)
     checkpoints = Checkpoints(config, world)
     checkpoints.save(policy.actor, 1, {})
-    Path(config.run.dir, "ballast").write_bytes(bytes(6 * 2**20))
+    world.from_leader(lambda: Path(config.run.dir, "ballast").write_bytes(bytes(6 * 2**20)))
     with pytest.raises(UserError) as error:
         checkpoints.save(policy.actor, 2, {})
     return str(error.value)
