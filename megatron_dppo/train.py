@@ -250,8 +250,12 @@ class Trainer:
             in_flight = read_in_flight(place, self.pool, self.world)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # without checksums none knew
             raise damaged(place, "run.dir", f"does not hold a run's state ({error!r})") from error
-        # On-policy again, the prompts that were drawn are rolled out by the weights as they now are.
-        self.next = in_flight if in_flight is None or self.config.rollout.ahead else in_flight.selection
+        self.next = in_flight
+        if in_flight is not None:
+            # On-policy again, the prompts that were drawn are rolled out by the weights as they now are; so are those
+            # whose rollouts came before their routing was asked for.
+            routed = self.policy.routing is None or all(self.world.gather(in_flight.routed))
+            self.next = in_flight if self.config.rollout.ahead and routed else in_flight.selection
 
 
 def _is_older(file: Path, than: Path) -> bool:

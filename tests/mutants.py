@@ -54,6 +54,7 @@ class Mutant(NamedTuple):
     """What must fail, in pytest's spelling below ``tests/``, with spaces between."""
 
 
+ROUTING = "trainer/test_routing_replay.py::test_what_is_replayed_depends_on_no_layout_and_on_no_recomputation"
 MUTANTS = [
     # The loss and its sums.
     Mutant(
@@ -307,6 +308,28 @@ MUTANTS = [
         "write_at(file, end, with_checksum([archive.tail]))",
         "write_at(file, end, [archive.tail])",
         "bridge/test_torch_dist.py bridge/test_checkpoint_folder.py bridge/test_verify.py",
+    ),
+    # Routing replay.
+    Mutant("routing/layers of another stage", "[:, self._columns[chunk]]", "[:, : len(self._columns[chunk])]", ROUTING),
+    Mutant("routing/microbatches come back last first", "self._again.popleft()", "self._again.pop()", ROUTING),
+    Mutant("routing/another rank's share", "of_tokens[share.held.numpy()]", "of_tokens[: len(share.held)]", ROUTING),
+    Mutant(
+        "routing/not known is expert 255",
+        "torch.where(known, target, own)",
+        "torch.where(known, target, target % 4)",
+        "models/test_routing.py",
+    ),
+    Mutant(
+        "routing/one token late",
+        "read[row, : length - 1]",
+        "read[row, 1:length]",
+        "rollout/test_local.py::test_the_experts_of_every_token_but_the_last_are_those_of_a_plain_forward",
+    ),
+    Mutant(
+        "routing/not kept with rollouts in flight",
+        'if "routing" in stored else repeat(None)',
+        'if "routings" in stored else repeat(None)',
+        "rollout/test_in_flight.py",
     ),
     # The stream of weights to servers and engines.
     Mutant(

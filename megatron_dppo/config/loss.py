@@ -23,8 +23,19 @@ class LossConfig(Section):
     """Cap of the truncated importance weight of policy over engine, per token; null: off, or 2 with rollout.ahead."""
     updates_per_rollout: Positive = 1
     """Optimizer steps per rollout: the window is split into so many minibatches of whole groups."""
+    replay_routing: Literal["none", "update", "rollout"] = "none"
+    """Mixtures of experts: whose choice of experts the updates take over, so that ratios compare the same experts.
+    ``update``: the one of the weights that the rollout's first update starts from; ``rollout``: the engine's, of each
+    token in each layer."""
 
     def check(self) -> None:
+        if self.replay_routing == "update" and self.updates_per_rollout == 1:
+            problem = (
+                "takes what was chosen before a rollout's first update over into its later ones, and "
+                "loss.updates_per_rollout = 1 makes no later ones"
+            )
+            remedy = "Leave it at none, raise loss.updates_per_rollout, or set it to rollout"
+            raise UserError("loss.replay_routing", "update", problem, remedy)
         if self.clip_low is not None and self.clip_low >= 1.0:
             problem = "clips ratios to 1 - clip_low, which must stay above 0"
             raise UserError("loss.clip_low", self.clip_low, problem, "Set it below 1 (0.2 is usual)")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -31,6 +32,7 @@ from megatron_dppo.models.layer_specs import add_to_main_gradients
 from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
 from megatron_dppo.models.optimizer_state import OffloadedState, optimizer_parts, prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
+from megatron_dppo.models.routing import RoutingReplay
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.layout import interleaved_packs
 from megatron_dppo.parallel.world import World
@@ -74,6 +76,12 @@ class Policy:
         """The chunks as Megatron runs them."""
         if model.dtype == "bf16":
             self.modules = [Float16Module(self.config, chunk) for chunk in self.modules]
+        self.routing: RoutingReplay | None = None
+        """Replays experts where it is there; see :meth:`replay_routing`."""
+
+    def replay_routing(self) -> None:
+        """From now on send tokens to the experts that a microbatch or its pack says."""
+        self.routing = RoutingReplay(self.chunks, self.world, self.shape.routing)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Of all chunks."""
@@ -131,16 +139,21 @@ class Policy:
 
         def forward(batches: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
             batch = next(batches)
-            pack, arrays = batch.pack, to_device(batch, device, self._share(batch.pack))
-            output = module(
-                arrays.token_ids[None],
-                arrays.position_ids[None],
-                packed_seq_params=packed_sequence(pack.cu_seqlens, pack.max_seqlen, device, there=arrays.cu_seqlens),
-                predictors=arrays.predictors,
-                targets=arrays.targets,
-                share=arrays.share,
-                score_norm=score_norm,
-            )
+            pack, share = batch.pack, self._share(batch.pack)
+            arrays = to_device(batch, device, share)
+            replay = self.routing.over(self.modules.index(module), batch, share) if self.routing else nullcontext()
+            with replay:
+                output = module(
+                    arrays.token_ids[None],
+                    arrays.position_ids[None],
+                    packed_seq_params=packed_sequence(
+                        pack.cu_seqlens, pack.max_seqlen, device, there=arrays.cu_seqlens
+                    ),
+                    predictors=arrays.predictors,
+                    targets=arrays.targets,
+                    share=arrays.share,
+                    score_norm=score_norm,
+                )
 
             def reduce(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, Sums]:
                 value, sums = loss(Responses(pack, arrays, *output))
@@ -149,6 +162,8 @@ class Policy:
 
             return output, reduce
 
+        if self.routing:
+            self.routing.clear()
         interleaved, layout = len(self.modules) > 1, self.world.layout
         if interleaved:
             self.config.microbatch_group_size_per_vp_stage = interleaved_packs(len(microbatches), layout.pp)
@@ -306,6 +321,8 @@ class Actor(Policy):
             values = torch.stack([part.double() for output in outputs for part in output.values()]).tolist()
             for name, value in zip((name for output in outputs for name in output), values, strict=True):
                 mine[name] = mine.get(name, 0.0) + value
+        if self.routing:
+            mine |= self.routing.take_sums()
         total: dict[str, float] = {}
         for part in self.world.gather(mine):
             for name, value in part.items():

@@ -12,6 +12,8 @@ from megatron_dppo.models.context import Share
 from megatron_dppo.rl.types import Pack
 
 SHARE = tuple(field.name for field in fields(Share))
+RecordedRouting = dict[int, torch.Tensor]
+"""The experts that a pass over a pack has chosen on this rank, by chunk of the policy: [t, layers of the chunk, k]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class Microbatch:
     """[R]"""
     reference_logprobs: np.ndarray | None = None
     """[R]"""
+    routing: RecordedRouting | None = None
+    """Of the pass that gave ``old_logprobs``, to be replayed in place of the pack's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from megatron_dppo.config import LayoutConfig
 from megatron_dppo.config import replace as with_values
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.layout import stage_layers
+from megatron_dppo.rl.types import RoutingShape
 
 ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
@@ -61,6 +62,11 @@ class PolicyShape:
     def with_experts(self, experts: int, *, per_token: int) -> PolicyShape:
         """The Qwen3-MoE of these sizes."""
         return replace(self, architecture="Qwen3MoeForCausalLM", experts=experts, experts_per_token=per_token)
+
+    @property
+    def routing(self) -> RoutingShape:
+        """How its choice of experts is written down."""
+        return RoutingShape(self.num_layers, self.experts_per_token, self.experts)
 
     @property
     def qk_norm(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,53 @@ import torch.distributed as dist
 
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.pack import TrainingSample
-from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, TrainingSamples
+from megatron_dppo.rl.types import (
+    Completion,
+    Group,
+    Ints,
+    MinibatchPlan,
+    Routing,
+    RoutingShape,
+    TrainingSamples,
+    unknown_expert,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingWanted:
+    """Which part of the completions' routing each rank gets: the layers of its pipeline stage.
+
+        RoutingWanted(RoutingShape(layers=4, per_token=2, experts=8), layers=([0, 1], [2, 3]))
+
+    are two stages. A token's routing takes four bytes to each. The lists stand for arrays.
+    """
+
+    shape: RoutingShape
+    layers: Sequence[Ints]
+    """By rank: its layers, counted from 0 over the whole policy, ascending."""
+
+    def rows(self, samples: TrainingSamples, k: int) -> int:
+        """Tokens of a sample that have a routing: all but the last, which no engine reads."""
+        return int(samples.prompt_length[k] + samples.response_length[k]) - 1
+
+    def words(self, samples: TrainingSamples, k: int, rank: int) -> int:
+        """Length of a sample's routing for a rank, in int32."""
+        values = self.rows(samples, k) * len(self.layers[rank]) * self.shape.per_token
+        return -(-values * self.shape.dtype.itemsize // 4)
+
+    def encode(self, samples: TrainingSamples, k: int, rank: int, completion: Completion) -> np.ndarray:
+        if completion.routing is None:
+            raise ValueError("a completion without routing is to be trained on with loss.replay_routing = rollout")
+        shape, dtype, rows = self.shape, self.shape.dtype, self.rows(samples, k)
+        table = np.full((rows, len(self.layers[rank]), shape.per_token), unknown_expert(dtype), dtype)
+        known = completion.routing[:rows, self.layers[rank]]
+        table[: len(known)] = known
+        flat = table.view(np.uint8).ravel()
+        return np.pad(flat, (0, -len(flat) % 4)).view(np.int32)
+
+    def decode(self, samples: TrainingSamples, k: int, rank: int, words: np.ndarray) -> Routing:
+        shape = (self.rows(samples, k), len(self.layers[rank]), self.shape.per_token)
+        return words.view(self.shape.dtype)[: math.prod(shape)].reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +70,35 @@ class _Route:
     """Length of their encoding, in int32."""
 
 
-def deliver(world: World, plan: MinibatchPlan, held: Mapping[int, Group]) -> list[list[TrainingSample]]:
+def deliver(
+    world: World, plan: MinibatchPlan, held: Mapping[int, Group], routing: RoutingWanted | None = None
+) -> list[list[TrainingSample]]:
     """Send the training samples of a minibatch to their replicas. Collective over all ranks.
 
-    Every length is known from the plan, so one all-to-all carries all: token ids, log-probabilities bit-cast, and loss
-    masks, four tokens a word.
+    Every length is known from the plan, so one all-to-all carries all: token ids, log-probabilities bit-cast, loss
+    masks, four tokens a word, and routing where it is wanted.
 
     Args:
         world: this rank's place.
         plan: the same on every rank.
         held: the groups that this rank generated, by their index in the step's metadata.
+        routing: what of their routing goes to which rank; None: nothing.
 
     Returns:
         The samples of each pack that this rank trains on, in the plan's order.
     """
     mine = [k for pack in plan.packs[world.dp_rank] for k in pack]
-    outgoing = [_route(plan.samples, world.rank, [r for p in plan.packs[d] for r in p]) for d in world.replica_of]
-    incoming = [_route(plan.samples, source, mine) for source in range(world.size)]
-    parts = [_encode(plan.samples, k, held) for route in outgoing for k in route.samples]
+    outgoing = [
+        _route(plan.samples, world.rank, [r for p in plan.packs[d] for r in p], to, routing)
+        for to, d in enumerate(world.replica_of)
+    ]
+    incoming = [_route(plan.samples, source, mine, world.rank, routing) for source in range(world.size)]
+    parts = [
+        part
+        for to, route in enumerate(outgoing)
+        for k in route.samples
+        for part in _encode(plan.samples, k, held, to, routing)
+    ]
     sent = torch.from_numpy(np.concatenate([np.empty(0, np.int32), *parts]))
     received = torch.empty(sum(route.words for route in incoming), dtype=torch.int32)
     if world.size == 1:
@@ -53,13 +111,16 @@ def deliver(world: World, plan: MinibatchPlan, held: Mapping[int, Group]) -> lis
             input_split_sizes=[route.words for route in outgoing],
             group=world.control,
         )
-    received_samples = dict(_decode(plan.samples, [k for route in incoming for k in route.samples], received.numpy()))
+    order = [k for route in incoming for k in route.samples]
+    received_samples = dict(_decode(plan.samples, order, received.numpy(), world.rank, routing))
     return [[received_samples[k] for k in pack] for pack in plan.packs[world.dp_rank]]
 
 
-def _route(samples: TrainingSamples, source: int, wanted: list[int]) -> _Route:
+def _route(samples: TrainingSamples, source: int, wanted: list[int], to: int, routing: RoutingWanted | None) -> _Route:
     chosen = [k for k in wanted if samples.owner[k] == source]
     words = sum(_ends(int(samples.prompt_length[k]), int(samples.response_length[k]))[-1] for k in chosen)
+    if routing is not None:
+        words += sum(routing.words(samples, k, to) for k in chosen)
     return _Route(chosen, words)
 
 
@@ -68,19 +129,29 @@ def _ends(prompt: int, response: int) -> tuple[int, int, int, int]:
     return prompt, prompt + response, prompt + 2 * response, prompt + 2 * response + -(-response // 4)
 
 
-def _encode(samples: TrainingSamples, k: int, held: Mapping[int, Group]) -> np.ndarray:
+def _encode(
+    samples: TrainingSamples, k: int, held: Mapping[int, Group], to: int, routing: RoutingWanted | None
+) -> Iterator[np.ndarray]:
     group = held[int(samples.group[k])]
     completion: Completion = group.completions[int(samples.completion[k])]
     mask = np.pad(completion.loss_mask, (0, -len(completion.loss_mask) % 4)).view(np.int32)
-    return np.concatenate([group.prompt.token_ids, completion.token_ids, completion.logprobs.view(np.int32), mask])
+    yield from (group.prompt.token_ids, completion.token_ids, completion.logprobs.view(np.int32), mask)
+    if routing is not None:
+        yield routing.encode(samples, k, to, completion)
 
 
-def _decode(samples: TrainingSamples, order: list[int], words: np.ndarray) -> Iterator[tuple[int, TrainingSample]]:
+def _decode(
+    samples: TrainingSamples, order: list[int], words: np.ndarray, rank: int, routing: RoutingWanted | None
+) -> Iterator[tuple[int, TrainingSample]]:
     position = 0
     for k in order:
         prompt, response = int(samples.prompt_length[k]), int(samples.response_length[k])
         a, b, c, d = _ends(prompt, response)
         part, position = words[position : position + d], position + d
+        table = None
+        if routing is not None:
+            start, position = position, position + routing.words(samples, k, rank)
+            table = routing.decode(samples, k, rank, words[start:position])
         yield (
             k,
             TrainingSample(
@@ -91,5 +162,6 @@ def _decode(samples: TrainingSamples, order: list[int], words: np.ndarray) -> It
                 advantage=float(samples.advantage[k]),
                 scale=float(samples.scale[k]),
                 version=int(samples.version[k]),
+                routing=table,
             ),
         )

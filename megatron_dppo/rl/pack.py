@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.types import Bools, Pack
+from megatron_dppo.rl.types import Bools, Ints, Pack, Routing, unknown_expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class TrainingSample:
     scale: float
     version: int
     """The oldest weights that made any of the response."""
+    routing: Routing | None = None
+    """Of the first tokens of prompt and response, in the layers of this rank's stage."""
 
 
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:
@@ -78,4 +80,17 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
             ]
         ),
         versions=np.array([sample.version for sample in samples], dtype=np.int64)[owner],
+        routing=_routing([sample.routing for sample in samples], starts, capacity),
     )
+
+
+def _routing(of_samples: Sequence[Routing | None], starts: Ints, capacity: int) -> Routing | None:
+    """[T, layers, k], from that of each sample; None where no sample has any."""
+    known = [(table, start) for table, start in zip(of_samples, starts.tolist(), strict=False) if table is not None]
+    if not known:
+        return None
+    like = known[0][0]
+    routing = np.full((capacity, *like.shape[1:]), unknown_expert(like.dtype), like.dtype)
+    for table, start in known:
+        routing[start : start + len(table)] = table
+    return routing

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Routing = NDArray[np.unsignedinteger[Any]]
+"""[tokens, layers, k], the experts of every token in every layer, from 0; see :class:`RoutingShape`."""
 Label = str | dict[str, Any] | list[Any]
 """A reference answer: a text, or what a data set keeps in its place, such as the tests that a program has to pass."""
 
@@ -64,6 +66,30 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """How a policy's choice of experts is written down: in as few bytes as leave a number for "not known".
+
+        RoutingShape(layers=48, per_token=8, experts=128)
+
+    takes 384 bytes a token.
+    """
+
+    layers: int
+    per_token: int
+    """k"""
+    experts: int
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+        return np.dtype(np.uint8) if self.experts <= 255 else np.dtype(np.uint16)
+
+
+def unknown_expert(dtype: np.dtype[Any]) -> int:
+    """What stands for the experts of a token whose routing is not known."""
+    return int(np.iinfo(dtype).max)
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One response. The arrays have its length L, the stop token included if there was one.
 
@@ -83,6 +109,9 @@ class Completion:
     versions: tuple[VersionSpan, ...]
     """In order; the counts sum to L."""
     finish_reason: Literal["stop", "length"]
+    routing: Routing | None = None
+    """Of the first tokens of prompt and response, in all layers: P + L − 1 of them, since no engine reads the last one,
+    or fewer where the policy read less. None where it was not asked for."""
 
     @property
     def oldest_version(self) -> int:
@@ -305,3 +334,5 @@ class Pack:
     """[R]"""
     versions: Ints
     """[R]"""
+    routing: Routing | None = None
+    """[T, layers of this rank's stage, k]; ``unknown_expert`` where it is not known, and in padding."""

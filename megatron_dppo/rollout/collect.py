@@ -23,7 +23,7 @@ from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers
 from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.seeds import Purpose, engine_seed
-from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, Score, Selection, StepMetadata
+from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, RoutingShape, Score, Selection, StepMetadata
 from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
 
 
@@ -130,10 +130,12 @@ class Collector:
         workers: RewardWorkers,
         tokenizer: Tokenizer,
         stop_token_ids: tuple[int, ...],
+        routing: RoutingShape | None = None,
     ) -> None:
+        """``routing`` is that of the rollouts which are to be trained on; see :class:`Sampling`."""
         self._config, self._world = config, world
         self._engine, self.workers, self._tokenizer = engine, workers, tokenizer
-        self._stops = stop_token_ids
+        self._stops, self._routing = stop_token_ids, routing
 
     def begin(self, pool: PromptPool, selection: Selection, step: int, again: int = 0) -> Begun:
         """Ask the engine for this rank's share of a selection; ``again`` counts the earlier ones of the step."""
@@ -143,6 +145,7 @@ class Collector:
             samples=rollout.samples_per_prompt,
             temperature=rollout.temperature,
             seed=engine_seed(self._config.run.seed, step, Purpose.SAMPLING, again),
+            routing=self._routing,
         )
         return Begun(selection, asked)
 
@@ -155,6 +158,8 @@ class Collector:
         selection = begun.selection
         total = len(selection.prompt_ids) * begun.asked.samples
         answers = self.answers(begun.asked, of_all=total)
+        if self._routing is not None:
+            self._world.together(lambda: self._check_routing(answers), what="look at the rollouts' routing")
         groups, part = self._share(answers, selection.inclusion[self._mine], begun.asked.samples)
         parts = self._world.gather(part)
         self.check_failures(parts, total)
@@ -177,7 +182,15 @@ class Collector:
         """This rank's share of what all ranks have in one order."""
         return slice(self._world.rank, None, self._world.size)
 
-    def ask(self, prompts: Sequence[Prompt], *, samples: int, temperature: float, seed: int) -> Asked:
+    def ask(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int,
+        temperature: float,
+        seed: int,
+        routing: RoutingShape | None = None,
+    ) -> Asked:
         """Have the engine begin with completions of this rank's prompts (there may be none)."""
         sampling = Sampling(
             samples=samples,
@@ -185,6 +198,7 @@ class Collector:
             temperature=temperature,
             stop_token_ids=self._stops,
             seed=seed,
+            routing=routing,
         )
         return Asked(prompts, samples, self._engine.begin(prompts, sampling))
 
@@ -209,6 +223,14 @@ class Collector:
         )
         scores = [list(scored.scores[i * samples : (i + 1) * samples]) for i in range(len(completions))]
         return Answers(prompts, completions, texts, scores, scored.timeouts, scored.errors, tuple(scored.tracebacks))
+
+    def _check_routing(self, answers: Answers) -> None:
+        """Only a conversation that puts its completion together by itself can leave it out."""
+        if any(completion.routing is None for group in answers.completions for completion in group):
+            rollout = self._config.rollout
+            problem = "wants to know which experts made every token, and a completion came without"
+            remedy = f"Have {rollout.conversation or rollout.engine} return its turns as client.generate returned them"
+            raise UserError("loss.replay_routing", self._config.loss.replay_routing, problem, remedy)
 
     def _share(self, answers: Answers, inclusions: Floats, samples: int) -> tuple[list[Group], _Part]:
         groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []

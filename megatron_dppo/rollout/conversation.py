@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
 
 Turn = Completion | Sequence[int] | NDArray[np.integer]
 """What the policy said, as :meth:`Client.generate` returned it; or token ids that it was given to read."""
@@ -70,7 +70,8 @@ class UnusableError(ValueError):
 def joined(turns: Iterable[Turn]) -> Completion:
     """One completion of several turns. It ends as the last of the policy's turns did.
 
-    Tokens that the policy was given count as the version of the turn after them, or of the last turn.
+    Tokens that the policy was given count as the version of the turn after them, or of the last turn. What a token's
+    routing was, the first turn says that has read it.
     """
     parts: list[Completion] = []
     spans: list[VersionSpan] = []
@@ -94,7 +95,16 @@ def joined(turns: Iterable[Turn]) -> Completion:
         loss_mask=np.concatenate([np.empty(0, bool), *(part.loss_mask for part in parts)]),
         versions=tuple(spans),
         finish_reason=finish_reason,
+        routing=_routing([part.routing for part in parts if part.routing is not None]),
     )
+
+
+def _routing(of_turns: Sequence[Routing]) -> Routing | None:
+    """Each turn's begins with the first token of the prompt; what earlier turns have read is left out of later ones."""
+    if not of_turns:
+        return None
+    read = np.maximum.accumulate([0, *map(len, of_turns)]).tolist()
+    return np.concatenate([table[start:] for table, start in zip(of_turns, read, strict=False)])
 
 
 def completed(returned: Completion | Sequence[Turn], prompt: Prompt, generated: Generated, limit: int) -> Completion:
@@ -121,7 +131,7 @@ def completed(returned: Completion | Sequence[Turn], prompt: Prompt, generated: 
         loss_mask=np.asarray(returned.loss_mask, bool),
     )
     _check(whole, limit)
-    return _cut(whole, limit)
+    return _cut(whole, limit, len(prompt.token_ids))
 
 
 def _check_contexts(turns: Sequence[Turn], prompt: Prompt, generated: Generated) -> None:
@@ -155,7 +165,7 @@ def _check(completion: Completion, limit: int) -> None:
         raise UnusableError(f"returned the versions of {count} tokens for a response of {length}")
 
 
-def _cut(completion: Completion, limit: int) -> Completion:
+def _cut(completion: Completion, limit: int, prompt: int) -> Completion:
     if len(completion.token_ids) <= limit:
         return completion
     spans: list[VersionSpan] = []
@@ -170,6 +180,7 @@ def _cut(completion: Completion, limit: int) -> Completion:
         loss_mask=completion.loss_mask[:limit],
         versions=tuple(spans),
         finish_reason="length",
+        routing=None if completion.routing is None else completion.routing[: prompt + limit - 1],
     )
 
 

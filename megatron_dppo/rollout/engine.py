@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from megatron_dppo.bridge.stream import Consumers
-from megatron_dppo.rl.types import Completion, Prompt
+from megatron_dppo.rl.types import Completion, Prompt, RoutingShape
 
 Bucket = Mapping[str, torch.Tensor]
 """Some of the policy's tensors, by their Hugging Face names, whole (unsharded)."""
@@ -33,6 +33,8 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     seed: int
     """Sampling of a completion is a function of (seed, prompt id, sample), where the engine can be seeded."""
+    routing: RoutingShape | None = None
+    """Of what the engine is to say about its choice of experts; None: nothing."""
 
     def seed_at(self, *place: int) -> int:
         """A seed of 31 bits for one place of what is sampled: a prompt's id, a number of a completion, and so on."""

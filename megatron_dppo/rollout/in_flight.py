@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -33,6 +34,11 @@ class RolloutsInFlight:
 
     selection: Selection
     rollouts: Collected
+
+    @property
+    def routed(self) -> bool:
+        """Whether every completion on this rank came with its routing."""
+        return all(c.routing is not None for group in self.rollouts.held.values() for c in group.completions)
 
 
 def write_in_flight(place: Path, in_flight: RolloutsInFlight, world: World) -> None:
@@ -109,6 +115,7 @@ def _save(file: Path, arrays: Mapping[str, Any]) -> None:
 def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
     """Groups by row of the metadata, which has their prompts, lengths and rewards; one after the other."""
     completions = [completion for group in held.values() for completion in group.completions]
+    tables = [completion.routing for completion in completions if completion.routing is not None]
     spans = [(span.version, span.count) for completion in completions for span in completion.versions]
     return {
         "rows": np.array(list(held), np.int64),
@@ -118,6 +125,7 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
         "stopped": np.array([c.finish_reason == "stop" for c in completions], bool),
         "span_counts": np.array([len(c.versions) for c in completions], np.int64),
         "spans": np.array(spans, np.int64).reshape(-1, 2),
+        **({"routing": np.concatenate(tables), "routed": np.array([*map(len, tables)], np.int64)} if tables else {}),
     }
 
 
@@ -142,16 +150,18 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
     if "loss_mask" not in stored:  # earlier checkpoints mark what the policy did not sample by an infinite value
         mask = stored["logprobs"] != np.inf
         stored = stored | {"loss_mask": mask, "logprobs": np.where(mask, stored["logprobs"], np.float32(0.0))}
-    for token_ids, logprobs, loss_mask, spans, stopped in zip(
+    routing = np.split(stored["routing"], np.cumsum(stored["routed"])[:-1]) if "routing" in stored else repeat(None)
+    for token_ids, logprobs, loss_mask, spans, stopped, table in zip(
         np.split(stored["token_ids"], ends),
         np.split(stored["logprobs"], ends),
         np.split(stored["loss_mask"], ends),
         np.split(stored["spans"], last_spans),
         stored["stopped"].tolist(),
+        routing,
         strict=False,  # splitting nothing gives one piece
     ):
         versions = tuple(VersionSpan(*span) for span in spans.tolist())
-        yield Completion(token_ids, logprobs, loss_mask, versions, "stop" if stopped else "length")
+        yield Completion(token_ids, logprobs, loss_mask, versions, "stop" if stopped else "length", table)
 
 
 def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:

@@ -18,9 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
 from megatron_dppo.rollout.cache import Departure, RolloutCache
 from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling, WeightSource
+from megatron_dppo.rollout.routers import Routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class LocalEngine(RolloutEngine[Generated]):
         self._device, self._max_batch, self._world = device, max_batch, world
         self._model = _empty_model(Path(path), device, dtype)
         self._weights = _weights_by_name(self._model)
+        self._routers = Routers(self._model)
         self._version: int | None = None
         self._paused = False
 
@@ -161,7 +163,10 @@ class LocalEngine(RolloutEngine[Generated]):
         lengths = torch.full((count,), limit, device=self._device)
         stopped = torch.zeros(count, dtype=torch.bool, device=self._device)
 
+        record = self._routers.listen(sampling, prompts)
         logits, cache, masks, positions = self._prefill(prompts, sampling)
+        if record is not None:
+            record.prefilled()
         rows = torch.arange(count, device=self._device)
         for step in range(limit):
             drawn, drawn_logprobs = draw_tokens(logits, uniforms[rows, step], sampling.temperature)
@@ -183,6 +188,8 @@ class LocalEngine(RolloutEngine[Generated]):
                 use_cache=True,
             ).logits[:, -1]
             positions += 1
+            if record is not None:
+                record.read(rows, step)
         if not torch.isfinite(logprobs).all():
             raise RuntimeError(f"The weights of version {version} give log-probabilities that are not finite.")
         return _groups(
@@ -190,6 +197,7 @@ class LocalEngine(RolloutEngine[Generated]):
             logprobs.cpu().numpy(),
             lengths.tolist(),
             stopped.tolist(),
+            record.of_rows(lengths.tolist()) if record is not None else [None] * count,
             version=version,
             samples=sampling.samples,
         )
@@ -232,6 +240,7 @@ def _groups(
     logprobs: NDArray[np.float32],
     lengths: Sequence[int],
     stopped: Sequence[bool],
+    routing: Sequence[Routing | None],
     *,
     version: int,
     samples: int,
@@ -244,8 +253,9 @@ def _groups(
             loss_mask=np.ones(length, bool),
             versions=(VersionSpan(version, length),),
             finish_reason="stop" if ended else "length",
+            routing=table,
         )
-        for row, (length, ended) in enumerate(zip(lengths, stopped, strict=True))
+        for row, (length, ended, table) in enumerate(zip(lengths, stopped, routing, strict=True))
     ]
     return [tuple(completions[start : start + samples]) for start in range(0, len(completions), samples)]
 

@@ -23,7 +23,7 @@ from megatron_dppo.rl.seeds import Purpose, engine_seed
 
 if TYPE_CHECKING:
     from megatron_dppo.parallel.world import World
-    from megatron_dppo.rl.types import Pack, Prompt
+    from megatron_dppo.rl.types import Ints, Pack, Prompt, Routing
     from megatron_dppo.rollout.engine import RolloutEngine
     from megatron_dppo.trainer.assemble import PolicyParts
 
@@ -53,6 +53,8 @@ class Compared:
     """[L]"""
     versions: tuple[int, ...]
     """Of the weights that generated it."""
+    routing: Routing | None = None
+    """As its completion has it."""
 
     @property
     def differences(self) -> NDArray[np.float64]:
@@ -217,6 +219,7 @@ def _answers(
         temperature=config.rollout.temperature,
         stop_token_ids=policy.stop_ids,
         seed=engine_seed(config.run.seed, version, Purpose.AGREEMENT),
+        routing=policy.routing,
     )
     return [
         Compared(
@@ -226,6 +229,7 @@ def _answers(
             trainer=np.zeros(0, np.float32),
             engine=completion.logprobs,
             versions=tuple(span.version for span in completion.versions),
+            routing=completion.routing,
         )
         for server, groups in engine.sample_each(prompts, sampling).items()
         for prompt, group in zip(prompts, groups, strict=True)
@@ -249,7 +253,8 @@ def _scored(policy: PolicyParts[Any], answers: Sequence[Compared]) -> list[Compa
     """The answers with the actor's log-probabilities. Only one rank of each replica has them, the others have none."""
     if not answers:
         return []
-    rows, packs = zip(*policy.pack([_row(each) for each in answers]), strict=True)
+    layers = policy.actor.routing.layers if policy.actor.routing else None
+    rows, packs = zip(*policy.pack([_row(each, layers) for each in answers]), strict=True)
     logprobs = policy.actor.log_probabilities(packs)
     if policy.world.tp_rank or policy.world.cp_rank:
         return []
@@ -261,7 +266,7 @@ def _scored(policy: PolicyParts[Any], answers: Sequence[Compared]) -> list[Compa
     ]
 
 
-def _row(each: Compared) -> TrainingSample:
+def _row(each: Compared, layers: Ints | None) -> TrainingSample:
     return TrainingSample(
         prompt_ids=each.prompt_ids.astype(np.int32),
         response_ids=each.response_ids.astype(np.int32),
@@ -270,6 +275,7 @@ def _row(each: Compared) -> TrainingSample:
         advantage=0.0,
         scale=0.0,
         version=min(each.versions),
+        routing=None if each.routing is None or layers is None else each.routing[:, layers],
     )
 
 

@@ -30,7 +30,7 @@ from megatron_dppo.rewards.functions import check_labels
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences
-from megatron_dppo.rl.types import Pack
+from megatron_dppo.rl.types import Pack, RoutingShape
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.local import LocalEngine
@@ -52,6 +52,11 @@ class PolicyParts(Generic[P_co]):
     tokenizer: Tokenizer
     pad_id: int
     stop_ids: tuple[int, ...]
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """What the engine is asked to say of its routing; None: nothing."""
+        return self.shape.routing if self.config.loss.replay_routing == "rollout" else None
 
     def sync(self, engine: RolloutEngine[Any], version: int) -> None:
         """Stream the actor's weights to an engine, which then generates with ``version``. Collective."""
@@ -85,7 +90,7 @@ class PolicyParts(Generic[P_co]):
             self.actor.release_memory()
 
     def collector(self, engine: RolloutEngine[Any], workers: RewardWorkers) -> Collector:
-        return Collector(self.config, self.world, engine, workers, self.tokenizer, self.stop_ids)
+        return Collector(self.config, self.world, engine, workers, self.tokenizer, self.stop_ids, self.routing)
 
     def collectors(self, engine: RolloutEngine[Any], workers: Mapping[str, RewardWorkers]) -> dict[str, Collector]:
         """One for each verifier's workers."""
@@ -164,6 +169,8 @@ def _assemble(config: Config, world: World, make: Callable[[PolicyShape], P_co])
     shape = world.together(lambda: read_shape(config.model.path))
     tokenizer = world.together(lambda: load_tokenizer(config.model.path))
     policy = make(shape)
+    if config.loss.replay_routing != "none":
+        policy.replay_routing()
     stops = config.rollout.stop_token_ids or stop_token_ids(config.model.path, tokenizer)
     return PolicyParts(config, world, shape, policy, tokenizer, pad_token_id(tokenizer), tuple(stops))
 

@@ -11,9 +11,10 @@ import torch
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor, Sums, learning_rate
-from megatron_dppo.models.microbatch import Microbatch, Responses
+from megatron_dppo.models.microbatch import Microbatch, RecordedRouting, Responses
+from megatron_dppo.models.routing import REPLACED, REPLAYED
 from megatron_dppo.observe.timers import PhaseTimers
-from megatron_dppo.parallel.exchange import deliver
+from megatron_dppo.parallel.exchange import RoutingWanted, deliver
 from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pack import build_pack
@@ -83,10 +84,13 @@ class Learner:
     """The actor, the frozen reference where the loss has a KL term, and the step between a plan and new weights."""
 
     def __init__(self, parts: PolicyParts[Actor], timers: PhaseTimers) -> None:
-        """Load the reference where the loss asks for one. Collective."""
+        """Load the reference where the loss asks for one, which chooses experts by itself. Collective."""
         self._config, self._world, self._actor = parts.config, parts.world, parts.actor
         self.reference = parts.reference() if parts.config.loss.kl_coef > 0 else None
         self._pad_id, self._timers = parts.pad_id, timers
+        self._routing: RoutingWanted | None = None
+        if parts.routing and self._actor.routing:
+            self._routing = RoutingWanted(parts.routing, self._world.gather(self._actor.routing.layers))
 
     def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int) -> Learned:
         """Train on a plan: one optimizer step per minibatch that kept anything. Collective.
@@ -126,6 +130,8 @@ class Learner:
         metrics = {"train/no_op_updates": float(len(plan.minibatches) - len(packs))}
         if norms:
             tokens, fresh, total = (totals.pop(name) for name in ("tokens", FRESH_TOKENS, "train/loss"))
+            if replayed := totals.pop(REPLAYED, 0.0):
+                metrics[REPLACED] = totals.pop(REPLACED) / replayed
             mismatch = {name: totals.pop(name) for name in MISMATCH}
             metrics |= {name: value / tokens for name, value in totals.items()}
             metrics |= {name: value / fresh for name, value in mismatch.items() if fresh}
@@ -159,16 +165,25 @@ class Learner:
     def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:
         return [
             build_pack(samples, minibatch.capacity, self._pad_id, align=self._config.layout.row_multiple)
-            for samples in deliver(self._world, minibatch, held)
+            for samples in deliver(self._world, minibatch, held, self._routing)
         ]
 
     def _microbatches(self, packs: list[Pack]) -> list[Microbatch]:
         """With one update per rollout the ratio is 1 against the policy itself, and no pass for old values is made."""
         nothing = [None] * len(packs)
-        several = self._config.loss.updates_per_rollout > 1
-        old = self._actor.log_probabilities(packs) if several else nothing
+        old, chosen = self._before_updates(packs) if self._config.loss.updates_per_rollout > 1 else (nothing, nothing)
         reference = self.reference.log_probabilities(packs) if self.reference else nothing
-        return [Microbatch(*parts) for parts in zip(packs, old, reference, strict=True)]
+        return [Microbatch(*parts) for parts in zip(packs, old, reference, chosen, strict=True)]
+
+    def _before_updates(
+        self, packs: list[Pack]
+    ) -> tuple[Sequence[np.ndarray | None], Sequence[RecordedRouting | None]]:
+        """The log-probabilities before the first update, and with ``update`` the experts that gave them."""
+        routing = self._actor.routing
+        if routing is None or self._config.loss.replay_routing != "update":
+            return self._actor.log_probabilities(packs), [None] * len(packs)
+        with routing.recorded(len(packs)) as chosen:
+            return self._actor.log_probabilities(packs), chosen
 
     def _check_start(
         self, sums: Mapping[str, float], step: int, version: int, scored: Sequence[tuple[Pack, torch.Tensor]]

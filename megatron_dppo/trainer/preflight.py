@@ -42,6 +42,7 @@ def preflight(config: Config, command: Command) -> None:
     check_config(config, command)
     shape = read_shape(config.model.path)
     check_layout(shape, config.layout)
+    _check_routing(config, shape)
     if config.model.checkpoint is None:
         check_weights(Path(config.model.path), shape)
     else:
@@ -74,6 +75,13 @@ def check_config(config: Config, command: Command = "train") -> None:
     config.check(command)
     if command != "sft":
         check_rollout(config)
+
+
+def _check_routing(config: Config, shape: PolicyShape) -> None:
+    replayed = config.loss.replay_routing
+    if replayed != "none" and not shape.experts:
+        problem = f"replays experts, and the policy in {config.model.path} has none"
+        raise UserError("loss.replay_routing", replayed, problem, "Set it to none, or take a mixture of experts")
 
 
 def _check_positions(config: Config, shape: PolicyShape, command: Command) -> None:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_dppo.config import LayoutConfig
-from megatron_dppo.parallel.exchange import deliver
+from megatron_dppo.parallel.exchange import RoutingWanted, deliver
 from megatron_dppo.parallel.world import initialize
-from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, Prompt, TrainingSamples, VersionSpan
+from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, Prompt, RoutingShape, TrainingSamples, VersionSpan
 from tests.ranks import RankPool
 
 PROMPT_LENGTHS = (3, 1, 5)
 RESPONSE_LENGTHS = ((4, 1), (2, 7), (6, 3))
 OWNERS = (1, 0, 1)
+SHAPE = RoutingShape(layers=5, per_token=3, experts=300)
+
+
+def routing_of(index: int, sample: int) -> np.ndarray:
+    """Of all tokens but the last, and of fewer where the policy was given the last ones."""
+    tokens = PROMPT_LENGTHS[index] + RESPONSE_LENGTHS[index][sample] - 1 - sample
+    rng = np.random.default_rng([index, sample])
+    return rng.integers(0, SHAPE.experts, (tokens, SHAPE.layers, SHAPE.per_token)).astype(SHAPE.dtype)
 
 
 def group(index: int) -> Group:
@@ -24,6 +32,7 @@ def group(index: int) -> Group:
             np.arange(length) % 3 != index,
             (VersionSpan(0, length),),
             "stop",
+            routing_of(index, sample),
         )
         for sample, length in enumerate(RESPONSE_LENGTHS[index])
     )
@@ -47,15 +56,17 @@ def plan() -> MinibatchPlan:
     return MinibatchPlan(kept, 1.0, 32, (((4, 0), (2,)), ((1, 3), ())))
 
 
-def received(rank: int, size: int, layout: LayoutConfig) -> tuple[int, list]:
+def received(rank: int, size: int, layout: LayoutConfig, routed: bool) -> tuple[int, list, np.ndarray]:
     world = initialize(layout, seed=1, timeout_s=60.0)
     held = {i: group(i) for i in range(3) if OWNERS[i] == rank}
-    return world.dp_rank, deliver(world, plan(), held)
+    layers = [np.arange(rank, SHAPE.layers, 2) for rank in range(size)]  # some have more of them than others
+    return world.dp_rank, deliver(world, plan(), held, RoutingWanted(SHAPE, layers) if routed else None), layers[rank]
 
 
 def test_every_rank_of_a_replica_gets_its_samples_in_the_planned_order(ranks: RankPool) -> None:
-    for size, layout in ((2, LayoutConfig(dp=2)), (4, LayoutConfig(tp=2, dp=2)), (4, LayoutConfig(pp=2, dp=2))):
-        for replica, packs in ranks.run(size, received, layout):
+    four = LayoutConfig(tp=2, dp=2), LayoutConfig(pp=2, dp=2)
+    for size, layout, routed in ((2, LayoutConfig(dp=2), True), (4, four[0], False), (4, four[1], True)):
+        for replica, packs, layers in ranks.run(size, received, layout, routed):
             expected = plan().packs[replica]
             assert [len(pack) for pack in packs] == [len(pack) for pack in expected]
             for pack, rows in zip(packs, expected, strict=True):
@@ -67,3 +78,10 @@ def test_every_rank_of_a_replica_gets_its_samples_in_the_planned_order(ranks: Ra
                     np.testing.assert_array_equal(got.engine_logprobs, completion.logprobs)
                     np.testing.assert_array_equal(got.loss_mask, completion.loss_mask)
                     assert (got.advantage, got.scale, got.version) == (row, row / 10, row + 20)
+                    if not routed:
+                        assert got.routing is None
+                        continue
+                    known = completion.routing[:, layers]
+                    np.testing.assert_array_equal(got.routing[: len(known)], known)
+                    assert len(got.routing) == len(got.prompt_ids) + len(got.response_ids) - 1
+                    assert (got.routing[len(known) :] == 65535).all()

@@ -81,6 +81,16 @@ def test_segments_tile_the_pack_and_positions_restart_in_each(samples, align, sp
     assert pack.max_seqlen < capacity or len(segments) == 1
 
 
+def test_routing_lies_beside_its_tokens_and_the_rest_is_not_known():
+    """A sample of which less is known than was read, one whose last token nobody has read, and one without any."""
+    first = replace(sample(2, 3), routing=np.array([[[1, 2]], [[3, 4]]], np.uint8))
+    second = replace(sample(1, 2), routing=np.array([[[5, 6]], [[7, 8]]], np.uint8))
+    pack = build_pack([first, second, sample(1, 1)], capacity=13, pad_id=PAD, align=2)
+    assert pack.routing[:, 0, 0].tolist() == [1, 3, *[255] * 4, 5, 7, *[255] * 5]
+    assert pack.routing[:, 0, 1].tolist() == [2, 4, *[255] * 4, 6, 8, *[255] * 5]
+    assert build_pack([sample(1, 1)], capacity=4, pad_id=PAD, align=2).routing is None
+
+
 def test_a_pack_without_samples_is_all_padding():
     pack = build_pack([], capacity=8, pad_id=PAD, align=1)
     assert (pack.token_ids == PAD).all()

@@ -17,9 +17,9 @@ from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.types import Prompt, Score, Selection, StepMetadata, VersionSpan
+from megatron_dppo.rl.types import Prompt, RoutingShape, Score, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.collect import Collected, Collector, staleness
-from megatron_dppo.rollout.engine import Completions
+from megatron_dppo.rollout.engine import Completions, Sampling
 from tests.rollout.scripted import (
     FAILING,
     LIMIT_S,
@@ -364,3 +364,19 @@ def test_every_rank_stops_for_the_failures_of_one(tokenizer: Tokenizer) -> None:
     one, other = as_ranks(2, on_a_rank)
     assert one == other
     assert "1 of 6 completions" in one
+
+
+def test_a_completion_without_routing_is_refused_where_it_is_to_be_replayed(tokenizer: Tokenizer) -> None:
+    """Its rollouts are asked for it, and its evaluations are not. What comes without stops every rank."""
+    shape = RoutingShape(layers=2, per_token=1, experts=4)
+
+    def on_a_rank(world: World) -> tuple[str, list[Sampling]]:
+        engine = ScriptedEngine(tokenizer, {4: MIXED, 2: MIXED})
+        collector = Collector(collect_config(), world, engine, ScriptedWorkers(), tokenizer, (2,), shape)
+        with pytest.raises(UserError, match="a completion came without") as caught:
+            collect(collector, pool_of(10), Selection(np.array([4]), np.ones(1), 2), step=0)
+        collector.ask([pool_of(10)[2]], samples=1, temperature=1.0, seed=1)
+        return caught.value.setting, [sampling for _, sampling in engine.asked]
+
+    for setting, (asked, evaluated) in as_ranks(2, on_a_rank):
+        assert (setting, asked.routing, evaluated.routing) == ("loss.replay_routing", shape, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,23 @@ def test_a_completion_of_the_functions_own_is_taken_if_it_can_be_trained_on() ->
         fields = {name: getattr(own, name) for name in Completion.__slots__} | wrong
         with pytest.raises(UnusableError, match=words):
             completed(Completion(**fields), PROMPT, [], 20)
+
+
+def routed(turn: Completion, rows: int, number: int) -> Completion:
+    return replace(turn, routing=np.full((rows, 1, 1), number, np.uint8))
+
+
+def test_of_a_tokens_routing_the_first_turn_that_has_read_it_speaks() -> None:
+    """The last token of a turn, and what the policy is told after it, are read by the turn that follows."""
+    first, second = routed(turn(1, 2), 3, 1), routed(turn(3, 4, STOP), 8, 2)
+    whole = finished([first, [5, 6], second, [9]])
+    assert whole.routing is not None and whole.routing.ravel().tolist() == [1] * 3 + [2] * 5
+    cut = finished([first, [5, 6], second, [9]], limit=5)
+    assert cut.routing is not None and len(cut.routing) == len(PROMPT.token_ids) + 5 - 1
+    assert finished([turn(1, 2), [5], turn(3)]).routing is None
+    # A request that was broken off before its first token has read nothing.
+    parts = joined([routed(turn(1), 2, 1), turn(), routed(turn(2), 3, 2)])
+    assert parts.routing is not None and parts.routing.ravel().tolist() == [1, 1, 2]
 
 
 class ScriptedClient:

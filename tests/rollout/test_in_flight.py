@@ -23,7 +23,7 @@ SELECTION = Selection(np.array([*PROMPTS, 2]), np.array([0.1, 0.2, 1 / 3, 0.7, 1
 METRICS = {"rollout/reward": 0.1 + 0.2, "rollout/generated_tokens": 51.0}
 
 
-def group_of(prompt: int) -> Group:
+def group_of(prompt: int, *, routed: bool = False) -> Group:
     """Three completions, some of one version and some of two, with log-probabilities of every bit."""
     rng = np.random.default_rng(prompt)
     completions = []
@@ -37,13 +37,14 @@ def group_of(prompt: int) -> Group:
                 np.arange(length) != 1 + sample,
                 (VersionSpan(4, length),) if sample == 1 else mixed,
                 "length" if rng.random() < 0.5 else "stop",
+                rng.integers(0, 300, (length + sample, 3, 2)).astype(np.uint16) if routed else None,
             )
         )
     return Group(pool_of(10)[prompt], tuple(completions), rng.random(3))
 
 
-def batch_of(world: World) -> RolloutsInFlight:
-    groups = {prompt: group_of(prompt) for prompt in PROMPTS[world.rank :: world.size]}
+def batch_of(world: World, *, routed: bool = False) -> RolloutsInFlight:
+    groups = {prompt: group_of(prompt, routed=routed) for prompt in PROMPTS[world.rank :: world.size]}
     shape = (len(groups), 3)
     part = StepMetadata(
         prompt_ids=np.array(list(groups), np.int64),
@@ -72,6 +73,9 @@ def same_group(ours: Group, expected: Group) -> bool:
             and np.array_equal(one.loss_mask, other.loss_mask)
             and (one.token_ids.dtype, one.logprobs.dtype, one.loss_mask.dtype) == (np.int32, np.float32, bool)
             and (one.versions, one.finish_reason) == (other.versions, other.finish_reason)
+            and (one.routing is None) == (other.routing is None)
+            and (one.routing is None or one.routing.dtype == np.uint16)
+            and (one.routing is None or np.array_equal(one.routing, other.routing))
             for one, other in zip(ours.completions, expected.completions, strict=True)
         )
     )
@@ -106,10 +110,19 @@ def test_every_group_comes_back_once_and_bit_by_bit(writers: int, readers: int, 
     assert writers == readers or max(counts) - min(counts) <= 1
 
 
-def wrote(world: World, place: Path) -> RolloutsInFlight:
-    batch = batch_of(world)
+def wrote(world: World, place: Path, *, routed: bool = False) -> RolloutsInFlight:
+    batch = batch_of(world, routed=routed)
     write_in_flight(place, batch, world)
     return batch
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_routing_comes_back_where_there_was_any(routed: bool, tmp_path: Path) -> None:
+    as_ranks(2, lambda world: wrote(world, tmp_path, routed=routed))
+    for batch in as_ranks(7, lambda world: read(world, tmp_path)):
+        assert not batch.rollouts.held or batch.routed == routed
+        for row, group in batch.rollouts.held.items():
+            assert same_group(group, group_of(int(batch.rollouts.metadata.prompt_ids[row]), routed=routed))
 
 
 def test_a_checkpoint_without_a_batch_has_none(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -141,6 +142,29 @@ def test_other_families_generate_from_the_tensors_of_their_files(
         for completion in group:
             expected = plain_logprobs(policy, prompt, completion, 1.7)
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_the_experts_of_every_token_but_the_last_are_those_of_a_plain_forward(tmp_path: Path) -> None:
+    """Of completions of every length, some of which leave the batch before the others."""
+    shape = write_qwen3_moe(tmp_path, Sizes()).routing
+    engine = LocalEngine(tmp_path, device=torch.device("cpu"), dtype=torch.float32, max_batch=8)
+    engine.update_weights(source_of(load_file(tmp_path / "model.safetensors")), version=1)
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    prompts, asked = make_prompts(3, 11, 1, 6), replace(sampling_of(stop=tuple(range(40))), routing=shape)
+    groups = generate(engine, prompts, asked)
+    assert len({len(completion.token_ids) for group in groups for completion in group}) > 4
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            tokens = np.concatenate([prompt.token_ids, completion.token_ids])[:-1].astype(np.int64)
+            with torch.no_grad():
+                logits = policy(torch.from_numpy(tokens)[None], output_router_logits=True).router_logits
+            experts = torch.stack([layer.topk(shape.per_token).indices for layer in logits], dim=1)
+            assert completion.routing is not None
+            assert completion.routing.dtype == np.uint8
+            np.testing.assert_array_equal(np.sort(completion.routing), np.sort(experts.numpy()))
+    plain = generate(engine, prompts, replace(asked, routing=None))
+    assert tokens_of(plain) == tokens_of(groups)
+    assert all(completion.routing is None for group in plain for completion in group)
 
 
 def test_bf16_logprobs_are_those_of_a_plain_forward_but_for_rounding(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.types import Prompt, VersionSpan
+from megatron_dppo.rl.types import Prompt, RoutingShape, VersionSpan
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
 from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher, PromptFailedError
@@ -17,6 +18,7 @@ from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sglang import SglangClient
 
 SAMPLES = 3
+SHAPE = RoutingShape(layers=2, per_token=2, experts=4)
 SAMPLING = Sampling(SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1)
 
 
@@ -144,6 +146,24 @@ def test_an_aborted_completion_goes_on_from_the_tokens_that_it_has(http: Http) -
     assert sorted((list(ask.token_ids), ask.samples, ask.max_tokens) for ask in server.asks[1:]) == [
         ([1, 7], 1, 8), ([1, 7, 1], 1, 7), ([1, 7, 1, 1], 1, 6)]  # fmt: skip
     assert len({ask.seed for ask in server.asks}) == 4
+
+
+def test_tokens_keep_the_experts_of_the_request_that_first_read_them(http: Http) -> None:
+    """Each request says the number of requests before it for every token that it has read, which the last is not."""
+
+    def aborts_first(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
+        assert ask.routing == SHAPE
+        before = len(server.asks) - 1
+        piece = _piece([3, 4] if before == 0 else [5, 0], reason="stop" if before else "abort")
+        table = np.full((len(ask.token_ids) + 1, SHAPE.layers, SHAPE.per_token), before, SHAPE.dtype)
+        return [replace(piece, routing=table)]
+
+    dispatcher = _dispatcher(http, Script("http://a:1", http, aborts_first))
+    batch = dispatcher.begin(_prompts(1), replace(SAMPLING, samples=1, routing=SHAPE), 5)
+    batch.wait(20.0)
+    [[completion]] = batch.groups()
+    assert completion.token_ids.tolist() == [3, 4, 5, 0]
+    assert completion.routing is not None and completion.routing[:, 0, 0].tolist() == [0, 0, 0, 1, 1]
 
 
 def test_tokens_of_two_versions_keep_their_own(http: Http) -> None:

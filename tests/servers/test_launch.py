@@ -19,7 +19,9 @@ import pytest
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.servers.client import ROUTING_FLAG
 from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.launch import server_command
 from megatron_dppo.rollout.servers.processes import ServerProcess, new_secret, wait_ready
 from megatron_dppo.settings import load_config
 
@@ -298,3 +300,12 @@ def test_a_rank_s_own_variables_do_not_reach_the_server(
     assert (environment["KEPT"], environment["A"], environment["NCCL_CUMEM_ENABLE"]) == ("1", "1=2", "0")
     assert environment["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
     assert not {"RANK", "TORCHELASTIC_RUN_ID", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys()
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_server_is_started_to_tell_its_experts_where_they_are_replayed(engine: str, tmp_path: Path) -> None:
+    def command(mode: str) -> list[str]:
+        config = load_config(None, [*_settings(tmp_path), f"rollout.engine={engine}", f"loss.replay_routing={mode}"])
+        return server_command(config, 0, host=HOST, port=1, secret_file=tmp_path / "secret")
+
+    assert [word for word in command("rollout") if word not in command("none")] == [ROUTING_FLAG]

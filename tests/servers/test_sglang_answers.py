@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.types import RoutingShape
 from megatron_dppo.rollout.servers.client import GenerateRequest
-from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.pool import Pool
 from megatron_dppo.rollout.servers.sglang import SglangClient
+from megatron_dppo.settings import load_config
 from tests.servers.real import RealServer
 
 
 class Hears(SglangClient):
     """A server that keeps what it is asked, and answers as SGLang would with as many samples."""
 
+    routed: np.ndarray | None = None
+    """int32, what it says of its experts."""
+
     async def get(self, path: str, **named: Any) -> Any:
-        return {"enable_deterministic_inference": True}
+        facts = {"enable_deterministic_inference": True, "model_path": "/m", "weight_version": "1", "tp_size": 1}
+        return facts | {"enable_return_routed_experts": self.routed is not None, "paths": {}}
 
     async def post(self, path: str, body: Mapping[str, Any], **named: Any) -> Any:
         self.body = body
         meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 7]], "weight_version": "1"}
+        if self.routed is not None:
+            meta["routed_experts"] = base64.b64encode(self.routed.tobytes()).decode()
         return [{"output_ids": [7], "meta_info": meta}] * len(body["input_ids"])
 
 
@@ -32,6 +45,32 @@ def test_where_inference_is_deterministic_each_sample_has_a_seed_of_its_own(http
     assert api.body["input_ids"] == [[3, 4]] * 5
     assert len({sampling["sampling_seed"] for sampling in api.body["sampling_params"]}) == 5
     assert not any("n" in sampling for sampling in api.body["sampling_params"])
+
+
+def test_the_experts_of_all_tokens_but_the_last_come_with_an_answer(http: Http) -> None:
+    api, shape = Hears("http://127.0.0.1:1", http), RoutingShape(layers=3, per_token=2, experts=300)
+    request = GenerateRequest([3, 4], 1, 8, 1.0, (), seed=1, routing=shape)
+    with pytest.raises(ServerError, match="start it with --enable-return-routed-experts"):
+        http.run(api.generate(request, timeout_s=1.0))
+    api.routed = np.arange(2 * 3 * 2, dtype=np.int32).reshape(2, 3, 2) + 280
+    (piece,) = http.run(api.generate(request, timeout_s=1.0))
+    assert api.body["return_routed_experts"] is True
+    assert piece.routing is not None and piece.routing.dtype == np.uint16
+    np.testing.assert_array_equal(piece.routing, api.routed)
+    http.run(api.generate(replace(request, routing=None), timeout_s=1.0))
+    assert "return_routed_experts" not in api.body
+
+
+def test_a_server_that_does_not_tell_its_experts_is_refused_by_name(http: Http) -> None:
+    api = Hears("http://127.0.0.1:1", http)
+    settings = ["rollout.engine=sglang", "rollout.servers=[http://127.0.0.1:1]", "loss.replay_routing=rollout"]
+    pool = Pool(load_config(None, settings), http, architecture="", secret=None, say=print)
+    with pytest.raises(UserError, match=r"loss\.replay_routing = rollout replays them") as raised:
+        http.run(pool._check(api))
+    assert (raised.value.setting, raised.value.value) == ("rollout.servers", "http://127.0.0.1:1")
+    assert "--enable-return-routed-experts" in raised.value.remedy
+    api.routed = np.zeros(0, np.int32)
+    http.run(pool._check(api))
 
 
 @pytest.mark.servers

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_dppo.rl.types import RoutingShape
 from megatron_dppo.rollout.servers.client import GenerateRequest, Manifest
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.vllm import (
@@ -32,6 +36,9 @@ CHOICE = {
     "weight_versions": [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 3}],
     "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -1.5}, {"logprob": -2.5}]},
 }
+
+REQUEST = GenerateRequest([3, 4], samples=1, max_tokens=8, temperature=1.0, stop_token_ids=(), seed=None)
+ROUTED = replace(REQUEST, routing=RoutingShape(layers=3, per_token=2, experts=6))
 
 
 @pytest.fixture
@@ -81,7 +88,7 @@ def api(http: Http, said: dict[str, Any]) -> Iterator[VllmClient]:
 
 
 def test_an_answer_becomes_a_piece(api: VllmClient) -> None:
-    piece = api._result(CHOICE)
+    piece = api._result(CHOICE, REQUEST)
     np.testing.assert_array_equal(piece.token_ids, [7, 8, 9])
     np.testing.assert_array_equal(piece.logprobs, np.float32([-0.5, -1.5, -2.5]))
     assert piece.versions == (("1", 2), ("2", 1))
@@ -100,7 +107,38 @@ def test_an_answer_becomes_a_piece(api: VllmClient) -> None:
 )
 def test_an_answer_that_does_not_add_up_is_refused(api: VllmClient, changed: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ServerError, match=complaint):
-        api._result(CHOICE | changed)
+        api._result(CHOICE | changed, REQUEST)
+
+
+def as_npy(table: np.ndarray) -> str:
+    """As vLLM sends arrays."""
+    file = io.BytesIO()
+    np.save(file, table)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_the_experts_of_all_tokens_but_the_last_come_with_an_answer(api: VllmClient) -> None:
+    table = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2) % 6
+    piece = api._result(CHOICE | {"routed_experts": as_npy(table)}, ROUTED)
+    assert piece.routing is not None and piece.routing.dtype == np.uint8
+    np.testing.assert_array_equal(piece.routing, table)
+    assert api._result(CHOICE | {"routed_experts": as_npy(table)}, REQUEST).routing is None, "it was not asked for"
+    for told, complaint in (
+        (None, "start it with --enable-return-routed-experts"),
+        (as_npy(table[1:]), "not 3 x 2 of 6 for 4 tokens"),
+        (as_npy(table + 1), "up to number 6, not"),
+    ):
+        with pytest.raises(ServerError, match=complaint):
+            api._result(CHOICE | {"routed_experts": told, "finish_reason": "stop"}, ROUTED)
+    assert api._result(CHOICE, ROUTED).routing is None, "its continuation will say it"
+
+
+def test_a_server_says_whether_it_tells_its_experts(http: Http, api: VllmClient, said: dict[str, Any]) -> None:
+    assert not http.run(api.info()).routing
+    api._known_config = said["/server_info"]["vllm_config"] | {
+        "aux_output_config": {"enable_return_routed_experts": True}
+    }
+    assert http.run(api.info()).routing
 
 
 def test_facts_are_what_the_server_says(http: Http, api: VllmClient) -> None:

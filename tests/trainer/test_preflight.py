@@ -85,6 +85,8 @@ def test_defaults_do_not_contradict_each_other() -> None:
         (["pruning.prompts.schedule.shape=linear", "pruning.prompts.schedule.off_last=0.9"],
          "pruning.prompts.schedule.ramp", "shares of the run"),
         (["loss.clip_low=1"], "loss.clip_low", "below 1"),
+        (["loss.replay_routing=update"], "loss.replay_routing", "raise loss.updates_per_rollout"),
+        (["loss.replay_routing=rollout"], "loss.replay_routing", "a mixture of experts"),
         (["model.spec=te"], "model.spec", "model.dtype=bf16"),
         (["optimizer.min_lr=1"], "optimizer.min_lr", "optimizer.lr"),
         (["optimizer.checkpoint_format=dp_reshardable", "optimizer.distributed=false"],

@@ -56,6 +56,8 @@ def test_good_settings_pass_and_write_nothing(tmp_path: Path, overrides: tuple[s
         (["rollout.engine=vllm", "rollout.servers=[a:1]"], "rollout.servers", "http://HOST:PORT"),
         (["rollout.engine=sglang", "rollout.custom_generate=a.py:f", "rollout.conversation=a.py:g"],
          "rollout.conversation", "Leave one of the two out"),
+        (["rollout.engine=sglang", "rollout.custom_generate=a.py:f", "loss.replay_routing=rollout"],
+         "loss.replay_routing", "rollout.conversation"),
         (["rollout.engine=vllm", "rollout.servers=slurm"], "rollout.servers", "MEGATRON_DPPO_SERVERS"),
         ([*GIVEN, "rollout.colocated=true", "rollout.ahead=1"], "rollout.ahead", "rollout.colocated=false"),
         ([*GIVEN, "rollout.colocated=true"], "rollout.sync.transport", "rollout.sync.transport=disk"),

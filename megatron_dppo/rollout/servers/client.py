@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.rl.types import Routing, RoutingShape
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable
 
 if TYPE_CHECKING:  # what runs servers needs neither torch nor Megatron
@@ -26,6 +28,8 @@ WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
 """Sampling of SGLang and vLLM from all tokens, each with its own probability."""
 INCOMPLETE = "incomplete"
 """Version of a server between the beginning and the end of an update: it may hold weights of two."""
+ROUTING_FLAG = "--enable-return-routed-experts"
+"""What SGLang and vLLM alike are started with to say which experts they chose."""
 CONTROL_S = 30.0
 """Seconds that a question may take that is no work for a server."""
 
@@ -48,6 +52,8 @@ class ServerInfo:
     """Longest sequence, prompt and response; None where the server does not say."""
     nccl: str | None = None
     """Version of its NCCL, ``2.29.7``; None where the server does not say."""
+    routing: bool = False
+    """Whether it says which experts it chose, if it is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,8 @@ class GenerateRequest:
     stop_token_ids: Sequence[int]
     seed: int | None
     """Used where the server takes seeds. Whether the same seed gives the same completion depends on the server."""
+    routing: RoutingShape | None = None
+    """Of what the server is to say about its choice of experts; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,8 @@ class GenerateResult:
     versions: tuple[tuple[str, int], ...]
     """Version and number of consecutive tokens, in order; the counts sum to L."""
     reason: Literal["stop", "length", "abort"]
+    routing: Routing | None = None
+    """[P + L − 1, layers, k], of the request's tokens and its own but for the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +186,28 @@ class ServerClient(ABC):
             secret=self.secret,
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,
         )
+
+    def routing(
+        self, request: GenerateRequest, length: int, reason: str, told: NDArray[np.integer] | None
+    ) -> Routing | None:
+        """What a server told of its routing, for a continuation of ``length`` tokens, in the form of a result.
+
+        A request that it aborts while it waits has none. That of its continuation begins with the prompt again.
+
+        Raises:
+            ServerError: it was asked and told nothing, or what cannot be.
+        """
+        shape = request.routing
+        if shape is None or length == 0 or (told is None and reason == "abort"):
+            return None
+        if told is None:
+            raise ServerError(self.url, f"did not say which experts it chose: start it with {ROUTING_FLAG}", alive=True)
+        wanted = (len(request.token_ids) + length - 1, shape.layers, shape.per_token)
+        if told.size != math.prod(wanted) or told.min(initial=0) < 0 or told.max(initial=0) >= shape.experts:
+            experts = f"{told.size} experts up to number {told.max(initial=0)}"
+            problem = f"named {experts}, not {wanted[1]} x {wanted[2]} of {shape.experts} for {wanted[0]} tokens"
+            raise ServerError(self.url, problem, alive=True)
+        return told.reshape(wanted).astype(shape.dtype)
 
     async def routes(self) -> frozenset[str]:
         """The paths that the server serves: what it can do is asked, not inferred from its version."""

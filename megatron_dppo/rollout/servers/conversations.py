@@ -40,7 +40,7 @@ def completion_of(result: GenerateResult, versions: Sequence[VersionSpan]) -> Co
     """A server's continuation, all of whose tokens the policy sampled."""
     sampled = np.ones(len(result.token_ids), bool)
     reason: Literal["stop", "length"] = "stop" if result.reason == "stop" else "length"
-    return Completion(result.token_ids, result.logprobs, sampled, tuple(versions), reason)
+    return Completion(result.token_ids, result.logprobs, sampled, tuple(versions), reason, result.routing)
 
 
 class ConversationClient:
@@ -119,6 +119,7 @@ class ConversationClient:
                 temperature=self.sampling.temperature,
                 stop_token_ids=stops,
                 seed=self.sampling.seed_at(*place),
+                routing=self.sampling.routing,
             )
             result = await readable(self.server.url, self._result(request))
             parts.append(completion_of(result, self._read_versions(result.versions)))

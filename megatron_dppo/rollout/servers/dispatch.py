@@ -245,6 +245,7 @@ class Dispatcher:
             stop_token_ids=sampling.stop_token_ids,
             # Not the seed of the part before: a generator that begins anew would repeat the luck of its first tokens.
             seed=sampling.seed_at(prompt.id, which, attempt, len(made)),
+            routing=sampling.routing,
         )
 
     def _spans(self, client: ServerClient, oldest: int, versions: Sequence[tuple[str, int]]) -> list[VersionSpan]:

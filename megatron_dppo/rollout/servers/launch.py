@@ -15,6 +15,7 @@ from megatron_dppo.config import Config, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine
 from megatron_dppo.rollout.servers import vllm
+from megatron_dppo.rollout.servers.client import ROUTING_FLAG
 
 OVERRIDE = "MEGATRON_DPPO_SERVERS"
 """Environment variable with URLs, separated by commas, that take the place of what Slurm says."""
@@ -153,6 +154,8 @@ def server_command(config: Config, index: int, *, host: str, port: int, secret_f
     else:
         words += ["--config", str(secret_file), "--skip-tokenizer-init"]
         words += ["--enable-memory-saver"] if rollout.colocated else []
+    if config.loss.replay_routing == "rollout":
+        words += [ROUTING_FLAG]
     return [*words, *rollout.launch.flags]
 
 

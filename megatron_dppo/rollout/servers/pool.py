@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import nccl
-from megatron_dppo.rollout.servers.client import ServerClient
+from megatron_dppo.rollout.servers.client import ROUTING_FLAG, ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.launch import DTYPES, base_command, server_urls
 from megatron_dppo.rollout.servers.processes import ServerProcess, servers_to_start, stop_all, wait_ready
@@ -302,6 +302,9 @@ class Pool:
         elif info.dtype not in (None, dtype):
             problem = f"holds its weights in {info.dtype}, and model.dtype is {self._config.model.dtype}"
             remedy = f"Start it with --dtype {dtype}, or set model.dtype"
+        elif self._config.loss.replay_routing == "rollout" and not info.routing:
+            problem = "does not say which experts it chose, and loss.replay_routing = rollout replays them"
+            remedy = f"Start it with {ROUTING_FLAG}, or set loss.replay_routing"
         else:
             return
         raise UserError(setting, client.url, problem, remedy)

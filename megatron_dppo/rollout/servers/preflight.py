@@ -67,6 +67,10 @@ def _check_custom(config: Config) -> None:
         problem = f"speaks to SGLang servers, and rollout.engine is {rollout.engine}"
         remedy = "Set rollout.engine=sglang, or leave it out"
         raise UserError("rollout.custom_generate", rollout.custom_generate, problem, remedy)
+    if rollout.custom_generate is not None and config.loss.replay_routing == "rollout":
+        problem = f"wants to know which experts made every token, and {rollout.custom_generate} returns tokens alone"
+        remedy = "Set it to update or none, or write the function as a rollout.conversation"
+        raise UserError("loss.replay_routing", "rollout", problem, remedy)
     if rollout.conversation is not None and rollout.engine == "local":
         problem = "speaks to servers, and rollout.engine is local: it generates many completions in one go"
         raise UserError("rollout.conversation", rollout.conversation, problem, "Set rollout.engine=sglang or vllm")

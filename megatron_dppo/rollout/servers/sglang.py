@@ -13,6 +13,7 @@ What has to be known of SGLang:
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -54,6 +55,7 @@ class SglangClient(ServerClient):
             version=str(model["weight_version"]),
             dtype=_dtype(server.get("dtype")),
             max_tokens=server.get("context_length"),
+            routing=bool(server.get("enable_return_routed_experts")),
         )
 
     async def health(self, timeout_s: float) -> None:
@@ -67,6 +69,8 @@ class SglangClient(ServerClient):
             **WHOLE_DISTRIBUTION,
         }
         body: dict[str, Any] = {"return_logprob": True}
+        if request.routing is not None:
+            body["return_routed_experts"] = True
         if await self._deterministic():
             body["input_ids"] = [list(request.token_ids)] * request.samples
             body["sampling_params"] = [
@@ -76,7 +80,7 @@ class SglangClient(ServerClient):
             body |= {"input_ids": list(request.token_ids), "sampling_params": sampling | {"n": request.samples}}
         answers = await self.post("/generate", body, timeout_s=timeout_s)
         answers = answers if isinstance(answers, list) else [answers]
-        return [self._result(answer) for answer in answers]
+        return [self._result(answer, request) for answer in answers]
 
     async def pause(self, in_flight: InFlight) -> None:
         await self.post("/pause_generation", {"mode": PAUSES[in_flight]})
@@ -174,7 +178,7 @@ class SglangClient(ServerClient):
             raise ServerError(self.url, f"refused {path}: {answer}", alive=True)
         return answer
 
-    def _result(self, answer: Mapping[str, Any]) -> GenerateResult:
+    def _result(self, answer: Mapping[str, Any], request: GenerateRequest) -> GenerateResult:
         meta, tokens = answer["meta_info"], answer["output_ids"]
         reason = meta["finish_reason"]["type"]
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
@@ -182,11 +186,14 @@ class SglangClient(ServerClient):
             said = f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, finish reason {meta['finish_reason']}"
             raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+        told = meta.get("routed_experts")
+        routing = None if told is None else np.frombuffer(base64.b64decode(told), np.int32)
         return GenerateResult(
             token_ids=np.array(tokens, np.int32),
             logprobs=np.array(logprobs, np.float32),
             versions=tuple((str(s["version"]), s["end"] - s["start"]) for s in spans if s["end"] > s["start"]),
             reason=reason,
+            routing=self.routing(request, len(tokens), reason, routing),
         )
 
 

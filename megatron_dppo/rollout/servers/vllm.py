@@ -14,10 +14,12 @@ What has to be known of vLLM:
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,7 @@ class VllmClient(ServerClient):
             dtype=str(model["dtype"]).removeprefix("torch."),
             max_tokens=model["max_model_len"],
             nccl=await self._nccl(),
+            routing=bool(config.get("aux_output_config", {}).get("enable_return_routed_experts")),
         )
 
     async def health(self, timeout_s: float) -> None:
@@ -148,7 +151,7 @@ class VllmClient(ServerClient):
             sampling["seed"] = request.seed & (2**62 - 1)  # vLLM adds the sample's number, in 64 bits with a sign
         body = {"token_ids": list(request.token_ids), "sampling_params": sampling}
         answer = await self.post("/inference/v1/generate", body, timeout_s=timeout_s)
-        results = [self._result(choice) for choice in answer["choices"]]
+        results = [self._result(choice, request) for choice in answer["choices"]]
         return results * request.samples if greedy else results
 
     async def pause(self, in_flight: InFlight) -> None:
@@ -269,7 +272,7 @@ class VllmClient(ServerClient):
         if not answer["success"]:
             raise ServerError(self.url, "did not drop its cache: requests still hold parts of it", alive=True)
 
-    def _result(self, choice: Mapping[str, Any]) -> GenerateResult:
+    def _result(self, choice: Mapping[str, Any], request: GenerateRequest) -> GenerateResult:
         tokens, reason = choice["token_ids"], choice["finish_reason"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         spans = choice["weight_versions"] or []
@@ -279,9 +282,12 @@ class VllmClient(ServerClient):
             raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
         if NO_LOGPROB in logprobs:
             raise ServerError(self.url, f"gave no log-probability for token {logprobs.index(NO_LOGPROB)}", alive=True)
+        told = choice.get("routed_experts")
+        routing = None if told is None else np.load(BytesIO(base64.b64decode(told)))  # which unpickles nothing
         return GenerateResult(
             token_ids=np.array(tokens, np.int32),
             logprobs=np.array(logprobs, np.float32),
             versions=tuple((str(span["version"]), count) for span, count in zip(spans, counts, strict=True)),
             reason=reason,
+            routing=self.routing(request, len(tokens), reason, routing),
         )

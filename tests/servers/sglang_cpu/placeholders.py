@@ -77,8 +77,14 @@ def assign_req_to_token_pool_cpu(
         offset += end - start
 
 
+def cudart() -> Any:
+    """With ``--enable-return-routed-experts`` the server pins a buffer, whatever its device: here that does nothing."""
+    return types.SimpleNamespace(cudaHostRegister=lambda *_: 0)
+
+
 def install() -> None:
     """Put the placeholders where ``import`` finds them."""
+    torch.cuda.cudart = cudart
     AbsentPackage("sgl_kernel", assign_req_to_token_pool_cpu=assign_req_to_token_pool_cpu)
     from transformers.utils import is_torchvision_available
 
