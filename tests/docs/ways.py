@@ -85,6 +85,11 @@ WAYS = (
     Way(r"pip install --no-build-isolation \"\.\[gpu\]\"", append="--no-deps --dry-run"),
     # Policies, and what trains them.
     Way(r"megatron-dppo init \S+ --tokenizer (arithmetic|bpe .*)"),
+    Way(r"megatron-dppo init runs/moe/policy .*"),
+    Way(
+        r"megatron-dppo train configs/quickstart\.yaml model\.path=runs/moe/policy .*",
+        append=SMALL.removeprefix(LAYOUT),
+    ),
     Way(r"megatron-dppo sft \S+\.yaml .*", append=f"{LAYOUT} sft.steps=1 sft.batch=2"),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/(second|grpo) .*", append=f"{SMALL} --check"),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ (reward|rollout)\.\S+", append=SMALL),
