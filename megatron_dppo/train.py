@@ -126,7 +126,7 @@ class Trainer:
                 raise self.guard.error() if self.guard.hopeless else stop.StoppedError(self.step)
         self.checkpoints.finish()
         if self.config.run.export:
-            self.policy.export(self.folder / "hf", setting="run.dir")
+            self.policy.export_run()
         self.logger.finish(self.guard.best)
 
     def _show(self) -> None:
@@ -134,7 +134,7 @@ class Trainer:
         exported, tracker = self.folder / "hf" / "config.json", self.folder / "checkpoints" / TRACKER
         due = partial(_is_older, exported, tracker)
         if self.config.run.export and self.world.from_leader(due):
-            self.policy.export(self.folder / "hf", setting="run.dir")
+            self.policy.export_run()
         self.logger.finish()
 
     def select(self, step: int) -> Selection:

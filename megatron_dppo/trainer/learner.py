@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.actor import Actor, Sums, learning_rate
+from megatron_dppo.models.actor import Actor, BasePolicy, Reference, Sums, learning_rate
 from megatron_dppo.models.microbatch import Microbatch, Responses
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.exchange import deliver
@@ -85,7 +85,7 @@ class Learner:
     def __init__(self, parts: PolicyParts[Actor], timers: PhaseTimers) -> None:
         """Load the reference where the loss asks for one. Collective."""
         self._config, self._world, self._actor = parts.config, parts.world, parts.actor
-        self.reference = parts.reference() if parts.config.loss.kl_coef > 0 else None
+        self.reference: Reference | BasePolicy | None = parts.reference() if parts.config.loss.kl_coef > 0 else None
         self._pad_id, self._timers = parts.pad_id, timers
 
     def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int) -> Learned:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,8 @@ import yaml
 from megatron_dppo import __version__
 from megatron_dppo.bridge.checkpoint_folder import damaged, latest_checkpoint, refusing_damage, step_of
 from megatron_dppo.bridge.checksums import Checksums, DamagedError
-from megatron_dppo.config import Config
+from megatron_dppo.bridge.fingerprint import fingerprint
+from megatron_dppo.config import Config, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.settings import as_yaml, settings, short
@@ -40,7 +41,17 @@ WARM_UP = "sft.json"
 """Beside a policy that ``sft`` has written: its settings then."""
 Settings = Mapping[str, Any]
 
-RESULTS = ("model.path", "model.checkpoint", "data.", "reward.", "loss.", "pruning.", "rollout.temperature", "run.seed")
+RESULTS = (
+    "model.path",
+    "model.checkpoint",
+    "model.lora.",
+    "data.",
+    "reward.",
+    "loss.",
+    "pruning.",
+    "rollout.temperature",
+    "run.seed",
+)
 """Settings that decide what a result is a result of, all but ``LIMITS``."""
 LIMITS = ("reward.timeout_s", "reward.workers", "reward.memory_mib", "reward.max_failures")
 PROMPTS = ("data.", "run.seed")
@@ -206,8 +217,28 @@ def _same_place(one: Any, other: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapters:
+    """What the adapters in a checkpoint belong to, and how they are read."""
+
+    rank: int
+    alpha: float
+    targets: list[str]
+    base: str
+    """Where the policy was that they were trained beside."""
+    fingerprint: str
+    """Of its weights."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Adapters | None:
+        if not (lora := model.lora).rank:
+            return None
+        mark = fingerprint(Path(model.path), Path(model.checkpoint) if model.checkpoint else None)
+        return cls(lora.rank, lora.alpha, sorted(lora.targets), model.checkpoint or model.path, mark)
+
+
+@dataclass(frozen=True, slots=True)
 class Writer:
-    """What the optimizer's state in a checkpoint depends on."""
+    """What a checkpoint's weights are, and what the optimizer's state in it depends on."""
 
     tp: int
     pp: int
@@ -216,12 +247,24 @@ class Writer:
     """Every rank its whole shard's state, or the distributed optimizer's, in one of its formats."""
     spec: str | None
     """Layers, which have their parameters in another order each; None before a rank has chosen them."""
+    adapters: Adapters | None = None
+    """None: the whole policy is in the checkpoint."""
 
     @classmethod
     def of(cls, config: Config, spec: str | None = None) -> Writer:
         optimizer, layout = config.optimizer, config.layout
         kind = optimizer.checkpoint_format if optimizer.distributed else "plain"
-        return cls(layout.tp, layout.pp, config.model.dtype, kind, spec)
+        return cls(layout.tp, layout.pp, config.model.dtype, kind, spec, Adapters.of(config.model))
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> Writer:
+        """From what :func:`write_state` wrote.
+
+        Raises:
+            TypeError: if it is something else.
+        """
+        adapters = values.pop("adapters", None)
+        return cls(**values, adapters=Adapters(**adapters) if adapters else None)
 
 
 def write_state(place: Path, state: dict[str, Any], writer: Writer) -> None:
@@ -254,9 +297,14 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
         problem = "is of an earlier version, and does not say how its optimizer's state was written"
         raise refused("run.dir", place.parent.parent, problem, "Finish that run with that version")
     try:
-        written = Writer(**state.pop(_KEY))
+        written = Writer.read(state.pop(_KEY))
     except TypeError as error:
         raise damaged(place, "run.dir", f"{STATE} does not say who wrote it ({error})") from error
+    for setting, was, is_now in _adapters_differ(written.adapters, now.adapters):
+        problem = "was written of adapters with " if written.adapters else "was written without adapters, with "
+        raise refused(
+            f"model.{setting}", is_now, f"{problem}model.{setting} = {was}", f"Resume with model.{setting}={was}"
+        )
     if written.dtype != now.dtype:
         problem = f"was written with model.dtype = {written.dtype}"
         raise refused("model.dtype", now.dtype, problem, f"Resume with model.dtype={written.dtype}")
@@ -267,6 +315,26 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
     if written.optimizer == "dp_reshardable":
         _check_cut(place, written, now)
     return state, written
+
+
+def _adapters_differ(written: Adapters | None, now: Adapters | None) -> Iterator[tuple[str, str, str]]:
+    """The setting, what it was and what it is now, of whatever makes other weights of a checkpoint."""
+    if written is None or now is None:
+        if written is not now:
+            yield "lora.rank", str(written.rank if written else 0), str(now.rank if now else 0)
+        return
+    for name in ("rank", "alpha", "targets"):
+        was, is_now = getattr(written, name), getattr(now, name)
+        if was != is_now:
+            yield f"lora.{name}", _as_typed(was), _as_typed(is_now)
+    if written.fingerprint != now.fingerprint:
+        other = now.base if now.base != written.base else f"{now.base} (its weights have changed)"
+        yield "path", written.base, other
+
+
+def _as_typed(value: float | list[str]) -> str:
+    """As it is written on the command line."""
+    return f"[{','.join(value)}]" if isinstance(value, list) else f"{value:g}"
 
 
 def _parse(place: Path) -> dict[str, Any]:
