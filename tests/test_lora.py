@@ -1,7 +1,8 @@
-"""Adapters (model.lora): law 1 holds of the merged weights; the base stays as it was, and is the KL term's reference."""
+"""Adapters (model.lora): law 1 holds of the merged weights; the base stays as it was, and is the KL's reference."""
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from functools import partial
 from pathlib import Path
@@ -9,18 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoModelForCausalLM
 
 from megatron_dppo.bridge.adapters import _part
 from megatron_dppo.bridge.load import bind, bind_adapters, fill_parameter
+from megatron_dppo.bridge.stored_policy import read_metadata
 from megatron_dppo.config import Config, LayoutConfig, LoraConfig, replace
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.actor import Reference
 from megatron_dppo.parallel.world import World
 from megatron_dppo.trainer.assemble import PolicyParts
+from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.learner import Learner
+from tests.bridge.conversions import contents
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
 from tests.test_split_invariance import GRPO, ONE
+from tests.trainer.test_checkpoint import configure, ranks_in, replace_run, train
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 
@@ -107,3 +116,114 @@ def test_an_update_of_adapters_depends_on_no_layout(family: str, ranks: RankPool
             expected = weights[name] - start[name]
             error = after[name] - before[name] - expected
             assert error.norm() <= 1e-5 * expected.norm() + 2e-7 * start[name].norm(), (where, name)
+
+
+def kl_of(rank: int, size: int, config: Config, copied: bool) -> dict[str, float]:
+    """Of an update of adapters that are away from zero already; ``copied``: against a second policy without any."""
+    world, learner, policy = stirred(config)
+    if copied:
+        plain = dataclasses.replace(policy, config=with_lora(config, LoraConfig()))
+        learner.reference = plain.reference()
+        assert isinstance(learner.reference, Reference)
+    metadata, groups = step_of_groups(size)
+    return learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0).metrics
+
+
+def test_the_reference_is_the_policy_without_its_adapters(ranks: RankPool, tmp_path: Path) -> None:
+    config = with_lora(config_for(write_policy(tmp_path), ONE, GRPO, 64, True))
+    [ours], [copied] = ranks.in_turn(1, (kl_of, config, False), (kl_of, config, True))
+    assert ours["train/kl_loss"] > 0.01
+    assert ours == copied
+
+
+def resumable(policy: Path, run: Path, layout: LayoutConfig, **settings: Any) -> Config:
+    return with_lora(configure(policy, run, layout, **settings))
+
+
+@pytest.mark.parametrize("kind", ["dense", "dense, plain, bf16", "experts", "experts, plain"])
+def test_a_checkpoint_of_adapters_resumes_bit_for_bit_and_crosses_layouts(
+    kind: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "policy"
+    if "dense" in kind:
+        write_policy(path, kv_heads=4)
+        first, others = LayoutConfig(tp=2, dp=1), (ONE, LayoutConfig(pp=2, vpp=2, dp=1))
+    else:
+        write_qwen3_moe(path, Sizes(vocab_size=VOCAB), experts=4)
+        first, others = LayoutConfig(etp=2, dp=2), (ONE, LayoutConfig(ep=2, dp=2))
+    settings: dict[str, Any] = {"distributed": "plain" not in kind, "dtype": "bf16" if "bf16" in kind else "fp32"}
+    config = resumable(path, tmp_path / "run", first, **settings)
+    [(expected, losses), _], _, [(resumed, _), _] = ranks.in_turn(
+        2, (train, replace_run(config, tmp_path / "whole"), 4, ()), (train, config, 2, (2,)), (train, config, 4, ())
+    )
+    assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
+    stored = read_metadata(tmp_path / "run/checkpoints/iter_0000002").state_dict_metadata
+    tensors = [key for key, value in stored.items() if isinstance(value, TensorStorageMetadata)]
+    assert tensors and all(".lora." in key for key in tensors)
+    if "bf16" in kind:
+        return
+    for other in others:
+        ours, after = ranks.run(ranks_in(other), train, replace(config, layout=other), 4, ())[0]
+        torch.testing.assert_close(after, losses[2:], rtol=1e-5, atol=0.0)
+        for name, value in expected.items():
+            torch.testing.assert_close(ours[name], value, rtol=0.0, atol=1e-5 * float(value.abs().max()))
+
+
+def refused_anywhere(rank: int, size: int, config: Config) -> UserError:
+    """When the policy is built, or when its checkpoint is loaded."""
+    with pytest.raises(UserError) as caught:
+        world, _, policy = build(config)
+        Checkpoints(config, world).load(policy.actor)
+    return caught.value
+
+
+def test_a_checkpoint_goes_on_with_the_adapters_and_the_policy_that_it_was_written_with(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    policy, other = write_policy(tmp_path / "policy"), write_policy(tmp_path / "other", seed=8)
+    adapted = resumable(policy, tmp_path / "adapted", ONE)
+    whole = configure(policy, tmp_path / "whole", ONE)
+    ranks.in_turn(1, (train, adapted, 1, (1,)), (train, whole, 1, (1,)))
+    stored = str(tmp_path / "adapted/checkpoints")
+    changed = {
+        "model.lora.rank=3": with_lora(adapted, LoraConfig()),
+        "model.lora.rank=3,": with_lora(adapted, replace(LORA, rank=4)),
+        "model.lora.alpha=6,": with_lora(adapted, replace(LORA, alpha=7.0)),
+        "model.lora.targets=[down_proj,gate_proj,": with_lora(adapted, replace(LORA, targets=SOME)),
+        f"model.path={policy}": replace(adapted, model=replace(adapted.model, path=str(other))),
+        "model.lora.rank=0": with_lora(whole),
+        "RUN/hf": replace(adapted, model=replace(adapted.model, checkpoint=stored)),
+    }
+    results = ranks.in_turn(1, *((refused_anywhere, config) for config in changed.values()))
+    for (remedy, config), [error] in zip(changed.items(), results, strict=True):
+        assert remedy in error.remedy, (config, error)
+        assert error.setting == ("model.checkpoint" if remedy == "RUN/hf" else remedy.partition("=")[0])
+
+
+def exported(rank: int, size: int, config: Config) -> None:
+    *_, policy = stirred(config)
+    policy.check_export_run()
+    policy.export_run()
+
+
+def test_what_a_run_exports_is_one_policy_merged_and_for_peft(ranks: RankPool, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    path = write_policy(tmp_path / "policy")
+    some = replace(LORA, targets=SOME)
+    calls = {}
+    for name, lora, layout in ("one", LORA, ONE), ("cut", LORA, SP(pp=2, dp=1)), ("some", some, ONE):
+        config = with_lora(config_for(path, layout, GRPO, 64, True), lora)
+        calls[name] = replace_run(config, tmp_path / name)
+    ranks.in_turn(1, (exported, calls["one"]), (exported, calls["some"]))
+    ranks.run(4, exported, calls["cut"])
+    ids = torch.arange(3, 60)[None]
+    for name in calls:
+        base = AutoModelForCausalLM.from_pretrained(path)
+        with torch.no_grad():
+            merged = AutoModelForCausalLM.from_pretrained(tmp_path / name / "hf")(ids).logits
+            before = base(ids).logits
+            adapted = PeftModel.from_pretrained(base, tmp_path / name / "adapter")(ids).logits
+        assert (merged - before).abs().max() > 0.1
+        torch.testing.assert_close(adapted, merged, rtol=0.0, atol=1e-5 * float(merged.abs().max()))
+    assert contents(tmp_path / "one" / "adapter") == contents(tmp_path / "cut" / "adapter")

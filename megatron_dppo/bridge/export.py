@@ -84,10 +84,7 @@ def export_adapter(
     """
     lora = chunks[0].lora
     plan = plan_adapter_file(shape, lora, dtype)
-    check = partial(
-        check_replaceable, out, plan.total_bytes, "run.dir", mark=ADAPTER_CONFIG, what="adapter", files=ADAPTER_FILES
-    )
-    world.from_leader(check)
+    world.from_leader(lambda: check_adapter_destination(out, plan))
     failure: Exception | None = None
     if world.in_first_copy:
         stream = adapter_stream(chunks, shape, world)
@@ -111,6 +108,12 @@ def check_destination(source: Path, out: Path, size: int, setting: str = "run.di
     if out.resolve() == source.resolve():
         raise UserError(setting, out, "is where the initial policy is read from", "write to another directory")
     check_replaceable(out, size, setting, mark="config.json", what="model directory", files=MODEL_FILES)
+
+
+def check_adapter_destination(out: Path, plan: FilePlan) -> None:
+    """Refuse an export of adapters that cannot work, as :func:`check_destination` does one of the policy."""
+    mark, files = ADAPTER_CONFIG, ADAPTER_FILES
+    check_replaceable(out, plan.total_bytes, "run.dir", mark=mark, what="directory of adapters", files=files)
 
 
 def write_directory(

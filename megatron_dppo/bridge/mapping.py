@@ -321,9 +321,9 @@ def redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
     return Entry(UNTIED_OUTPUT, shape).tensors if shape.tied else {}
 
 
-def parameters(shape: PolicyShape) -> int:
-    """Weights of the policy, without padding; tied embeddings count once."""
-    return sum(entry.elements for entry in entries(shape))
+def parameters(shape: PolicyShape, lora: LoraConfig | None = None) -> int:
+    """Weights of the policy, without padding; tied embeddings count once. With ``lora``, of its adapters instead."""
+    return sum(entry.elements for entry in (adapter_entries(shape, lora) if lora else entries(shape)))
 
 
 def _tensor_shape(shape: PolicyShape, name: str, rank: int) -> tuple[int, ...]:

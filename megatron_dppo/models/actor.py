@@ -19,6 +19,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
@@ -28,7 +29,7 @@ from megatron_dppo.models.context import Share, share_of
 from megatron_dppo.models.layer_specs import add_to_main_gradients
 from megatron_dppo.models.lora import adapters_off, add_expert_gradients
 from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
-from megatron_dppo.models.optimizer_state import OffloadedState, prepare_adam_state
+from megatron_dppo.models.optimizer_state import OffloadedState, optimizer_parts, prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
@@ -296,10 +297,16 @@ class Actor(Policy):
         super().release_memory()
 
     def _gradient_norm(self) -> float:
+        """Of all parameters together, by which each part of the optimizer then clips its own.
+
+        Megatron's own ``clip_grad_norm`` fails where there are two, as for a policy with experts.
+        """
         self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
         if self._settings.clip_grad > 0:
-            return float(self.optimizer.clip_grad_norm(self._settings.clip_grad))
-        return float(self.optimizer.get_grad_norm())
+            for part in optimizer_parts(self.optimizer):
+                clip_grad_by_total_norm_fp32(part.get_parameters(), self._settings.clip_grad, norm)
+        return norm
 
     def _total(self, outputs: list[Sums]) -> dict[str, float]:
         """Sums over packs and replicas, in one order on every rank, so that metrics repeat bit by bit."""

@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from megatron_dppo.bridge.adapters import draw_adapters
-from megatron_dppo.bridge.export import check_destination, export_adapter, export_hf
-from megatron_dppo.bridge.hf_directory import plan_files
+from megatron_dppo.bridge.export import check_adapter_destination, check_destination, export_adapter, export_hf
+from megatron_dppo.bridge.hf_directory import plan_adapter_file, plan_files
 from megatron_dppo.bridge.load import load_checkpoint, load_policy
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import Config
@@ -148,6 +148,14 @@ class PolicyParts(Generic[P_co]):
             dtype=DTYPES[self.config.model.dtype],
             setting=setting,
         )
+
+    def check_export_run(self) -> None:
+        """:meth:`check_export` for all that :meth:`export_run` writes."""
+        folder, model = Path(self.config.run.dir), self.config.model
+        self.check_export(folder / "hf", setting="run.dir")
+        if model.lora.rank:
+            plan = plan_adapter_file(self.shape, model.lora, DTYPES[model.dtype])
+            self.world.from_leader(lambda: check_adapter_destination(folder / "adapter", plan))
 
     def export_run(self) -> None:
         """Write what the run has come to into its folder: the policy, and its adapters alone, if it has any."""

@@ -150,7 +150,9 @@ class Checkpoints:
         state = _sharded_state(actor, written, loading=True)
         state = read_sharded(state, place, "run.dir", self._world)
         if written.optimizer == "plain":
-            _restore_step(state["optimizer"])
+            of_parts = state["optimizer"]  # numbered, where there are several
+            for part in of_parts.values() if 0 in of_parts else [of_parts]:
+                _restore_step(part)
         if _adapters(actor):
             load_adapter_state(actor.chunks, state, self._world)
         else:
