@@ -209,17 +209,23 @@ def exported(rank: int, size: int, config: Config) -> None:
 def test_what_a_run_exports_is_one_policy_merged_and_for_peft(ranks: RankPool, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    path = write_policy(tmp_path / "policy")
+    dense, experts = write_policy(tmp_path / "policy"), tmp_path / "experts"
+    write_qwen3_moe(experts, Sizes(vocab_size=VOCAB), experts=4)
     some = replace(LORA, targets=SOME)
     calls = {}
-    for name, lora, layout in ("one", LORA, ONE), ("cut", LORA, SP(pp=2, dp=1)), ("some", some, ONE):
+    for name, path, lora, layout in (
+        ("one", dense, LORA, ONE),
+        ("some", dense, some, ONE),
+        ("cut", dense, LORA, SP(pp=2, dp=1)),
+        ("experts cut", experts, LORA, SP(ep=2, etp=1, pp=2, dp=1)),
+    ):
         config = with_lora(config_for(path, layout, GRPO, 64, True), lora)
         calls[name] = replace_run(config, tmp_path / name)
-    ranks.in_turn(1, (exported, calls["one"]), (exported, calls["some"]))
-    ranks.run(4, exported, calls["cut"])
+    for size, names in (1, ("one", "some")), (4, ("cut", "experts cut")):
+        ranks.in_turn(size, *((exported, calls[name]) for name in names))
     ids = torch.arange(3, 60)[None]
-    for name in calls:
-        base = AutoModelForCausalLM.from_pretrained(path)
+    for name, config in calls.items():
+        base = AutoModelForCausalLM.from_pretrained(config.model.path)
         with torch.no_grad():
             merged = AutoModelForCausalLM.from_pretrained(tmp_path / name / "hf")(ids).logits
             before = base(ids).logits

@@ -263,8 +263,8 @@ class Writer:
         Raises:
             TypeError: if it is something else.
         """
-        adapters = values.pop("adapters", None)
-        return cls(**values, adapters=Adapters(**adapters) if adapters else None)
+        adapters = values.get("adapters")
+        return cls(**{**values, "adapters": Adapters(**adapters) if adapters else None})
 
 
 def write_state(place: Path, state: dict[str, Any], writer: Writer) -> None:
@@ -290,14 +290,16 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
         state = _parse(place)
 
     def refused(setting: str, value: object, problem: str, remedy: str) -> UserError:
-        instead = f"or begin another run.dir with its weights alone: model.checkpoint={place}"
+        instead = "or begin another run.dir"
+        if _holds_policy(state):
+            instead += f" with its weights alone: model.checkpoint={place}"
         return UserError(setting, value, f"{place} {problem}", f"{remedy}, {instead}")
 
     if _KEY not in state:
         problem = "is of an earlier version, and does not say how its optimizer's state was written"
         raise refused("run.dir", place.parent.parent, problem, "Finish that run with that version")
     try:
-        written = Writer.read(state.pop(_KEY))
+        written = Writer.read(state[_KEY])
     except TypeError as error:
         raise damaged(place, "run.dir", f"{STATE} does not say who wrote it ({error})") from error
     for setting, was, is_now in _adapters_differ(written.adapters, now.adapters):
@@ -314,7 +316,13 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
         raise refused("optimizer.distributed", is_now, problem, f"Resume with optimizer.distributed={was}")
     if written.optimizer == "dp_reshardable":
         _check_cut(place, written, now)
-    return state, written
+    return {name: value for name, value in state.items() if name != _KEY}, written
+
+
+def _holds_policy(state: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint of a trainer's state has weights that a run can start from: adapters alone are none."""
+    writer = state.get(_KEY)
+    return not (isinstance(writer, dict) and writer.get("adapters"))
 
 
 def _adapters_differ(written: Adapters | None, now: Adapters | None) -> Iterator[tuple[str, str, str]]:
