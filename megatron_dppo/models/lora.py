@@ -115,14 +115,17 @@ class LayerAdapters(torch.nn.ModuleDict):
         Returns:
             [..., outputs], cut over tokens and features as the layer's own outputs are.
         """
-        low = functional.linear(inputs, torch.cat([adapter.a for adapter in self._adapters]))
+        rows = inputs.flatten(0, -2)  # of parts of a token's features torch multiplies matrices, but no batches of them
+        low = functional.linear(rows, torch.cat([adapter.a for adapter in self._adapters]))
         low = self._exchange(low) * self._scale
         parts = dict(zip(self, low.split(self._rank, dim=-1), strict=True))
-        blocks = [
-            functional.linear(parts[name], self[name].b) if name in self else low.new_zeros(*low.shape[:-1], outputs)  # type: ignore[arg-type]
-            for name, outputs in self._outputs
+        outputs = [
+            functional.linear(parts[name], self[name].b) if name in self else low.new_zeros(len(low), size)  # type: ignore[arg-type]
+            for name, size in self._outputs
         ]
-        return torch.cat([block.unflatten(-1, (self._blocks, -1)) for block in blocks], dim=-1).flatten(-2)
+        if len(outputs) > 1:
+            outputs = [torch.cat([each.unflatten(1, (self._blocks, -1)) for each in outputs], dim=2).flatten(1)]
+        return outputs[0].view(-1, *inputs.shape[1:-1], outputs[0].shape[1])
 
     @property
     def _adapters(self) -> list[Any]:
@@ -164,6 +167,9 @@ def add_adapters(chunk: torch.nn.Module, shape: PolicyShape, settings: LoraConfi
 
     Nothing before the first adapter needs a gradient. Megatron recomputes in its backward pass only what was made of
     something that does: where it recomputes, the embedding's outputs are said to need one.
+
+    The policy head gives back the gradient of [1, T, h], transposed. Torch multiplies what has such strides with a
+    frozen matrix token by token, which is several times as slow: it gets the strides of a tensor of its own shape.
     """
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
@@ -177,9 +183,11 @@ def add_adapters(chunk: torch.nn.Module, shape: PolicyShape, settings: LoraConfi
         made = [LayerAdapters(kind, shape, settings, config, expert=expert) for _ in range(count)]
         layer.add_module(NAME, GroupedAdapters(made) if grouped else made[0])
         layer.register_forward_hook(_add)
-    embedding = getattr(chunk, "embedding", None)
+    embedding, decoder = getattr(chunk, "embedding", None), chunk.get_submodule("decoder")
     if embedding is not None and config.recompute_granularity is not None:
         embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    if chunk.post_process:
+        decoder.register_forward_hook(lambda module, inputs, output: output.flatten().view(output.shape))
 
 
 def _add(layer: torch.nn.Module, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
