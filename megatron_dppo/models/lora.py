@@ -115,7 +115,7 @@ class LayerAdapters(torch.nn.ModuleDict):
         Returns:
             [..., outputs], cut over tokens and features as the layer's own outputs are.
         """
-        rows = inputs.flatten(0, -2)  # of parts of a token's features torch multiplies matrices, but no batches of them
+        rows = inputs.flatten(0, -2)  # torch would multiply slices of [T, 1, h] as T matrices of one row
         low = functional.linear(rows, torch.cat([adapter.a for adapter in self._adapters]))
         low = self._exchange(low) * self._scale
         parts = dict(zip(self, low.split(self._rank, dim=-1), strict=True))
