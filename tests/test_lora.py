@@ -16,13 +16,16 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.bridge.adapters import _part
 from megatron_dppo.bridge.load import bind, bind_adapters, fill_parameter
 from megatron_dppo.bridge.stored_policy import read_metadata
+from megatron_dppo.bridge.stream import adapter_stream
 from megatron_dppo.config import Config, LayoutConfig, LoraConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Reference
+from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.parallel.world import World
 from megatron_dppo.trainer.assemble import PolicyParts
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.learner import Learner
+from megatron_dppo.trainer.preflight import bytes_to_write
 from tests.bridge.conversions import contents
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.policies import write_policy
@@ -232,3 +235,45 @@ def test_what_a_run_exports_is_one_policy_merged_and_for_peft(ranks: RankPool, t
         assert (merged - before).abs().max() > 0.1
         torch.testing.assert_close(adapted, merged, rtol=0.0, atol=1e-5 * float(merged.abs().max()))
     assert contents(tmp_path / "one" / "adapter") == contents(tmp_path / "cut" / "adapter")
+
+
+def drawn(rank: int, size: int, config: Config) -> Weights:
+    """The adapters of a policy that has not been trained, whole, on the leader."""
+    world, _, policy = build(config)
+    stream = adapter_stream(policy.actor.chunks, policy.shape, world) if world.in_first_copy else ()
+    return {name: tensor.clone() for bucket in stream for name, tensor in bucket.items()}
+
+
+def test_adapters_begin_the_same_in_every_layout_and_add_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    write_qwen3_moe(tmp_path, Sizes(vocab_size=VOCAB), experts=4)
+    layouts = (SP(ep=2, etp=1, dp=1), LayoutConfig(pp=2, dp=1), LayoutConfig(etp=2, dp=2))
+    one, *cut = (with_lora(config_for(tmp_path, layout, GRPO, 64, True)) for layout in (ONE, *layouts))
+    seeds = (replace(one, run=replace(one.run, seed=seed)) for seed in (one.run.seed, one.run.seed + 1))
+    [expected], [other] = ranks.in_turn(1, *((drawn, config) for config in seeds))
+    for ours, *_ in ranks.in_turn(2, *((drawn, config) for config in cut)):
+        assert ours.keys() == expected.keys()
+        assert [name for name in ours if not torch.equal(ours[name], expected[name])] == []
+    for name, tensor in expected.items():
+        if name.endswith("lora_B.weight"):
+            assert not tensor.any()
+        else:
+            bound = tensor.shape[1] ** -0.5
+            assert 0.8 * bound < tensor.abs().max() <= bound
+            assert not torch.equal(tensor, other[name])
+    firsts = [tuple(tensor.flatten()[:2].tolist()) for name, tensor in expected.items() if "lora_A" in name]
+    assert len(set(firsts)) == len(firsts), "each has draws of its own"
+
+
+def test_settings_that_cannot_be_are_refused_and_the_disk_is_asked_for_adapters_alone() -> None:
+    for lora, setting, on_host in (
+        (LoraConfig(rank=1, targets=()), "model.lora.targets", False),
+        (LoraConfig(rank=1, targets=("q_proj", "q_proj")), "model.lora.targets", False),
+        (LORA, "model.reference_on_host", True),
+    ):
+        with pytest.raises(UserError) as caught:
+            with_lora(Config(), lora, reference_on_host=on_host).model.check()
+        assert caught.value.setting == setting
+    shape = PUBLISHED["qwen3-4b"]
+    bare = replace(Config(), run=replace(Config().run, export=False))
+    whole, adapters = (bytes_to_write(config, shape, "train") for config in (bare, with_lora(bare)))
+    assert adapters < 0.01 * whole
