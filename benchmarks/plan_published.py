@@ -19,7 +19,14 @@ from megatron_dppo.estimate.workload import Setup, place, without_pruning
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 from megatron_dppo.settings import load_config
 
-TRAINING = ("old log-probabilities", "reference log-probabilities", "training", "pipeline bubble", "gradient reduction")
+TRAINING = (
+    "old log-probabilities",
+    "reference log-probabilities",
+    "training",
+    "token exchange",
+    "pipeline bubble",
+    "gradient reduction",
+)
 LLAMA_8B = PolicyShape(32, 4096, 32, 8, 128, 14336, 128256, False, 5e5, 1e-5, 131072)
 HYBRID_27B = PolicyShape(64, 5120, 96, 4, 64, 17408, 248320, False, 1e7, 1e-6, 262144)
 
@@ -42,6 +49,10 @@ class Run:
     """Seconds by phase, or of the whole ``step``."""
     assumed: tuple[str, ...]
     """What is not public, or does not fit the planner's settings."""
+    old_pass: bool = False
+    """Whether it computes old log-probabilities before a single update, as this project does not."""
+    server_ranks: int | None = None
+    """Tensor-parallel ranks of its servers, where the planner refuses so many."""
 
 
 NEMO = "docs.nvidia.com/nemo/rl/0.5.0/about/performance-summary.html, and the recipes that it names"
@@ -62,6 +73,29 @@ NEMO_ASSUMED = (
     "2,048 samples in four updates with a KL term: passes for old and reference log-probabilities, as its defaults say",
     "what the trainer holds is in the host's memory while servers generate, so that all of their share is free",
     "weights, which never leave their GPUs' nodes, move as they would through NCCL",
+)
+NEMO_06 = "docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html, and the recipes that it names"
+NEMO_235B = (
+    *NEMO_SETTINGS[:2],
+    "rollout.prompts_per_step=16",
+    "rollout.samples_per_prompt=32",
+    "rollout.max_response_tokens=8000",
+    "data.max_prompt_tokens=512",
+    "loss.kl_coef=0.01",
+    "model.recompute=full",
+    "layout.ep=16",
+    "layout.etp=1",
+    "layout.pp=8",
+    "layout.first_stage_layers=11",
+    "layout.last_stage_layers=11",
+    "layout.sequence_parallel=true",
+    "pack.max_tokens=8704",
+    "cluster.gpu=h100",
+    "cluster.nodes=16",
+)
+NEMO_235B_ASSUMED = (
+    "512 samples in one update with a KL term: a pass for reference log-probabilities, and one for old ones, which it "
+    "makes before a single update, too",
 )
 RUNS = (
     Run(
@@ -99,15 +133,40 @@ RUNS = (
         (*NEMO_ASSUMED, "its shape is taken for a Qwen3's: the same but for norms of queries and keys"),
     ),
     Run(
-        "NeMo-RL 0.4, Qwen3-30B-A3B, 32 H100",
-        "the same page of release 0.4",
+        "NeMo-RL 0.6, Qwen3-30B-A3B, 32 H100",
+        NEMO_06,
         PUBLISHED["qwen3-30b-a3b"],
         (
-            *NEMO_SETTINGS, *COLOCATED, "cluster.nodes=4", "layout.tp=2", "layout.sequence_parallel=true",
-            "rollout.launch.count=8", "rollout.launch.tp=4", "pack.max_tokens=4608",
+            *NEMO_SETTINGS, *COLOCATED, "cluster.nodes=4", "layout.ep=8", "rollout.launch.count=16",
+            "rollout.launch.tp=2", "pack.max_tokens=4608",
         ),
-        3154, 110, 0.6, {"step": 225.0},
-        (*NEMO_ASSUMED, "eight-way expert parallelism in training, which the planner does not know: it changes memory"),
+        3203, 110, 0.6, {"step": 192.0},
+        NEMO_ASSUMED[1:],
+    ),
+    Run(
+        "NeMo-RL 0.6, Qwen3-235B-A22B, 128 H100",
+        NEMO_06,
+        PUBLISHED["qwen3-235b-a22b"],
+        (
+            *NEMO_235B, *COLOCATED, "layout.tp=2", "layout.cp=2", "rollout.launch.count=16", "rollout.launch.tp=8",
+        ),
+        5698, 110, 0.6, {"step": 395.0},
+        (*NEMO_235B_ASSUMED, *NEMO_ASSUMED[2:], "its servers of 16 ranks are on two nodes each, which the planner "
+         "refuses; their all-reduces are taken for those within a node"),
+        old_pass=True, server_ranks=16,
+    ),
+    Run(
+        "NeMo-RL 0.6, Qwen3-235B-A22B, 256 H100, one step ahead",
+        NEMO_06,
+        PUBLISHED["qwen3-235b-a22b"],
+        (
+            *NEMO_235B, "cluster.server_nodes=16", "layout.tp=4", "rollout.servers=["
+            + ",".join(f"http://s:{i}" for i in range(1, 17)) + "]", "rollout.launch.tp=8", "rollout.ahead=1",
+        ),
+        5721, 110, 0.8, {"step": 231.0},
+        (*NEMO_235B_ASSUMED, "the rate of tokens beside that time fits 199 s, which releases 0.5 (203 s) and 0.7 "
+         "(204 s) are near"),
+        old_pass=True,
     ),
     Run(
         "miles, 27B, 8 H200",
@@ -148,8 +207,13 @@ def planned(run: Run, assume: Assumptions) -> Row:
     assume = replace(
         assume, response_share=run.response / limit, prompt_tokens=run.prompt, server_memory_share=run.server_share
     )
-    setup = Setup(config, run.shape, place(config, run.shape), assume)
+    placement = place(config, run.shape)
+    if run.server_ranks is not None:
+        placement = replace(placement, servers=(run.server_ranks,) * (sum(placement.servers) // run.server_ranks))
+    setup = Setup(config, run.shape, placement, assume)
     step = step_time(setup, concurrency=max(server_memory(setup, resident=0.0).concurrency, 1))
+    if run.old_pass:
+        step = with_old_pass(step, ahead=bool(config.rollout.ahead))
     seconds = {
         "step": step.seconds,
         "generation": step.phases["generation"],
@@ -157,6 +221,16 @@ def planned(run: Run, assume: Assumptions) -> Row:
         "weight sync": step.phases["weight sync"],
     }
     return Row(run, step, {phase: seconds[phase] / published for phase, published in run.published.items()})
+
+
+def with_old_pass(step: StepTime, *, ahead: bool) -> StepTime:
+    """The step with a pass for old log-probabilities, which is as long as that for the reference's."""
+    phases = step.phases | {"old log-probabilities": step.phases["reference log-probabilities"]}
+    generated = phases["generation"]
+    seconds = sum(phases.values())
+    if ahead:
+        seconds = max(generated + phases["weight sync"], seconds - generated)
+    return replace(step, phases=phases, seconds=seconds)
 
 
 def main() -> None:

@@ -1,16 +1,18 @@
 """The weight stream of a TP 2 x PP 2 policy to one consumer, against a bare gloo gather and broadcast of its bytes.
 
-    python benchmarks/weight_stream.py [--json] [--layers 16] [--vocabulary 32768] [--bucket-mib 64] [--repeats 7]
+    python benchmarks/weight_stream.py [--json] [--layers 16] [--experts 64] [--vocabulary 32768] [--bucket-mib 64]
 
-Four ranks of one thread each hold a bf16 policy of Qwen3-0.6B's widths. The first of them takes every bucket and does
-nothing with it, so that what is timed is the stream.
+Four ranks of one thread each hold a bf16 policy of Qwen3-0.6B's widths. With ``--experts`` it has Qwen3-30B-A3B's, and
+the two ranks of a stage share its experts (EP 2, ETP 1). The first rank takes every bucket and does nothing with it, so
+that what is timed is the stream.
 
 The yardstick knows nothing of tensors. In pieces of a bucket's size, each stage gathers its ranks' halves on its first
 rank (``dist.gather``, both stages at once), and the second broadcasts the whole to the consumer (``dist.broadcast``).
 Its buffers are made and touched before the clock starts. The two alternate, after a pass of each that is not timed, and
 medians count. Bytes are those of the tensors that ranks send, taken from the operations that torch dispatches in one
-pass of each. Extra memory is a rank's peak anonymous memory above what it held before its first pass; the worst rank's
-counts, and two buckets are the goal. (An embedding larger than a bucket comes on top: ``--vocabulary 151936``.)
+pass of each; the least is what the consumer does not hold itself. Extra memory is a rank's peak anonymous memory above
+what it held before its first pass; the worst rank's counts, and two buckets are the goal. (An embedding larger than a
+bucket comes on top: ``--vocabulary 151936``.)
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,10 +42,9 @@ from megatron_dppo.bridge.mapping import entries
 from megatron_dppo.bridge.stream import Consumers, weight_stream
 from megatron_dppo.config import LayoutConfig, ModelConfig
 from megatron_dppo.models.policy import PolicyModel, build_policy
-from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 from megatron_dppo.parallel.world import World, initialize, shut_down
 
-LAYOUT = LayoutConfig(tp=2, pp=2)
 RANKS = 4
 MIB, GB = 2**20, 1e9
 
@@ -51,9 +52,16 @@ MIB, GB = 2**20, 1e9
 @dataclass(frozen=True, slots=True)
 class Sizes:
     layers: int
+    experts: int
     vocabulary: int
     bucket_mib: int
     repeats: int
+
+    @property
+    def layout(self) -> LayoutConfig:
+        return (
+            LayoutConfig(tp=2, pp=2, ep=2, etp=1, sequence_parallel=True) if self.experts else LayoutConfig(tp=2, pp=2)
+        )
 
 
 class PeakMemory:
@@ -107,9 +115,9 @@ class BytesSent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def streamed(model: PolicyModel, shape: PolicyShape, world: World, sizes: Sizes) -> Callable[[], None]:
+def streamed(chunks: list[PolicyModel], shape: PolicyShape, world: World, sizes: Sizes) -> Callable[[], None]:
     def run() -> None:
-        stream = weight_stream(model, shape, world, to=Consumers.LEADER, bucket_mib=sizes.bucket_mib)
+        stream = weight_stream(chunks, shape, world, to=Consumers.LEADER, bucket_mib=sizes.bucket_mib)
         for _ in stream:
             pass
 
@@ -118,7 +126,8 @@ def streamed(model: PolicyModel, shape: PolicyShape, world: World, sizes: Sizes)
 
 def bare(model_bytes: int, world: World, sizes: Sizes) -> Callable[[], None]:
     bucket = sizes.bucket_mib * MIB
-    pieces = [bucket] * (model_bytes // world.pp // bucket) + [model_bytes // world.pp % bucket // 2 * 2]
+    of_stage = model_bytes // world.layout.pp
+    pieces = [bucket] * (of_stage // bucket) + [of_stage % bucket // 2 * 2]
     half, whole, received = (torch.ones(size, dtype=torch.uint8) for size in (bucket // 2, bucket, bucket))
     tp_group = parallel_state.get_tensor_model_parallel_group()
     pp_group = parallel_state.get_pipeline_model_parallel_group()
@@ -141,6 +150,8 @@ class Report:
     bare_seconds: list[float]
     sent: int
     bare_sent: int
+    held: int
+    """Of the policy, in this rank's parameters."""
     extra: int
     """Bytes."""
 
@@ -148,10 +159,13 @@ class Report:
 def measure(rank: int, sizes: Sizes, rendezvous: str, reports: multiprocessing.Queue[tuple[int, Report]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
-    world = initialize(LAYOUT, seed=1, timeout_s=600.0)
+    world = initialize(sizes.layout, seed=1, timeout_s=600.0)
     shape = policy_shape(sizes)
-    model = build_policy(shape, ModelConfig(dtype="bf16"), LAYOUT, temperature=1.0).bfloat16()
-    stream = streamed(model, shape, world, sizes)
+    chunks = build_policy(shape, ModelConfig(dtype="bf16"), sizes.layout, temperature=1.0)
+    for chunk in chunks:
+        chunk.bfloat16()
+    held = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+    stream = streamed(chunks, shape, world, sizes)
     dist.barrier()
     with PeakMemory() as memory:
         stream()
@@ -170,25 +184,14 @@ def measure(rank: int, sizes: Sizes, rendezvous: str, reports: multiprocessing.Q
             run()
             dist.barrier()
             times.append(time.perf_counter() - start)
-    reports.put((rank, Report(*seconds, *sent, memory.peak - memory.before)))
+    reports.put((rank, Report(*seconds, *sent, held, memory.peak - memory.before)))
     shut_down()
 
 
 def policy_shape(sizes: Sizes) -> PolicyShape:
-    """Qwen3-0.6B's widths."""
-    return PolicyShape(
-        num_layers=sizes.layers,
-        hidden=1024,
-        heads=16,
-        kv_heads=8,
-        head_dim=128,
-        ffn=3072,
-        vocab_size=sizes.vocabulary,
-        tied=True,
-        rope_theta=1e6,
-        rms_eps=1e-6,
-        max_positions=40960,
-    )
+    """Qwen3-0.6B's widths, or Qwen3-30B-A3B's."""
+    published = PUBLISHED["qwen3-30b-a3b" if sizes.experts else "qwen3-0.6b"]
+    return replace(published, num_layers=sizes.layers, vocab_size=sizes.vocabulary, experts=sizes.experts, tied=True)
 
 
 def policy_bytes(shape: PolicyShape) -> int:
@@ -212,33 +215,39 @@ def on_ranks(sizes: Sizes) -> list[Report]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, help="default: 16, or 4 with experts")
+    parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
     arguments = vars(parser.parse_args())
     quiet = arguments.pop("json")
+    arguments["layers"] = arguments["layers"] or (4 if arguments["experts"] else 16)
     sizes = Sizes(**arguments)
     ranks = on_ranks(sizes)
     seconds, bare_seconds = median(ranks[0].seconds), median(ranks[0].bare_seconds)
-    sent, least = (sum(getattr(rank, name) for rank in ranks) for name in ("sent", "bare_sent"))
+    sent, bare_sent = (sum(getattr(rank, name) for rank in ranks) for name in ("sent", "bare_sent"))
+    shape = policy_shape(sizes)
+    largest = max(entry.elements for entry in entries(shape)) * torch.bfloat16.itemsize
     result = {
         **asdict(sizes),
-        "model_gb": round(policy_bytes(policy_shape(sizes)) / GB, 3),
+        "model_gb": round(policy_bytes(shape) / GB, 3),
         "seconds_over_bare": round(seconds / bare_seconds, 3),
         "seconds": round(seconds, 3),
         "bare_seconds": round(bare_seconds, 3),
-        "bytes_over_least": round(sent / least, 4),
+        "bytes_over_bare": round(sent / bare_sent, 4),
+        "bytes_over_least": round(sent / (policy_bytes(shape) - ranks[0].held), 4),
         "sent_gb": round(sent / GB, 4),
         "extra_gb": round(max(rank.extra for rank in ranks) / GB, 4),
         "extra_gb_by_rank": [round(rank.extra / GB, 4) for rank in ranks],
         "two_buckets_gb": round(2 * sizes.bucket_mib * MIB / GB, 4),
+        "largest_tensor_gb": round(largest / GB, 4),
     }
     if not quiet:
         print(f"{result['model_gb']:.2f} GB from four ranks to one in buckets of {sizes.bucket_mib} MiB")
         print(f"stream                {seconds:6.2f} s  {sent / GB:5.2f} GB sent  {result['extra_gb']:.3f} GB extra")
-        print(f"gather and broadcast  {bare_seconds:6.2f} s  {least / GB:5.2f} GB sent")
+        print(f"gather and broadcast  {bare_seconds:6.2f} s  {bare_sent / GB:5.2f} GB sent")
     print(json.dumps(result))
 
 

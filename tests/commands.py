@@ -1,68 +1,146 @@
-"""``megatron-dppo`` commands that take torch and Megatron, in forks of a process that has imported them.
+"""Commands that take torch and Megatron, in forks of a process that has imported them, which takes five seconds.
 
-What is imported takes ten seconds of each such command. A command of one rank runs in its own process to the end, and
-so in the fork. Commands that start ranks, or that must do without torch, are to be typed.
+A command of one rank runs in its own process to the end, and so in the fork. One of several ranks starts them as it
+always does, each a process with an environment, a session and files of its own; but they begin where all is imported,
+too. Commands that must do without torch are to be typed.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import runpy
 import signal
+import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
 from tests.ranks import forks
 
 LIMIT_S = 240.0
+PACKAGES = ("megatron_dppo", "tests")
 
 
-def _run(words: Sequence[str], folder: Path, environ: Mapping[str, str], log: Path) -> None:
-    import torch
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What is typed, and where.
 
-    from megatron_dppo.cli import main
+    Args:
+        words: ``megatron-dppo …``, ``python FILE …``, ``python -c CODE …`` or ``python -m MODULE …``.
+        log: gets all that it says, behind what is there.
+        folder: that it is typed in.
+        environ: what its environment has besides.
+        package: a folder with another ``megatron_dppo``, and other tests, than these.
+        before: called in the process first.
+    """
 
-    os.setsid()
-    os.chdir(folder)
+    words: Sequence[str]
+    log: Path
+    folder: Path | None = None
+    environ: Mapping[str, str] | None = None
+    package: Path | None = None
+    before: Callable[[], object] | None = None
+
+    def start(self) -> BaseProcess:
+        """Begin, as a session of its own."""
+        process: BaseProcess = forks().Process(target=self._run, args=(self.folder or Path.cwd(),))
+        process.start()
+        return process
+
+    def exit_code(self) -> int:
+        """Run to its end."""
+        process = self.start()
+        process.join(LIMIT_S)
+        if process.exitcode is None:
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+        return process.exitcode or 0
+
+    def _run(self, folder: Path) -> None:
+        import_module("torch").set_num_threads(1)
+        os.setsid()
+        os.chdir(folder)
+        os.environ.update(self.environ or {})
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        out = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        for number in (1, 2):
+            os.dup2(out, number)
+        if self.package:
+            for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
+                del sys.modules[name]
+            sys.path.insert(0, str(self.package))
+        gc.freeze()
+        processes = import_module("megatron_dppo.launch.processes")
+        processes.subprocess = SimpleNamespace(Popen=ForkedRank, TimeoutExpired=subprocess.TimeoutExpired)
+        if self.before:
+            self.before()
+        sys.exit(_exit_code(partial(_python, self.words)))
+
+
+def _python(words: Sequence[str]) -> int:
+    program, *rest = words
+    if program == "megatron-dppo":
+        sys.argv = [program, *rest]
+        return int(import_module("megatron_dppo.cli").main(rest))
+    assert program == "python", program
+    if rest[0] == "-m":
+        sys.argv = rest[1:]
+        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+        return 0
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # what is spawned looks there
+    if rest[0] == "-c":
+        sys.argv = ["-c", *rest[2:]]
+        exec(rest[1], vars(main))
+    else:
+        sys.argv, main.__file__ = rest, rest[0]
+        sys.path.insert(0, str(Path(rest[0]).resolve().parent))
+        exec(compile(Path(rest[0]).read_text(), rest[0], "exec"), vars(main))
+    return 0
+
+
+class ForkedRank(subprocess.Popen[bytes]):
+    """``python -m megatron_dppo.launch.rank JOB CONFIG`` without Python's start: what would come before the command
+    in its new process never ends."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **more: Any) -> None:
+        assert list(command[1:3]) == ["-m", "megatron_dppo.launch.rank"], command
+        sys.stdout.flush()
+        sys.stderr.flush()
+        begin = partial(_be_a_rank, command[3:], env, [0, 1, 2, *pass_fds])
+        super().__init__(command, env=env, pass_fds=pass_fds, preexec_fn=begin, **more)
+
+
+def _be_a_rank(words: Sequence[str], environ: Mapping[str, str], held: Sequence[int]) -> NoReturn:
+    for low, high in zip(sorted(held), [*sorted(held)[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(low + 1, high)  # one of them tells the launcher, by its end, that the command has begun
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    os.environ.clear()
     os.environ.update(environ)
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    for number in (1, 2):
-        os.dup2(out, number)
-    sys.argv = ["megatron-dppo", *words]
+    os._exit(_exit_code(lambda: import_module("megatron_dppo.launch.rank").main(*words)))
+
+
+def _exit_code(main: Callable[[], int]) -> int:
+    """That Python would end with, of what is returned or raised."""
     try:
-        code = main(words)
+        code = main()
     except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    sys.exit(code)
-
-
-def start(words: Sequence[str], log: Path, folder: Path | None = None, **environ: str) -> BaseProcess:
-    """Begin a command, as a session of its own.
-
-    Args:
-        words: after ``megatron-dppo``.
-        log: gets all that it says, behind what is there.
-        folder: that it is typed in.
-    """
-    process: BaseProcess = forks().Process(target=_run, args=([*words], folder or Path.cwd(), environ, log))
-    process.start()
-    return process
-
-
-def exit_code(words: Sequence[str], log: Path, folder: Path | None = None, **environ: str) -> int:
-    """Run a command to its end."""
-    process = start(words, log, folder, **environ)
-    process.join(LIMIT_S)
-    if process.exitcode is None:
-        os.killpg(process.pid or 0, signal.SIGKILL)
-        process.join()
-    return process.exitcode or 0
+    return code

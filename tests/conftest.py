@@ -19,16 +19,16 @@ from tests.ranks import RankPool
 LONGEST = [
     Path(__file__).parent / name
     for name in (
-        "trainer/test_resume.py",
-        "docs/test_commands.py",
         "trainer/test_checkpoint.py",
-        "test_eval.py",
-        "trainer/test_checkpoint_writers.py",
-        "gpu/test_gpu_step.py",
-        "servers/test_sender.py",
-        "models/test_actor.py",
+        "docs/test_commands.py",
+        "test_split_invariance.py",
+        "trainer/test_resume.py",
         "test_real_gradients.py",
-        "launch/test_start.py",
+        "data/test_reasoning_gym.py",
+        "models/test_logits.py",
+        "models/test_actor.py",
+        "test_ahead.py",
+        "rewards/test_workers.py",
     )
 ]
 """Files that take longest. They begin first, so that none of them is what everyone waits for in the end."""

@@ -324,15 +324,58 @@ MUTANTS = [
     ),
     Mutant(
         "stream/norms from every rank",
-        "split is Split.REPLICATED else self._world.tp)",
-        "split is None else self._world.tp)",
+        "split is Split.REPLICATED else entry.parts(layout))",
+        "split is None else entry.parts(layout))",
         "bridge/test_stream.py::test_a_consumer_is_sent_what_it_does_not_have_and_nothing_twice",
     ),
     Mutant(
         "stream/stages send from the first one's ranks",
-        "first = (item.stage - self._first_stage) * self._world.tp",
+        "first = (item.stage - self._first_stage) * self._world.copy_size",
         "first = 0",
         "bridge/test_stream.py::test_a_consumer_is_sent_what_it_does_not_have_and_nothing_twice",
+    ),
+    Mutant(
+        "stream/experts from the first ranks",
+        "first += entry.expert_rank(layout.ep) * layout.expert_tp",
+        "first += 0",
+        "bridge/test_stream.py::test_round_trip_is_the_identity_in_every_layout",
+    ),
+    # Experts and virtual stages.
+    Mutant(
+        "experts/summed over all replicas",
+        'if ".mlp.experts." in name:',
+        "if False:",
+        "test_split_invariance.py -k MoE",
+    ),
+    Mutant(
+        "experts/counted from 0 on each rank",
+        "first_expert = world.ep_rank * (shape.experts // world.layout.ep)",
+        "first_expert = 0",
+        "bridge/test_stream.py::test_round_trip_is_the_identity_in_every_layout",
+    ),
+    Mutant(
+        "experts/clipped by their own norm",
+        "max_norm=most, total_norm=norm)",
+        "max_norm=most, total_norm=part.get_grad_norm())",
+        "models/test_experts.py::test_gradients_of_experts_and_others_are_clipped_by_one_norm",
+    ),
+    Mutant(
+        "stages/two of them send in batches",
+        "cuda and not (layout.vpp > 1 and layout.pp == 2)",
+        "cuda",
+        "models/test_experts.py::test_two_interleaved_stages_do_not_send_in_batches",
+    ),
+    Mutant(
+        "stages/virtual ones one after the other",
+        "starts = [turn * sum(chunks) + sum(chunks[:stage]) for turn in range(layout.vpp)]",
+        "starts = [sum(counts[:stage]) + turn * chunks[stage] for turn in range(layout.vpp)]",
+        "parallel/test_layout.py",
+    ),
+    Mutant(
+        "packs/fewer than interleaved stages",
+        "len(lengths) // ranks), least_per_rank)",
+        "len(lengths) // ranks), 1)",
+        "rl/test_packing.py",
     ),
     Mutant(
         "stream/buckets without a limit",
@@ -367,7 +410,7 @@ MUTANTS = [
     ),
     Mutant(
         "checkpoints/buffers cut otherwise",
-        "if (written.tp, written.pp) != (now.tp, now.pp):",
+        "if wanted != (ours := {name: getattr(now, name) for name in CUT}):",
         "if False:",
         "trainer/test_preflight.py",
     ),
@@ -539,14 +582,32 @@ MUTANTS = [
     ),
     Mutant(
         "estimate/every stage like the last",
-        "(kept * (layout.pp - stage) + once)",
-        "(kept + once)",
+        " / layout.vpp * chunks_in_flight(stage, layout, packs)",
+        "",
         "estimate/test_stages.py",
     ),
     Mutant(
         "estimate/a backward pass as long as its forward pass",
-        "work.trained, work.responses, 3.0 +",
-        "work.trained, work.responses, 2.0 +",
+        "attention=3.0 + again, feed_forward=3.0 +",
+        "attention=2.0 + again, feed_forward=2.0 +",
+        "estimate/test_stages.py",
+    ),
+    Mutant(
+        "estimate/experts' state over as many ranks as the rest",
+        "elements.experts / placement.expert_replica",
+        "elements.experts / placement.replica",
+        "estimate/test_experts.py",
+    ),
+    Mutant(
+        "estimate/all tokens stay in their node",
+        "far = max(layout.ep - near_ranks, 0)",
+        "far = 0",
+        "estimate/test_experts.py",
+    ),
+    Mutant(
+        "estimate/virtual stages in one go",
+        "(layout.vpp - 1) * interleaved_packs(packs, layout.pp) + 1",
+        "1",
         "estimate/test_stages.py",
     ),
     Mutant(

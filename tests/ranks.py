@@ -21,9 +21,13 @@ from typing import Any
 IMPORTED = (
     "hypothesis",
     "pytest",
+    "megatron.core.dist_checkpointing.strategies.torch",
     "megatron_dppo.eval",
+    "megatron_dppo.report.pictures",
     "megatron_dppo.sft",
     "megatron_dppo.train",
+    "tests.policies",
+    "tests.steps",
     "torch.distributed.checkpoint",
 )
 """What takes long to import, and starts no thread."""

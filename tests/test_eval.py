@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.cli import main
-from tests.commands import exit_code, start
+from tests.commands import Command
 from tests.runs import write_run
 
 LIMIT_S = 120.0
@@ -40,7 +40,7 @@ def command(folder: Path, name: str, *words: str) -> list[str]:
 
 def finished(words: list[str], log: Path, code: int = 0) -> str:
     log.unlink(missing_ok=True)
-    ended = exit_code(words, log)
+    ended = Command(["megatron-dppo", *words], log).exit_code()
     assert ended == code, log.read_text()
     return log.read_text()
 
@@ -72,7 +72,7 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_answers(
     words = command(folder, "eval", "--samples", "2", "eval.batch=2")
     whole, killed, log = folder / "whole", folder / "killed", tmp_path / "log"
     finished([*words, "--out", str(whole)], log)
-    process = start([*words, "--out", str(killed)], log)
+    process = Command(["megatron-dppo", *words, "--out", str(killed)], log).start()
     try:
         until = time.monotonic() + LIMIT_S
         while not (killed / "answers.jsonl").exists() or len(answers(killed)) < 8:

@@ -123,6 +123,7 @@ def test_bpe_is_trained_on_the_corpus_to_the_size_asked_for(tmp_path: Path) -> N
         ("14b", 14.768),
         ("32b", 32.762),
         ("30b-a3b", 30.532),
+        ("235b-a22b", 235.094),
     ],
 )
 def test_published_shapes_have_their_published_sizes(name: str, billions: float) -> None:

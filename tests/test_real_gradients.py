@@ -188,9 +188,9 @@ def bias(window: Measured, way: Way) -> tuple[float, float]:
 
 def test_gradients_of_real_plans_are_sums_of_those_of_their_rows(windows):
     """What ties the algebra below to the system: plans of both levels, two updates, several packs, one actor."""
-    errors = [error for window in windows.values() for error in window.packed_error]
-    assert len(errors) >= 4 * len(CASES)
-    assert max(errors) < 1e-5
+    errors = [window.packed_error for window in windows.values()]
+    assert len(errors) == len(CASES) and min(map(len, errors)) >= 2, "a minibatch of which all is pruned has none"
+    assert max(map(max, errors)) < 1e-5
 
 
 def test_the_half_way_window_has_ratios_past_the_clip(measurements):
@@ -293,8 +293,10 @@ def cut_off(part: StepMetadata, pruned: Pruned, scale: Floats) -> Floats:
 
 
 def refilled(window: Measured, selection: Selection) -> Selection:
-    """Whoever was not drawn fills the batch up to its size, with the weight that a draw would have given."""
+    """Whoever was not drawn fills the batch up to its size, with the weight that a draw would have given; those first
+    whose answers differ, without which nothing would be seen of a policy that is nearly always right or wrong."""
     others = np.setdiff1d(WINDOW.prompt_ids, selection.prompt_ids)
+    others = others[np.argsort(-np.ptp(window.metadata.rewards[others], axis=1), kind="stable")]
     ids = np.sort([*selection.prompt_ids, *others[: max(round(0.8 * PROMPTS) - len(selection.prompt_ids), 0)]])
     return dataclasses.replace(
         selection, prompt_ids=ids, inclusion=inclusion_of(window, PromptPruningConfig(rule="threshold", keep=0.6))[ids]

@@ -65,7 +65,15 @@ class Assumptions:
     """Of the matrix rate, over whole passes of the trainer. Public recipes reach 0.5 in pretraining on Hopper; shorter
     packs and tensor parallelism cost some of it. A run's own figure is better."""
     expert_flops_share: float = 0.2
-    """The same for a policy with experts: Megatron's own recipes for such Qwens tell of 89 to 276 TFLOP/s on H100."""
+    """The same for the products of experts, with the copies of tokens around them. A guess: the products of a layer of
+    Qwen3-30B-A3B would take 0.19 us a token on an H100 at 0.4, and some ten readings and writings of its eight copies
+    0.14 us. Megatron's own recipes for such Qwens tell of 89 to 302 TFLOP/s over whole passes, exchange included."""
+    expert_imbalance: float = 1.5
+    """Tokens of the busiest expert-parallel rank of a layer, for which the others wait, over their mean. A guess:
+    routers are balanced over what they were pretrained on, not over mathematics."""
+    exchange_share: float = 0.7
+    """Of NVLink within a node, and of the network between nodes, for tokens on their way to experts and back. Kernels
+    made for it (DeepEP) reach 0.85 to 0.95, NCCL's all-to-all less."""
     decode_bandwidth_share: float = 0.7
     """Of the memory's bandwidth, for weights and cache read by a decode step. Streaming kernels reach 0.8 to 0.9;
     attention over pages of a cache less."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import dataclasses
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
 
-from megatron_dppo.bridge.mapping import entries
-from megatron_dppo.config import HEAD_CHUNK_MIB, Config
+from megatron_dppo.bridge.mapping import EMBEDDING, entries
+from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig
 from megatron_dppo.estimate.assumptions import GIB
-from megatron_dppo.estimate.workload import Setup
+from megatron_dppo.estimate.workload import Setup, packs_of, without_pruning
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape, padded_vocab, read_shape
+from megatron_dppo.parallel.layout import interleaved_packs, stage_layers
 
 VARIANTS = ("-base", "-instruct-2507", "-thinking-2507", "-instruct", "-thinking", "-fp8")
 
@@ -41,39 +43,73 @@ class Parameters:
     """Weights of the output layer, which only response tokens go through."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankElements:
+    """Numbers of weights on a rank of the trainer, the vocabulary's padding included."""
+
+    dense: int
+    """Those that the ranks of a replica hold alike, whatever layout.ep is: all but the experts'."""
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
 @cache
 def parameters_of(shape: PolicyShape) -> Parameters:
     """Count a policy's weights."""
-    embedding = shape.vocab_size * shape.hidden
-    outside = embedding if shape.tied else 2 * embedding
-    total = _elements(shape, 0, 1, 1, padded=False)
-    experts = _expert_elements(shape, 1) * shape.num_layers
+    sizes = _sizes(shape, tp=1, etp=1, padded=False)
+    experts = shape.experts * sizes.expert * shape.num_layers
+    outside = sizes.embedding if shape.tied else 2 * sizes.embedding
+    total = outside + sizes.norm + sizes.layer * shape.num_layers + experts
     unused = experts - experts * shape.experts_per_token // max(shape.experts, 1)
-    return Parameters(total, total - unused, total - unused - outside, embedding)
+    return Parameters(total, total - unused, total - unused - outside, sizes.embedding)
 
 
 @cache
-def rank_elements(shape: PolicyShape, stage: int, stages: int, tp: int) -> int:
-    """Weights that a rank of a pipeline stage holds, the vocabulary's padding included."""
-    return _elements(shape, stage, stages, tp, padded=True)
+def rank_elements(shape: PolicyShape, stage: int, layout: LayoutConfig) -> RankElements:
+    """Weights that a rank of a pipeline stage holds."""
+    sizes = _sizes(shape, tp=layout.tp, etp=layout.expert_tp, padded=True)
+    layers = layers_of_stage(shape, stage, layout)
+    dense = sizes.layer * layers
+    if stage == 0:
+        dense += sizes.embedding
+    if stage == layout.pp - 1:
+        dense += sizes.norm + (0 if shape.tied and stage == 0 else sizes.embedding)
+    return RankElements(dense, shape.experts // layout.ep * sizes.expert * layers)
 
 
-def _elements(shape: PolicyShape, stage: int, stages: int, tp: int, *, padded: bool) -> int:
+def layers_of_stage(shape: PolicyShape, stage: int, layout: LayoutConfig) -> int:
+    """How many layers a pipeline stage has, all its virtual stages together."""
+    return sum(map(len, stage_layers(shape.num_layers, stage, layout)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Numbers of weights on a rank."""
+
+    embedding: int
+    norm: int
+    """The last one, before the output layer."""
+    layer: int
+    """One layer, without its experts."""
+    expert: int
+    """One expert of one layer."""
+
+
+@cache
+def _sizes(shape: PolicyShape, *, tp: int, etp: int, padded: bool) -> _Sizes:
     """One layer and one expert are counted and multiplied, because a mixture has thousands of entries."""
-    thin = replace(shape, num_layers=stages, experts=min(shape.experts, 1))
-    outside = layer = 0
-    for entry in entries(thin, [range(stage, stage + 1)]):
-        entry = replace(entry, shape=shape)
-        size = prod(entry.shard_shape(tp)) if padded else entry.elements
-        outside += size if entry.layer is None else 0
-        layer += size if entry.layer is not None and entry.expert is None else 0
-    return outside + (layer + _expert_elements(shape, tp)) * (shape.num_layers // stages)
-
-
-def _expert_elements(shape: PolicyShape, tp: int) -> int:
-    """Weights of the experts of one layer on one of ``tp`` ranks."""
-    thin = replace(shape, num_layers=1, experts=min(shape.experts, 1))
-    return shape.experts * sum(prod(entry.shard_shape(tp)) for entry in entries(thin) if entry.expert is not None)
+    thin = dataclasses.replace(shape, num_layers=1, experts=min(shape.experts, 1), tied=True)
+    found = {"embedding": 0, "norm": 0, "layer": 0, "expert": 0}
+    for entry in entries(thin):
+        part = "layer" if entry.expert is None else "expert"
+        if entry.layer is None:
+            part = "embedding" if entry.mapping is EMBEDDING else "norm"
+        entry = dataclasses.replace(entry, shape=shape)
+        found[part] += prod(entry.shard_shape(etp if part == "expert" else tp)) if padded else entry.elements
+    return _Sizes(**found)
 
 
 SYNC_BUCKET_MIB = 512
@@ -123,14 +159,15 @@ class Memory:
 
 def actor_memory(setup: Setup) -> Memory:
     """Memory of the rank of the trainer that holds the most, at its peak."""
-    ranks = [_rank_memory(setup, stage) for stage in range(setup.placement.layout.pp)]
+    packs = packs_of(dataclasses.replace(setup, config=without_pruning(setup.config)))
+    ranks = [_rank_memory(setup, stage, packs) for stage in range(setup.placement.layout.pp)]
     return max(ranks, key=lambda memory: memory.total)
 
 
-def _rank_memory(setup: Setup, stage: int) -> Memory:
+def _rank_memory(setup: Setup, stage: int, packs: int) -> Memory:
     config, assume = setup.config, setup.assume
     parts = held_bytes(setup, stage)
-    parts["activations"] = activation_bytes(setup, stage, FUSED)
+    parts["activations"] = activation_bytes(setup, stage, FUSED, packs=packs)
     parts["head"] = _head_bytes(setup) if stage == setup.placement.layout.pp - 1 else 0.0
     buckets = 4 if config.rollout.engine != "local" else 2  # two in the stream, two in the sender
     parts["sync"] = float(buckets * _bucket_bytes(config))
@@ -163,58 +200,81 @@ def resident_bytes(config: Config, memory: Memory) -> float:
 def held_bytes(setup: Setup, stage: int) -> dict[str, float]:
     """Bytes that a rank holds during the whole run, exact except for the padding of buffers."""
     config, placement = setup.config, setup.placement
-    elements = rank_elements(setup.shape, stage, placement.layout.pp, placement.layout.tp)
+    elements = rank_elements(setup.shape, stage, placement.layout)
     # Two moments, and a master copy where the weights are not fp32 themselves.
     state = 12 if config.model.dtype == "bf16" else 8
-    weights = float(elements * setup.width)
+    shared = elements.dense / placement.replica + elements.experts / placement.expert_replica
+    weights = float(elements.total * setup.width)
     return {
         "weights": weights,
-        "gradients": 4.0 * elements,
-        "optimizer": state * elements / (placement.replica if config.optimizer.distributed else 1),
+        "gradients": 4.0 * elements.total,
+        "optimizer": state * (shared if config.optimizer.distributed else elements.total),
         "reference": weights if config.loss.kl_coef > 0 else 0.0,
     }
 
 
-def activation_bytes(setup: Setup, stage: int, saved: Saved) -> float:
+def chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
+    """How many forward passes of a virtual stage wait for their backward pass at once, at most.
+
+    Without virtual stages (one forward, one backward) stage i of p has p - i packs in flight. Interleaved, it has made
+    2(p - i - 1) + (v - 1)g + 1 passes of one of its v virtual stages before the first backward pass is over, where g
+    packs go through a virtual stage before the next one's turn.
+
+    Args:
+        stage: of the pipeline.
+        layout: of the run.
+        packs: of a minibatch on each replica.
+    """
+    if layout.vpp == 1:
+        return min(layout.pp - stage, packs)
+    most = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * interleaved_packs(packs, layout.pp) + 1
+    return min(most, packs * layout.vpp)
+
+
+def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int) -> float:
     """Bytes of activations of a stage at its peak: all packs in flight, and one layer more if it is recomputed.
 
-    Under Megatron's schedule (one forward, one backward) stage i of p has p - i packs in flight.
+    Args:
+        setup: of the run.
+        stage: of the pipeline.
+        saved: what operators keep.
+        packs: of a minibatch on each replica.
     """
     config, shape, layout = setup.config, setup.shape, setup.placement.layout
-    tokens, layers = config.pack.max_tokens / layout.cp, shape.num_layers // layout.pp
-    shared = layout.tp if layout.sequence_parallel else 1
-    layer = layer_elements(shape, layout.tp, shared, saved)
-    of_feed_forward = feed_forward_elements(shape, layout.tp, saved)
+    of_feed_forward = feed_forward_elements(shape, layout, saved) * setup.imbalance
+    layer = layer_elements(shape, layout, saved) + of_feed_forward * (1.0 - 1.0 / setup.imbalance)
     kept, once = {
         "none": (layer, 0.0),
         "selective": (layer - of_feed_forward, of_feed_forward),
-        "full": (shape.hidden / shared, layer),
+        "full": (shape.hidden / _shared(layout), layer),
     }[config.model.recompute]
-    kept *= layers
-    if stage == layout.pp - 1:
-        kept += 2 * shape.hidden / shared + shape.hidden  # the last norm, and what the head reads
-    return tokens * setup.width * (kept * (layout.pp - stage) + once)
+    kept *= layers_of_stage(shape, stage, layout) / layout.vpp * chunks_in_flight(stage, layout, packs)
+    if stage == layout.pp - 1:  # the last norm, and what the head reads: its backward pass follows at once
+        kept += 2 * shape.hidden / _shared(layout) + shape.hidden
+    return config.pack.max_tokens / layout.cp * setup.width * (kept + once)
 
 
-def layer_elements(shape: PolicyShape, tp: int, shared: int, saved: Saved) -> float:
-    """Elements that one layer keeps of one token for its backward pass.
-
-    Args:
-        shape: of the policy.
-        tp: tensor-parallel ranks.
-        shared: ranks that share norms and residuals: tp under sequence parallelism, else 1.
-        saved: the operators.
-    """
+def layer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
+    """Elements that one layer keeps of one token for its backward pass."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = (saved.queries * queries + saved.keys * keys) / tp + 4 * shape.head_dim
-    return saved.norms * shape.hidden / shared + attention + feed_forward_elements(shape, tp, saved)
+    attention = (saved.queries * queries + saved.keys * keys) / layout.tp + 4 * shape.head_dim
+    return saved.norms * shape.hidden / _shared(layout) + attention + feed_forward_elements(shape, layout, saved)
 
 
-def feed_forward_elements(shape: PolicyShape, tp: int, saved: Saved) -> float:
-    """Elements that the feed-forward part of a layer keeps of one token, without its input."""
-    # A token is copied for each of its experts, once before they work and once after.
-    routed = 2 * shape.hidden * shape.experts_per_token
-    return saved.feed_forward * shape.ffn * (shape.experts_per_token or 1) / tp + routed
+def _shared(layout: LayoutConfig) -> int:
+    """Ranks that share norms and residuals."""
+    return layout.tp if layout.sequence_parallel else 1
+
+
+def feed_forward_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
+    """Elements that the feed-forward part of a layer keeps of one token, without its input.
+
+    With experts, the tokens that a rank sends away are as many as it is sent, if the experts are chosen alike.
+    """
+    # A token is copied for each of its experts, once before they work and once after. Each tensor-parallel rank routes
+    # its share of the tokens; all ranks of one expert have copies of what any of them routes to it.
+    routed = 2 * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp
+    return saved.feed_forward * shape.ffn * (shape.experts_per_token or 1) / layout.tp + routed
 
 
 def _head_bytes(setup: Setup) -> float:

@@ -92,6 +92,8 @@ def _options(config: Config, shape: PolicyShape) -> Iterator[list[Change]]:
         yield [{"optimizer.distributed": True}]
     if layout.tp > 1 and not layout.sequence_parallel:
         yield [{"layout.sequence_parallel": True}]
+    if layout.vpp > 1:
+        yield [{"layout.vpp": 1}]
     if config.model.recompute == "selective":
         yield [{"model.recompute": "full"}]
     if config.model.recompute == "none":
@@ -105,6 +107,9 @@ def _options(config: Config, shape: PolicyShape) -> Iterator[list[Change]]:
         yield [{"pack.max_tokens": size} for size in tokens]
     if parts := _larger(layout.tp, min(cluster.gpus_per_node, shape.kv_heads), shape.kv_heads):
         yield [{"layout.tp": tp, "layout.sequence_parallel": True} for tp in parts]
+    if parts := _larger(layout.ep, shape.experts, shape.experts):
+        whole = {"layout.etp": 1} if layout.expert_tp > 1 else {}
+        yield [{"layout.ep": ep} | whole for ep in parts]
     if stages := _larger(layout.pp, 16, shape.num_layers):
         yield [{"layout.pp": pp} for pp in stages]
     yield [{"layout.cp": layout.cp * factor} for factor in (2, 4)]

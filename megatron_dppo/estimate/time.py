@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 
-from megatron_dppo.estimate.memory import cache_bytes, parameters_of, rank_elements
-from megatron_dppo.estimate.workload import Setup, Work, work_of
-from megatron_dppo.rl.packing import packs_wanted
+from megatron_dppo.estimate.memory import cache_bytes, layers_of_stage, parameters_of, rank_elements
+from megatron_dppo.estimate.workload import Setup, Work, packs_of, work_of
+from megatron_dppo.models.shape import PolicyShape
 
 BINS = 64
 """Into so many stretches a response is cut. In each, the number of completions still decoding counts as constant."""
@@ -38,31 +37,29 @@ def step_time(setup: Setup, *, concurrency: int) -> StepTime:
     """The time of a step's phases, if a server decodes at most ``concurrency`` completions at once."""
     config, layout, work = setup.config, setup.placement.layout, work_of(setup)
     rolled = generation(setup, work, most=concurrency)
-    packs = _packs(setup, work.trained / work.updates)
-    waits = (layout.pp - 1) / packs
-    passes = _passes(setup)
-    # The head always multiplies once more for its gradient, a layer where it is recomputed.
-    train = passes.seconds(work.trained, work.responses, 3.0 + passes.recomputed, 4.0)
-    forward = passes.seconds(work.trained, work.responses) * (1 + waits)
-    everything = passes.seconds(work.seen, work.generated) * (1 + waits)
-    # An fp32 sum to each rank's shard, and the weights back.
-    moved = (4.0 + setup.width) * rank_elements(setup.shape, 0, layout.pp, layout.tp) * work.updates
-    reduction = moved / (setup.gpu.network * setup.assume.reduce_share)
+    packs = packs_of(setup)
+    waits = (layout.pp - 1) / (layout.vpp * packs)
+    once, update = forward_pass(setup), update_pass(setup)
+    train = update.seconds(work.trained, work.responses)
+    exchange = update.exchange_seconds(work.trained)
+    forward = once.both(work.trained, work.responses) * (1 + waits)
+    everything = once.both(work.seen, work.generated) * (1 + waits)
     phases = {
         "generation": rolled.seconds,
         "score norms": everything if config.pruning.completions.score == "head" else 0.0,
         "old log-probabilities": forward if work.updates > 1 else 0.0,
         "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,
         "training": train,
-        "pipeline bubble": train * waits,
-        "gradient reduction": reduction if setup.placement.replica > 1 else 0.0,
+        "token exchange": exchange,
+        "pipeline bubble": (train + exchange) * waits,
+        "gradient reduction": _reduction_seconds(setup) * work.updates,
         "weight sync": _sync_seconds(setup),
         "overhead": setup.assume.overhead_s,
     }
     seconds = sum(phases.values())
     if config.rollout.ahead:
         seconds = max(phases["generation"] + phases["weight sync"], seconds - phases["generation"])
-    useful = 3.0 * (passes.layers * work.trained + passes.head * work.responses)
+    useful = 3.0 * (sum(layer_flops(setup)) * work.trained + head_flops(setup.shape) * work.responses)
     return StepTime(
         work=work,
         phases=phases,
@@ -71,53 +68,109 @@ def step_time(setup: Setup, *, concurrency: int) -> StepTime:
         bubble=waits / (1 + waits),
         batch=rolled.batch,
         long_tail=rolled.long_tail,
-        model_flops_share=useful / (setup.placement.ranks * setup.rate * train * (1 + waits)),
+        model_flops_share=useful / (setup.placement.ranks * setup.rate * (train + exchange) * (1 + waits)),
     )
 
 
+def layer_flops(setup: Setup) -> tuple[float, float]:
+    """FLOPs of a token's forward pass through all layers: two for each weight that it meets, and causal attention's
+    products with half of its sequence. Those of the feed-forward parts, or of its experts, come second."""
+    shape, context = setup.shape, setup.prompt + setup.lengths.typical
+    feed_forward = 6.0 * shape.hidden * shape.ffn * (shape.experts_per_token or 1) * shape.num_layers
+    attention = 2.0 * shape.heads * shape.head_dim * context * shape.num_layers
+    return 2.0 * parameters_of(shape).matrices - feed_forward + attention, feed_forward
+
+
+def head_flops(shape: PolicyShape) -> float:
+    """FLOPs of a response token's forward pass through the head."""
+    return 2.0 * parameters_of(shape).head
+
+
 @dataclass(frozen=True, slots=True)
-class _Passes:
-    """What the trainer's passes multiply, and how fast."""
+class Pass:
+    """Seconds that a pass of the trainer takes for each token, if the ranks of one stage had all layers."""
 
     layers: float
-    """FLOPs of a token's forward pass through all layers."""
+    """Of products and sums."""
     head: float
-    """FLOPs of a response token's forward pass through the head."""
-    recomputed: float
-    """Share of the layers' forward pass that the backward pass repeats."""
-    stages: int
-    rate: float
-    """FLOPs per second of all ranks."""
+    """Of them, for each response token."""
+    exchange: float
+    """Of the way to the experts and back."""
+    longest: float
+    """Share of the layers of the stage that has the most."""
+    last: float
+    """Share of the layers of the last stage, which also has the head."""
 
-    def seconds(self, tokens: float, responses: float, of_layers: float = 1.0, of_head: float = 1.0) -> float:
-        """Seconds of the slowest pipeline stage: the last one, which also has the head.
+    def seconds(self, tokens: float, responses: float) -> float:
+        """Seconds of the slowest pipeline stage, without the exchange.
 
         Args:
             tokens: that go through the layers.
             responses: those of them that go through the head.
-            of_layers, of_head: FLOPs, in forward passes.
         """
-        return (of_layers * self.layers * tokens / self.stages + of_head * self.head * responses) / self.rate
+        return max(self.longest * self.layers * tokens, self.last * self.layers * tokens + self.head * responses)
+
+    def exchange_seconds(self, tokens: float) -> float:
+        return self.longest * self.exchange * tokens
+
+    def both(self, tokens: float, responses: float) -> float:
+        return self.seconds(tokens, responses) + self.exchange_seconds(tokens)
 
 
-def _passes(setup: Setup) -> _Passes:
-    shape, layout, assume, weights = setup.shape, setup.placement.layout, setup.assume, parameters_of(setup.shape)
-    # Forward: two for each weight that a token meets, and causal attention's products with half of its sequence.
-    context = setup.prompt + setup.lengths.typical
-    layers = 2.0 * weights.matrices + 2.0 * shape.heads * shape.head_dim * context * shape.num_layers
-    feed_forward = 3 * shape.hidden * shape.ffn * (shape.experts_per_token or 1) * shape.num_layers
-    again = {"none": 0.0, "selective": 2.0 * feed_forward / layers, "full": 1.0}[setup.config.model.recompute]
+def forward_pass(setup: Setup) -> Pass:
+    """A forward pass of log-probabilities."""
+    return _pass(setup, attention=1.0, feed_forward=1.0, head=1.0, exchange=1.0)
+
+
+def update_pass(setup: Setup) -> Pass:
+    """A forward and a backward pass, with what the latter repeats: the head always, a layer where it is recomputed."""
+    recompute = setup.config.model.recompute
+    again, feed_forward = float(recompute == "full"), float(recompute != "none")
+    return _pass(setup, attention=3.0 + again, feed_forward=3.0 + feed_forward, head=4.0, exchange=2.0 + feed_forward)
+
+
+def _pass(setup: Setup, *, attention: float, feed_forward: float, head: float, exchange: float) -> Pass:
+    """So many forward passes of each part. Every layer waits for the busiest of its expert-parallel ranks."""
+    shape, layout, assume = setup.shape, setup.placement.layout, setup.assume
+    ranks = layout.tp * layout.cp * (layout.dp or 1) * assume.pack_fill
+    stages = [layers_of_stage(shape, stage, layout) / shape.num_layers for stage in range(layout.pp)]
+    of_attention, of_feed_forward = layer_flops(setup)
     share = assume.expert_flops_share if shape.experts else assume.train_flops_share
-    rate = layout.tp * layout.cp * (layout.dp or 1) * setup.rate * share * assume.pack_fill
-    return _Passes(layers, 2.0 * weights.head, again, layout.pp, rate)
+    layers = attention * of_attention / assume.train_flops_share
+    layers += feed_forward * of_feed_forward * setup.imbalance / share
+    return Pass(
+        layers=layers / (ranks * setup.rate),
+        head=head * head_flops(shape) / (ranks * setup.rate * assume.train_flops_share),
+        exchange=exchange * exchange_seconds(setup) * shape.num_layers / ranks,
+        longest=max(stages),
+        last=stages[-1],
+    )
 
 
-def _packs(setup: Setup, tokens: float) -> int:
-    """Packs of a minibatch on a replica. The packer makes as few as it can, but enough for the pipeline."""
-    pack, replicas = setup.config.pack, setup.placement.layout.dp or 1
-    sequences = tokens / (setup.prompt + setup.lengths.mean) / replicas
-    full = ceil(tokens / (replicas * pack.max_tokens * setup.assume.pack_fill))
-    return max(full, min(packs_wanted(pack.min_per_rank, setup.placement.layout.pp), int(sequences)), 1)
+def exchange_seconds(setup: Setup) -> float:
+    """Seconds in which a layer's router sends a token to the busiest rank of its experts and has it back.
+
+    A token is sent once for each of its experts: to another expert-parallel rank, if the expert is there, over NVLink
+    or, to another node, over the network; then to the other tensor-parallel ranks of the expert.
+    """
+    shape, layout, gpu = setup.shape, setup.placement.layout, setup.gpu
+    token = float(shape.hidden * setup.width)
+    near_ranks = max(setup.config.cluster.gpus_per_node // layout.expert_tp, 1)
+    far = max(layout.ep - near_ranks, 0) / layout.ep
+    near = (min(layout.ep, near_ranks) - 1) / layout.ep + layout.expert_tp - 1
+    copies = shape.experts_per_token * setup.imbalance
+    return 2.0 * copies * token * max(near / gpu.nvlink, far / gpu.network) / setup.assume.exchange_share
+
+
+def _reduction_seconds(setup: Setup) -> float:
+    """Seconds to bring an update's gradients to each rank's shard as fp32 sums, and the weights back."""
+    placement = setup.placement
+    stages = (rank_elements(setup.shape, stage, placement.layout) for stage in range(placement.layout.pp))
+    moved = max(
+        elements.dense * (placement.replica > 1) + elements.experts * (placement.expert_replica > 1)
+        for elements in stages
+    )
+    return (4.0 + setup.width) * moved / (setup.gpu.network * setup.assume.reduce_share)
 
 
 def _sync_seconds(setup: Setup) -> float:

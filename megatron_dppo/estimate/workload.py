@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from megatron_dppo.config import (
     WEIGHT_BYTES,
@@ -15,6 +16,8 @@ from megatron_dppo.config import (
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GPUS, Assumptions, Gpu
 from megatron_dppo.models.shape import PolicyShape, check_layout
+from megatron_dppo.parallel.layout import resolve_layout
+from megatron_dppo.rl.packing import packs_wanted
 from megatron_dppo.rl.pruning.schedule import scheduled_keep, window_size
 from megatron_dppo.rollout.servers.launch import tensor_parallel
 
@@ -36,8 +39,13 @@ class Placement:
 
     @property
     def replica(self) -> int:
-        """Number of ranks that share the optimizer's state of the same weights."""
+        """Number of ranks that share the optimizer's state of the same weights, but for experts."""
         return (self.layout.dp or 1) * self.layout.cp
+
+    @property
+    def expert_replica(self) -> int:
+        """The same for the weights of experts."""
+        return self.replica * self.layout.tp // (self.layout.expert_tp * self.layout.ep)
 
 
 def place(config: Config, shape: PolicyShape) -> Placement:
@@ -67,8 +75,8 @@ def place(config: Config, shape: PolicyShape) -> Placement:
             f"{cluster.gpus_per_node} each",
             f"Give the trainer a multiple of {model * (layout.dp or 1)} GPUs, or lower layout.tp, pp, cp or dp",
         )
-    local = rollout.engine == "local"
-    return Placement(replace(layout, dp=dp), ranks, (1,) * ranks if local else servers, shared, actors + extra)
+    layout, local = resolve_layout(layout, ranks), rollout.engine == "local"
+    return Placement(layout, ranks, (1,) * ranks if local else servers, shared, actors + extra)
 
 
 def _servers(config: Config, shape: PolicyShape) -> tuple[int, ...]:
@@ -142,6 +150,11 @@ class Setup:
         return WEIGHT_BYTES[self.config.model.dtype]
 
     @property
+    def imbalance(self) -> float:
+        """Tokens of the busiest expert-parallel rank, over their mean."""
+        return self.assume.expert_imbalance if self.placement.layout.ep > 1 else 1.0
+
+    @property
     def prompt(self) -> float:
         """Mean tokens of a prompt."""
         return min(self.assume.prompt_tokens, self.config.data.max_prompt_tokens)
@@ -202,6 +215,15 @@ def work_of(setup: Setup) -> Work:
         seen=completions * (prompt + mean),
         updates=config.loss.updates_per_rollout,
     )
+
+
+def packs_of(setup: Setup) -> int:
+    """Packs of a minibatch on a replica. The packer makes as few as it can, but enough for the pipeline."""
+    config, layout, work = setup.config, setup.placement.layout, work_of(setup)
+    tokens, replicas = work.trained / work.updates, layout.dp or 1
+    sequences = tokens / (setup.prompt + setup.lengths.mean) / replicas
+    full = ceil(tokens / (replicas * config.pack.max_tokens * setup.assume.pack_fill))
+    return max(full, min(packs_wanted(config.pack.min_per_rank, layout.pp), int(sequences)), layout.least_packs)
 
 
 def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, float]:

@@ -26,12 +26,14 @@ from megatron.core.transformer.module import Float16Module
 from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
+from megatron_dppo.models.expert_load import ExpertLoad
 from megatron_dppo.models.layer_specs import add_to_main_gradients
 from megatron_dppo.models.lora import adapters_off, add_expert_gradients
 from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
 from megatron_dppo.models.optimizer_state import OffloadedState, optimizer_parts, prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.parallel.layout import interleaved_packs
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Pack
 
@@ -46,7 +48,7 @@ Loss = Callable[[Responses], tuple[torch.Tensor, Sums]]
 class UpdateResult:
     """What one optimizer step did.
 
-        UpdateResult(sums={"train/loss": -0.02, "tokens": 512.0}, grad_norm=0.31)
+        UpdateResult(sums={"train/loss": -0.02, "tokens": 512.0}, grad_norm=0.31, expert_load={})
 
     is a step on 512 tokens.
     """
@@ -54,6 +56,8 @@ class UpdateResult:
     sums: dict[str, float]
     """The loss's sums over all targets of the minibatch, on every rank."""
     grad_norm: float
+    expert_load: dict[str, float]
+    """From :class:`ExpertLoad`; empty without experts."""
 
 
 class Policy:
@@ -148,7 +152,7 @@ class Policy:
 
         interleaved, layout = len(self.modules) > 1, self.world.layout
         if interleaved:
-            self.config.microbatch_group_size_per_vp_stage = microbatch_group_size(len(microbatches), layout.pp)
+            self.config.microbatch_group_size_per_vp_stage = interleaved_packs(len(microbatches), layout.pp)
         with self.world.training("a forward pass" if forward_only else "forward and backward passes"):
             return get_forward_backward_func()(
                 forward_step_func=forward,
@@ -214,6 +218,7 @@ class Actor(Policy):
         load: Callable[[Sequence[PolicyModel]], None],
     ) -> None:
         super().__init__(shape, model, layout, world, temperature=temperature)
+        self._expert_load = ExpertLoad(self.chunks, shape, world) if shape.experts else None
         load(self.chunks)  # before the optimizer copies its master weights
         self._settings = optimizer
         ddp = DistributedDataParallelConfig(
@@ -275,7 +280,7 @@ class Actor(Policy):
             group["lr"] = lr
         self.optimizer.step_with_ready_grads()
         self.offload()
-        return UpdateResult(sums, grad_norm)
+        return UpdateResult(sums, grad_norm, self._expert_load.take() if self._expert_load else {})
 
     def accumulate(self, microbatches: Sequence[Microbatch], loss: Loss) -> list[Sums]:
         """Forward and backward over the microbatches; DDP's buffers then hold the gradients, summed over all ranks."""
@@ -297,15 +302,12 @@ class Actor(Policy):
         super().release_memory()
 
     def _gradient_norm(self) -> float:
-        """Of all parameters together, by which each part of the optimizer then clips its own.
-
-        Megatron's own ``clip_grad_norm`` fails where there are two, as for a policy with experts.
-        """
+        """Of all gradients, which are clipped by it, also where experts have an optimizer of their own."""
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        if self._settings.clip_grad > 0:
+        if (most := self._settings.clip_grad) > 0:
             for part in optimizer_parts(self.optimizer):
-                clip_grad_by_total_norm_fp32(part.get_parameters(), self._settings.clip_grad, norm)
+                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=most, total_norm=norm)
         return norm
 
     def _total(self, outputs: list[Sums]) -> dict[str, float]:
@@ -322,13 +324,6 @@ class Actor(Policy):
             for name, value in part.items():
                 total[name] = total.get(name, 0.0) + value
         return total
-
-
-def microbatch_group_size(microbatches: int, stages: int) -> int:
-    """How many microbatches the interleaved schedule takes through one virtual stage before the next: the fewest that
-    leave either no microbatches over or as many as there are pipeline stages, which is what Megatron asks for."""
-    sizes = range(stages, microbatches + 1)
-    return next(size for size in sizes if microbatches % size == 0 or microbatches % size >= stages)
 
 
 def _sum_gradients(model: list[torch.nn.Module], num_tokens: object = None, **arguments: Any) -> None:

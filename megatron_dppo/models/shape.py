@@ -209,7 +209,8 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
     if layout.vpp > 1:
         given += f", layout.vpp = {layout.vpp}"
     problem = f"does not cut the {layers} layers into stages of equally many" + (f" (with{given[1:]})" if given else "")
-    possible = [pp for pp in range(1, layers + 1) if _can_be_cut(layers, with_values(layout, pp=pp))]
+    least = 2 if uneven or layout.vpp > 1 else 1
+    possible = [pp for pp in range(least, layers + 1) if _can_be_cut(layers, with_values(layout, pp=pp))]
     remedies = [f"set it to one of {', '.join(map(str, possible))}"] if possible else []
     if layout.vpp > 1:
         possible = [vpp for vpp in range(1, layers + 1) if _can_be_cut(layers, with_values(layout, vpp=vpp))]
@@ -220,6 +221,8 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
 
 
 def _can_be_cut(layers: int, layout: LayoutConfig) -> bool:
+    if layout.pp == 2 and layout.vpp > 1 and layout.first_stage_layers and layout.last_stage_layers:
+        return False  # Megatron then divides the middle stages' layers by their number, which is 0
     try:
         return all(stage_layers(layers, stage, layout)[0] for stage in range(layout.pp))
     except ValueError:
@@ -277,5 +280,6 @@ PUBLISHED = {
     "qwen3-14b": _qwen3(40, 5120, 40, 8, 17408),
     "qwen3-32b": _qwen3(64, 5120, 64, 8, 25600),
     "qwen3-30b-a3b": _qwen3(48, 2048, 32, 4, 768).with_experts(128, per_token=8),
+    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 4, 1536).with_experts(128, per_token=8),
 }
 """The sizes of the published Qwen3 models."""

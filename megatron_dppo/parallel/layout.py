@@ -48,6 +48,14 @@ def _stage_counts(layers: int, layout: LayoutConfig) -> list[int]:
     return [fixed.get(stage, each) for stage in range(layout.pp)]
 
 
+def interleaved_packs(packs: int, stages: int) -> int:
+    """How many packs the interleaved schedule takes through one virtual stage before the next one's turn.
+
+    The fewest that leave no pack over, or as many as there are pipeline stages, which is what Megatron asks for.
+    """
+    return next(size for size in range(stages, packs + 1) if packs % size == 0 or packs % size >= stages)
+
+
 def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
     """The layout with ``dp`` filled in for so many ranks.
 

@@ -51,7 +51,8 @@ def main(descriptor: int, parent: int, memory_mib: int, timeout_s: float, spec: 
         status = _wait_for(scorer)
     except _EndedError:
         status = signal.SIGTERM
-        os.kill(scorer, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended at that very moment
+            os.kill(scorer, signal.SIGKILL)
     _end_all(scorer)
     _end_as(status)
 

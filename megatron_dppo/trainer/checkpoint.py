@@ -39,10 +39,12 @@ from megatron_dppo.bridge.checkpoint_folder import (
 from megatron_dppo.bridge.checksums import Block, Checksums
 from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer
 from megatron_dppo.bridge.load import check_policy, load_model_state, model_state, read_sharded, sharding
+from megatron_dppo.bridge.stored_policy import plain_values_only
 from megatron_dppo.config import Config, LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import choose_spec
+from megatron_dppo.models.optimizer_state import optimizer_parts
 from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replacing_directory, replacing_file
@@ -147,12 +149,11 @@ class Checkpoints:
         trainer_state, written = self._world.from_leader(lambda: read_state(place, self._writer))
         self._world.from_leader(lambda: check_policy(place, actor.shape, "run.dir", _adapters(actor)))
         self._world.together(lambda: self._check(place), what="check of a checkpoint")
+        self._world.from_leader(lambda: _check_optimizers(place, actor))
         state = _sharded_state(actor, written, loading=True)
         state = read_sharded(state, place, "run.dir", self._world)
         if written.optimizer == "plain":
-            of_parts = state["optimizer"]  # numbered, where there are several
-            for part in of_parts.values() if 0 in of_parts else [of_parts]:
-                _restore_step(part)
+            _restore_steps(state["optimizer"])
         if _adapters(actor):
             load_adapter_state(actor.chunks, state, self._world)
         else:
@@ -275,14 +276,30 @@ def _adapters(actor: Actor) -> LoraConfig | None:
     return lora if lora.rank else None
 
 
-def _restore_step(optimizer: dict[str, Any]) -> None:
+def _check_optimizers(place: Path, actor: Actor) -> None:
+    """Refuse the optimizer's state of experts from before they had one of their own in every layout."""
+    with plain_values_only():
+        written = dist_checkpointing.load_common_state_dict(str(place))["optimizer"]
+    if len(optimizer_parts(actor.optimizer)) > 1 and 0 not in written:
+        problem = f"{place} is of an earlier version, and has the optimizer's state of experts in another form"
+        remedy = (
+            f"Finish that run with that version, or begin another run.dir with its weights: model.checkpoint={place}"
+        )
+        raise UserError("run.dir", place.parent.parent, problem, remedy)
+
+
+def _restore_steps(optimizer: dict[Any, Any]) -> None:
     """Put a plain optimizer's count where it is looked for.
 
     Megatron leaves a count of 0 out, and Transformer Engine's Adam keeps it with its groups of parameters.
+
+    Args:
+        optimizer: state of one, or of one for each kind of parameters, by number.
     """
-    inner = optimizer.get("optimizer", optimizer)  # bf16 keeps it beside the master weights
-    steps = [group["step"] for group in inner["param_groups"] if "step" in group]
-    inner["state"].setdefault("common_step", torch.tensor(float(max(steps, default=0))))
+    for part in optimizer.values() if 0 in optimizer else [optimizer]:
+        inner = part.get("optimizer", part)  # bf16 keeps it beside the master weights
+        steps = [group["step"] for group in inner["param_groups"] if "step" in group]
+        inner["state"].setdefault("common_step", torch.tensor(float(max(steps, default=0))))
 
 
 def _bytes(actor: Actor, world: World) -> int:

@@ -111,6 +111,7 @@ class Learner:
         loss = PolicyLoss(objective_for(settings), kl_coef=settings.kl_coef, tis_cap=cap, version=version)
         totals: dict[str, float] = {}
         norms: list[float] = []
+        loads: list[dict[str, float]] = []
         for i, batch in microbatches.items():
             with self._timers("actor_train"):
                 updates = self._config.loss.updates_per_rollout
@@ -119,6 +120,7 @@ class Learner:
             if not norms:
                 self._check_start(result.sums, step, version, loss.take_scored())
             norms.append(result.grad_norm)
+            loads.append(result.expert_load)
             for name, value in result.sums.items():
                 totals[name] = totals.get(name, 0.0) + value
         metrics = {"train/no_op_updates": float(len(plan.minibatches) - len(packs))}
@@ -131,6 +133,7 @@ class Learner:
             metrics["train/tokens"] = float(
                 sum((m.samples.prompt_length + m.samples.response_length).sum() for m in plan.minibatches)
             )
+            metrics |= {name: sum(load[name] for load in loads) / len(loads) for name in loads[0]}
         return Learned(bool(norms), metrics)
 
     def measure_score_norms(self, metadata: StepMetadata, plan: StepPlan, held: Mapping[int, Group]) -> StepMetadata:

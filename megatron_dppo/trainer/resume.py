@@ -23,7 +23,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
@@ -216,6 +216,10 @@ def _same_place(one: Any, other: Any) -> bool:
     return isinstance(one, str) and isinstance(other, str) and Path(one).resolve() == Path(other).resolve()
 
 
+CUT = ("tp", "pp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
+"""Settings of the layout that say which parameters a rank has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Adapters:
     """What the adapters in a checkpoint belong to, and how they are read."""
@@ -247,6 +251,11 @@ class Writer:
     """Every rank its whole shard's state, or the distributed optimizer's, in one of its formats."""
     spec: str | None
     """Layers, which have their parameters in another order each; None before a rank has chosen them."""
+    ep: int = 1
+    etp: int | None = None
+    vpp: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
     adapters: Adapters | None = None
     """None: the whole policy is in the checkpoint."""
 
@@ -254,7 +263,9 @@ class Writer:
     def of(cls, config: Config, spec: str | None = None) -> Writer:
         optimizer, layout = config.optimizer, config.layout
         kind = optimizer.checkpoint_format if optimizer.distributed else "plain"
-        return cls(layout.tp, layout.pp, config.model.dtype, kind, spec, Adapters.of(config.model))
+        cut = {name: getattr(layout, name) for name in CUT}
+        adapters = Adapters.of(config.model)
+        return cls(dtype=config.model.dtype, optimizer=kind, spec=spec, adapters=adapters, **cut)
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> Writer:
@@ -302,6 +313,8 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
         written = Writer.read(state[_KEY])
     except TypeError as error:
         raise damaged(place, "run.dir", f"{STATE} does not say who wrote it ({error})") from error
+    if written.optimizer not in get_args(get_type_hints(Writer)["optimizer"]):
+        raise damaged(place, "run.dir", f"{STATE} names no form of the optimizer's state: {written.optimizer!r}")
     for setting, was, is_now in _adapters_differ(written.adapters, now.adapters):
         problem = "was written of adapters with " if written.adapters else "was written without adapters, with "
         raise refused(
@@ -363,10 +376,13 @@ def _check_cut(place: Path, written: Writer, now: Writer) -> None:
         "Resume with %s; a checkpoint that such a run writes with optimizer.checkpoint_format=fully_reshardable "
         "then resumes in any layout"
     )
-    if (written.tp, written.pp) != (now.tp, now.pp):
-        ours, theirs = (f"tp {writer.tp} x pp {writer.pp}" for writer in (now, written))
-        problem = f"{problem % theirs}, and resumes at that tp and pp only (dp may change)"
-        raise UserError("layout", ours, problem, remedy % f"layout.tp={written.tp} layout.pp={written.pp}")
+    wanted = {name: getattr(written, name) for name in CUT}
+    if wanted != (ours := {name: getattr(now, name) for name in CUT}):
+        named = [name for name in CUT if name in ("tp", "pp") or wanted[name] != ours[name]]
+        now_said, then = (" x ".join(f"{name} {cut[name]}" for name in named) for cut in (ours, wanted))
+        problem = f"{problem % then}, and resumes at that only (dp may change)"
+        settings = " ".join(f"layout.{name}={'null' if wanted[name] is None else wanted[name]}" for name in named)
+        raise UserError("layout", now_said, problem, remedy % settings)
     if now.spec and written.spec != now.spec:
         problem = f"{problem % f'model.spec = {written.spec}'}, whose parameters come in another order"
         raise UserError("model.spec", now.spec, problem, remedy % f"model.spec={written.spec}")

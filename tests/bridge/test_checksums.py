@@ -7,13 +7,13 @@ import json
 import random
 import shutil
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_dppo.bridge.checksums import FILE, BlockWriter, Checksums, DamagedError
+from tests.damage import DAMAGE, flip
 
 TENSORS = (torch.arange(300_000), torch.zeros(0), torch.ones(3, 5, dtype=torch.bfloat16))
 
@@ -58,32 +58,6 @@ def test_whole_files_pass_and_so_does_every_share_of_them(written: Path) -> None
 
 def test_a_folder_of_an_earlier_version_has_none(tmp_path: Path) -> None:
     assert Checksums.read(tmp_path) is None
-
-
-def replaced(path: Path, data: bytes) -> None:
-    path.unlink()
-    path.write_bytes(data)
-
-
-def with_a_folder_instead(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-DAMAGE: dict[str, Callable[[Path, random.Random], object]] = {
-    "flipped": lambda path, rng: flip(path, rng.randrange(8 * path.stat().st_size)),
-    "truncated": lambda path, rng: replaced(path, path.read_bytes()[: rng.randrange(path.stat().st_size)]),
-    "longer": lambda path, rng: replaced(path, path.read_bytes() + b"\0"),
-    "foreign": lambda path, rng: replaced(path, rng.randbytes(path.stat().st_size)),
-    "missing": lambda path, rng: path.unlink(),
-    "a folder": lambda path, rng: with_a_folder_instead(path),
-}
-
-
-def flip(path: Path, bit: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import pickle
+import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.bridge import checksums
-from megatron_dppo.bridge.checkpoint_folder import TRACKER
+from megatron_dppo.bridge.checkpoint_folder import METADATA, TRACKER
 from tests.bridge.conversions import contents, to_hf, to_megatron
 from tests.bridge.directories import Sizes, write_qwen2, write_qwen3
+from tests.damage import UNUSABLE
 
 LAST = "model-00002-of-00002.safetensors"
 
@@ -46,12 +48,7 @@ def set_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-def truncate(file: Path, kept: int = -1) -> None:
-    file.write_bytes(file.read_bytes()[:kept])
-
-
 BAD_SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a missing shard": (lambda source: (source / LAST).unlink(), f"{LAST} is missing"),
     "other sizes": (lambda source: set_config(source, head_dim=8), "has shape [6], but config.json makes it [8]"),
     "another family": (lambda source: set_config(source, architectures=["Qwen2ForCausalLM"]), "q_proj.bias"),
     "a model that is not supported": (lambda source: set_config(source, architectures=["LlamaForCausalLM"]), "Llama"),
@@ -78,25 +75,7 @@ def test_a_bad_model_directory_is_refused(
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def distcp(checkpoint: Path) -> Path:
-    (file,) = (checkpoint / "release").glob("*.distcp")
-    return file
-
-
 BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no .metadata": (lambda at: (at / "release/.metadata").unlink(), "has no .metadata"),
-    "a truncated .metadata": (lambda at: truncate(at / "release/.metadata", 700), ".metadata cannot be read"),
-    "an empty .metadata": (lambda at: truncate(at / "release/.metadata", 0), ".metadata cannot be read"),
-    "another pickle": (
-        lambda at: (at / "release/.metadata").write_bytes(pickle.dumps([1])),
-        ".metadata cannot be read",
-    ),
-    "a missing file": (lambda at: distcp(at).unlink(), "__0_0.distcp is missing"),
-    "a truncated file": (lambda at: truncate(distcp(at)), "__0_0.distcp is truncated"),
-    "a file of zeros": (
-        lambda at: distcp(at).write_bytes(bytes(distcp(at).stat().st_size)),
-        "embedding.word_embeddings.weight cannot be read (File is not a zip file)",
-    ),
     "an older format": (lambda at: (at / "release/metadata.json").unlink(), "no checkpoint in Megatron's distributed"),
     "no tracker": (lambda at: (at / TRACKER).unlink(), f"holds neither {TRACKER} nor"),
     "no configuration": (lambda at: shutil.rmtree(at / "hf"), "there is no hf/ with the model's config.json"),
@@ -136,6 +115,43 @@ def test_a_bad_checkpoint_is_refused(
     assert contents(out) == before
     assert not (tmp_path / "absent").exists()
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+SHARDS = "__0_0.distcp"
+READ = {
+    "a directory": ("HF", to_megatron, "source", {LAST: LAST}),
+    "a checkpoint": ("CKPT", to_hf, "checkpoint/release", {n: n for n in (METADATA, SHARDS, checksums.FILE)}),
+    "a checkpoint of an earlier version": (
+        "CKPT",
+        to_hf,
+        "checkpoint/release",
+        {METADATA: METADATA, SHARDS: f"{SHARDS} |embedding.word_embeddings.weight cannot be read"},
+    ),
+}
+"""What is read, as what setting, by which conversion, where it lies, and the files of it with what is said of them."""
+
+
+@pytest.mark.parametrize("damage", UNUSABLE)
+@pytest.mark.parametrize("read", READ)
+def test_a_damaged_file_is_named_and_nothing_is_written(
+    read: str, damage: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setting, convert, place, files = READ[read]
+    if checksums.FILE not in files:
+        (tmp_path / "checkpoint/release" / checksums.FILE).unlink()
+    origin = (tmp_path / place).parent if convert is to_hf else tmp_path / place
+    for name, said in files.items():
+        if (name, damage) == (checksums.FILE, "missing"):  # as of an earlier version
+            continue
+        shutil.copytree(tmp_path / place, tmp_path / "whole")
+        UNUSABLE[damage](tmp_path / place / name, random.Random(damage))
+        before = contents(tmp_path)
+        assert convert(origin, tmp_path / "absent") == 2
+        text = printed_error(capsys)
+        assert text.startswith(f"error: {setting} = {tmp_path / place}") and re.search(said, text), (name, text)
+        assert contents(tmp_path) == before
+        shutil.rmtree(tmp_path / place)
+        (tmp_path / "whole").rename(tmp_path / place)
 
 
 def test_the_nearest_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

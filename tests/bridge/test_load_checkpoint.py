@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_dppo.bridge.checkpoint_folder import TRACKER
+from megatron_dppo.bridge.checkpoint_folder import METADATA, TRACKER
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.checkpoint import Checkpoints
+from tests.damage import UNUSABLE
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
@@ -20,7 +22,7 @@ TP2_PP2 = LayoutConfig(tp=2, pp=2, dp=1)
 
 
 def configure(policy: Path, run: Path, layout: LayoutConfig) -> Config:
-    config = config_for(policy, layout, LossConfig(), 64, distributed=True)
+    config = config_for(policy, layout, LossConfig(), 128, distributed=True)
     return replace(config, run=replace(config.run, dir=str(run)))
 
 
@@ -36,7 +38,7 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[b
     """Runs of one update at TP 2 x PP 2, untied and tied: the policy that they began with, and their checkpoints."""
     folder = tmp_path_factory.mktemp("trained")
     for tied in (False, True):
-        policy = write_policy(folder / f"{tied}" / "policy", tied=tied, heads=6, kv_heads=6, ffn=96)
+        policy = write_policy(folder / f"{tied}" / "policy", tied=tied, layers=2, heads=6, kv_heads=6, ffn=96)
         ranks.run(4, save, configure(policy, folder / f"{tied}", TP2_PP2))
     return {tied: folder / f"{tied}" for tied in (False, True)}
 
@@ -102,34 +104,34 @@ def test_another_policy_s_checkpoint_is_refused_by_the_tensor_that_differs(
 ) -> None:
     others = {
         "deeper": ({"layers": 6}, "decoder.layers.", "6"),
-        "wider": ({"ffn": 144}, "decoder.layers.mlp.linear_fc1.weight", "[4, 288, 48]"),
+        "wider": ({"ffn": 144}, "decoder.layers.mlp.linear_fc1.weight", "[2, 288, 48]"),
         "more words": ({"vocab": 300}, "embedding.word_embeddings.weight", "[384, 48]"),
         "untied": ({}, "output_layer.weight", "missing"),
         "tied": ({}, "output_layer.weight", "no part of"),
     }
     for name, (sizes, tensor, expected) in others.items():
         place = trained[name != "tied"] / "checkpoints" / "iter_0000001"
-        policy = write_policy(tmp_path / name, tied=name != "untied", **{"heads": 6, "kv_heads": 6, "ffn": 96} | sizes)
+        sizes = {"layers": 2, "heads": 6, "kv_heads": 6, "ffn": 96} | sizes
+        policy = write_policy(tmp_path / name, tied=name != "untied", **sizes)
         config = configure(policy, tmp_path / "run", LayoutConfig(pp=2, dp=1))
         for error in ranks.run(2, refused, from_checkpoint(config, place.parent)):
             assert (error.setting, error.value) == ("model.checkpoint", place)
             assert tensor in error.problem and expected in error.problem
 
 
-@pytest.mark.parametrize("harm", ["missing", "truncated", "overwritten"])
-def test_a_damaged_checkpoint_is_named(harm: str, trained: dict[bool, Path], ranks: RankPool, tmp_path: Path) -> None:
-    place = Path(shutil.copytree(trained[False] / "checkpoints" / "iter_0000001", tmp_path / "iter"))
-    damage(next(place.glob("__3_*.distcp")), harm)
-    config = from_checkpoint(configure(trained[False] / "policy", tmp_path / "run", LayoutConfig(tp=2, dp=1)), place)
-    for error in ranks.run(2, refused, config):
-        assert (error.setting, error.value) == ("model.checkpoint", place)
-        assert ("is damaged" if harm == "overwritten" else harm) in error.problem
+def refusals(rank: int, size: int, configs: list[Config]) -> list[UserError]:
+    return [refused(rank, size, config) for config in configs]
 
 
-def damage(file: Path, harm: str) -> None:
-    if harm == "missing":
-        file.unlink()
-    elif harm == "truncated":
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    else:
-        file.write_bytes(bytes(file.stat().st_size))
+def test_a_damaged_checkpoint_is_named(trained: dict[bool, Path], ranks: RankPool, tmp_path: Path) -> None:
+    policy, places = trained[False] / "policy", {}
+    for name in (METADATA, "__3_0.distcp"):
+        for damage, harm in UNUSABLE.items():
+            place = Path(shutil.copytree(trained[False] / "checkpoints" / "iter_0000001", tmp_path / name / damage))
+            harm(place / name, random.Random(damage))
+            places[place] = name
+    config = configure(policy, tmp_path / "run", LayoutConfig(tp=2, dp=1))
+    for errors in ranks.run(2, refusals, [from_checkpoint(config, place) for place in places]):
+        for error, (place, name) in zip(errors, places.items(), strict=True):
+            assert (error.setting, error.value) == ("model.checkpoint", place)
+            assert name in error.problem, (place, error.problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,16 +19,13 @@ from megatron_dppo.bridge.safetensors_files import INDEX, SINGLE, check_weights
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from tests.bridge.directories import Sizes, write_qwen3
+from tests.damage import UNUSABLE
 
 UP = "model.layers.1.mlp.up_proj.weight"
 UPP = "model.layers.1.mlp.upp_proj.weight"
 LAST = "model-00002-of-00002.safetensors"
 WHOLE, SHARDED = "1GB", "40KB"
 """Sizes of shards, of which the policy takes one or two."""
-
-
-def truncate(path: Path, kept: int) -> None:
-    (path / LAST).write_bytes((path / LAST).read_bytes()[:kept])
 
 
 def overwrite(name: str, content: bytes, path: Path) -> None:
@@ -72,11 +70,11 @@ Damage = Callable[[Path], object]
 DAMAGE: dict[str, tuple[str, Damage, str]] = {
     "no weights": (WHOLE, lambda at: (at / SINGLE).unlink(), f"holds neither {SINGLE} nor {INDEX}"),
     "no directory": (WHOLE, shutil.rmtree, "is no directory"),
-    "a missing shard": (SHARDED, lambda at: (at / LAST).unlink(), f"{LAST} is missing"),
-    **{
-        f"a shard of {kept} bytes": (SHARDED, partial(truncate, kept=kept), f"{LAST} is truncated")
-        for kept in (0, 4, 300, -1)
-    },
+    "a shard that ends in its header": (
+        SHARDED,
+        lambda at: (at / LAST).write_bytes((at / LAST).read_bytes()[:300]),
+        f"{LAST} is truncated",
+    ),
     **{
         f"a file of {content[:1]!r}": (WHOLE, partial(overwrite, SINGLE, content), f"{SINGLE} is no safetensors file")
         for content in (b"version https://git-lfs.github.com/spec/v1", b"\2" + b"\0" * 7 + b"[]")
@@ -120,6 +118,13 @@ def test_a_directory_that_does_not_hold_the_policy_is_refused(tmp_path: Path, da
     shape = write_policy(tmp_path / "policy", shard_size)
     do(tmp_path / "policy")
     assert message in refusal(tmp_path / "policy", shape)
+
+
+@pytest.mark.parametrize("damage", UNUSABLE)
+def test_a_damaged_shard_is_named(tmp_path: Path, damage: str) -> None:
+    shape = write_policy(tmp_path, SHARDED)
+    UNUSABLE[damage](tmp_path / LAST, random.Random(damage))
+    assert LAST in refusal(tmp_path, shape)
 
 
 def test_many_unexpected_tensors_are_counted(tmp_path: Path) -> None:

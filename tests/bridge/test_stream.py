@@ -37,6 +37,15 @@ LAYOUTS = {
     "pp2": LayoutConfig(pp=2),
     "tp2pp2": LayoutConfig(tp=2, pp=2, sequence_parallel=True),
     "tp4": LayoutConfig(tp=4, sequence_parallel=True),
+    "pp2vpp2": LayoutConfig(pp=2, vpp=2),
+}
+OF_EXPERTS = {
+    "ep2": LayoutConfig(ep=2, dp=2),
+    "ep2tp2": LayoutConfig(ep=2, tp=2, etp=1, sequence_parallel=True),
+    "ep2tp2etp2": LayoutConfig(ep=2, tp=2, dp=2, sequence_parallel=True),
+    "tp2etp1": LayoutConfig(tp=2, etp=1, sequence_parallel=True),
+    "ep2pp2vpp2": LayoutConfig(ep=2, pp=2, vpp=2, dp=2),
+    "ep2 of dp4": LayoutConfig(ep=2, dp=4),
 }
 MIB = 2**20
 SEVERAL_BUCKETS = Sizes(vocab_size=1500, hidden_size=192, intermediate_size=512, num_hidden_layers=4)
@@ -50,7 +59,7 @@ def size_of(layout: LayoutConfig) -> int:
 
 
 def consumes(world: World, to: Consumers) -> bool:
-    return to is Consumers.EVERYONE or (world.tp_rank == 0 and (to is Consumers.STAGE_LEADERS or world.pp_rank == 0))
+    return to is Consumers.EVERYONE or (world.copy_rank == 0 and (to is Consumers.STAGE_LEADERS or world.pp_rank == 0))
 
 
 def stream_back(rank: int, size: int, path: Path, layout: LayoutConfig, dtype: str) -> dict[Consumers, Names]:
@@ -71,7 +80,7 @@ def stream_back(rank: int, size: int, path: Path, layout: LayoutConfig, dtype: s
 
 
 def assert_complete(ranks: list[dict[Consumers, Names]], layout: LayoutConfig, shape: PolicyShape) -> None:
-    """Each consumer got every tensor once, and the ranks that only send as many buckets."""
+    """Each consumer of each copy got every tensor once, and the ranks that only send as many buckets."""
     expected = sorted(expected_tensors(shape))
 
     def names(*streams: Names) -> list[str]:
@@ -80,12 +89,13 @@ def assert_complete(ranks: list[dict[Consumers, Names]], layout: LayoutConfig, s
     everyone = [streams[Consumers.EVERYONE] for streams in ranks]
     assert names(everyone[0]) == expected
     assert all(stream == everyone[0] for stream in everyone)
-    leader, *others = [streams[Consumers.LEADER] for streams in ranks]
-    assert leader == everyone[0]
-    assert all(stream == [[]] * len(leader) for stream in others)
+    copy, stage = max(layout.tp, layout.expert_tp * layout.ep), len(ranks) // layout.pp
+    for rank, streams in enumerate(ranks):
+        leads = rank < stage and rank % copy == 0
+        assert streams[Consumers.LEADER] == (everyone[0] if leads else [[]] * len(everyone[0]))
     of_stages = [streams[Consumers.STAGE_LEADERS] for streams in ranks]
-    assert names(*of_stages) == expected
-    assert all(len(stream) == len(of_stages[rank // layout.tp * layout.tp]) for rank, stream in enumerate(of_stages))
+    assert names(*of_stages) == sorted(expected * (stage // copy))
+    assert all(len(stream) == len(of_stages[rank // copy * copy]) for rank, stream in enumerate(of_stages))
 
 
 @pytest.mark.parametrize(
@@ -95,11 +105,12 @@ def assert_complete(ranks: list[dict[Consumers, Names]], layout: LayoutConfig, s
 def test_round_trip_is_the_identity_in_every_layout(
     ranks: RankPool, tmp_path: Path, family: str, dtype: str, tied: bool
 ) -> None:
-    sizes = Sizes(tie_word_embeddings=tied)
-    shape = FAMILIES[family](tmp_path, sizes, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+    sizes = Sizes(tie_word_embeddings=tied, num_hidden_layers=4)
+    experts = {"experts": 6} if family == "Qwen3-MoE" else {}
+    shape = FAMILIES[family](tmp_path, sizes, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32, **experts)
     assert sorted(expected_tensors(shape)) == sorted(load_file(tmp_path / "model.safetensors"))
     for size in (1, 2, 4):
-        layouts = [layout for layout in LAYOUTS.values() if size_of(layout) == size]
+        layouts = [layout for layout in (LAYOUTS | (OF_EXPERTS if experts else {})).values() if size_of(layout) == size]
         results = ranks.in_turn(size, *((stream_back, tmp_path, layout, dtype) for layout in layouts))
         for layout, streams in zip(layouts, results, strict=True):
             assert_complete(streams, layout, shape)
@@ -239,10 +250,14 @@ def elements_sent(rank: int, size: int, path: Path, layout: LayoutConfig) -> tup
     return sum(parameter.numel() for chunk in model for parameter in chunk.parameters()), sent
 
 
-def test_a_consumer_is_sent_what_it_does_not_have_and_nothing_twice(ranks: RankPool, tmp_path: Path) -> None:
-    shape = write_qwen3(tmp_path, Sizes(vocab_size=256))  # which needs no padding
+@pytest.mark.parametrize(("family", "layout"), [("Qwen3", LAYOUTS["tp2pp2"]), ("Qwen3-MoE", OF_EXPERTS["ep2pp2vpp2"])])
+def test_a_consumer_is_sent_what_it_does_not_have_and_nothing_twice(
+    ranks: RankPool, tmp_path: Path, family: str, layout: LayoutConfig
+) -> None:
+    experts = {"experts": 6} if family == "Qwen3-MoE" else {}
+    shape = FAMILIES[family](tmp_path, Sizes(vocab_size=256, num_hidden_layers=4), **experts)  # which needs no padding
     policy = sum(prod(size) for size in expected_tensors(shape).values())
-    held, sent = zip(*ranks.run(4, elements_sent, tmp_path, LAYOUTS["tp2pp2"]), strict=True)
+    held, sent = zip(*ranks.run(4, elements_sent, tmp_path, layout), strict=True)
     total = {to: sum(by_rank[to] for by_rank in sent) for to in Consumers}
     assert total[Consumers.LEADER] == policy - held[0]
     assert total[Consumers.STAGE_LEADERS] == policy - held[0] - held[2]

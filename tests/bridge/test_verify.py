@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,7 +16,7 @@ import torch
 
 from megatron_dppo.bridge import checksums, convert, convert_commands
 from megatron_dppo.bridge.chunks import Chunk
-from megatron_dppo.bridge.convert import compare_tensors, logits_dtype, stored_chunks
+from megatron_dppo.bridge.convert import compare_logits, compare_tensors, logits_dtype, stored_chunks
 from megatron_dppo.bridge.mapping import entries, expected_tensors
 from megatron_dppo.bridge.safetensors_files import INDEX, check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
@@ -25,17 +25,10 @@ from megatron_dppo.models.shape import PolicyShape, read_shape
 from tests.bridge.conversions import contents, to_hf, to_megatron
 from tests.bridge.directories import Sizes, write_qwen3
 from tests.bridge.test_convert_errors import printed_error
+from tests.commands import Command
+from tests.damage import flip
 
 NAMES = ["model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight"]
-
-
-def flip(part: Chunk, byte: int) -> None:
-    """Change one bit of a stored tensor."""
-    with part.file.open("r+b") as file:
-        file.seek(part.start + byte)
-        (old,) = file.read(1)
-        file.seek(part.start + byte)
-        file.write(bytes([old ^ 1]))
 
 
 def parts_in_checkpoint(place: Path, shape: PolicyShape) -> dict[str, list[Chunk]]:
@@ -66,10 +59,10 @@ def test_a_flipped_bit_in_either_form_is_found(tmp_path: Path, name: str, which:
     else:
         part = stored_chunks(check_weights(tmp_path / "source", shape))[name]
     for byte in (0, part.rows * part.columns * part.dtype.itemsize - 1):
-        flip(part, byte)
+        flip(part.file, 8 * (part.start + byte))
         with pytest.raises(UserError, match=found):
             compare(tmp_path / "source", checkpoint)
-        flip(part, byte)
+        flip(part.file, 8 * (part.start + byte))
     assert compare(tmp_path / "source", checkpoint) == digest
 
 
@@ -90,9 +83,10 @@ def flipping(write: Callable[..., None], tensor: str) -> Callable[..., None]:
         out = arguments[3]
         shape = read_shape(out if (out / "config.json").exists() else out / "hf")
         if (out / "release").exists():
-            flip(parts_in_checkpoint(out / "release", shape)[tensor][0], 5)
+            part = parts_in_checkpoint(out / "release", shape)[tensor][0]
         else:
-            flip(stored_chunks(check_weights(out, shape))[tensor], 5)
+            part = stored_chunks(check_weights(out, shape))[tensor]
+        flip(part.file, 8 * (part.start + 5))
 
     return write_and_flip
 
@@ -146,6 +140,19 @@ def test_logits_are_computed_in_what_fits_in_memory(tmp_path: Path) -> None:
 TOOLS = Path(convert_commands.__file__).parents[2] / "tools/convert_ckpt"
 
 
+def run(log: Path, *words: str) -> tuple[list[str], list[str]]:
+    """The lines that a program writes to its two outputs, in a process of its own, which Megatron is changed for."""
+    errors = log.with_suffix(".err")
+    code = Command(["python", *words], log, before=partial(write_errors_to, errors)).exit_code()
+    assert code == 0, errors.read_text()
+    return log.read_text().splitlines(), errors.read_text().splitlines()
+
+
+def write_errors_to(file: Path) -> None:
+    with file.open("w") as errors:
+        os.dup2(errors.fileno(), 2)
+
+
 def test_the_tools_compare_logits_and_print_nothing_else(tmp_path: Path) -> None:
     """The first one casts as well, which the models may not be blamed for."""
     write_qwen3(tmp_path / "source", Sizes())
@@ -153,26 +160,20 @@ def test_the_tools_compare_logits_and_print_nothing_else(tmp_path: Path) -> None
         "hf_to_megatron.py": (tmp_path / "source", tmp_path / "megatron", "--dtype", "bf16"),
         "megatron_to_hf.py": (tmp_path / "megatron", tmp_path / "back"),
     }
-    processes = [
-        subprocess.run([sys.executable, TOOLS / tool, *words, "--verify"], capture_output=True, text=True, check=False)
-        for tool, words in runs.items()
-    ]
-    for process, (_, out, *_) in zip(processes, runs.values(), strict=True):
-        assert process.returncode == 0, process.stderr
-        tensors, logits, written = process.stdout.splitlines()
+    for tool, words in runs.items():
+        _, out, *_ = words
+        said, errors = run(tmp_path / tool, str(TOOLS / tool), *map(str, words), "--verify")
+        tensors, logits, written = said
         assert "every tensor is the same in both forms" in tensors
         assert float(re.search(r"differ by at most (\S+) of", logits)[1]) < 1e-4
         assert written == f"{out}: 0.02 million weights in bfloat16"
-        assert [line.partition(":")[0] for line in process.stderr.splitlines()][1:] == ["verifying"]
+        assert [line.partition(":")[0] for line in errors][1:] == ["verifying"]
 
 
 OTHER_MODELS = {"another base of rotary positions": {"rope_theta": 5e5}, "another epsilon": {"rms_eps": 1e-1}}
 
 
 def main(folder: Path) -> None:
-    """Run in a process of its own, which Megatron-Core is changed for."""
-    from megatron_dppo.bridge.convert import compare_logits
-
     shape, place = read_shape(folder / "source"), folder / "megatron/release"
     print(compare_logits(place, folder / "source", shape, torch.float32, written=torch.float32))
     for changes in OTHER_MODELS.values():
@@ -186,9 +187,7 @@ def test_models_that_are_not_each_others_are_told_apart(tmp_path: Path) -> None:
     write_qwen3(tmp_path / "source", Sizes())
     assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
     program = f"from pathlib import Path; from tests.bridge.test_verify import main; main(Path({str(tmp_path)!r}))"
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    difference, *problems = process.stdout.splitlines()
+    (difference, *problems), _ = run(tmp_path / "log", "-c", program)
     assert float(difference) < 1e-4
     assert len(problems) == len(OTHER_MODELS)
     assert all(re.search("logits differ by .* of their deviation, over 0.001", problem) for problem in problems)

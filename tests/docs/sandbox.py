@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_dppo.evaluation.benchmarks import BENCHMARKS
 from megatron_dppo.init import write_model
-from tests.commands import exit_code
+from tests.commands import Command
 from tests.docs.documents import ROOT, blocks
 from tests.docs.ways import SMALL
 
@@ -24,8 +24,11 @@ LINKED = ("benchmarks", "docs", "mkdocs.yml", "pyproject.toml", "README.md", "sc
 SUMS = [{"question": f"{i}+{i}=", "answer": str(2 * i)} for i in range(1, 7)]
 GSM8K = [{"question": f"What is {i} and {i}?", "answer": f"{i} and {i} is {2 * i}.\n#### {2 * i}"} for i in range(1, 7)]
 LIMIT_S = 240
-FORKED = re.compile(r"megatron-dppo (train|sft|eval|init) (?!--out|.*(--check \d|--print-config|[$;|&<>*]))")
-"""What runs in one process with torch in it, and has nothing in it that only bash knows."""
+FORKED = re.compile(
+    r"((?:[A-Z_]+=\w+ )*)((?:megatron-dppo (?:train|sft|eval|init) (?!--out|.*--print-config)"
+    r"|python (?:-m pytest|benchmarks/gpu_step\.py|tools/\S+|\w+\.py))[^$;|&<>*]*)"
+)
+"""What takes torch, with what it sets in its environment, and has nothing in it that only bash knows."""
 
 
 class Sandbox:
@@ -77,9 +80,12 @@ class Sandbox:
             "PIP_NO_INDEX": "1",
             "MEGATRON_DPPO_BENCHMARKS": "",
         }
-        if FORKED.match(command) and not (environ or self._is_changed):
+        if (forked := FORKED.fullmatch(command)) and not environ:
             self._said.unlink(missing_ok=True)
-            code, said = exit_code(shlex.split(command)[1:], self._said, self.folder, **ours), self._said.read_text()
+            ours |= dict(word.split("=") for word in forked[1].split())
+            package = self.folder if self._is_changed else None
+            code = Command(shlex.split(forked[2]), self._said, self.folder, ours, package).exit_code()
+            said = self._said.read_text()
         else:
             done = subprocess.run(
                 ["bash", "-c", command],

@@ -26,6 +26,16 @@ LAYOUTS = {
     "dp2": LayoutConfig(dp=2),
     "pp2": LayoutConfig(pp=2, dp=1),
 }
+MIXTURES = {
+    "ep2": LayoutConfig(ep=2, dp=2),
+    "tp2 ep2": LayoutConfig(tp=2, ep=2, etp=1, dp=1, sequence_parallel=True),
+    "tp2 ep2 etp2": LayoutConfig(tp=2, ep=2, dp=2, sequence_parallel=True),
+    "tp2 etp1": LayoutConfig(tp=2, etp=1, dp=1, sequence_parallel=True),
+    "cp2 ep2": LayoutConfig(cp=2, ep=2, dp=1),
+    "pp2 ep2": LayoutConfig(pp=2, ep=2, dp=2),
+    "pp2 vpp2": LayoutConfig(pp=2, vpp=2, dp=1),
+    "pp2, uneven": LayoutConfig(pp=2, first_stage_layers=1, dp=1),
+}
 PADDING = 4 * 128 * 8
 """Bytes by which a buffer may differ from its parameters: buckets end on a multiple, and are cut there for shards."""
 
@@ -33,6 +43,14 @@ PADDING = 4 * 128 * 8
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_policy(tmp_path_factory.mktemp("policy"), layers=4, heads=6, ffn=192)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    sizes = {"hidden": 48, "layers": 4, "heads": 6, "kv_heads": 2, "head_dim": 16, "ffn": 64, "vocab_size": 131}
+    write_model(folder / "experts", experts=8, experts_per_token=2, tie=False, **sizes)
+    return folder / "experts"
 
 
 def storage_bytes(tensors: list[torch.Tensor]) -> int:
@@ -62,7 +80,7 @@ def held(rank: int, size: int, config: Config) -> dict[str, Any]:
         return responses.logprobs.sum(), {}
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        actor.accumulate([Microbatch(pack)], loss)
+        actor.accumulate([Microbatch(pack)] * config.layout.least_packs, loss)
     buffers = [buffer for module in actor.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
     state = [
         value
@@ -91,8 +109,11 @@ def expected(config: Config, size: int, tokens: int, stage: int) -> dict[str, fl
     shape = read_shape(config.model.path)
     placement = Placement(config.layout, size, (1,) * size, True, size)
     config = replace(config, pack=replace(config.pack, max_tokens=tokens))
-    setup = Setup(config, shape, placement, Assumptions())
-    return {**held_bytes(setup, stage), "activations": activation_bytes(setup, stage, EAGER)}
+    setup = Setup(config, shape, placement, Assumptions(expert_imbalance=1.0))
+    return {
+        **held_bytes(setup, stage),
+        "activations": activation_bytes(setup, stage, EAGER, packs=config.layout.least_packs),
+    }
 
 
 def configured(policy: Path, layout: LayoutConfig, **model: str) -> Config:
@@ -115,6 +136,31 @@ def test_weights_gradients_and_optimizer_are_what_ranks_hold(
             assert abs(found[part] - wanted[part]) <= PADDING, (part, found[part], wanted[part])
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_and_virtual_stages_too(ranks: RankPool, mixture: Path, name: str) -> None:
+    layout = MIXTURES[name]
+    size = layout.tp * layout.pp * layout.cp * (layout.dp or 1)
+    config = configured(mixture, layout, dtype="bf16")
+    for found in ranks.run(size, held, config):
+        wanted = expected(config, size, found["tokens"], found["stage"])
+        assert found["weights"] == wanted["weights"]
+        for part in ("gradients", "optimizer"):
+            assert abs(found[part] - wanted[part]) <= 2 * PADDING, (part, found[part], wanted[part])
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["ep2", "tp2 ep2", "tp2 etp1", "tp2 ep2 etp2"])
+def test_activations_of_expert_parallel_ranks_are_within_a_tenth_on_average(
+    ranks: RankPool, mixture: Path, name: str, recompute: str
+) -> None:
+    """A fresh router is uneven by chance; together the ranks have every token once for each of its experts."""
+    layout = MIXTURES[name]
+    config = configured(mixture, layout, recompute=recompute)
+    found = ranks.run(layout.tp * (layout.dp or 1), held, config)
+    mean = sum(rank["activations"] for rank in found) / len(found)
+    assert mean == pytest.approx(sum(kept(config, rank["tokens"]) for rank in found) / len(found), rel=0.1)
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["one rank", "tp2", "tp2 sp"])
 def test_activations_are_within_a_tenth_of_what_a_pack_leaves(
@@ -127,10 +173,8 @@ def test_activations_are_within_a_tenth_of_what_a_pack_leaves(
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_activations_of_experts_are_too(ranks: RankPool, tmp_path: Path, recompute: str) -> None:
-    sizes = {"hidden": 48, "layers": 4, "heads": 6, "kv_heads": 2, "head_dim": 16, "ffn": 64, "vocab_size": 131}
-    write_model(tmp_path / "experts", experts=8, experts_per_token=2, tie=False, **sizes)
-    config = configured(tmp_path / "experts", LayoutConfig(dp=1), recompute=recompute)
+def test_activations_of_experts_are_too(ranks: RankPool, mixture: Path, recompute: str) -> None:
+    config = configured(mixture, LayoutConfig(dp=1), recompute=recompute)
     (found,) = ranks.run(1, held, config)
     assert found["weights"] == expected(config, 1, found["tokens"], 0)["weights"]
     assert found["activations"] == pytest.approx(kept(config, found["tokens"]), rel=0.1)
@@ -140,10 +184,9 @@ def kept(config: Config, tokens: int) -> float:
     """Activations as the model has them, at the end of a forward pass: what one layer keeps while it is recomputed, is
     not there yet."""
     layout, shape = config.layout, read_shape(config.model.path)
-    shared = layout.tp if layout.sequence_parallel else 1
     again = {
         "none": 0.0,
-        "selective": feed_forward_elements(shape, layout.tp, EAGER),
-        "full": layer_elements(shape, layout.tp, shared, EAGER),
+        "selective": feed_forward_elements(shape, layout, EAGER),
+        "full": layer_elements(shape, layout, EAGER),
     }[config.model.recompute]
     return expected(config, layout.tp, tokens, 0)["activations"] - 4 * tokens * again

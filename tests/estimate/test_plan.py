@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.bridge.mapping import parameters
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GPUS, Assumptions, read_assumptions
 from megatron_dppo.estimate.memory import actor_memory, parameters_of, rank_elements, resident_bytes, shape_of
@@ -57,16 +57,17 @@ def test_published_sizes_are_the_cards() -> None:
     billions = {name: round(parameters_of(shape).total / 1e9, 1) for name, shape in PUBLISHED.items()}
     assert billions == {
         "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8,
-        "qwen3-30b-a3b": 30.5,
+        "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1,
     }  # fmt: skip
     assert parameters_of(PUBLISHED["qwen3-30b-a3b"]).active / 1e9 == pytest.approx(3.3, abs=0.1)
+    assert parameters_of(PUBLISHED["qwen3-235b-a22b"]).active / 1e9 == pytest.approx(22.2, abs=0.1)
 
 
 @pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-30b-a3b"])
 def test_ranks_hold_the_policy_between_them(name: str) -> None:
     """Stages and slices add up, but for what every rank has: norms, routers, and a tied output layer's copy."""
     shape, together = PUBLISHED[name], parameters_of(PUBLISHED[name]).total
-    held = sum(rank_elements(shape, stage, 4, 4) for stage in range(4)) * 4
+    held = sum(rank_elements(shape, stage, LayoutConfig(tp=4, pp=4)).total for stage in range(4)) * 4
     copied = shape.vocab_size * shape.hidden if shape.tied else 0
     assert 0 <= held - together - copied < 0.003 * together
 

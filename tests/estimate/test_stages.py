@@ -3,8 +3,70 @@
 from __future__ import annotations
 
 import pytest
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from tests.estimate.test_plan import of, plan, trainer_parts
+from megatron_dppo.config import LayoutConfig
+from megatron_dppo.estimate.memory import chunks_in_flight
+from megatron_dppo.estimate.workload import packs_of
+from megatron_dppo.parallel.layout import stage_layers
+from tests.estimate.test_plan import of, plan, setup, trainer_parts
+
+LARGEST = "configs/qwen3_235b_a22b_dppo.yaml"
+CUTS = [
+    (8, LayoutConfig(pp=2)),
+    (8, LayoutConfig(pp=2, vpp=2)),
+    (8, LayoutConfig(pp=2, vpp=4)),
+    (94, LayoutConfig(pp=8, first_stage_layers=11, last_stage_layers=11)),
+    (10, LayoutConfig(pp=3, first_stage_layers=2)),
+    (10, LayoutConfig(pp=3, last_stage_layers=4)),
+    (20, LayoutConfig(pp=4, vpp=2, first_stage_layers=4, last_stage_layers=4)),
+    (12, LayoutConfig(pp=2, first_stage_layers=5, last_stage_layers=7)),
+]
+
+
+@pytest.mark.parametrize(("layers", "layout"), CUTS)
+def test_stages_have_the_layers_that_megatron_gives_them(layers: int, layout: LayoutConfig) -> None:
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=layout.pp,
+        pipeline_dtype="bf16",
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+    )
+    for stage in range(layout.pp):
+        for turn, found in enumerate(stage_layers(layers, stage, layout)):
+            virtual = turn if layout.vpp > 1 else None
+            start = get_transformer_layer_offset(config, virtual, stage)
+            assert found == range(start, start + get_num_layers_to_build(config, virtual, stage))
+    everything = [layer for stage in range(layout.pp) for part in stage_layers(layers, stage, layout) for layer in part]
+    assert sorted(everything) == list(range(layers))
+
+
+@pytest.mark.parametrize(
+    ("stages", "virtual", "packs", "measured"),
+    [
+        (2, 1, 6, [2, 1]),
+        (2, 2, 6, [5, 3]),
+        (2, 4, 6, [9, 7]),
+        (2, 2, 5, [6, 4]),
+        (4, 1, 8, [4, 3, 2, 1]),
+        (4, 2, 8, [11, 9, 7, 5]),
+        (4, 2, 9, [12, 10, 8, 6]),
+        (4, 2, 4, [8, 8, 7, 5]),
+        (4, 1, 2, [2, 2, 2, 1]),
+    ],
+)
+def test_passes_in_flight_are_those_of_megatrons_schedules(
+    stages: int, virtual: int, packs: int, measured: list[int]
+) -> None:
+    """The first seven were counted on real ranks: forward passes of a virtual stage without their backward pass."""
+    layout = LayoutConfig(pp=stages, vpp=virtual)
+    assert [chunks_in_flight(stage, layout, packs) for stage in range(stages)] == measured
 
 
 def test_a_stage_keeps_activations_of_as_many_packs_as_are_in_flight_in_it() -> None:
@@ -20,3 +82,38 @@ def test_a_backward_pass_takes_twice_its_forward_pass_and_the_heads_three_times(
     phases = plan("model.recompute=none", "loss.kl_coef=0.01", "layout.pp=1").pruned.phases
     forward = phases["reference log-probabilities"]
     assert 3.0 * forward < phases["training"] < 4.0 * forward
+
+
+def test_virtual_stages_divide_the_bubble_and_keep_more_activations() -> None:
+    base = ("layout.pp=4", "layout.tp=4", "model.recompute=none")
+    plain, interleaved = plan(*base).pruned, plan(*base, "layout.vpp=4").pruned
+    assert interleaved.packs == plain.packs
+    assert interleaved.phases["pipeline bubble"] == pytest.approx(plain.phases["pipeline bubble"] / 4)
+    first, first_interleaved = (trainer_parts(of(*base, f"layout.vpp={v}"))["activations"] for v in (1, 4))
+    # Four packs in 16 layers against 2·3 + 3·4 + 1 = 19 packs in 4 layers.
+    assert first_interleaved == pytest.approx(first * 19 * 4 / (4 * 16), rel=1e-3)
+
+
+def test_an_interleaved_pipeline_has_at_least_as_many_packs_as_stages() -> None:
+    few = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "layout.pp=4", "layout.tp=8")
+    assert packs_of(setup(of(*few))) < 4
+    assert packs_of(setup(of(*few, "layout.vpp=2"))) == 4
+
+
+def test_the_slowest_stage_sets_the_pace_and_each_stage_holds_its_own_layers() -> None:
+    uneven = ("layout.pp=4", "layout.tp=4", "pack.min_per_rank=64")
+    even = plan(*uneven).pruned.phases["training"]
+    longer_first, shorter_last = (
+        plan(*uneven, *words).pruned.phases["training"]
+        for words in (
+            ("layout.first_stage_layers=22", "layout.last_stage_layers=14"),
+            ("layout.first_stage_layers=17", "layout.last_stage_layers=13"),
+        )
+    )
+    # 22 layers instead of 16 and the head; 17 in three stages, and 13 with the head in the last one.
+    assert shorter_last < even < longer_first
+    assert longer_first / shorter_last == pytest.approx(22 / 17, rel=0.01)
+    parts = trainer_parts(
+        of("layout.pp=4", "layout.tp=4", "layout.first_stage_layers=22", "layout.last_stage_layers=14")
+    )
+    assert parts["weights"] > 1.2 * trainer_parts(of("layout.pp=4", "layout.tp=4"))["weights"]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Protocol, get_args, get_type_hints
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from megatron_dppo.estimate.assumptions import GIB, Assumptions
 from megatron_dppo.estimate.memory import actor_memory, held_bytes
 from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.models.shape import PolicyShape
+from tests.commands import Command
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
 TINY = PolicyShape(2, 64, 4, 2, 16, 128, 512, True, 1e6, 1e-6, 4096)
@@ -28,22 +28,41 @@ def beside_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
 
 
-def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), "--json", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=SCRIPT.parents[1])
+class Measure(Protocol):
+    def __call__(self, *arguments: str, code: int = 0) -> list[str]: ...
 
 
-def report_of(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+@pytest.fixture(scope="module")
+def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
+    """Runs the script to an exit code, and gives the lines that it says."""
+
+    def run(*arguments: str, code: int = 0) -> list[str]:
+        log = tmp_path_factory.mktemp("step") / "log"
+        words = ["python", str(SCRIPT), "--json", *arguments]
+        ended = Command(words, log, SCRIPT.parents[1], before=fork_shapes).exit_code()
+        assert ended == code, log.read_text()
+        return log.read_text().splitlines()
+
+    return run
+
+
+def fork_shapes() -> None:
+    """The process of a shape, where no GPU forbids it, is a fork of one that has imported everything as well."""
+    if not torch.cuda.is_available():
+        forks = multiprocessing.get_context("fork")
+        multiprocessing.get_context = lambda method: forks
+
+
+def report_of(said: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The whole report, which is the last line, and its only shape."""
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(said[-1])
     (row,) = report["shapes"]
     return report, row
 
 
 @pytest.fixture(scope="module")
-def plain() -> tuple[dict[str, Any], dict[str, Any]]:
-    return report_of(start("--tiny", "--sequences", "24"))
+def plain(measure: Measure) -> tuple[dict[str, Any], dict[str, Any]]:
+    return report_of(measure("--tiny", "--sequences", "24"))
 
 
 def test_a_tiny_shape_is_measured_anywhere(plain: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -76,12 +95,12 @@ def test_memory_stands_beside_what_a_plan_expects(plain: tuple[dict[str, Any], d
 
 
 def test_what_a_run_can_set_is_measured_and_a_table_says_where_time_goes(
-    plain: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
+    plain: tuple[dict[str, Any], dict[str, Any]], measure: Measure, tmp_path: Path
 ) -> None:
     settings = ("--recompute", "full", "--head-chunk-mib", "1", "--offload")
     watching = ("--sync-debug", "--profile", str(tmp_path / "table"))
-    done = start("--tiny", "--sequences", "24", *settings, *watching)
-    _, row = report_of(done)
+    said = measure("--tiny", "--sequences", "24", *settings, *watching)
+    _, row = report_of(said)
     assert (row["recompute"], row["head_chunk_mib"], row["offload"]) == ("full", 1, True)
     assert row["packed"]["planned_peak_gib"] < plain[1]["packed"]["planned_peak_gib"] - 60 / 1024
     title, *table = (tmp_path / "table").read_text().splitlines()
@@ -89,17 +108,16 @@ def test_what_a_run_can_set_is_measured_and_a_table_says_where_time_goes(
     assert any("aten::mm" in line for line in table)
     if torch.cuda.is_available():
         for name in ("update", "log_probabilities"):
-            assert row["host_waits"][name]["per_pack"] <= 1, done.stderr
+            assert row["host_waits"][name]["per_pack"] <= 1, said
     else:
-        assert "without CUDA the host waits for no device" in done.stderr
+        assert "without CUDA the host waits for no device" in "".join(said)
         assert row["host_waits"] is None
 
 
-def test_what_recomputation_there_is_comes_from_the_setting() -> None:
-    done = start("--tiny", "--recompute", "of-everything")
-    assert done.returncode == 2
+def test_what_recomputation_there_is_comes_from_the_setting(measure: Measure) -> None:
+    said = measure("--tiny", "--recompute", "of-everything", code=2)
     for choice in get_args(get_type_hints(ModelConfig)["recompute"]):
-        assert choice in done.stderr.rpartition("choose from")[2]
+        assert choice in " ".join(said).rpartition("choose from")[2]
 
 
 @pytest.mark.gpu
@@ -113,7 +131,5 @@ def test_each_value_that_the_host_reads_is_counted_where_it_is_read() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_without_cuda_it_says_so() -> None:
-    done = start()
-    assert done.returncode == 2
-    assert "needs CUDA" in done.stderr
+def test_without_cuda_it_says_so(measure: Measure) -> None:
+    assert "needs CUDA" in " ".join(measure(code=2))

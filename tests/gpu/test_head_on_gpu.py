@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -16,6 +14,7 @@ import torch
 from megatron_dppo.config import HEAD_CHUNK_MIB
 from megatron_dppo.models import policy_head, policy_head_torch
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
+from tests.commands import Command
 
 MIB = 1 << 20
 VOCABULARY, HIDDEN, TEMPERATURE = 151936, 1024, 0.7
@@ -141,19 +140,18 @@ def test_the_head_never_holds_the_logits(passes: str, chunk_mib: int) -> None:
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_kernels_are_faster_than_operators() -> None:
-    report = benchmark("--cuda", "--tokens", "4096", "--hidden", "1024")
+def test_kernels_are_faster_than_operators(tmp_path: Path) -> None:
+    report = benchmark(tmp_path / "log", "--cuda", "--tokens", "4096", "--hidden", "1024")
     assert report["seconds"] < report["operators_seconds"]
 
 
-def benchmark(*arguments: str) -> dict[str, float]:
-    command = [sys.executable, str(SCRIPT), "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=SCRIPT.parents[1])
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def benchmark(log: Path, *arguments: str) -> dict[str, float]:
+    code = Command(["python", str(SCRIPT), "--json", *arguments], log, SCRIPT.parents[1]).exit_code()
+    assert code == 0, log.read_text()
+    return json.loads(log.read_text().splitlines()[-1])
 
 
-def test_the_benchmark_runs_without_a_gpu() -> None:
-    report = benchmark("--tokens", "2048", "--vocabulary", "32768", "--hidden", "64")
+def test_the_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
+    report = benchmark(tmp_path / "log", "--tokens", "2048", "--vocabulary", "32768", "--hidden", "64")
     assert report["device"] == "cpu"
     assert 0 < report["peak_mib"] < 0.5 * report["naive_peak_mib"]

@@ -19,6 +19,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.launch import processes, start
 from megatron_dppo.launch.first_failure import FirstFailure
 from megatron_dppo.rollout.servers.launch import gpus_to_reserve
+from tests.commands import Command
 
 START = """
 import os, sys
@@ -32,7 +33,7 @@ for job, folder in zip(sys.argv[1].split(), sys.argv[2].split()):
     open(f"{folder}/code", "w").write(str(code))
 sys.exit(code)
 """
-"""One process that launches several jobs in turn, with two ranks each: importing torch takes longer than a job."""
+"""One process that launches several jobs in turn, with two ranks each."""
 
 ENDING = (
     "fail_on_rank_one",
@@ -59,25 +60,29 @@ class Outcome:
     folder: Path = field(default=Path(), compare=False)
 
 
+def _command(folders: dict[str, Path], module: str = "jobs") -> list[str]:
+    for folder in folders.values():
+        folder.mkdir()
+    return ["-c", START, " ".join(f"{module}:{job}" for job in folders), " ".join(map(str, folders.values()))]
+
+
 def _launch(folders: dict[str, Path]) -> subprocess.Popen[bytes]:
     unset = ("OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    for folder in folders.values():
-        folder.mkdir()
-    modules = dict.fromkeys([*CAUSES, "say_where_it_listens"], "jobs_in_contact")
-    words = [" ".join(f"{modules.get(job, 'jobs')}:{job}" for job in folders), " ".join(map(str, folders.values()))]
-    return subprocess.Popen([sys.executable, "-c", START, *words], env=environment)
+    return subprocess.Popen([sys.executable, *_command(folders)], env=environment)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Every job that comes to an end by itself."""
+    """Every job that comes to an end by itself; those in contact have torch imported already."""
     root = tmp_path_factory.mktemp("jobs")
-    folders = {job: root / job for job in (*ENDING, *CAUSES, "say_where_it_listens")}
-    _launch(folders).wait(timeout=240)
+    alone, in_contact = ({job: root / job for job in jobs} for jobs in (ENDING, (*CAUSES, "say_where_it_listens")))
+    launcher = Command(["python", *_command(in_contact, "jobs_in_contact")], root / "log").start()
+    _launch(alone).wait(timeout=240)
+    launcher.join(240)
     return {
         job: Outcome(int((at / "code").read_text()), (at / "out").read_text(), (at / "err").read_text(), at)
-        for job, at in folders.items()
+        for job, at in (alone | in_contact).items()
     }
 
 

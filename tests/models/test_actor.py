@@ -26,7 +26,7 @@ BUCKET = 2000
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_policy(tmp_path_factory.mktemp("policy"), tied=True)
+    return write_policy(tmp_path_factory.mktemp("policy"), tied=True, layers=2)
 
 
 def configure(path: Path, layout: LayoutConfig, **optimizer: bool) -> Config:
@@ -37,21 +37,21 @@ def configure(path: Path, layout: LayoutConfig, **optimizer: bool) -> Config:
 def learned(rank: int, size: int, config: Config) -> tuple[dict[str, float], Weights, int]:
     """Metrics after steps of two updates each, of several packs and of one, the weights then, and how many buckets
     gradients were summed in."""
-    buckets = partial(DistributedDataParallelConfig, bucket_size=BUCKET)
-    with mock.patch.object(actor, "DistributedDataParallelConfig", buckets):
+    small = partial(DistributedDataParallelConfig, bucket_size=BUCKET)
+    with mock.patch.object(actor, "DistributedDataParallelConfig", small):
         world, learner, policy = build(config)
     metadata, groups = step_of_groups(size)
     for step, tokens in enumerate((32, 64, 32)):
         plan = plan_for(world, replace(config, pack=replace(config.pack, max_tokens=tokens)), metadata)
         metrics = learner.learn(plan, held_by(rank, metadata, groups), step=step + 1, version=0).metrics
-    (ddp,) = policy.actor.modules
-    return metrics, weights_of(policy, world), sum(len(group.buckets) for group in ddp.bucket_groups)
+    buckets = sum(len(group.buckets) for ddp in policy.actor.modules for group in ddp.bucket_groups)
+    return metrics, weights_of(policy, world), buckets
 
 
 LAYOUTS = {
     "dp2": LayoutConfig(dp=2),
     "cp2": LayoutConfig(cp=2, dp=1),
-    "dp2 pp2": LayoutConfig(pp=2, dp=2),
+    "dp2 pp2 vpp2": LayoutConfig(pp=2, vpp=2, dp=2),
     "dp2 tp2 sp": LayoutConfig(tp=2, dp=2, sequence_parallel=True),
 }
 

@@ -59,7 +59,7 @@ def _poisoned(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_policy(tmp_path_factory.mktemp("policy"), kv_heads=4)
+    return write_policy(tmp_path_factory.mktemp("policy"), layers=2)
 
 
 def close(ours: Updates, theirs: Updates) -> None:

@@ -152,11 +152,33 @@ def test_odd_values_elsewhere_are_passed_over_or_named(tmp_path: Path, key: str)
         (LayoutConfig(tp=3), "layout.tp", "one of 1, 2, 4"),
         (LayoutConfig(tp=8), "layout.tp", "one of 1, 2, 4"),
         (LayoutConfig(pp=4), "layout.pp", "one of 1, 2, 3, 6"),
+        (LayoutConfig(pp=2, vpp=2), "layout.pp", "one of 3, or layout.vpp to one of 1, 3"),
+        (LayoutConfig(pp=4, first_stage_layers=2), "layout.pp", "one of 2, 3, 5, or leave layout.first_stage_layers"),
+        (LayoutConfig(pp=2, first_stage_layers=6), "layout.pp", "leave layout.first_stage_layers out"),
+        (LayoutConfig(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=4), "layout.pp", "layout.vpp to one of 1"),
+        (LayoutConfig(vpp=2), "layout.vpp", "set layout.pp to 2 or more"),
+        (LayoutConfig(last_stage_layers=2), "layout.last_stage_layers", "set layout.pp to 2 or more"),
+        (LayoutConfig(ep=2), "layout.ep", "leave it out"),
+        (LayoutConfig(etp=2), "layout.etp", "leave it out"),
     ],
 )
 def test_a_layout_that_does_not_divide_names_those_that_do(layout: LayoutConfig, setting: str, remedy: str) -> None:
     with pytest.raises(UserError, match=remedy) as caught:
         check_layout(SHAPE, layout)
+    assert caught.value.setting == setting
+
+
+@pytest.mark.parametrize(
+    ("layout", "setting", "remedy"),
+    [
+        (LayoutConfig(ep=4), "layout.ep", "one of 1, 2, 3, 6"),
+        (LayoutConfig(etp=3), "layout.etp", "layout.etp to one of 1, 2, 4,"),
+        (LayoutConfig(tp=2, etp=1, ep=3, sequence_parallel=True), "layout.ep", "layout.ep or layout.etp"),
+    ],
+)
+def test_experts_that_a_layout_does_not_divide_are_named(layout: LayoutConfig, setting: str, remedy: str) -> None:
+    with pytest.raises(UserError, match=remedy) as caught:
+        check_layout(SHAPE.with_experts(6, per_token=2), layout)
     assert caught.value.setting == setting
 
 

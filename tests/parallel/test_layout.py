@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_dppo.config import LayoutConfig
-from megatron_dppo.parallel.layout import capacity_multiple, stage_layers
+from megatron_dppo.parallel.layout import capacity_multiple, interleaved_packs, stage_layers
 
 
 @pytest.mark.parametrize(
@@ -71,3 +71,10 @@ def test_stages_have_the_layers_that_megatron_gives_them(layers: int, layout: La
 def test_layers_that_cannot_be_cut_are_refused(layout: LayoutConfig) -> None:
     with pytest.raises(ValueError, match="12 layers"):
         stage_layers(12, 0, layout)
+
+
+@pytest.mark.parametrize(
+    ("packs", "stages", "size"), [(2, 2, 2), (3, 2, 3), (4, 2, 2), (5, 2, 3), (7, 4, 7), (9, 4, 5)]
+)
+def test_packs_go_in_groups_that_the_interleaved_schedule_takes(packs: int, stages: int, size: int) -> None:
+    assert interleaved_packs(packs, stages) == size

@@ -158,6 +158,16 @@ def test_a_pipeline_gets_its_packs_where_there_are_sequences_for_them():
     assert len(pack_sequences([100] * 6, ranks=2, max_tokens=4096, min_per_rank=4).packs[0]) == 3
 
 
+def test_interleaved_stages_get_as_many_packs_as_they_need_and_empty_ones_are_counted() -> None:
+    packing = pack_sequences([100, 80, 60], ranks=2, max_tokens=4096, min_per_rank=8, least_per_rank=4)
+    assert [len(packs) for packs in packing.packs] == [4, 4]
+    assert sorted(index for packs in packing.packs for pack in packs for index in pack) == [0, 1, 2]
+    metrics = pack_metrics([packing])
+    assert (metrics["pack/count"], metrics["pack/empty"]) == (8.0, 5.0)
+    assert metrics["pack/fill"] == pytest.approx(240 / (8 * packing.capacity))
+    assert pack_sequences([], ranks=2, max_tokens=4096, least_per_rank=4).packs == ((), ())
+
+
 def test_ranks_without_a_sequence_get_an_empty_pack():
     packing = pack_sequences([10, 20], ranks=4, max_tokens=64)
     assert sorted(packing.packs) == [((),), ((),), ((0,),), ((1,),)]

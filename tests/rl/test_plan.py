@@ -226,6 +226,7 @@ def test_metrics_of_a_step_written_out():
         "prune/variance_inflation": 1.0,
         "pack/fill": 1.0,
         "pack/count": 1.0,
+        "pack/empty": 0.0,
         "pack/capacity": 80.0,
         "pack/imbalance": 1.0,
     }

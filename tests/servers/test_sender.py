@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import threading
@@ -22,6 +21,7 @@ from megatron_dppo.rollout.servers.client import Manifest, WeightGroup
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sender import FIRST, GRACE_S, Sender, SyncFailedError
 from megatron_dppo.rollout.servers.sglang import SglangClient
+from tests.ranks import forks
 from tests.servers.receiver import serve
 
 LIMIT_S = 4.0
@@ -32,9 +32,8 @@ class Process(SglangClient):
 
     def __init__(self, url: str, http: Http) -> None:
         super().__init__(url, http)
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self._pipe, theirs = forks().Pipe()
+        self.process = forks().Process(target=serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
         assert self._pipe.recv() == "ready"

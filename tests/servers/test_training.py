@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_dppo.init import write_model
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.trainer.checkpoint import TRACKER
 from tests.runs import Rows, rows
@@ -137,6 +138,16 @@ def test_a_run_trains_with_servers_of_its_own_and_leaves_none_behind(
     )
     tokens = torch.arange(3, 11)[None]
     assert not torch.allclose(trained(tokens).logits, fresh(tokens).logits, atol=1e-2)
+
+
+def test_experts_on_ranks_of_their_own_reach_servers_of_every_size(start: Start, tmp_path: Path) -> None:
+    run, policy = tmp_path / "run", tmp_path / "policy"
+    sizes = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 64, "experts": 4, "experts_per_token": 2}
+    write_model(policy, **sizes, std=0.2, tie=False)  # SGLang does not tie the embeddings of a Qwen3-MoE
+    layout = ("layout.tp=1", "layout.ep=2", "layout.dp=2", "layout.sequence_parallel=false")
+    first, *steps = finish(start(run, policy, *launch_settings("sglang", (1, 2)), *layout, "run.steps=2"), run)
+    assert first["rollout/agreement_max_diff"] <= AGREES
+    agrees(steps, 2)
 
 
 @pytest.mark.parametrize(

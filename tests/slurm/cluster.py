@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine's loopback, with GPUs that are nothing but names; and twelve nodes that are
+"""A real Slurm of two nodes on this machine's loopback, with GPUs that are nothing but names; and 32 nodes that are
 nothing but names themselves, so that ``sbatch --test-only`` can judge jobs that no machine here could run.
 
 Debian's ``slurm-wlm`` and ``munge`` in a folder of their own, as root: another Slurm of this machine is not touched.
@@ -21,7 +21,7 @@ import psutil
 
 NODES = ("n1", "n2")
 """Nodes of the partition ``loopback``, with a slurmd each."""
-NAMED = 12
+NAMED = 32
 """Nodes of the default partition. They count as asleep, and would be woken for a job."""
 UP_S = 30.0
 CONFIGURATION = """

@@ -53,7 +53,7 @@ def test_a_cluster_that_is_too_small_says_so(cluster: Cluster) -> None:
 def test_any_number_of_nodes_may_be_asked_for(cluster: Cluster) -> None:
     script = str(SCRIPTS / "qwen3_32b_dppo.sh")
     assert _sbatch(cluster, "--test-only", "--nodes=8", ":", "--nodes=4", script).returncode == 0
-    assert _sbatch(cluster, "--test-only", "--nodes=13", ":", "--nodes=4", script).returncode != 0
+    assert _sbatch(cluster, "--test-only", "--nodes=33", ":", "--nodes=4", script).returncode != 0
 
 
 def test_a_script_that_is_submitted_from_elsewhere_says_so(submit: Submitter) -> None:

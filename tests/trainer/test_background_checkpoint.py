@@ -40,7 +40,7 @@ def save_and_hang(rank: int, size: int, config: Config) -> str:
 
 
 def in_background(folder: Path, layout: LayoutConfig, **settings: Any) -> Config:
-    config = configure(write_policy(folder / "policy", kv_heads=4), folder / "run", layout, **settings)
+    config = configure(write_policy(folder / "policy", layers=2), folder / "run", layout, **settings)
     return replace(config, run=replace(config.run, checkpoint_in_background=True))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from megatron_dppo.bridge.checkpoint_folder import TRACKER, latest_step
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.checkpoint import Checkpoints
+from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.policies import write_policy
 from tests.ranks import RankPool
-from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
+from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
 
 STATE = {"float": 0.1 + 0.2}
 Losses = list[tuple[float, float]]
@@ -34,7 +36,7 @@ def configure(
     offload: bool = False,
 ) -> Config:
     """With an ``eps`` of about the size of the gradients, so that every part of Adam's state moves the weights."""
-    config = config_for(policy, layout, LossConfig(), 64, distributed)
+    config = config_for(policy, layout, LossConfig(), 128, distributed)
     adam = replace(config.optimizer, lr=1e-2, eps=1e-2, clip_grad=1.0, weight_decay=0.1)
     adam = replace(adam, checkpoint_format=fmt, offload=offload)
     return replace(
@@ -67,9 +69,18 @@ def ranks_in(layout: LayoutConfig) -> int:
 
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Untied and tied, which TP 4 and PP 4 divide."""
+    """Untied and tied, which TP 2 and PP 2 divide."""
     folder = tmp_path_factory.mktemp("policies")
-    return {tied: write_policy(folder / f"tied-{tied}", tied=tied, kv_heads=4) for tied in (False, True)}
+    return {tied: write_policy(folder / f"tied-{tied}", tied=tied, layers=2) for tied in (False, True)}
+
+
+@pytest.fixture(scope="module")
+def deep_policies(tmp_path_factory: pytest.TempPathFactory) -> dict[bool | str, Path]:
+    """Untied and tied, which TP 4 and PP 4 divide, and one with experts."""
+    folder = tmp_path_factory.mktemp("deep-policies")
+    write_qwen3_moe(folder / "experts", Sizes(vocab_size=VOCAB, num_hidden_layers=4), experts=4)
+    dense = {tied: write_policy(folder / f"tied-{tied}", tied=tied, kv_heads=4) for tied in (False, True)}
+    return {**dense, "experts": folder / "experts"}
 
 
 SAME = {
@@ -84,23 +95,29 @@ SAME = {
     "tp2 plain optimizer": (LayoutConfig(tp=2, dp=1), {"distributed": False}),
     "tp2 pp2 tied": (LayoutConfig(tp=2, pp=2, dp=1), {}),
     "cp2": (LayoutConfig(cp=2, dp=1), {}),
+    "ep2 bf16 experts": (LayoutConfig(ep=2, dp=2), {"dtype": "bf16"}),
+    "ep2 pp2 vpp2 experts, as it lies in its buffers": (
+        LayoutConfig(ep=2, pp=2, vpp=2, dp=2),
+        {"fmt": "dp_reshardable"},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_resumed_updates_are_those_of_an_undisturbed_run(
-    name: str, policies: dict[bool, Path], ranks: RankPool, tmp_path: Path
+    name: str, policies: dict[bool, Path], deep_policies: dict[bool | str, Path], ranks: RankPool, tmp_path: Path
 ) -> None:
     layout, settings = SAME[name]
-    config = configure(policies["tied" in name], tmp_path / "run", layout, **settings)
-    whole = configure(policies["tied" in name], tmp_path / "whole", layout, **{**settings, "offload": False})
-    ((expected, _), *_), _ = ranks.in_turn(ranks_in(layout), (train, whole, 5, ()), (train, config, 2, (1, 2)))
-    ours, _ = ranks.run(ranks_in(layout), train, config, 5, (3, 4, 5))[0]
+    policy = deep_policies["experts"] if "experts" in name else policies["tied" in name]
+    config = configure(policy, tmp_path / "run", layout, **settings)
+    whole = configure(policy, tmp_path / "whole", layout, **{**settings, "offload": False})
+    ((expected, _), *_), _ = ranks.in_turn(ranks_in(layout), (train, whole, 4, ()), (train, config, 2, (1, 2)))
+    ours, _ = ranks.run(ranks_in(layout), train, config, 4, (3, 4))[0]
     assert [tensor for tensor in expected if not torch.equal(ours[tensor], expected[tensor])] == []
-    assert latest_step(tmp_path / "run/checkpoints") == 5
+    assert latest_step(tmp_path / "run/checkpoints") == 4
     left = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
-    assert left == ["hf", "iter_0000004", "iter_0000005", TRACKER]
-    assert next(tmp_path.rglob("iter_0000005/common.pt")).is_file()  # which Megatron before 0.19 looks for
+    assert left == ["hf", "iter_0000003", "iter_0000004", TRACKER]
+    assert next(tmp_path.rglob("iter_0000004/common.pt")).is_file()  # which Megatron before 0.19 looks for
 
 
 def replace_run(config: Config, folder: Path) -> Config:
@@ -108,6 +125,10 @@ def replace_run(config: Config, folder: Path) -> Config:
 
 
 TP2_PP2, CP2 = LayoutConfig(tp=2, pp=2, dp=1), LayoutConfig(cp=2, dp=1)
+TP2 = LayoutConfig(tp=2, dp=1, sequence_parallel=True)
+PP2_VPP2 = LayoutConfig(pp=2, vpp=2, dp=1)
+EP2, EP2_TP2 = LayoutConfig(ep=2, dp=2), LayoutConfig(ep=2, tp=2, etp=1, dp=1, sequence_parallel=True)
+EP2_PP2_VPP2 = LayoutConfig(ep=2, pp=2, vpp=2, dp=2)
 OTHERS = (LayoutConfig(dp=1), LayoutConfig(tp=4, dp=1), LayoutConfig(pp=4, dp=1), LayoutConfig(dp=2))
 CHANGED = {
     "untied, distributed optimizer": (TP2_PP2, OTHERS, False, {}),
@@ -118,6 +139,12 @@ CHANGED = {
     "from context-parallel ranks": (CP2, (LayoutConfig(dp=1), LayoutConfig(cp=2, dp=2)), True, {}),
     "from context-parallel ranks, plain optimizer": (CP2, (LayoutConfig(dp=1),), False, {"distributed": False}),
     "to context-parallel ranks": (LayoutConfig(dp=1), (CP2, LayoutConfig(cp=2, pp=2, dp=1)), False, {}),
+    "from virtual stages": (PP2_VPP2, (LayoutConfig(dp=1), TP2_PP2), True, {}),
+    "to virtual stages, plain optimizer": (LayoutConfig(dp=1), (PP2_VPP2,), False, {"distributed": False}),
+    "from experts": (EP2, (LayoutConfig(dp=1), TP2, PP2_VPP2, EP2_TP2), "experts", {}),
+    "to experts": (LayoutConfig(dp=1), (EP2, EP2_TP2, EP2_PP2_VPP2), "experts", {}),
+    "from experts, plain optimizer": (EP2, (LayoutConfig(dp=1), EP2_TP2), "experts", {"distributed": False}),
+    "to experts, plain optimizer": (TP2, (EP2, EP2_PP2_VPP2), "experts", {"distributed": False}),
     "replicas in dp_reshardable": (
         LayoutConfig(dp=2),
         (LayoutConfig(dp=1), LayoutConfig(dp=3)),
@@ -129,17 +156,17 @@ CHANGED = {
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_run_goes_on_in_another_layout_as_it_would_have_in_its_own(
-    name: str, policies: dict[bool, Path], ranks: RankPool, tmp_path: Path
+    name: str, deep_policies: dict[bool | str, Path], ranks: RankPool, tmp_path: Path
 ) -> None:
     layout, others, tied, settings = CHANGED[name]
-    config = configure(policies[tied], tmp_path, layout, **settings)
-    expected, losses = ranks.run(ranks_in(layout), train, config, 5, (2,))[0]
+    config = configure(deep_policies[tied], tmp_path, layout, **settings)
+    expected, losses = ranks.run(ranks_in(layout), train, config, 4, (2,))[0]
     goes_on: list[tuple[Weights, Losses]] = []
     for size in {ranks_in(other) for other in others}:
-        calls = [(train, replace(config, layout=each), 5, ()) for each in others if ranks_in(each) == size]
+        calls = [(train, replace(config, layout=each), 4, ()) for each in others if ranks_in(each) == size]
         goes_on += [results[0] for results in ranks.in_turn(size, *calls)]
     for ours, resumed in goes_on:
-        assert len(resumed) == 3
+        assert len(resumed) == 2
         torch.testing.assert_close(resumed, losses[2:], rtol=1e-5, atol=0.0)
         for tensor, value in expected.items():
             torch.testing.assert_close(ours[tensor], value, rtol=0.0, atol=1e-5 * float(value.abs().max()))
@@ -172,7 +199,7 @@ def test_a_checkpoint_moved_to_another_layout_and_back_is_the_same_bit_by_bit(
 ) -> None:
     first, second, settings = MOVED[name]
     updates = 0 if "no update" in name else 2
-    policy = write_policy(tmp_path / "policy", tied=True, heads=6, kv_heads=6, ffn=96)
+    policy = write_policy(tmp_path / "policy", tied=True, layers=2, heads=6, kv_heads=6, ffn=96)
     config = configure(policy, tmp_path / "run", first, **settings)
     ranks.run(ranks_in(first), train, config, updates, (updates,))
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -245,7 +272,7 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_lost(
     ours = configure(policies[False], run, PP2, **written)
     ranks.run(2, train, ours, 1, (1,))
     before = files_of(run)
-    deeper = write_policy(tmp_path / "other", layers=6, kv_heads=4)
+    deeper = write_policy(tmp_path / "other", layers=4)
     configs = []
     for changes, _, _ in refusals:
         settings = {**written, "layout": PP2, **changes}
@@ -257,6 +284,21 @@ def test_what_cannot_be_resumed_is_refused_on_every_rank_and_nothing_is_lost(
         assert errors[0].setting == setting and remedy in errors[0].remedy
     assert files_of(run) == before
     assert len(ranks.run(2, train, ours, 2, ())[0][1]) == 1
+
+
+def train_with_one_optimizer(rank: int, size: int, config: Config) -> None:
+    """As versions did that marked no experts."""
+    with mock.patch("megatron_dppo.models.policy._mark_experts"):
+        train(rank, size, config, 1, (1,))
+
+
+def test_the_state_of_experts_of_an_earlier_version_is_refused_by_name(
+    deep_policies: dict[bool | str, Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    config = configure(deep_policies["experts"], tmp_path, TP2)
+    _, refusals = ranks.in_turn(2, (train_with_one_optimizer, config), (refused, config))
+    for refusal in refusals:
+        assert refusal.setting == "run.dir" and "model.checkpoint=" in refusal.remedy
 
 
 def test_the_format_may_change_between_runs(policies: dict[bool, Path], ranks: RankPool, tmp_path: Path) -> None:
@@ -306,7 +348,7 @@ def save_without_room(rank: int, size: int, config: Config) -> str:
     world, _, policy = build(config)
     checkpoints = Checkpoints(config, world)
     checkpoints.save(policy.actor, 1, {})
-    Path(config.run.dir, "ballast").write_bytes(bytes(6 * 2**20))
+    world.from_leader(lambda: Path(config.run.dir, "ballast").write_bytes(bytes(6 * 2**20)))
     with pytest.raises(UserError) as error:
         checkpoints.save(policy.actor, 2, {})
     return str(error.value)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megatron_dppo.cli import main
+from tests.commands import Command
 from tests.trainer.test_resume import wait_for
 
 SETTINGS = (
@@ -26,28 +26,27 @@ SETTINGS = (
     "rollout.max_response_tokens=4",
     "eval.problems=0",
 )
-SLOW = '''
-import os, pathlib, time
-
-flush = os.fsync
-
-def never(descriptor):
-    """A disk that takes its time for shards, in every process of the run."""
-    if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".distcp"):
-        pathlib.Path(__file__).with_name(f"slow-{os.getpid()}").touch()
-        time.sleep(3600)
-    flush(descriptor)
-
-os.fsync = never
-'''
 LIMIT_S = 30.0
 """Ten are promised, of a machine that is not as busy as one that runs tests."""
 
 
-def runs_with(process: psutil.Process, path: str) -> bool:
+def slow_disk(folder: Path) -> None:
+    """In every process of the run a disk takes its time for shards."""
+    flush = os.fsync
+
+    def never(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().suffix == ".distcp":
+            (folder / f"slow-{os.getpid()}").touch()
+            time.sleep(3600)
+        flush(descriptor)
+
+    os.fsync = never
+
+
+def runs_in(process: psutil.Process, folder: Path) -> bool:
     """Whether it was started by the run of this test, or forked by whatever was: sessions differ, which ranks begin."""
     try:
-        return process.environ().get("PYTHONPATH") == path and process.status() != psutil.STATUS_ZOMBIE
+        return process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
@@ -64,24 +63,18 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("background", "victim"), [(False, "rank"), (True, "launcher")], ids=["at once-rank", "in the background-launcher"]
 )
 def test_no_writer_outlives_a_killed(policy: Path, tmp_path: Path, background: bool, victim: str) -> None:
-    (tmp_path / "sitecustomize.py").write_text(SLOW)
-    command = [sys.executable, "-m", "megatron_dppo", "train", f"run.dir={tmp_path / 'run'}", f"model.path={policy}"]
-    command += [*SETTINGS, f"run.checkpoint_in_background={str(background).lower()}"]
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with (tmp_path / "log").open("wb") as log:
-        launcher = subprocess.Popen(
-            command, stdout=log, stderr=log, start_new_session=True, env=os.environ | {"PYTHONPATH": path}
-        )
+    words = ["megatron-dppo", "train", f"run.dir={tmp_path / 'run'}", f"model.path={policy}", *SETTINGS]
+    words += [f"run.checkpoint_in_background={str(background).lower()}"]
+    launcher = Command(words, tmp_path / "log", tmp_path, before=partial(slow_disk, tmp_path)).start()
     wait_for(launcher, lambda: len(list(tmp_path.glob("slow-*"))) >= 2)  # writers of both ranks
-    rank = next(p for p in psutil.Process(launcher.pid).children() if "megatron_dppo.launch.rank" in p.cmdline())
-    os.kill(rank.pid if victim == "rank" else launcher.pid, signal.SIGKILL)
+    rank = psutil.Process(launcher.pid).children()[0]
+    os.kill(rank.pid if victim == "rank" else launcher.pid or 0, signal.SIGKILL)
     deadline = time.monotonic() + LIMIT_S
-    while left := [p for p in psutil.process_iter() if runs_with(p, path)]:
+    while left := [p for p in psutil.process_iter() if runs_in(p, tmp_path)]:
         if time.monotonic() > deadline:
             said = [f"{p.pid}: {' '.join(p.cmdline())}" for p in left]
             for process in left:
                 process.kill()
             pytest.fail(f"outlived the {victim}: {said}")
         time.sleep(0.1)
-        launcher.poll()
     assert list((tmp_path / "run/checkpoints").glob("iter_*")) == []

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from megatron_dppo.cli import main
 from megatron_dppo.process.stop import SAVED
 from megatron_dppo.trainer.checkpoint import TRACKER
-from tests.commands import exit_code
+from tests.commands import Command
 
 STEPS = 6
 SETTINGS = (
@@ -55,16 +56,12 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(policy: Path, run: Path, *overrides: str, read: bool = True) -> subprocess.Popen[bytes]:
-    """Without ``read`` nobody reads what the run says, from its first word on."""
-    command = [sys.executable, "-m", "megatron_dppo", *words(policy, run, *overrides)]
-    log = (run.parent / f"{run.name}.log").open("ab")
-    if read:
-        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "wb") as broken:
-        return subprocess.Popen(command, stdout=broken, stderr=log, start_new_session=True)
+def start(policy: Path, run: Path, *overrides: str) -> BaseProcess:
+    return command(policy, run, *overrides).start()
+
+
+def command(policy: Path, run: Path, *overrides: str) -> Command:
+    return Command(["megatron-dppo", *words(policy, run, *overrides)], run.parent / f"{run.name}.log")
 
 
 def words(policy: Path, run: Path, *overrides: str) -> list[str]:
@@ -74,12 +71,18 @@ def words(policy: Path, run: Path, *overrides: str) -> list[str]:
 
 def run_alone(policy: Path, run: Path, *overrides: str) -> int:
     """To its end, on one rank; the exit code."""
-    return exit_code(words(policy, run, "layout.tp=1", *overrides), run.parent / f"{run.name}.log")
+    return command(policy, run, "layout.tp=1", *overrides).exit_code()
 
 
-def finish(process: subprocess.Popen[bytes], run: Path) -> list[dict]:
-    assert process.wait(timeout=180) == 0, (run.parent / f"{run.name}.log").read_text()
+def finish(process: BaseProcess, run: Path) -> list[dict]:
+    assert ended(process) == 0, (run.parent / f"{run.name}.log").read_text()
     return rows(run)
+
+
+def ended(process: BaseProcess) -> int | None:
+    """The exit code."""
+    process.join(180)
+    return process.exitcode
 
 
 def rows(run: Path) -> list[dict]:
@@ -87,25 +90,30 @@ def rows(run: Path) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if not k.startswith("perf/")} for line in lines]
 
 
-def wait_for(process: subprocess.Popen[bytes], moment: Callable[[], bool]) -> None:
+def wait_for(process: BaseProcess, moment: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
     while not moment():
-        assert process.poll() is None and time.monotonic() < deadline, "the moment never came"
+        assert process.is_alive() and time.monotonic() < deadline, "the moment never came"
         time.sleep(0.001)
 
 
-def kill_when(process: subprocess.Popen[bytes], moment: Callable[[], bool]) -> None:
+def kill_when(process: BaseProcess, moment: Callable[[], bool]) -> None:
     """kill -9 of the launcher and all its ranks, at the first sight of the moment."""
     wait_for(process, moment)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
 
 
 @pytest.fixture(scope="module")
 def whole(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing disturbs, though nobody reads what it says."""
+    """The folder of a run that nothing disturbs, typed as users do, though nobody reads what it says."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    result = finish(start(policy, run, read=False), run)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as broken, (run.parent / "log").open("wb") as log:
+        typed = [sys.executable, "-m", "megatron_dppo", *words(policy, run)]
+        subprocess.run(typed, stdout=broken, stderr=log, timeout=180, check=True)
+    result = rows(run)
     assert [row["step"] for row in result] == list(range(STEPS + 1))
     assert any(row.get("train/tokens", 0) > 0 for row in result[4:]), "steps after the checkpoint must train"
     return run
@@ -123,8 +131,8 @@ def test_stopped_on_request_killed_between_steps_and_in_the_middle_of_a_checkpoi
     metrics, tracker = run / "metrics.jsonl", run / "checkpoints" / TRACKER
     process = start(policy, run, "run.checkpoint_every=0", "run.checkpoint_in_background=true")
     wait_for(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2)  # steps 0 and 1
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(timeout=60) == SAVED
+    os.kill(process.pid or 0, signal.SIGUSR1)
+    assert ended(process) == SAVED
     said, saved = (tmp_path / "run.log").read_text(), int(tracker.read_text())
     assert 1 <= saved <= 3, "the step under way was to be finished, and no other"
     assert said.endswith(f"stopped on request after step {saved}, and saved: run the same command again to go on\n")
@@ -133,7 +141,7 @@ def test_stopped_on_request_killed_between_steps_and_in_the_middle_of_a_checkpoi
     first = start(policy, run)
     wait_for(first, (run / "lock.json").exists)
     second = start(policy, run)
-    assert second.wait(timeout=60) == 2
+    assert ended(second) == 2
     assert "\n  problem  is held by process " in (tmp_path / "run.log").read_text()
     kill_when(first, lambda: metrics.read_bytes().count(b"\n") >= 6)  # steps 0 to 5
     assert tracker.read_text().strip() == "3"

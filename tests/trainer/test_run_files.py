@@ -17,10 +17,12 @@ from megatron_dppo.evaluation.evaluate import Evaluation, Shown
 from megatron_dppo.launch.rank import rank_main
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.run_logger import RunLogger
-from tests.bridge.test_checksums import DAMAGE, replaced
+from tests.damage import DAMAGE, replaced
 from tests.rollout.scripted import world_of
 
 STEPS = 4
+LOST = ("flipped", "truncated", "four bytes", "empty", "zeros", "another pickle", "another's", "foreign")
+"""What leaves no whole row behind: a kill, too, leaves the beginning of a line, which is passed over."""
 
 
 def settings(folder: Path) -> Config:
@@ -88,7 +90,7 @@ def test_whatever_became_of_a_file_of_the_run_it_goes_on_or_names_the_file(
         assert code in (0, 2) and "Traceback" not in said and "crashed" not in said, (name, kind, said)
         if code == 2:
             assert said.startswith("error: run.dir = ") and name in said, (name, kind, said)
-        elif name == "metrics.jsonl" and kind not in ("flipped", "truncated", "empty", "another's", "foreign"):
+        elif name == "metrics.jsonl" and kind not in LOST:
             assert (folder / name).read_bytes() == (whole / name).read_bytes(), kind
 
 

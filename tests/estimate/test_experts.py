@@ -1,0 +1,160 @@
+"""What experts take of memory and time under expert parallelism, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_dppo.config import LayoutConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.memory import FUSED, feed_forward_elements, held_bytes, parameters_of, rank_elements
+from megatron_dppo.estimate.plan import with_settings
+from megatron_dppo.estimate.time import exchange_seconds, forward_pass
+from megatron_dppo.estimate.workload import place
+from megatron_dppo.models.shape import PUBLISHED
+from tests.estimate.test_plan import ROOT, of, plan, setup
+
+MIXTURE = str(ROOT / "configs" / "qwen3_30b_a3b_dppo.yaml")
+LARGEST = str(ROOT / "configs" / "qwen3_235b_a22b_dppo.yaml")
+SHAPE = PUBLISHED["qwen3-30b-a3b"]
+EXPERT = 3 * 2048 * 768
+"""Weights of one expert of one layer."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts"),
+    [
+        (LayoutConfig(), 128),
+        (LayoutConfig(tp=4), 32),
+        (LayoutConfig(ep=8), 16),
+        (LayoutConfig(tp=4, ep=8, etp=1), 16),
+        (LayoutConfig(tp=4, ep=8), 4),
+        (LayoutConfig(tp=2, ep=4, etp=2), 16),
+    ],
+)
+def test_a_rank_has_its_part_of_the_experts_and_of_the_rest(layout: LayoutConfig, experts: int) -> None:
+    found = rank_elements(SHAPE, 0, layout)
+    assert found.experts == 48 * experts * EXPERT
+    others = parameters_of(SHAPE).total - 48 * 128 * EXPERT
+    assert found.dense == pytest.approx(others / layout.tp, rel=0.03), "norms and routers are whole on every rank"
+
+
+def test_stages_have_the_experts_of_their_layers() -> None:
+    layout = LayoutConfig(tp=2, cp=2, pp=8, ep=16, etp=1, first_stage_layers=11, last_stage_layers=11)
+    shape = PUBLISHED["qwen3-235b-a22b"]
+    held = [rank_elements(shape, stage, layout) for stage in range(8)]
+    assert [part.experts // (8 * 3 * 4096 * 1536) for part in held] == [11, 12, 12, 12, 12, 12, 12, 11]
+    others = parameters_of(shape).total - 94 * 128 * 3 * 4096 * 1536
+    assert sum(part.dense for part in held) == pytest.approx(others / 2, rel=0.01)
+
+
+def test_the_experts_state_is_shared_by_the_ranks_that_have_the_same_experts() -> None:
+    """16 ranks: tp 2 x dp 8. The rest is alike on 8 of them, the experts of one rank on 16 / 8 = 2."""
+    run = setup(of(file=MIXTURE))
+    assert (run.placement.replica, run.placement.expert_replica) == (8, 2)
+    elements = rank_elements(SHAPE, 0, run.placement.layout)
+    held = held_bytes(run, 0)
+    assert held["optimizer"] == 12 * (elements.dense / 8 + elements.experts / 2)
+    assert held["gradients"] == 4 * elements.total
+    whole = held_bytes(setup(of("optimizer.distributed=false", file=MIXTURE)), 0)
+    assert whole["optimizer"] == 12 * elements.total
+
+
+def test_a_rank_keeps_the_copies_of_the_tokens_that_its_experts_get() -> None:
+    def elements(**layout: int) -> float:
+        return feed_forward_elements(SHAPE, LayoutConfig(**layout), FUSED)
+
+    copies, inside = 2 * 8 * 2048, 3 * 8 * 768
+    assert elements() == elements(ep=8) == copies + inside
+    assert elements(tp=4) == copies + inside / 4, "every rank of an expert has all of its tokens"
+    assert elements(tp=4, etp=1, ep=8) == (copies + inside) / 4
+
+
+def test_the_busiest_rank_keeps_more() -> None:
+    def activations(imbalance: float, *overrides: str) -> float:
+        return plan(*overrides, file=MIXTURE, expert_imbalance=imbalance).actor.parts["activations"]
+
+    even, twice = activations(1.0), activations(2.0)
+    copied = feed_forward_elements(SHAPE, LayoutConfig(tp=2, ep=8, etp=1), FUSED)
+    assert twice - even == pytest.approx(16384 * 2 * copied)
+    alone = ("layout.ep=1", "layout.tp=4", "layout.etp=4")
+    assert activations(1.0, *alone) == activations(2.0, *alone), "without expert parallelism all ranks have all experts"
+
+
+NVLINK, NETWORK = 450e9 * 0.7, 50e9 * 0.7
+COPIES = 2 * 8 * 2048 * 2
+"""Bytes of a token that go to eight experts, and come back."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "imbalance", "seconds"),
+    [
+        (LayoutConfig(), 1.5, 0.0),
+        (LayoutConfig(ep=8), 1.0, COPIES * 7 / 8 / NVLINK),
+        (LayoutConfig(ep=8), 1.5, 1.5 * COPIES * 7 / 8 / NVLINK),
+        (LayoutConfig(ep=16), 1.0, COPIES * 1 / 2 / NETWORK),
+        (LayoutConfig(ep=32), 1.0, COPIES * 3 / 4 / NETWORK),
+        (LayoutConfig(tp=4, sequence_parallel=True), 1.0, COPIES * 3 / NVLINK),
+        (LayoutConfig(tp=2, ep=8, sequence_parallel=True), 1.0, COPIES * 1 / 2 / NETWORK),
+    ],
+)
+def test_tokens_go_to_their_experts_over_nvlink_or_the_network(
+    layout: LayoutConfig, imbalance: float, seconds: float
+) -> None:
+    run = setup(of("cluster.nodes=4", file=MIXTURE), expert_imbalance=imbalance)
+    run = replace(run, placement=replace(run.placement, layout=layout))
+    assert exchange_seconds(run) == pytest.approx(seconds)
+
+
+def test_a_pass_waits_for_the_busiest_rank_and_counts_its_exchange() -> None:
+    even, busy = (forward_pass(setup(of(file=MIXTURE), expert_imbalance=by)) for by in (1.0, 1.5))
+    assert busy.exchange == pytest.approx(1.5 * even.exchange)
+    experts = 2 * 8 * EXPERT * 48 / (16 * 989e12 * Assumptions().expert_flops_share * Assumptions().pack_fill)
+    assert busy.layers - even.layers == pytest.approx(0.5 * experts)
+    assert busy.head == even.head
+    step = plan(file=MIXTURE).pruned
+    assert step.phases["token exchange"] == pytest.approx(3 * busy.exchange * step.work.trained), "and recomputation"
+
+
+def test_no_tokens_are_exchanged_without_experts() -> None:
+    assert plan().pruned.phases["token exchange"] == 0.0
+
+
+def test_expert_parallelism_is_proposed_where_experts_do_not_fit() -> None:
+    made = plan("layout.tp=1", "layout.ep=1", "layout.sequence_parallel=false", file=MIXTURE)
+    assert not made.fits
+    assert {"layout.ep": 8} in made.remedies
+    for change in made.remedies:
+        assert place(with_settings(made.config, change), SHAPE)
+    dense = plan("layout.pp=1", "layout.tp=4")
+    assert not any("layout.ep" in change for change in dense.remedies)
+
+
+def test_virtual_stages_are_given_up_for_memory() -> None:
+    tight = (
+        "layout.pp=4",
+        "layout.tp=4",
+        "layout.vpp=2",
+        "model.recompute=none",
+        "cluster.gpu=h200",
+        "pack.max_tokens=20480",
+    )
+    made = plan(*tight)
+    assert plan(*tight, "layout.vpp=1").fits and not made.fits
+    assert {"layout.vpp": 1} in made.remedies
+
+
+@pytest.mark.parametrize("overrides", [("layout.ep=32",), ("layout.ep=16", "layout.etp=2"), ("layout.ep=24",)])
+def test_experts_that_the_ranks_cannot_share_are_refused_by_name(overrides: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        plan(*overrides, file=MIXTURE)
+    assert caught.value.setting == "layout.ep"
+
+
+def test_the_largest_policy_needs_its_layers_cut_unevenly() -> None:
+    assert plan(file=LARGEST).fits
+    with pytest.raises(UserError) as caught:
+        plan("layout.first_stage_layers=null", file=LARGEST)
+    assert caught.value.setting.startswith("layout.")
