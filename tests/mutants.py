@@ -594,8 +594,8 @@ MUTANTS = [
     ),
     Mutant(
         "estimate/experts' state over as many ranks as the rest",
-        "elements.experts / placement.expert_replica",
-        "elements.experts / placement.replica",
+        "trained.experts / placement.expert_replica",
+        "trained.experts / placement.replica",
         "estimate/test_experts.py",
     ),
     Mutant(
