@@ -71,7 +71,14 @@ class Trainer:
         self.pool, self.held_out = load_pools(self.policy)  # a bad row is named before any server is started
         self.learner = Learner(self.policy, self.timers)
         weights, gpu = parameters_of(self.policy.shape), GPUS[config.cluster.gpu]
-        self.usage = Usage(world, self.policy.shape, weights.matrices, weights.head, gpu.rate(config.model.dtype))
+        self.usage = Usage(
+            world,
+            self.policy.shape,
+            weights.matrices,
+            weights.head,
+            gpu.rate(config.model.dtype),
+            frozen=config.model.lora.rank > 0,
+        )
         self.engine = to_close.enter_context(closing(self.policy.engine()))
         self.collector = self.policy.collector(self.engine, workers)
         verifiers = open_verifiers(config, world, self.held_out, to_close, {config.reward.function: workers})
@@ -80,7 +87,7 @@ class Trainer:
         self.checkpoints = Checkpoints(config, world)
         self.guard = CollapseGuard(config.run)
         if config.run.export:
-            self.policy.check_export(self.folder / "hf", setting="run.dir")
+            self.policy.check_export_run()
         self.step, self.version = 0, 0
         self.next: Selection | Begun | RolloutsInFlight | None = None
         """The next step's rollouts: selected, asked for, or there already."""
@@ -126,7 +133,7 @@ class Trainer:
                 raise self.guard.error() if self.guard.hopeless else stop.StoppedError(self.step)
         self.checkpoints.finish()
         if self.config.run.export:
-            self.policy.export(self.folder / "hf", setting="run.dir")
+            self.policy.export_run()
         self.logger.finish(self.guard.best)
 
     def _show(self) -> None:
@@ -134,7 +141,7 @@ class Trainer:
         exported, tracker = self.folder / "hf" / "config.json", self.folder / "checkpoints" / TRACKER
         due = partial(_is_older, exported, tracker)
         if self.config.run.export and self.world.from_leader(due):
-            self.policy.export(self.folder / "hf", setting="run.dir")
+            self.policy.export_run()
         self.logger.finish()
 
     def select(self, step: int) -> Selection:

@@ -617,8 +617,8 @@ MUTANTS = [
     ),
     Mutant(
         "estimate/experts' state over as many ranks as the rest",
-        "elements.experts / placement.expert_replica",
-        "elements.experts / placement.replica",
+        "trained.experts / placement.expert_replica",
+        "trained.experts / placement.replica",
         "estimate/test_experts.py",
     ),
     Mutant(
@@ -638,6 +638,37 @@ MUTANTS = [
         'seconds = max(phases["generation"] + phases["weight sync"], seconds - phases["generation"])',
         "seconds = seconds",
         "estimate/test_plan.py::test_one_step_ahead_hides_the_shorter_of_the_two",
+    ),
+    # Adapters.
+    Mutant(
+        "lora/an adapter's gradient stays in parts under sequence parallelism",
+        "whole.sequence_parallel = self._sequence_parallel",
+        "whole.sequence_parallel = False",
+        "test_lora.py -k dense",
+    ),
+    Mutant(
+        "lora/an expert's gradient stays in parts",
+        "whole.added_over_expert = self._group.size() > 1",
+        "whole.added_over_expert = False",
+        "test_lora.py -k experts",
+    ),
+    Mutant(
+        "lora/an expert's matrix counts once for each of its ranks in the norm",
+        "whole.shared = self._group.rank() > 0",
+        "whole.shared = False",
+        "test_lora.py -k experts",
+    ),
+    Mutant(
+        "lora/the reference keeps its adapters",
+        "with adapters_off(self._adapted.chunks):",
+        "with adapters_off([]):",
+        "test_lora.py -k reference",
+    ),
+    Mutant(
+        "lora/merged without its scale",
+        "held.addmm_(b.float(), a.float(), alpha=self._scale)",
+        "held.addmm_(b.float(), a.float())",
+        "test_lora.py -k peft",
     ),
 ]
 

@@ -6,19 +6,24 @@ model's size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from megatron_dppo.bridge.hf_directory import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILES,
     MODEL_FILES,
     FilePlan,
     SafetensorsWriter,
     copy_config_and_tokenizer,
+    plan_adapter_file,
     plan_files,
+    write_adapter_config,
 )
-from megatron_dppo.bridge.stream import Consumers, weight_stream
+from megatron_dppo.bridge.stream import Consumers, adapter_stream, weight_stream
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
@@ -65,6 +70,32 @@ def export_hf(
     world.together(lambda: _report(failure, out, setting))
 
 
+def export_adapter(
+    chunks: Sequence[PolicyModel], shape: PolicyShape, world: World, *, base: str, out: Path, dtype: torch.dtype
+) -> None:
+    """Write the policy's adapters for ``PeftModel.from_pretrained``. Collective over all ranks; one writes.
+
+    Args:
+        base: the Hugging Face directory of the policy that they were trained beside, as PEFT is to find it.
+        out: the directory to make; one of adapters that is there is replaced.
+
+    Raises:
+        UserError: on every rank, if ``out`` holds something else, or cannot be written.
+    """
+    lora = chunks[0].lora
+    plan = plan_adapter_file(shape, lora, dtype)
+    world.from_leader(lambda: check_adapter_destination(out, plan))
+    failure: Exception | None = None
+    if world.in_first_copy:
+        stream = adapter_stream(chunks, shape, world)
+        if world.leads:
+            failure = _write(stream, plan, out, partial(write_adapter_config, base=base, lora=lora))
+        else:
+            for _ in stream:
+                pass
+    world.together(lambda: _report(failure, out, "run.dir"))
+
+
 def check_destination(source: Path, out: Path, size: int, setting: str = "run.dir") -> None:
     """Refuse an export that cannot work. A run calls this before it begins, since its result would be lost.
 
@@ -79,17 +110,27 @@ def check_destination(source: Path, out: Path, size: int, setting: str = "run.di
     check_replaceable(out, size, setting, mark="config.json", what="model directory", files=MODEL_FILES)
 
 
+def check_adapter_destination(out: Path, plan: FilePlan) -> None:
+    """Refuse an export of adapters that cannot work, as :func:`check_destination` does one of the policy."""
+    mark, files = ADAPTER_CONFIG, ADAPTER_FILES
+    check_replaceable(out, plan.total_bytes, "run.dir", mark=mark, what="directory of adapters", files=files)
+
+
 def write_directory(
     stream: Iterator[Mapping[str, torch.Tensor]], plan: FilePlan, source: Path, out: Path
 ) -> Exception | None:
-    """Write a stream's tensors and put the directory in place. Returns the error, if there was one.
+    """Write a stream's tensors and put the directory in place. Returns the error, if there was one."""
+    return _write(stream, plan, out, partial(copy_config_and_tokenizer, source, dtype=plan.dtype))
 
-    The stream is taken to its end whatever happens, since other ranks take part in it.
-    """
+
+def _write(
+    stream: Iterator[Mapping[str, torch.Tensor]], plan: FilePlan, out: Path, describe: Callable[[Path], None]
+) -> Exception | None:
+    """The stream is taken to its end whatever happens, since other ranks take part in it."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing_directory(out) as draft, SafetensorsWriter.open(plan, draft) as writer:
-            copy_config_and_tokenizer(source, draft, plan.dtype)
+            describe(draft)
             for bucket in stream:
                 for name, tensor in bucket.items():
                     writer.write(name, tensor)

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from megatron_dppo.bridge.chunks import write_at
-from megatron_dppo.bridge.mapping import expected_tensors
+from megatron_dppo.bridge.mapping import adapter_entries, expected_tensors
 from megatron_dppo.bridge.safetensors_files import INDEX, SINGLE
+from megatron_dppo.config import LoraConfig
 from megatron_dppo.models.shape import PolicyShape
 
 SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -84,6 +85,12 @@ def plan_files(shape: PolicyShape, max_shard_bytes: int, dtype: torch.dtype) -> 
     return FilePlan(dtype, tensors, named)
 
 
+def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) -> FilePlan:
+    """Adapters in the order of the forward pass, in the one file that PEFT looks for."""
+    tensors = {name: size for entry in adapter_entries(shape, lora) for name, size in entry.tensors.items()}
+    return FilePlan(dtype, tensors, {ADAPTER_WEIGHTS: list(tensors)})
+
+
 COPIED_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -100,6 +107,8 @@ COPIED_FILES = (
 """Files beside the weights that are copied as they are, where the source has them."""
 MODEL_FILES = ("config.json", "*.safetensors", INDEX, *COPIED_FILES, "sft.json")
 """Patterns of all that is written to such a directory, by ``sft`` too."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""All that is in a directory of adapters alone, by PEFT's names."""
 
 
 def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -111,6 +120,22 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
     config.pop("torch_dtype", None)  # the older spelling
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_adapter_config(folder: Path, *, base: str, lora: LoraConfig) -> None:
+    """Say to PEFT which matrices of which policy the adapters are for, and by what they are multiplied."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 class SafetensorsWriter:

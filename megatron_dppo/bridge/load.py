@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.bridge.checkpoint_folder import FORMAT, damaged, find_checkpoint, refusing_damage, warn_unchecked
 from megatron_dppo.bridge.checksums import Checksums, DamagedError
-from megatron_dppo.bridge.mapping import Entry, Slice, entries
+from megatron_dppo.bridge.mapping import Entry, Slice, adapter_entries, entries
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy, find_foreign_pickle, plain_values_only, read_metadata
 from megatron_dppo.bridge.torch_dist import COMMON, WRITTEN_BY
+from megatron_dppo.config import LoraConfig
+from megatron_dppo.models.lora import NAME
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.layout import stage_layers
 from megatron_dppo.parallel.world import World
 
+_OF_EXPERTS = (r"local_experts\.", r"linear_fc[12]\.weight", r"linear_fc[12]\.lora\.")
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
-_EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+|(?<=mlp\.experts\.linear_fc[12]\.weight)\d+")
+_EXPERT = re.compile("|".join(rf"(?<=mlp\.experts\.{name})\d+" for name in _OF_EXPERTS))
 
 
 def bind(chunks: Sequence[PolicyModel], shape: PolicyShape, world: World) -> dict[Entry, torch.Tensor]:
@@ -44,14 +47,23 @@ def bind(chunks: Sequence[PolicyModel], shape: PolicyShape, world: World) -> dic
         ValueError: if an entry or a parameter of the model is left over, or one has another shape than the mapping
             says. A fault of the program, not of the user: the model was not built for this shape and layout.
     """
-    first_expert = world.ep_rank * (shape.experts // world.layout.ep)
-    parameters = {
-        _EXPERT.sub(lambda local: str(first_expert + int(local[0])), name): parameter.detach()
-        for chunk in chunks
-        for name, parameter in _counted_over_stages(chunk)
-    }
-    bound: dict[Entry, torch.Tensor] = {}
-    for entry in entries(shape, stage_layers(shape.num_layers, world.pp_rank, world.layout)):
+    layers = stage_layers(shape.num_layers, world.pp_rank, world.layout)
+    parameters = {name: p for name, p in _counted_over_all(chunks, shape, world) if f".{NAME}." not in name}
+    return {entry: parameter.detach() for entry, parameter in _bind(entries(shape, layers), parameters, world).items()}
+
+
+def bind_adapters(chunks: Sequence[PolicyModel], shape: PolicyShape, world: World) -> dict[Entry, torch.nn.Parameter]:
+    """The same for the policy's adapters: the parameters themselves. Empty where it has none."""
+    lora, layers = chunks[0].lora, stage_layers(shape.num_layers, world.pp_rank, world.layout)
+    parameters = {name: p for name, p in _counted_over_all(chunks, shape, world) if f".{NAME}." in name}
+    return _bind(adapter_entries(shape, lora, layers), parameters, world) if lora.rank else {}
+
+
+def _bind(
+    wanted: Iterable[Entry], parameters: dict[str, torch.nn.Parameter], world: World
+) -> dict[Entry, torch.nn.Parameter]:
+    bound: dict[Entry, torch.nn.Parameter] = {}
+    for entry in wanted:
         if entry.expert is not None and entry.expert_rank(world.layout.ep) != world.ep_rank:
             continue
         names = [name for name in entry.megatron if name in parameters]
@@ -67,11 +79,16 @@ def bind(chunks: Sequence[PolicyModel], shape: PolicyShape, world: World) -> dic
     return bound
 
 
-def _counted_over_stages(chunk: PolicyModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters, with the numbers of layers that they have in the whole policy."""
-    numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
-    for name, parameter in chunk.named_parameters():
-        yield _LAYER.sub(lambda local: str(numbers[int(local[0])]), name), parameter
+def _counted_over_all(
+    chunks: Sequence[PolicyModel], shape: PolicyShape, world: World
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters, with the numbers that layers and experts have in the whole policy."""
+    first_expert = world.ep_rank * (shape.experts // world.layout.ep)
+    for chunk in chunks:
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        for name, parameter in chunk.named_parameters():
+            of_layer = _LAYER.sub(lambda local, numbers=numbers: str(numbers[int(local[0])]), name)  # type: ignore[misc]
+            yield _EXPERT.sub(lambda local: str(first_expert + int(local[0])), of_layer), parameter
 
 
 ReadSlice = Callable[[str, int, int, int], torch.Tensor]
@@ -154,8 +171,10 @@ def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -
     load_model_state(chunks, read_sharded(state, checkpoint, setting, world))
 
 
-def check_policy(checkpoint: Path, shape: PolicyShape, setting: str) -> None:
+def check_policy(checkpoint: Path, shape: PolicyShape, setting: str, lora: LoraConfig | None = None) -> None:
     """Look whether a checkpoint is of a policy of this shape and all there, without reading its tensors.
+
+    With ``lora`` it is one of adapters alone.
 
     Nothing that it may ask for is run: Megatron and torch, which run anything, are to read it only after this.
 
@@ -165,7 +184,7 @@ def check_policy(checkpoint: Path, shape: PolicyShape, setting: str) -> None:
     with refusing_damage(checkpoint, setting):
         if (checksums := Checksums.read(checkpoint)) is not None:
             checksums.check_small_files()
-        StoredPolicy(checkpoint, shape, setting)
+        StoredPolicy(checkpoint, shape, setting, lora)
         _check_common(checkpoint)
 
 

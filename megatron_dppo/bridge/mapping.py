@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from itertools import chain
 from math import prod
 
-from megatron_dppo.config import LayoutConfig
+from megatron_dppo.config import LayoutConfig, LoraConfig
 from megatron_dppo.models.shape import PolicyShape, padded_vocab
 
 
@@ -41,6 +42,8 @@ class ParameterMapping:
     """Hugging Face's names, in the order of stacking."""
     is_copy: bool = False
     """Whether another mapping has these tensors too. Such a parameter is loaded, and never streamed."""
+    rank: int = 0
+    """Of the adapter whose matrix A or B this is; 0: it is a parameter of the policy."""
 
     @property
     def key(self) -> str:
@@ -169,7 +172,8 @@ class Entry:
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the Hugging Face tensors, by name."""
-        return {self._numbered(name): _tensor_shape(self.shape, name) for name in self.mapping.tensors}
+        rank = self.mapping.rank
+        return {self._numbered(name): _tensor_shape(self.shape, name, rank) for name in self.mapping.tensors}
 
     @property
     def elements(self) -> int:
@@ -261,6 +265,49 @@ def entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterat
         yield Entry(TIED_OUTPUT, shape)
 
 
+def adapter_entries(shape: PolicyShape, lora: LoraConfig, layers: Sequence[range] | None = None) -> Iterator[Entry]:
+    """The same for the adapters of ``lora``, whose tensors have the names that PEFT gives them."""
+    mappings = _adapter_mappings(shape.architecture, lora.rank, lora.targets)
+    for layer in chain.from_iterable(layers or [range(shape.num_layers)]):
+        yield from (Entry(mapping, shape, layer) for mapping in mappings if not mapping.of_expert)
+        for expert in range(shape.experts):
+            yield from (Entry(mapping, shape, layer, expert) for mapping in mappings if mapping.of_expert)
+
+
+PEFT = "base_model.model."
+"""What PEFT puts before a Hugging Face name."""
+
+
+@cache
+def _adapter_mappings(architecture: str, rank: int, targets: tuple[str, ...]) -> tuple[ParameterMapping, ...]:
+    """A and B of every matrix that is a target. The one is cut as the weight is, and every rank has the other whole."""
+    found = []
+    for mapping in TABLES[architecture]:
+        for name in mapping.tensors:
+            module, _, kind = name.rpartition(".")
+            target = module.rpartition(".")[2]
+            if target not in targets or kind != "weight":
+                continue
+            splits = (REPLICATED, ROW) if mapping.split is ROW else (COLUMN, REPLICATED)
+            for letter, split in zip("ba", splits, strict=True):
+                names = tuple(f"{_adapters_of(of)}.{target}.{letter}" for of in mapping.megatron)
+                tensor = f"{PEFT}{module}.lora_{letter.upper()}.weight"
+                found.append(ParameterMapping(split, names, (tensor,), rank=rank))
+    return tuple(found)
+
+
+def _adapters_of(parameter: str) -> str:
+    """Where the adapters of a linear layer's weight are; a grouped layer has them once for each expert."""
+    layer, _, weight = parameter.rpartition(".")
+    return f"{layer}.lora" + (".{expert}" if weight != "weight" else "")
+
+
+def adapters_of_tensor(name: str) -> tuple[str, str]:
+    """PEFT's names of A and B beside a tensor of a Hugging Face directory."""
+    module = PEFT + name.removesuffix(".weight")
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
 def expected_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a policy in Hugging Face's form, in the order of the forward pass."""
     return {name: size for entry in entries(shape) for name, size in entry.tensors.items()}
@@ -274,12 +321,12 @@ def redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
     return Entry(UNTIED_OUTPUT, shape).tensors if shape.tied else {}
 
 
-def parameters(shape: PolicyShape) -> int:
-    """Weights of the policy, without padding; tied embeddings count once."""
-    return sum(entry.elements for entry in entries(shape))
+def parameters(shape: PolicyShape, lora: LoraConfig | None = None) -> int:
+    """Weights of the policy, without padding; tied embeddings count once. With ``lora``, of its adapters instead."""
+    return sum(entry.elements for entry in (adapter_entries(shape, lora) if lora else entries(shape)))
 
 
-def _tensor_shape(shape: PolicyShape, name: str) -> tuple[int, ...]:
+def _tensor_shape(shape: PolicyShape, name: str, rank: int) -> tuple[int, ...]:
     extents = {
         "vocabulary": shape.vocab_size,
         "hidden": shape.hidden,
@@ -289,7 +336,10 @@ def _tensor_shape(shape: PolicyShape, name: str) -> tuple[int, ...]:
         "experts": shape.experts,
         "feed_forward": shape.ffn,
     }
-    *_, module, kind = name.split(".")
+    *before, module, kind = name.split(".")
+    if rank:
+        outputs, inputs = (extents[dimension] for dimension in _DIMENSIONS[before[-1]])
+        return (rank, inputs) if module == "lora_A" else (outputs, rank)
     dimensions = _DIMENSIONS.get(module, ("hidden",))
     return tuple(extents[dimension] for dimension in (dimensions[:1] if kind == "bias" else dimensions))
 

@@ -35,9 +35,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from megatron_dppo.bridge.checkpoint_folder import METADATA, damaged, refusing_damage
 from megatron_dppo.bridge.checksums import Checksums, DamagedError
 from megatron_dppo.bridge.chunks import Chunk, tensor_chunks
-from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Entry, Split, entries
+from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Entry, Split, adapter_entries, entries
 from megatron_dppo.bridge.safetensors_files import nearest_name
 from megatron_dppo.bridge.torch_dist import data_offset, file_sizes, locate_data, open_archive
+from megatron_dppo.config import LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
@@ -143,13 +144,14 @@ class StoredPolicy:
     Args:
         folder: the directory of one iteration, ``metadata.json`` in it.
         shape: of the policy that it should hold.
+        lora: whose adapters it should hold instead of the policy's own weights.
 
     Raises:
         UserError: naming ``setting``, if it is no such checkpoint, or a file or parameter is missing, truncated,
             unexpected, or of another shape.
     """
 
-    def __init__(self, folder: Path, shape: PolicyShape, setting: str) -> None:
+    def __init__(self, folder: Path, shape: PolicyShape, setting: str, lora: LoraConfig | None = None) -> None:
         self._folder, self._setting = folder, setting
         if not (folder / METADATA).is_file():
             raise damaged(folder, setting, f"has no {METADATA}, as checkpoints in Megatron's torch_dist format do")
@@ -166,7 +168,9 @@ class StoredPolicy:
             self._check_files()
         stored = metadata.state_dict_metadata
         self._tensors = {key: found for key, found in stored.items() if isinstance(found, TensorStorageMetadata)}
-        self.parameters: Mapping[Entry, Blocks] = self._find(shape)
+        self.parameters: Mapping[Entry, Blocks] = self._find(
+            list(adapter_entries(shape, lora) if lora else entries(shape)), shape
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -235,8 +239,10 @@ class StoredPolicy:
             if (found := file.stat().st_size) < size:
                 raise DamagedError(f"{name} is truncated: {found:,} bytes of at least {size:,}")
 
-    def _find(self, shape: PolicyShape) -> dict[Entry, Blocks]:
-        wanted = list(entries(shape))
+    def _find(self, wanted: Sequence[Entry], shape: PolicyShape) -> dict[Entry, Blocks]:
+        if not wanted[0].mapping.rank and any(".lora." in key for key in self._tensors):
+            problem = "holds the adapters of a run with model.lora, and not the policy that they belong to"
+            raise self._unreadable(problem, "Give the run's export, RUN/hf, where both are merged")
         keys = {entry.key: len(entry.leading) for entry in wanted}
         roots = {key.partition(".")[0] for key in (*keys, UNTIED_OUTPUT.key)}  # beside these are an optimizer's
         unexpected = [key for key in self._tensors if key.partition(".")[0] in roots and key not in keys]

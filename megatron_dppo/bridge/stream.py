@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_dppo.bridge.load import bind, slices_of
-from megatron_dppo.bridge.mapping import Entry, Split, entries
-from megatron_dppo.config import LayoutConfig
+from megatron_dppo.bridge.adapters import MergedParameters
+from megatron_dppo.bridge.load import bind, bind_adapters, slices_of
+from megatron_dppo.bridge.mapping import Entry, Split, adapter_entries, entries
+from megatron_dppo.config import LayoutConfig, LoraConfig
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.layout import stage_layers
@@ -56,7 +57,7 @@ def weight_stream(
 
     A bucket's tensors may be views of the live parameters or of a buffer of the stream. They must not be written to.
     Whoever keeps one past the next bucket, or past the next update of the policy, must copy it. With tied embeddings
-    the output layer's copy is left out.
+    the output layer's copy is left out. Of a policy with adapters, tensors are the merged ones.
 
     A rank that consumes holds two buckets, the one that is handed out included. An embedding or output layer that is
     larger than a bucket comes on top while it passes. Any other rank holds its shards of a bucket and of such a layer.
@@ -67,11 +68,33 @@ def weight_stream(
         bucket_mib: most MiB in a bucket; a parameter whose tensors take more has a bucket of its own.
         dtype: of the tensors; None: that of the parameters, which must then be one.
     """
-    parameters = bind(chunks, shape, world)
+    bound, adapters = bind(chunks, shape, world), bind_adapters(chunks, shape, world)
     if dtype is None:
-        (dtype,) = {parameter.dtype for parameter in parameters.values()}
+        (dtype,) = {parameter.dtype for parameter in bound.values()}
+    parameters = MergedParameters(bound, adapters, chunks[0].lora.scale, world) if adapters else bound
+    yield from _stream(parameters, shape, world, to, bucket_mib, dtype)
+
+
+def adapter_stream(
+    chunks: Sequence[PolicyModel], shape: PolicyShape, world: World, *, bucket_mib: int = 64
+) -> Iterator[Tensors]:
+    """The policy's adapters by PEFT's names, to the leader; otherwise as :func:`weight_stream`."""
+    parameters = {entry: parameter.detach() for entry, parameter in bind_adapters(chunks, shape, world).items()}
+    (dtype,) = {parameter.dtype for parameter in parameters.values()}
+    yield from _stream(parameters, shape, world, Consumers.LEADER, bucket_mib, dtype, chunks[0].lora)
+
+
+def _stream(
+    parameters: Mapping[Entry, torch.Tensor],
+    shape: PolicyShape,
+    world: World,
+    to: Consumers,
+    bucket_mib: int,
+    dtype: torch.dtype,
+    lora: LoraConfig | None = None,
+) -> Iterator[Tensors]:
     stages = [world.pp_rank] if to is Consumers.STAGE_LEADERS else range(world.layout.pp)
-    buckets = plan_buckets(shape, stages, world.layout, most_bytes=bucket_mib * 2**20, dtype=dtype)
+    buckets = plan_buckets(shape, stages, world.layout, most_bytes=bucket_mib * 2**20, dtype=dtype, lora=lora)
     gathers = _Gathers(buckets, parameters, world, to, bucket_mib * 2**20 // dtype.itemsize, dtype)
     gather = gathers.start(buckets[0])
     for following in [*buckets[1:], None]:
@@ -101,12 +124,20 @@ Bucket = list[Item]
 
 
 def plan_buckets(
-    shape: PolicyShape, stages: Sequence[int], layout: LayoutConfig, *, most_bytes: int, dtype: torch.dtype
+    shape: PolicyShape,
+    stages: Sequence[int],
+    layout: LayoutConfig,
+    *,
+    most_bytes: int,
+    dtype: torch.dtype,
+    lora: LoraConfig | None = None,
 ) -> list[Bucket]:
-    """The entries of ``stages``, which take turns, in buckets as full as that order allows."""
+    """The entries of ``stages``, which take turns, in buckets as full as that order allows; those of the adapters of
+    ``lora`` instead, if it is given."""
     buckets: list[Bucket] = []
     room = 0
-    of_stages = (entries(shape, stage_layers(shape.num_layers, stage, layout)) for stage in stages)
+    layers = [stage_layers(shape.num_layers, stage, layout) for stage in stages]
+    of_stages = (adapter_entries(shape, lora, each) if lora else entries(shape, each) for each in layers)
     for turn in zip_longest(*of_stages):
         for stage, entry in zip(stages, turn, strict=True):
             if entry is None or entry.mapping.is_copy:

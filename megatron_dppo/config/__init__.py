@@ -13,7 +13,14 @@ from megatron_dppo.config.loss import (
     PruningConfig,
     ScheduleConfig,
 )
-from megatron_dppo.config.model import HEAD_CHUNK_MIB, WEIGHT_BYTES, LayoutConfig, ModelConfig, OptimizerConfig
+from megatron_dppo.config.model import (
+    HEAD_CHUNK_MIB,
+    WEIGHT_BYTES,
+    LayoutConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
 from megatron_dppo.config.rollout import LaunchConfig, RolloutConfig, SyncConfig
 from megatron_dppo.config.run import ClusterConfig, EvalConfig, RunConfig, SftConfig
 from megatron_dppo.config.types import Command, Section, replace

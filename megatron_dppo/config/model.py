@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Lt
 
@@ -15,6 +15,35 @@ HEAD_CHUNK_MIB = {"cpu": 64, "cuda": 1024}
 gradient anew, which takes a CPU little of its time, and a GPU much."""
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
 """Of one weight, by ``model.dtype``."""
+
+
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""A matrix of a layer, by its Hugging Face name. In a mixture, the last three are those of every expert."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv:2106.09685) beside frozen weights. Only they are trained, and checkpoints hold
+    nothing else."""
+
+    rank: Count = 0
+    """Rank of the adapters; 0: none, and all weights are trained."""
+    alpha: AboveZero = 32.0
+    """What an adapter computes is multiplied by alpha/rank."""
+    targets: tuple[Projection, ...] = get_args(Projection)
+    """Matrices that get an adapter, each its own, by their Hugging Face names: those of all layers, and of all
+    experts."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def check(self) -> None:
+        if not self.targets:
+            remedy = "Name some, or set model.lora.rank=0 to train all weights"
+            raise UserError("model.lora.targets", "[]", "leaves nothing to train", remedy)
+        if twice := sorted({name for name in self.targets if self.targets.count(name) > 1}):
+            problem = f"names {' and '.join(twice)} more than once"
+            raise UserError("model.lora.targets", ", ".join(self.targets), problem, "Name each matrix once")
 
 
 class ModelConfig(Section):
@@ -39,8 +68,16 @@ class ModelConfig(Section):
     reference_on_host: bool = False
     """Keep the frozen reference (with loss.kl_coef) in the host's memory while it is not needed; its weights then cross
     to the GPU once a step."""
+    lora: LoraConfig = LoraConfig()
 
     def check(self) -> None:
+        if self.lora.rank:
+            self.lora.check()
+            if self.reference_on_host:
+                problem = (
+                    "with model.lora the reference is the policy with its adapters off, and has no memory of its own"
+                )
+                raise UserError("model.reference_on_host", "true", problem, "Leave it out")
         if self.spec == "te" and self.dtype == "fp32":
             problem = (
                 "has no fused attention for model.dtype = fp32, and would pad every sequence of a pack to the longest"

@@ -8,8 +8,8 @@ from functools import cache
 from math import prod
 from pathlib import Path
 
-from megatron_dppo.bridge.mapping import EMBEDDING, entries
-from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig
+from megatron_dppo.bridge.mapping import EMBEDDING, adapter_entries, entries
+from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig, LoraConfig
 from megatron_dppo.estimate.assumptions import GIB
 from megatron_dppo.estimate.workload import Setup, packs_of, without_pruning
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape, padded_vocab, read_shape
@@ -78,6 +78,17 @@ def rank_elements(shape: PolicyShape, stage: int, layout: LayoutConfig) -> RankE
     if stage == layout.pp - 1:
         dense += sizes.norm + (0 if shape.tied and stage == 0 else sizes.embedding)
     return RankElements(dense, shape.experts // layout.ep * sizes.expert * layers)
+
+
+def adapter_elements(shape: PolicyShape, lora: LoraConfig, stage: int, layout: LayoutConfig) -> RankElements:
+    """Weights of the adapters that a rank of a pipeline stage holds. One layer and one expert are counted here, too."""
+    thin = dataclasses.replace(shape, num_layers=1, experts=min(shape.experts, 1))
+    dense = expert = 0
+    for entry in adapter_entries(thin, lora):
+        size = prod(entry.shard_shape(entry.parts(layout)))
+        dense, expert = (dense + size, expert) if entry.expert is None else (dense, expert + size)
+    layers = layers_of_stage(shape, stage, layout)
+    return RankElements(dense * layers, shape.experts // layout.ep * expert * layers)
 
 
 def layers_of_stage(shape: PolicyShape, stage: int, layout: LayoutConfig) -> int:
@@ -200,16 +211,18 @@ def resident_bytes(config: Config, memory: Memory) -> float:
 def held_bytes(setup: Setup, stage: int) -> dict[str, float]:
     """Bytes that a rank holds during the whole run, exact except for the padding of buffers."""
     config, placement = setup.config, setup.placement
-    elements = rank_elements(setup.shape, stage, placement.layout)
+    elements, lora = rank_elements(setup.shape, stage, placement.layout), config.model.lora
+    adapters = adapter_elements(setup.shape, lora, stage, placement.layout) if lora.rank else RankElements(0, 0)
+    trained = adapters if lora.rank else elements
     # Two moments, and a master copy where the weights are not fp32 themselves.
     state = 12 if config.model.dtype == "bf16" else 8
-    shared = elements.dense / placement.replica + elements.experts / placement.expert_replica
-    weights = float(elements.total * setup.width)
+    shared = trained.dense / placement.replica + trained.experts / placement.expert_replica
+    weights = float((elements.total + adapters.total) * setup.width)
     return {
         "weights": weights,
-        "gradients": 4.0 * elements.total,
-        "optimizer": state * (shared if config.optimizer.distributed else elements.total),
-        "reference": weights if config.loss.kl_coef > 0 else 0.0,
+        "gradients": 4.0 * trained.total,
+        "optimizer": state * (shared if config.optimizer.distributed else trained.total),
+        "reference": weights if config.loss.kl_coef > 0 and not lora.rank else 0.0,
     }
 
 

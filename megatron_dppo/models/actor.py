@@ -11,7 +11,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -29,6 +29,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
 from megatron_dppo.models.expert_load import ExpertLoad
 from megatron_dppo.models.layer_specs import add_to_main_gradients
+from megatron_dppo.models.lora import adapters_off, add_expert_gradients
 from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
 from megatron_dppo.models.optimizer_state import OffloadedState, optimizer_parts, prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
@@ -205,6 +206,18 @@ class Reference(Policy):
                 parameter.data = waiting
 
 
+class BasePolicy:
+    """A policy with its adapters off, as the reference of the loss's KL term: the frozen weights are there anyway."""
+
+    def __init__(self, adapted: Policy) -> None:
+        self._adapted = adapted
+
+    def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
+        """As :meth:`Policy.log_probabilities`; experts are chosen, and none replayed."""
+        with adapters_off(self._adapted.chunks):
+            return self._adapted.log_probabilities([replace(pack, routing=None) for pack in packs])
+
+
 class Actor(Policy):
     """The policy with gradients and an optimizer. Weights are loaded into its chunks before the first update."""
 
@@ -333,6 +346,7 @@ class Actor(Policy):
 def _sum_gradients(model: list[torch.nn.Module], num_tokens: object = None, **arguments: Any) -> None:
     """Megatron's reductions over replicas, norms and tied embeddings, without its division by the number of tokens."""
     finalize_model_grads(model, None, **arguments)
+    add_expert_gradients(model)
 
 
 def _megatron_optimizer(settings: OptimizerConfig, model: ModelConfig) -> MegatronOptimizerConfig:

@@ -56,11 +56,18 @@ def choose_spec(model: ModelConfig) -> Spec:
     return model.spec
 
 
-def layer_spec(spec: Spec, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:
-    """The layers of a virtual stage of this rank, as :class:`megatron.core.models.gpt.GPTModel` takes them."""
+def layer_spec(
+    spec: Spec, config: TransformerConfig, vp_stage: int | None, *, adapted: bool = False
+) -> TransformerBlockSubmodules | ModuleSpec:
+    """The layers of a virtual stage of this rank, as :class:`megatron.core.models.gpt.GPTModel` takes them.
+
+    Args:
+        adapted: whether linear layers get adapters, which need the layers' normed inputs: no norm is then fused.
+    """
     kind = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     if spec == "te":
-        return get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **kind)
+        layer = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **kind)
+        return _with_norms_apart(layer, config) if adapted else layer
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", **kind)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -74,14 +81,35 @@ def layer_spec(spec: Spec, config: TransformerConfig, vp_stage: int | None) -> T
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
+def _with_norms_apart(layer: Any, config: TransformerConfig) -> ModuleSpec:
+    """Transformer Engine's layer with each norm a module of its own. Checkpoints keep the fused norms' names."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    parts = layer.submodules
+    parts.input_layernorm = TENorm
+    parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+    parts.sharded_state_dict_keys_map |= {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if not config.num_moe_experts:
+        parts.pre_mlp_layernorm = TENorm
+        mlp = parts.mlp
+        of_mlp = (
+            mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
+        )  # the latter from 0.17 on
+        of_mlp.linear_fc1 = TEColumnParallelLinear
+        parts.sharded_state_dict_keys_map |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    return layer
+
+
 def add_to_main_gradients(model: torch.nn.Module) -> None:
     """Let Transformer Engine's layers add to the fp32 gradients that DDP keeps, within the product that makes them.
 
     Megatron's own setting, ``gradient_accumulation_fusion``, would ask for Apex as well, on behalf of an output layer
-    that here does no product. Called once DDP has wrapped the model; for torch's layers it does nothing.
+    that here does no product. Called once DDP has wrapped the model; for torch's layers it does nothing. Of a frozen
+    weight DDP keeps no gradient.
     """
     for layer in model.modules():
-        if hasattr(layer, "fuse_wgrad_accumulation"):
+        trained = any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
+        if trained and hasattr(layer, "fuse_wgrad_accumulation"):
             layer.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 

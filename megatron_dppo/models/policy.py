@@ -24,6 +24,7 @@ from torch.nn import functional
 from megatron_dppo.config import HEAD_CHUNK_MIB, LayoutConfig, ModelConfig
 from megatron_dppo.models.context import Share, gather_responses, share_of
 from megatron_dppo.models.layer_specs import Spec, choose_spec, layer_spec
+from megatron_dppo.models.lora import NAME, add_adapters
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
 from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab
 
@@ -43,7 +44,8 @@ def build_policy(
     It is one chunk for each virtual pipeline stage.
 
     All weights but the norms' are zero until they are loaded: nothing is drawn, since every run starts from a
-    directory, and drawing would depend on the layout.
+    directory, and drawing would depend on the layout. With ``model.lora`` the adapters are zero, too, and the only
+    parameters that need a gradient.
 
     Raises:
         UserError: if the shape cannot be cut as the layout says, or ``model.spec`` is not to be had here.
@@ -54,6 +56,8 @@ def build_policy(
     chunks = [PolicyModel(shape, config, model, temperature=temperature, vp_stage=stage) for stage in stages]
     for chunk in chunks:
         _mark_experts(chunk)
+        if model.lora.rank:
+            add_adapters(chunk, shape, model.lora, config)
     return chunks
 
 
@@ -211,7 +215,7 @@ class PolicyModel(GPTModel):
     ) -> None:
         super().__init__(
             config,
-            layer_spec(choose_spec(model), config, vp_stage),
+            layer_spec(choose_spec(model), config, vp_stage, adapted=model.lora.rank > 0),
             vocab_size=padded_vocab(shape.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -225,7 +229,8 @@ class PolicyModel(GPTModel):
         self.shape = shape
         self.temperature = temperature
         self.head_chunk_mib = model.head_chunk_mib
-        self.register_load_state_dict_post_hook(_allow_missing_extra_state)
+        self.lora = model.lora
+        self.register_load_state_dict_post_hook(_allow_missing)
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Called by Megatron once the layers stand: put the holder of the weight in the output layer's place."""
@@ -337,14 +342,19 @@ class PolicyModel(GPTModel):
         return whole[held.argsort()]
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Megatron's, without the extra state of linear layers.
+        """Megatron's, of the policy without its adapters, and without the extra state of linear layers.
 
-        It holds the scales of 8-bit training, here nothing; Transformer Engine has it on other layers than torch does,
-        and a checkpoint of the one would not load into the other.
+        That holds the scales of 8-bit training, here nothing; Transformer Engine has it on other layers than torch
+        does, and a checkpoint of the one would not load into the other.
         """
         state = super().sharded_state_dict(*args, **kwargs)
-        return {name: value for name, value in state.items() if "_extra_state" not in name}
+        return {name: value for name, value in state.items() if not _is_left_out(name)}
 
 
-def _allow_missing_extra_state(module: torch.nn.Module, incompatible: Any) -> None:
-    incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if not key.endswith("_extra_state")]
+def _is_left_out(key: str) -> bool:
+    """Of the state of a chunk."""
+    return "_extra_state" in key or f".{NAME}." in key
+
+
+def _allow_missing(module: torch.nn.Module, incompatible: Any) -> None:
+    incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if not _is_left_out(key)]

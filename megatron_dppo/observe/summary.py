@@ -23,6 +23,7 @@ PLACES: Sequence[tuple[str, str]] = (
     ("metrics", "metrics.jsonl"),
     ("checkpoints", "checkpoints"),
     ("Hugging Face export", "hf"),
+    ("adapter for PEFT", "adapter"),
 )
 
 

@@ -29,6 +29,8 @@ class Usage:
     """Weights of the output layer, which response tokens meet."""
     peak: float
     """FLOPs per second of one GPU, by its maker's data sheet."""
+    frozen: bool = False
+    """Whether the weights need no gradient, because adapters are trained beside them."""
 
     def measure(self, plan: StepPlan, seconds: Mapping[str, float]) -> dict[str, float]:
         """``perf/…`` of the step that has just ended. Collective.
@@ -59,12 +61,14 @@ class Usage:
         """FLOPs of a forward and a backward pass over the tokens trained on, without padding and recomputation.
 
         Forward, a token takes two FLOPs for each weight that it meets, and the two products of causal attention take
-        2·heads·head_dim·n² a layer for a sequence of n tokens, of which a token sees half. Backward takes twice that.
+        2·heads·head_dim·n² a layer for a sequence of n tokens, of which a token sees half. Backward takes twice that;
+        products with frozen weights once. Adapters' own are not counted.
         """
         shape, total = self.shape, 0.0
         for minibatch in plan.minibatches:
             responses = minibatch.samples.response_length.astype(np.float64)
             tokens = minibatch.samples.prompt_length + responses
             attention = 2.0 * shape.num_layers * shape.heads * shape.head_dim * np.square(tokens).sum()
-            total += 2.0 * (self.matrices * tokens.sum() + self.head * responses.sum()) + attention
-        return float(3.0 * total)
+            products = 2.0 * (self.matrices * tokens.sum() + self.head * responses.sum())
+            total += (2.0 if self.frozen else 3.0) * products + 3.0 * attention
+        return float(total)

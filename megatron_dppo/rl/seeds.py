@@ -24,6 +24,8 @@ class Purpose(IntEnum):
     """The same, for comparing servers with the actor."""
     EVALUATION = 6
     """The same, for answering held-out problems; ``step`` is 0, so that all policies are given the same seeds."""
+    ADAPTERS = 7
+    """What adapters begin with; ``step`` is a number of the adapter's name."""
 
 
 def generator(seed: int, step: int, purpose: Purpose, again: int = 0) -> np.random.Generator:

@@ -11,15 +11,16 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from megatron_dppo.bridge.export import check_destination, export_hf
-from megatron_dppo.bridge.hf_directory import plan_files
+from megatron_dppo.bridge.adapters import draw_adapters
+from megatron_dppo.bridge.export import check_adapter_destination, check_destination, export_adapter, export_hf
+from megatron_dppo.bridge.hf_directory import plan_adapter_file, plan_files
 from megatron_dppo.bridge.load import load_checkpoint, load_policy
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import PromptPool, load_prompts
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_token_ids
 from megatron_dppo.evaluation.evaluator import Problem, held_out
-from megatron_dppo.models.actor import Actor, Policy, Reference
+from megatron_dppo.models.actor import Actor, BasePolicy, Policy, Reference
 from megatron_dppo.models.policy import DTYPES, PolicyModel
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.console import Console
@@ -96,9 +97,14 @@ class PolicyParts(Generic[P_co]):
         """One for each verifier's workers."""
         return {verifier: self.collector(engine, each) for verifier, each in workers.items()}
 
-    def reference(self) -> Reference:
-        """A frozen copy of the initial policy, for the loss's KL term. Collective."""
+    def reference(self) -> Reference | BasePolicy:
+        """The initial policy, frozen, for the loss's KL term. Collective.
+
+        It is a copy, unless the actor's own weights are frozen, and only its adapters are trained.
+        """
         config = self.config
+        if config.model.lora.rank:
+            return BasePolicy(self.actor)
         reference = _frozen(Reference, config, self.world, config.rollout.temperature, self.shape)
         if config.model.reference_on_host:
             reference.leave_device()
@@ -147,6 +153,28 @@ class PolicyParts(Generic[P_co]):
             dtype=DTYPES[self.config.model.dtype],
             setting=setting,
         )
+
+    def check_export_run(self) -> None:
+        """:meth:`check_export` for all that :meth:`export_run` writes."""
+        folder, model = Path(self.config.run.dir), self.config.model
+        self.check_export(folder / "hf", setting="run.dir")
+        if model.lora.rank:
+            plan = plan_adapter_file(self.shape, model.lora, DTYPES[model.dtype])
+            self.world.from_leader(lambda: check_adapter_destination(folder / "adapter", plan))
+
+    def export_run(self) -> None:
+        """Write what the run has come to into its folder: the policy, and its adapters alone, if it has any."""
+        folder = Path(self.config.run.dir)
+        self.export(folder / "hf", setting="run.dir")
+        if self.config.model.lora.rank:
+            export_adapter(
+                self.actor.chunks,
+                self.shape,
+                self.world,
+                base=self.config.model.path,
+                out=folder / "adapter",
+                dtype=DTYPES[self.config.model.dtype],
+            )
 
 
 def assemble_policy(config: Config, world: World, *, temperature: float) -> PolicyParts[Actor]:
@@ -200,6 +228,7 @@ def _load(chunks: Sequence[PolicyModel], config: Config, shape: PolicyShape, wor
         load_checkpoint(chunks, Path(config.model.checkpoint), world)
     else:
         world.together(lambda: load_policy(chunks, Path(config.model.path), shape, world))
+    draw_adapters(chunks, shape, world, seed=config.run.seed)
 
 
 def lock_run(config: Config, world: World, to_close: ExitStack) -> Callable[[], None]:

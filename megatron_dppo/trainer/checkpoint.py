@@ -25,6 +25,7 @@ import torch
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_dppo.bridge.adapters import adapter_state, load_adapter_state
 from megatron_dppo.bridge.checkpoint_folder import (
     HF_FOLDER,
     TRACKER,
@@ -39,7 +40,7 @@ from megatron_dppo.bridge.checksums import Block, Checksums
 from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer
 from megatron_dppo.bridge.load import check_policy, load_model_state, model_state, read_sharded, sharding
 from megatron_dppo.bridge.stored_policy import plain_values_only
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import choose_spec
@@ -73,7 +74,7 @@ class Checkpoints:
         self._source, self._keep, self._world = Path(config.model.path), config.run.keep_checkpoints, world
         self._background, self._durable = config.run.checkpoint_in_background, config.run.checkpoint_durable
         self._dtype = DTYPES[config.model.dtype]
-        self._writer = Writer.of(config, choose_spec(config.model))
+        self._writer = world.from_leader(lambda: Writer.of(config, choose_spec(config.model)))
         self._unfinished: _Unfinished | None = None
 
     def save(
@@ -146,14 +147,17 @@ class Checkpoints:
         if place is None:
             return None
         trainer_state, written = self._world.from_leader(lambda: read_state(place, self._writer))
-        self._world.from_leader(lambda: check_policy(place, actor.shape, "run.dir"))
+        self._world.from_leader(lambda: check_policy(place, actor.shape, "run.dir", _adapters(actor)))
         self._world.together(lambda: self._check(place), what="check of a checkpoint")
         self._world.from_leader(lambda: _check_optimizers(place, actor))
         state = _sharded_state(actor, written, loading=True)
         state = read_sharded(state, place, "run.dir", self._world)
         if written.optimizer == "plain":
             _restore_steps(state["optimizer"])
-        load_model_state(actor.chunks, state)
+        if _adapters(actor):
+            load_adapter_state(actor.chunks, state, self._world)
+        else:
+            load_model_state(actor.chunks, state)
         settings = [{**group} for group in actor.optimizer.param_groups]
         actor.optimizer.load_state_dict(state["optimizer"])
         actor.offload()  # moments that were loaded into tensors of their own
@@ -261,8 +265,15 @@ def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, 
     }
     if writer.optimizer != "plain":
         metadata["distrib_optim_sharding_type"] = writer.optimizer
-    model = model_state(actor.chunks, metadata)
+    adapted = _adapters(actor) is not None
+    model = adapter_state(actor.chunks, actor.world) if adapted else model_state(actor.chunks, metadata)
     return model | {"optimizer": actor.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)}
+
+
+def _adapters(actor: Actor) -> LoraConfig | None:
+    """What is in a checkpoint instead of the whole policy."""
+    lora = actor.chunks[0].lora
+    return lora if lora.rank else None
 
 
 def _check_optimizers(place: Path, actor: Actor) -> None:
@@ -293,7 +304,8 @@ def _restore_steps(optimizer: dict[Any, Any]) -> None:
 
 def _bytes(actor: Actor, world: World) -> int:
     """An upper estimate of a checkpoint, taken on the leader: its shard, with fp32 master weights and two moments."""
-    shard = sum(parameter.numel() * (parameter.element_size() + 12) for parameter in actor.parameters())
+    trained = (parameter for parameter in actor.parameters() if parameter.requires_grad)
+    shard = sum(parameter.numel() * (parameter.element_size() + 12) for parameter in trained)
     copy = shard * world.copy_size * world.layout.pp
     return copy * 5 // 4 + 2**20  # names, offsets and the trainer's state come on top
 

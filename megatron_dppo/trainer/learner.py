@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.actor import Actor, Sums, learning_rate
+from megatron_dppo.models.actor import Actor, BasePolicy, Reference, Sums, learning_rate
 from megatron_dppo.models.microbatch import Microbatch, RecordedRouting, Responses
 from megatron_dppo.models.routing import REPLACED, REPLAYED
 from megatron_dppo.observe.timers import PhaseTimers
@@ -86,7 +86,7 @@ class Learner:
     def __init__(self, parts: PolicyParts[Actor], timers: PhaseTimers) -> None:
         """Load the reference where the loss asks for one, which chooses experts by itself. Collective."""
         self._config, self._world, self._actor = parts.config, parts.world, parts.actor
-        self.reference = parts.reference() if parts.config.loss.kl_coef > 0 else None
+        self.reference: Reference | BasePolicy | None = parts.reference() if parts.config.loss.kl_coef > 0 else None
         self._pad_id, self._timers = parts.pad_id, timers
         self._routing: RoutingWanted | None = None
         if parts.routing and self._actor.routing:

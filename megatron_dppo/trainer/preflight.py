@@ -185,7 +185,10 @@ def bytes_to_write(config: Config, shape: PolicyShape, command: Command) -> int:
         return weights * dtype + OVERHEAD
     written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1
     checkpoints = min(written, run.keep_checkpoints + run.keep_best + 1)
-    return weights * ((dtype + MASTER_AND_MOMENTS) * checkpoints + (dtype if run.export else 0)) + OVERHEAD
+    lora = config.model.lora
+    trained = parameters(shape, lora) if lora.rank else weights
+    exported = weights + (trained if lora.rank else 0) if run.export else 0
+    return trained * (dtype + MASTER_AND_MOMENTS) * checkpoints + exported * dtype + OVERHEAD
 
 
 def _existing(folder: Path) -> Path:

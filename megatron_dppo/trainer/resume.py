@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -30,7 +30,8 @@ import yaml
 from megatron_dppo import __version__
 from megatron_dppo.bridge.checkpoint_folder import damaged, latest_checkpoint, refusing_damage, step_of
 from megatron_dppo.bridge.checksums import Checksums, DamagedError
-from megatron_dppo.config import Config
+from megatron_dppo.bridge.fingerprint import fingerprint
+from megatron_dppo.config import Config, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.settings import as_yaml, settings, short
@@ -40,7 +41,17 @@ WARM_UP = "sft.json"
 """Beside a policy that ``sft`` has written: its settings then."""
 Settings = Mapping[str, Any]
 
-RESULTS = ("model.path", "model.checkpoint", "data.", "reward.", "loss.", "pruning.", "rollout.temperature", "run.seed")
+RESULTS = (
+    "model.path",
+    "model.checkpoint",
+    "model.lora.",
+    "data.",
+    "reward.",
+    "loss.",
+    "pruning.",
+    "rollout.temperature",
+    "run.seed",
+)
 """Settings that decide what a result is a result of, all but ``LIMITS``."""
 LIMITS = ("reward.timeout_s", "reward.workers", "reward.memory_mib", "reward.max_failures")
 PROMPTS = ("data.", "run.seed")
@@ -210,8 +221,28 @@ CUT = ("tp", "pp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers"
 
 
 @dataclass(frozen=True, slots=True)
+class Adapters:
+    """What the adapters in a checkpoint belong to, and how they are read."""
+
+    rank: int
+    alpha: float
+    targets: list[str]
+    base: str
+    """Where the policy was that they were trained beside."""
+    fingerprint: str
+    """Of its weights."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Adapters | None:
+        if not (lora := model.lora).rank:
+            return None
+        mark = fingerprint(Path(model.path), Path(model.checkpoint) if model.checkpoint else None)
+        return cls(lora.rank, lora.alpha, sorted(lora.targets), model.checkpoint or model.path, mark)
+
+
+@dataclass(frozen=True, slots=True)
 class Writer:
-    """What the optimizer's state in a checkpoint depends on."""
+    """What a checkpoint's weights are, and what the optimizer's state in it depends on."""
 
     tp: int
     pp: int
@@ -225,13 +256,26 @@ class Writer:
     vpp: int = 1
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    adapters: Adapters | None = None
+    """None: the whole policy is in the checkpoint."""
 
     @classmethod
     def of(cls, config: Config, spec: str | None = None) -> Writer:
         optimizer, layout = config.optimizer, config.layout
         kind = optimizer.checkpoint_format if optimizer.distributed else "plain"
         cut = {name: getattr(layout, name) for name in CUT}
-        return cls(dtype=config.model.dtype, optimizer=kind, spec=spec, **cut)
+        adapters = Adapters.of(config.model)
+        return cls(dtype=config.model.dtype, optimizer=kind, spec=spec, adapters=adapters, **cut)
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> Writer:
+        """From what :func:`write_state` wrote.
+
+        Raises:
+            TypeError: if it is something else.
+        """
+        adapters = values.get("adapters")
+        return cls(**{**values, "adapters": Adapters(**adapters) if adapters else None})
 
 
 def write_state(place: Path, state: dict[str, Any], writer: Writer) -> None:
@@ -257,18 +301,25 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
         state = _parse(place)
 
     def refused(setting: str, value: object, problem: str, remedy: str) -> UserError:
-        instead = f"or begin another run.dir with its weights alone: model.checkpoint={place}"
+        instead = "or begin another run.dir"
+        if _holds_policy(state):
+            instead += f" with its weights alone: model.checkpoint={place}"
         return UserError(setting, value, f"{place} {problem}", f"{remedy}, {instead}")
 
     if _KEY not in state:
         problem = "is of an earlier version, and does not say how its optimizer's state was written"
         raise refused("run.dir", place.parent.parent, problem, "Finish that run with that version")
     try:
-        written = Writer(**state.pop(_KEY))
+        written = Writer.read(state[_KEY])
     except TypeError as error:
         raise damaged(place, "run.dir", f"{STATE} does not say who wrote it ({error})") from error
     if written.optimizer not in get_args(get_type_hints(Writer)["optimizer"]):
         raise damaged(place, "run.dir", f"{STATE} names no form of the optimizer's state: {written.optimizer!r}")
+    for setting, was, is_now in _adapters_differ(written.adapters, now.adapters):
+        problem = "was written of adapters with " if written.adapters else "was written without adapters, with "
+        raise refused(
+            f"model.{setting}", is_now, f"{problem}model.{setting} = {was}", f"Resume with model.{setting}={was}"
+        )
     if written.dtype != now.dtype:
         problem = f"was written with model.dtype = {written.dtype}"
         raise refused("model.dtype", now.dtype, problem, f"Resume with model.dtype={written.dtype}")
@@ -278,7 +329,33 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
         raise refused("optimizer.distributed", is_now, problem, f"Resume with optimizer.distributed={was}")
     if written.optimizer == "dp_reshardable":
         _check_cut(place, written, now)
-    return state, written
+    return {name: value for name, value in state.items() if name != _KEY}, written
+
+
+def _holds_policy(state: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint of a trainer's state has weights that a run can start from: adapters alone are none."""
+    writer = state.get(_KEY)
+    return not (isinstance(writer, dict) and writer.get("adapters"))
+
+
+def _adapters_differ(written: Adapters | None, now: Adapters | None) -> Iterator[tuple[str, str, str]]:
+    """The setting, what it was and what it is now, of whatever makes other weights of a checkpoint."""
+    if written is None or now is None:
+        if written is not now:
+            yield "lora.rank", str(written.rank if written else 0), str(now.rank if now else 0)
+        return
+    for name in ("rank", "alpha", "targets"):
+        was, is_now = getattr(written, name), getattr(now, name)
+        if was != is_now:
+            yield f"lora.{name}", _as_typed(was), _as_typed(is_now)
+    if written.fingerprint != now.fingerprint:
+        other = now.base if now.base != written.base else f"{now.base} (its weights have changed)"
+        yield "path", written.base, other
+
+
+def _as_typed(value: float | list[str]) -> str:
+    """As it is written on the command line."""
+    return f"[{','.join(value)}]" if isinstance(value, list) else f"{value:g}"
 
 
 def _parse(place: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
+from megatron_dppo.config import Config, LayoutConfig, LoraConfig, LossConfig, replace
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import EAGER, activation_bytes, feed_forward_elements, held_bytes, layer_elements
 from megatron_dppo.estimate.workload import Placement, Setup
@@ -116,7 +116,7 @@ def expected(config: Config, size: int, tokens: int, stage: int) -> dict[str, fl
     }
 
 
-def configured(policy: Path, layout: LayoutConfig, **model: str) -> Config:
+def configured(policy: Path, layout: LayoutConfig, **model: Any) -> Config:
     config = config_for(policy, layout, LossConfig(), 1024, distributed=True)
     return replace(config, model=replace(config.model, **model))
 
@@ -134,6 +134,17 @@ def test_weights_gradients_and_optimizer_are_what_ranks_hold(
         assert found["weights"] == wanted["weights"]
         for part in ("gradients", "optimizer"):
             assert abs(found[part] - wanted[part]) <= PADDING, (part, found[part], wanted[part])
+
+
+@pytest.mark.parametrize("name", ["pp2 ep2", "tp2 ep2 etp2"])
+def test_of_adapters_alone_there_are_gradients_and_an_optimizer(ranks: RankPool, mixture: Path, name: str) -> None:
+    config = configured(mixture, MIXTURES[name], dtype="bf16", lora=LoraConfig(rank=16))
+    for found in ranks.run(4, held, config):
+        wanted = expected(config, 4, found["tokens"], found["stage"])
+        assert found["weights"] == wanted["weights"] > 0.6 * wanted["gradients"]  # of all weights: two bytes to four
+        for part in ("gradients", "optimizer"):
+            assert wanted[part] > 2 * PADDING
+            assert abs(found[part] - wanted[part]) <= 2 * PADDING, (part, found[part], wanted[part])
 
 
 @pytest.mark.parametrize("name", MIXTURES)
