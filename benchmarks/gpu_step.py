@@ -199,9 +199,10 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2.0 * size**3 / best
 
 
-def random_weights(bare: PolicyModel) -> None:
-    generator = torch.Generator(device=next(bare.parameters()).device).manual_seed(0)
-    for parameter in bare.parameters():
+def random_weights(chunks: Sequence[PolicyModel]) -> None:
+    (chunk,) = chunks
+    generator = torch.Generator(device=next(chunk.parameters()).device).manual_seed(0)
+    for parameter in chunk.parameters():
         if parameter.ndim > 1:
             parameter.data.normal_(0.0, 0.02, generator=generator)
 

@@ -220,7 +220,7 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
     remedies = [f"set it to one of {', '.join(map(str, possible))}"] if possible else []
     if layout.vpp > 1:
         possible = [vpp for vpp in range(1, layers + 1) if _can_be_cut(layers, with_values(layout, vpp=vpp))]
-        remedies += [f"layout.vpp to one of {', '.join(map(str, possible))}"] if possible else []
+        remedies += [f"set layout.vpp to one of {', '.join(map(str, possible))}"] if possible else []
     if uneven:
         remedies.append("leave " + " and ".join(f"layout.{name}" for name in uneven) + " out")
     raise UserError("layout.pp", layout.pp, problem, ", or ".join(remedies))

@@ -26,7 +26,7 @@ BUCKET = 2000
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_policy(tmp_path_factory.mktemp("policy"), tied=True, layers=2)
+    return write_policy(tmp_path_factory.mktemp("policy"), tied=True)
 
 
 def configure(path: Path, layout: LayoutConfig, **optimizer: bool) -> Config:

@@ -150,7 +150,7 @@ def score_without_reading(rank: int, size: int, path: Path, layout: LayoutConfig
     ids, positions, packed = pack(lengths, policy.shape.vocab_size)
     predictors = torch.arange(1, ids.shape[1], 3)
     scored = {"predictors": predictors, "targets": targets_of(ids, policy.shape.vocab_size)[predictors]}
-    share = share_of(lengths, predictors, world.cp_rank, world.cp) if world.cp > 1 else None
+    share = share_of(lengths, predictors, world.cp_rank, layout.cp) if layout.cp > 1 else None
     layers = policy._hidden
 
     def unwatched(*arguments: Any) -> torch.Tensor:
