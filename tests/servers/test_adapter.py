@@ -95,7 +95,8 @@ def test_a_given_server_that_takes_no_adapters_is_refused_by_name(
     sglang_tp1: RealServer, ranks: RankPool, served_policy: Path, tmp_path: Path
 ) -> None:
     settings = [f"run.dir={tmp_path}", f"model.path={served_policy}", *ADAPTERS, "rollout.engine=sglang"]
-    settings += [f"rollout.servers=[{sglang_tp1.api.url}]", "rollout.timeout_s=300", "layout.tp=1"]
+    settings += [f"rollout.servers=[{sglang_tp1.api.url}]", "data.max_prompt_tokens=16", "layout.tp=1"]
+    settings += ["rollout.max_response_tokens=64", "rollout.timeout_s=300"]
     said = ranks.run(1, on_ranks.stop_with, settings, sglang_tp1.secret)[0]
     assert f"rollout.servers = {sglang_tp1.api.url}" in said and "takes no adapters" in said
     assert "--enable-lora --max-loras-per-batch 2 --max-lora-rank 4 --lora-target-modules q_proj" in said
