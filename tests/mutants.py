@@ -670,6 +670,12 @@ MUTANTS = [
         "held.addmm_(b.float(), a.float())",
         "test_lora.py -k peft",
     ),
+    Mutant(
+        "lora/targets that SGLang would leave out are sent",
+        "if targets & some and not targets >= needed:",
+        "if targets & some and not targets:",
+        "trainer/test_preflight_servers.py",
+    ),
 ]
 
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -122,9 +123,9 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def write_adapter_config(folder: Path, *, base: str, lora: LoraConfig) -> None:
-    """Say to PEFT which matrices of which policy the adapters are for, and by what they are multiplied."""
-    config = {
+def adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:
+    """What PEFT wants to know: which matrices of which policy the adapters are for, and by what they are multiplied."""
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -135,7 +136,12 @@ def write_adapter_config(folder: Path, *, base: str, lora: LoraConfig) -> None:
         "bias": "none",
         "inference_mode": True,
     }
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_adapter_config(folder: Path, *, base: str, lora: LoraConfig) -> None:
+    """Put :func:`adapter_config` where PEFT looks for it."""
+    text = json.dumps(adapter_config(base, lora), indent=2, ensure_ascii=False)
+    (folder / ADAPTER_CONFIG).write_text(text + "\n")
 
 
 class SafetensorsWriter:

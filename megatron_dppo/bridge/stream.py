@@ -76,12 +76,17 @@ def weight_stream(
 
 
 def adapter_stream(
-    chunks: Sequence[PolicyModel], shape: PolicyShape, world: World, *, bucket_mib: int = 64
+    chunks: Sequence[PolicyModel],
+    shape: PolicyShape,
+    world: World,
+    *,
+    to: Consumers = Consumers.LEADER,
+    bucket_mib: int = 64,
 ) -> Iterator[Tensors]:
-    """The policy's adapters by PEFT's names, to the leader; otherwise as :func:`weight_stream`."""
+    """The policy's adapters by PEFT's names; otherwise as :func:`weight_stream`."""
     parameters = {entry: parameter.detach() for entry, parameter in bind_adapters(chunks, shape, world).items()}
     (dtype,) = {parameter.dtype for parameter in parameters.values()}
-    yield from _stream(parameters, shape, world, Consumers.LEADER, bucket_mib, dtype, chunks[0].lora)
+    yield from _stream(parameters, shape, world, to, bucket_mib, dtype, chunks[0].lora)
 
 
 def _stream(

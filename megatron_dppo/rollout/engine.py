@@ -43,7 +43,8 @@ class Sampling:
 
 
 class WeightSource(Protocol):
-    """The actor's weights, as often as they are asked for: ``weight_stream`` with the actor bound to it.
+    """The actor's weights, as often as they are asked for: ``weight_stream`` with the actor bound to it, or
+    ``adapter_stream`` for servers that are sent no more.
 
     Calling it and taking every bucket to the end is collective over the ranks of a replica.
     """

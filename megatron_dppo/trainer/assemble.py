@@ -15,7 +15,7 @@ from megatron_dppo.bridge.adapters import draw_adapters
 from megatron_dppo.bridge.export import check_adapter_destination, check_destination, export_adapter, export_hf
 from megatron_dppo.bridge.hf_directory import plan_adapter_file, plan_files
 from megatron_dppo.bridge.load import load_checkpoint, load_policy
-from megatron_dppo.bridge.stream import weight_stream
+from megatron_dppo.bridge.stream import adapter_stream, weight_stream
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import PromptPool, load_prompts
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_token_ids
@@ -33,7 +33,7 @@ from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences
 from megatron_dppo.rl.types import Pack, RoutingShape
 from megatron_dppo.rollout.collect import Collector
-from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.rollout.engine import RolloutEngine, WeightSource
 from megatron_dppo.rollout.local import LocalEngine
 
 P_co = TypeVar("P_co", bound=Policy, covariant=True)
@@ -59,11 +59,17 @@ class PolicyParts(Generic[P_co]):
         """What the engine is asked to say of its routing; None: nothing."""
         return self.shape.routing if self.config.loss.replay_routing == "rollout" else None
 
+    @property
+    def source(self) -> WeightSource:
+        """What engines are sent: the actor's weights, or with ``rollout.sync.adapter`` its adapters."""
+        stream = adapter_stream if self.config.rollout.sync.adapter else weight_stream
+        return partial(stream, self.actor.chunks, self.shape, self.world)
+
     def sync(self, engine: RolloutEngine[Any], version: int) -> None:
-        """Stream the actor's weights to an engine, which then generates with ``version``. Collective."""
+        """Stream :attr:`source` to an engine, which then generates with ``version``. Collective."""
         engine.pause()
         self._make_room()  # for the servers' weights
-        engine.update_weights(partial(weight_stream, self.actor.chunks, self.shape, self.world), version)
+        engine.update_weights(self.source, version)
         self._make_room()  # for their cache, in the place of the buckets
         engine.resume()
 

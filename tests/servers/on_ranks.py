@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
-from megatron_dppo.bridge.stream import Consumers, weight_stream
+from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import initialize
@@ -70,6 +69,11 @@ class Rig:
         self.config: Config = load_config(None, settings)
         self.world = initialize(self.config.layout, seed=1, timeout_s=self.config.rollout.timeout_s)
         self.policy: PolicyParts = assemble_policy(self.config, self.world, temperature=1.0)
+        if self.config.model.lora.rank:
+            with torch.no_grad():
+                for parameter in self.policy.actor.parameters():
+                    if not parameter.any():  # they would add nothing, however they are changed
+                        parameter.fill_(0.05)
         self.words: list[str] = []
         self.engine: ServerEngine = ServerEngine(self.config, self.world, self.policy.shape, self._say)
         self.on_bucket: Callable[[int], None] = lambda number: None
@@ -83,7 +87,8 @@ class Rig:
         """Weights that no server has yet."""
         with torch.no_grad():
             for parameter in self.policy.actor.parameters():
-                parameter.mul_(factor)
+                if parameter.requires_grad:
+                    parameter.mul_(factor)
 
     def roll_out(self, hurt: Callable[[Any], None] | None = None, servers: Sequence[int] = ()) -> Round:
         """Ask for all prompts, each rank for its share, and hurt some of the run's own servers while they generate.
@@ -135,8 +140,7 @@ class Rig:
         print(text, flush=True)  # for whoever reads why a test failed
 
     def _source(self, *, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]:
-        stream = partial(weight_stream, self.policy.actor.chunks, self.policy.shape, self.world)
-        for number, bucket in enumerate(stream(to=to, bucket_mib=bucket_mib)):
+        for number, bucket in enumerate(self.policy.source(to=to, bucket_mib=bucket_mib)):
             self.on_bucket(number)
             yield bucket
 

@@ -309,3 +309,13 @@ def test_a_server_is_started_to_tell_its_experts_where_they_are_replayed(engine:
         return server_command(config, 0, host=HOST, port=1, secret_file=tmp_path / "secret")
 
     assert [word for word in command("rollout") if word not in command("none")] == [ROUTING_FLAG]
+
+
+def test_a_server_is_started_to_take_the_adapters_that_it_is_sent(tmp_path: Path) -> None:
+    def command(sent: str) -> list[str]:
+        overrides = ["model.lora.rank=4", "model.lora.targets=[q_proj,v_proj]"]
+        config = load_config(None, [*_settings(tmp_path), *overrides, f"rollout.sync.adapter={sent}"])
+        return server_command(config, 0, host=HOST, port=1, secret_file=tmp_path / "secret")
+
+    flags = ["--enable-lora", "--max-loras-per-batch", "2", "--max-lora-rank", "4", "--lora-target-modules"]
+    assert command("true") == [*command("false"), *flags, "q_proj", "v_proj"]

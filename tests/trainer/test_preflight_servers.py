@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from megatron_dppo.trainer.preflight import check_config
 
 STARTED = ("rollout.engine=sglang", "rollout.launch.count=2")
 GIVEN = ("rollout.engine=vllm", "rollout.servers=[http://a:1]")
+ADAPTERS = ("rollout.sync.adapter=true", "model.lora.rank=4")
+SENT = (*GIVEN, "rollout.engine=sglang", *ADAPTERS)
 SHARED = ("rollout.colocated=true", "rollout.sync.transport=disk")
 SHAPE = PolicyShape(2, 64, 8, 4, 32, 128, 64, True, 1e6, 1e-6, 128)
 """Eight query heads, four key-value heads."""
@@ -34,6 +38,8 @@ def _check(tmp_path: Path, *overrides: str) -> None:
         (*STARTED, "rollout.launch.command=[sh]", "rollout.launch.tp=[2,8]", "rollout.ahead=1", "rollout.max_batch=1"),
         (*GIVEN, "rollout.sync.transport=disk"),
         (*GIVEN, "rollout.timeout_s=240", "rollout.sync.timeout_s=120"),
+        (*SENT, "rollout.ahead=1", "rollout.sync.in_flight=abort", "model.lora.targets=[gate_proj]"),
+        (*SENT, "model.lora.targets=[q_proj,v_proj]"),
         ("rollout.timeout_s=1",),  # no server, no sync
         ("rollout.ahead=1",),  # the local engine gains no time by it, but rehearses it
         (*GIVEN, "rollout.launch.command=[/nowhere/python]", "rollout.launch.tp=3"),  # what is not used is not asked
@@ -79,6 +85,15 @@ def test_good_settings_pass_and_write_nothing(tmp_path: Path, overrides: tuple[s
         ([*STARTED, "rollout.launch.command=[/nowhere/python]"], "rollout.launch.command", "an interpreter"),
         ([*STARTED, "rollout.launch.command=[]"], "rollout.launch.command", "an interpreter"),
         ([*GIVEN, "rollout.sync.transport=disk", "rollout.sync.folder=/dev/null/x"], "rollout.sync.folder", "share"),
+        ([*ADAPTERS], "rollout.sync.adapter", "rollout.engine=sglang"),
+        ([*SENT, "rollout.engine=vllm"], "rollout.sync.adapter", "Set it to sglang"),
+        ([*SENT, "model.lora.rank=0"], "rollout.sync.adapter", "Raise that"),
+        ([*SENT, "model.checkpoint=x"], "rollout.sync.adapter", "Convert the checkpoint"),
+        ([*SENT, *SHARED], "rollout.sync.adapter", "rollout.colocated=false"),
+        ([*SENT, "rollout.sync.transport=disk"], "rollout.sync.adapter", "transport out"),
+        ([*SENT, "rollout.ahead=1"], "rollout.sync.adapter", "Set that to abort"),
+        ([*SENT, "model.lora.targets=[q_proj,o_proj]"], "model.lora.targets", "Add what is lacking"),
+        ([*SENT, "model.lora.targets=[up_proj]"], "model.lora.targets", "Add what is lacking"),
     ],
 )  # fmt: skip
 def test_a_contradiction_names_the_setting_and_the_remedy(
@@ -112,3 +127,12 @@ def test_sharing_gpus_wants_gpus(tmp_path: Path, flags: str) -> None:
 def test_the_checks_need_no_torch() -> None:
     code = "import sys, megatron_dppo.rollout.servers.preflight; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_adapters_of_experts_are_sent_to_no_server(tmp_path: Path) -> None:
+    mixture = replace(SHAPE, experts=4, experts_per_token=2)
+    for targets, refused in (("[q_proj,v_proj,down_proj]", True), ("[q_proj,v_proj]", False)):
+        config = load_config(None, [f"run.dir={tmp_path}/run", *SENT, f"model.lora.targets={targets}"])
+        check_config(config)
+        with pytest.raises(UserError, match="down_proj are those of experts") if refused else nullcontext():
+            check_servers(config, mixture, environ={})

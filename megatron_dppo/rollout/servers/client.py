@@ -54,6 +54,10 @@ class ServerInfo:
     """Version of its NCCL, ``2.29.7``; None where the server does not say."""
     routing: bool = False
     """Whether it says which experts it chose, if it is asked."""
+    lora_rank: int = 0
+    """Most ranks of an adapter that it takes; 0: it takes none."""
+    lora_targets: frozenset[str] = frozenset()
+    """Matrices that an adapter may be for, by their Hugging Face names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +152,8 @@ class ServerClient(ABC):
     """One server. Every method raises :class:`ServerError` where the server fails it.
 
     The order of an update is: ``pause``, ``begin_update``, any number of ``update_from_distributed`` (or one
-    ``update_from_disk``), ``end_update``, ``flush`` unless requests are kept in flight, ``resume``. ``version`` then
-    returns the new version.
+    ``update_from_disk``, or one ``load_adapter``), ``end_update``, ``flush`` unless requests are kept in flight,
+    ``resume``. ``version`` then returns the new version.
 
     Args:
         url: ``http://host:port``, without a slash at the end.
@@ -158,6 +162,7 @@ class ServerClient(ABC):
         timeout_s: how long any one step of an update may take.
         ranks: of the server, where they are known already; ``info`` finds them out.
         seeded: whether its requests may carry a seed; ``info`` finds that out, too.
+        adapted: whether it generates with the adapter of ``load_adapter``.
     """
 
     def __init__(
@@ -169,9 +174,10 @@ class ServerClient(ABC):
         timeout_s: float = 300.0,
         ranks: int = 1,
         seeded: bool = True,
+        adapted: bool = False,
     ) -> None:
         self.url, self.http, self.secret, self.timeout_s = url, http, secret, timeout_s
-        self.ranks, self.seeded = ranks, seeded
+        self.ranks, self.seeded, self.adapted = ranks, seeded, adapted
 
     async def get(self, path: str, *, timeout_s: float = CONTROL_S, **query: str) -> Any:
         return await self.http.call("GET", self.url, path, query=query or None, secret=self.secret, timeout_s=timeout_s)
@@ -260,6 +266,15 @@ class ServerClient(ABC):
     @abstractmethod
     async def update_from_disk(self, folder: Path, version: str) -> None:
         """Load a Hugging Face directory that the server can read."""
+
+    async def load_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put an adapter in the place of the one before, which no request may have in use.
+
+        Args:
+            config: of PEFT.
+            tensors: by PEFT's names, each with memory of its own on the CPU.
+        """
+        raise ServerError(self.url, "is of a kind that takes no adapters from a run", alive=True)
 
     @abstractmethod
     async def version(self) -> str: ...

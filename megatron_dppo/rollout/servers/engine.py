@@ -63,7 +63,8 @@ class ServerEngine:
         # One word tells this run's versions from another's, and one secret opens its servers.
         run, given, new = world.from_leader(lambda: (new_secret()[:8], os.environ.get(SECRET) or None, new_secret()))
         self._run, self.secret = run, new if rollout.launch.count else given
-        by_nccl = rollout.sync.transport == "collective" and world.device.type == "cuda"
+        sync = rollout.sync
+        by_nccl = sync.transport == "collective" and not sync.adapter and world.device.type == "cuda"
         our_nccl = loaded() if by_nccl else None
         self._source: WeightSource | None = None
         self._version = -1
@@ -87,7 +88,8 @@ class ServerEngine:
                 opened.callback(self._pool.close)
             transport = open_transport(config, world, self._http, shape, run=run, our_nccl=our_nccl)
             opened.callback(transport.close)
-            self._sync = Sync(world, self._http, transport, rollout.sync.in_flight)
+            # A request would keep the adapter that it began with.
+            self._sync = Sync(world, self._http, transport, "abort" if sync.adapter else sync.in_flight)
             self._dispatcher = self._new_dispatcher(attempts=rollout.attempts, conversations=conversations)
             self.servers = self._http.run_on_leader(world, lambda: self._leaders_pool.open())
             """Who serves."""
@@ -316,6 +318,7 @@ class ServerEngine:
                 timeout_s=rollout.sync.timeout_s,
                 ranks=server.ranks,
                 seeded=server.seeded,
+                adapted=rollout.sync.adapter,
             )
         return self._clients[server]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from megatron_dppo.config import Config, RolloutConfig
+from megatron_dppo.config import Config, LoraConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine
 from megatron_dppo.rollout.servers import vllm
@@ -134,6 +134,12 @@ def base_command(rollout: RolloutConfig) -> tuple[str, ...]:
     return rollout.launch.command or DEFAULT_COMMANDS[rollout.engine]
 
 
+def adapter_flags(lora: LoraConfig) -> list[str]:
+    """What SGLang is started with to take a run's adapters: one at a time, besides none at all."""
+    words = ["--enable-lora", "--max-loras-per-batch", "2", "--max-lora-rank", str(lora.rank)]
+    return [*words, "--lora-target-modules", *lora.targets]
+
+
 def server_command(config: Config, index: int, *, host: str, port: int, secret_file: Path) -> list[str]:
     """The command line of one server. Everybody on the machine can read it, so the secret is not in it.
 
@@ -156,6 +162,8 @@ def server_command(config: Config, index: int, *, host: str, port: int, secret_f
         words += ["--enable-memory-saver"] if rollout.colocated else []
     if config.loss.replay_routing == "rollout":
         words += [ROUTING_FLAG]
+    if rollout.sync.adapter:
+        words += adapter_flags(config.model.lora)
     return [*words, *rollout.launch.flags]
 
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import nccl
-from megatron_dppo.rollout.servers.client import ROUTING_FLAG, ServerClient
+from megatron_dppo.rollout.servers.client import ROUTING_FLAG, ServerClient, ServerInfo
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.launch import DTYPES, base_command, server_urls
+from megatron_dppo.rollout.servers.launch import DTYPES, adapter_flags, base_command, server_urls
 from megatron_dppo.rollout.servers.processes import ServerProcess, servers_to_start, stop_all, wait_ready
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.rollout.servers.vllm import VllmClient
@@ -305,6 +305,15 @@ class Pool:
         elif self._config.loss.replay_routing == "rollout" and not info.routing:
             problem = "does not say which experts it chose, and loss.replay_routing = rollout replays them"
             remedy = f"Start it with {ROUTING_FLAG}, or set loss.replay_routing"
+        elif rollout.sync.adapter and not _takes(info, self._config.model.lora):
+            takes = f"up to rank {info.lora_rank} on {', '.join(sorted(info.lora_targets))}"
+            problem = f"takes {takes if info.lora_rank else 'no'} adapters, and rollout.sync.adapter sends it others"
+            remedy = f"Start it with {shlex.join(adapter_flags(self._config.model.lora))}, or leave that setting out"
         else:
             return
         raise UserError(setting, client.url, problem, remedy)
+
+
+def _takes(info: ServerInfo, lora: LoraConfig) -> bool:
+    """Whether a server can have these adapters."""
+    return info.lora_rank >= lora.rank and ("all" in info.lora_targets or info.lora_targets.issuperset(lora.targets))

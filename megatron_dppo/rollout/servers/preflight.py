@@ -30,6 +30,8 @@ def check_rollout(config: Config) -> None:
         _check_local(config)
         return
     _check_source(config)
+    if config.rollout.sync.adapter:
+        _check_adapter(config)
     _check_sharing(config)
     _check_patience(config)
     if config.rollout.launch.count:
@@ -49,6 +51,8 @@ def check_servers(config: Config, shape: PolicyShape, environ: Mapping[str, str]
     if rollout.launch.count or rollout.servers == "slurm":
         _check_both_ends(config, environ)
         _check_split(config, shape)
+    if rollout.sync.adapter and shape.experts:
+        _check_experts(config)
     if rollout.launch.count:
         _check_command(config)
     if rollout.colocated:
@@ -85,6 +89,7 @@ def _check_local(config: Config) -> None:
         ("rollout.servers", rollout.servers, bool(rollout.servers)),
         ("rollout.launch.count", rollout.launch.count, rollout.launch.count > 0),
         ("rollout.colocated", "true", rollout.colocated),
+        ("rollout.sync.adapter", "true", rollout.sync.adapter),
     ):
         if given:
             problem = "is for servers, and rollout.engine is local: the trainer's own processes generate, in turn"
@@ -107,6 +112,52 @@ def _check_source(config: Config) -> None:
     if rollout.servers and isinstance(launch.tp, tuple):
         problem = "has a number for each server that the run starts, and it starts none: rollout.servers names them"
         raise UserError("rollout.launch.tp", list(launch.tp), problem, "Give one number")
+
+
+def _check_adapter(config: Config) -> None:
+    """What servers can be given adapters alone, and which adapters."""
+    rollout, model = config.rollout, config.model
+    leave = "or leave it out: servers then get merged weights"
+    for wrong, problem, remedy in (
+        (rollout.engine != "sglang", f"needs SGLang, and rollout.engine is {rollout.engine}", "Set it to sglang"),
+        (not model.lora.rank, "sends adapters, and model.lora.rank is 0: all weights are trained", "Raise that"),
+        (
+            model.checkpoint is not None,
+            f"has servers hold the policy of model.path, and that of model.checkpoint = {model.checkpoint} is trained",
+            "Convert the checkpoint, and name the result in model.path",
+        ),
+        (
+            rollout.colocated,
+            "has servers keep the frozen policy, and rollout.colocated has them give up their memory",
+            "Set rollout.colocated=false",
+        ),
+        (
+            rollout.sync.transport == "disk",
+            "sends adapters with a request, and rollout.sync.transport = disk writes weights to files",
+            "Leave rollout.sync.transport out",
+        ),
+        (
+            rollout.ahead == 1 and rollout.sync.in_flight != "abort",
+            f"cannot go with rollout.sync.in_flight = {rollout.sync.in_flight}: a request has one adapter to its end",
+            "Set that to abort",
+        ),
+    ):
+        if wrong:
+            raise UserError("rollout.sync.adapter", "true", problem, f"{remedy}, {leave}")
+    targets = set(model.lora.targets)
+    for some, needed in (({"q_proj", "k_proj", "v_proj"}, {"q_proj", "v_proj"}), ({"up_proj"}, {"gate_proj"})):
+        if targets & some and not targets >= needed:
+            problem = f"lacks {' and '.join(sorted(needed - targets))}, without which SGLang cannot have the others"
+            remedy = "Add what is lacking, or leave rollout.sync.adapter out: servers then get merged weights"
+            raise UserError("model.lora.targets", ", ".join(model.lora.targets), problem, remedy)
+
+
+def _check_experts(config: Config) -> None:
+    targets = config.model.lora.targets
+    if of_experts := [name for name in targets if name in ("gate_proj", "up_proj", "down_proj")]:
+        problem = f"{', '.join(of_experts)} are those of experts, whose adapters rollout.sync.adapter does not send"
+        remedy = "Name matrices of the attention alone, or leave that out: servers then get merged weights"
+        raise UserError("model.lora.targets", ", ".join(targets), problem, remedy)
 
 
 def _check_sharing(config: Config) -> None:

@@ -9,15 +9,18 @@ What has to be known of SGLang:
   its own.
 - ``ignore_eos`` would switch every stop token off. So the model's own end-of-sequence tokens stop a completion, whether
   they were asked for or not.
+- A request has the adapter that its name stood for when it was let in, to its end. What is paused is let in afterwards.
+  So the adapter always has the same name, and is replaced while nothing runs. Unloading waits for whatever has it.
 """
 
 from __future__ import annotations
 
 import base64
+import pickle
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +37,11 @@ from megatron_dppo.rollout.servers.client import (
 )
 from megatron_dppo.rollout.servers.http import ServerError
 
+if TYPE_CHECKING:
+    import torch
+
+ADAPTER = "policy"
+"""Name of the adapter at the servers."""
 PAUSES: Mapping[InFlight, str] = {"retract": "retract", "keep": "in_place", "abort": "abort"}
 
 
@@ -56,7 +64,15 @@ class SglangClient(ServerClient):
             dtype=_dtype(server.get("dtype")),
             max_tokens=server.get("context_length"),
             routing=bool(server.get("enable_return_routed_experts")),
+            lora_rank=(server.get("max_lora_rank") or 0) if server.get("enable_lora") else 0,
+            lora_targets=frozenset(server.get("lora_target_modules") or ()),
         )
+
+    async def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None, **query: str) -> Any:
+        """Also what functions written for slime ask: they know nothing of adapters."""
+        if self.adapted and path == "/generate":
+            body = {**body, "lora_path": ADAPTER}
+        return await super().post(path, body, timeout_s=timeout_s, **query)
 
     async def health(self, timeout_s: float) -> None:
         await self.get("/health_generate", timeout_s=timeout_s)
@@ -126,6 +142,13 @@ class SglangClient(ServerClient):
     async def update_from_disk(self, folder: Path, version: str) -> None:
         body = {"model_path": str(folder), "load_format": "auto"}
         await self._order("/update_weights_from_disk", body | _version(version))
+
+    async def load_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        await self._end_if_any("/unload_lora_adapter", {"lora_name": ADAPTER})
+        # By value: SGLang's own way passes file descriptors, and is for processes of one machine.
+        every = base64.b64encode(pickle.dumps(dict(tensors))).decode()
+        body = {"lora_name": ADAPTER, "config_dict": dict(config), "serialized_named_tensors": [every] * self.ranks}
+        await self._order("/load_lora_adapter_from_tensors", body)
 
     async def version(self) -> str:
         return str((await self.get("/model_info"))["weight_version"])

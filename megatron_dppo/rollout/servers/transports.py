@@ -1,4 +1,4 @@
-"""Two ways for a version of the weights to reach the servers: a process group, and files.
+"""Ways for a version of the weights to reach the servers: a process group, files, and, for adapters, a request.
 
 A transport only moves tensors. ``sync.py`` pauses servers, opens and closes the update, and tries again. Every
 transport is collective, and says on every rank alike which server failed and why.
@@ -12,8 +12,10 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from megatron_dppo.bridge.export import write_directory
-from megatron_dppo.bridge.hf_directory import plan_files
+from megatron_dppo.bridge.hf_directory import adapter_config, plan_adapter_file, plan_files
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.config import Config, ModelConfig
 from megatron_dppo.errors import UserError
@@ -157,11 +159,34 @@ class Disk:
             raise UserError("rollout.sync.folder", self._folder, f"cannot be written ({failure})", remedy)
 
 
+class Adapters:
+    """The leader sends the adapters to each server in one request. The rest of the policy is there already."""
+
+    def __init__(self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig) -> None:
+        self._http, self._world = http, world
+        self._config = adapter_config(model.path, model.lora)
+        self._plan = plan_adapter_file(shape, model.lora, DTYPES[model.dtype])
+
+    def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
+        tensors: dict[str, torch.Tensor] = {}
+        for bucket in source(to=Consumers.LEADER) if self._world.in_first_copy else ():
+            tensors |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket.items()}
+        problems = ask_all(self._world, self._http, clients, lambda client: client.load_adapter(self._config, tensors))
+        if problems:
+            raise SyncFailedError(problems, "a server did not load the adapters")
+        return self._plan.total_bytes
+
+    def close(self) -> None:
+        pass
+
+
 def open_transport(
     config: Config, world: World, http: Http, shape: PolicyShape, *, run: str, our_nccl: str | None
 ) -> Transport:
-    """The transport that ``rollout.sync.transport`` names. See :class:`Collective` for ``run`` and ``our_nccl``."""
+    """The transport that ``rollout.sync`` names. See :class:`Collective` for ``run`` and ``our_nccl``."""
     sync = config.rollout.sync
+    if sync.adapter:
+        return Adapters(http, world, shape=shape, model=config.model)
     bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
     if sync.transport == "collective":
         return Collective(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl)

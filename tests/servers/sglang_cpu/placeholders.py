@@ -12,6 +12,7 @@ import importlib.machinery
 import os
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -82,9 +83,16 @@ def cudart() -> Any:
     return types.SimpleNamespace(cudaHostRegister=lambda *_: 0)
 
 
+def without_pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """With ``--enable-lora`` the server pins small tensors, whatever its device. Torch refuses that without CUDA."""
+    return lambda *size, pin_memory=False, **kind: make(*size, **kind)
+
+
 def install() -> None:
     """Put the placeholders where ``import`` finds them."""
     torch.cuda.cudart = cudart
+    torch.tensor, torch.zeros = without_pinning(torch.tensor), without_pinning(torch.zeros)
+    torch.Tensor.pin_memory = lambda tensor: tensor
     AbsentPackage("sgl_kernel", assign_req_to_token_pool_cpu=assign_req_to_token_pool_cpu)
     from transformers.utils import is_torchvision_available
 

@@ -13,7 +13,7 @@ import placeholders
 
 CPU_FLAGS = """
     --device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none
-    --disable-overlap-schedule --disable-cuda-graph --skip-server-warmup --sleep-on-idle
+    --lora-backend torch_native --disable-overlap-schedule --disable-cuda-graph --skip-server-warmup --sleep-on-idle
     --max-total-tokens 16384 --max-running-requests 64 --context-length 1024
 """
 """What has no kernel here is switched off, and memory is bounded. Later flags win."""
