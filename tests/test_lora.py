@@ -13,8 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.bridge.adapters import _part
-from megatron_dppo.bridge.load import bind, bind_adapters, fill_parameter
+from megatron_dppo.bridge.load import bind, bind_adapters, fill_parameter, part_of
 from megatron_dppo.bridge.stored_policy import read_metadata
 from megatron_dppo.bridge.stream import adapter_stream
 from megatron_dppo.config import Config, LayoutConfig, LoraConfig, replace
@@ -51,7 +50,7 @@ def stirred(config: Config) -> tuple[World, Learner, PolicyParts]:
         def read(_: str, axis: int, start: int, stop: int, whole: torch.Tensor = whole) -> torch.Tensor:
             return whole.narrow(axis, start, stop - start)
 
-        fill_parameter(entry, parameter.data, read, _part(entry, world), entry.parts(world.layout))
+        fill_parameter(entry, parameter.data, read, part_of(entry, world), entry.parts(world.layout))
     return world, learner, policy
 
 

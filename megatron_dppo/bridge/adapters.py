@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from megatron_dppo.bridge.load import bind_adapters, fill_parameter, slices_of
+from megatron_dppo.bridge.load import bind_adapters, fill_parameter, part_of, slices_of
 from megatron_dppo.bridge.mapping import REPLICATED, Entry, adapters_of_tensor
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
@@ -36,7 +36,7 @@ def draw_adapters(chunks: Sequence[PolicyModel], shape: PolicyShape, world: Worl
             entry,
             parameter.data,
             lambda _, axis, start, stop, whole=whole: whole.narrow(axis, start, stop - start),  # type: ignore[misc]
-            _part(entry, world),
+            part_of(entry, world),
             entry.parts(world.layout),
         )
 
@@ -77,7 +77,7 @@ class MergedParameters(Mapping[Entry, torch.Tensor]):
         pairs = {name: adapters_of_tensor(name) for name in entry.tensors}
         if not any(a in self._adapters for a, _ in pairs.values()):
             return parameter
-        part, merged = _part(entry, self._world), parameter.to(torch.float32, copy=True)
+        part, merged = part_of(entry, self._world), parameter.to(torch.float32, copy=True)
         for slice_, held in slices_of(entry, merged, part, entry.parts(self._world.layout)):
             a, b = (self._adapters.get(name) for name in pairs[slice_.name or ""])
             if a is None or b is None:
@@ -96,7 +96,7 @@ def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]
     for entry, parameter in bind_adapters(chunks, shape, world).items():
         leading = list(zip(entry.leading, (shape.num_layers, shape.experts), strict=False))
         offsets = [(axis, index, count) for axis, (index, count) in enumerate(leading)]
-        part, whole = _part(entry, world), entry.mapping.split is REPLICATED
+        part, whole = part_of(entry, world), entry.mapping.split is REPLICATED
         if not whole:
             offsets.append((len(leading) + entry.axis, part, entry.parts(world.layout)))
         copy = (
@@ -124,8 +124,3 @@ def load_adapter_state(chunks: Sequence[PolicyModel], state: Mapping[str, Any], 
 def _name(entry: Entry) -> str:
     (name,) = entry.tensors
     return name
-
-
-def _part(entry: Entry, world: World) -> int:
-    """This rank's number among those that the entry's parameter is cut over."""
-    return world.tp_rank if entry.expert is None else world.etp_rank

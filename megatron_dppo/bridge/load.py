@@ -91,6 +91,11 @@ def _counted_over_all(
             yield _EXPERT.sub(lambda local: str(first_expert + int(local[0])), of_layer), parameter
 
 
+def part_of(entry: Entry, world: World) -> int:
+    """This rank's number among those that the entry's parameter is cut over."""
+    return world.tp_rank if entry.expert is None else world.etp_rank
+
+
 ReadSlice = Callable[[str, int, int, int], torch.Tensor]
 """From the name of a Hugging Face tensor, an axis, start and stop: these rows (axis 0) or columns (axis 1) of it."""
 
@@ -139,8 +144,7 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, shape: PolicyShape, w
             return tensors[name][start:stop] if axis == 0 else tensors[name][:, start:stop]
 
         for entry, parameter in bind(chunks, shape, world).items():
-            part = world.tp_rank if entry.expert is None else world.etp_rank
-            fill_parameter(entry, parameter, read, part, entry.parts(world.layout))
+            fill_parameter(entry, parameter, read, part_of(entry, world), entry.parts(world.layout))
 
 
 def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -> None:

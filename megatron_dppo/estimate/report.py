@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from megatron_dppo.config import Config, LayoutConfig
+from megatron_dppo.config import Config
 from megatron_dppo.estimate.assumptions import GIB, PREFIX, read_assumptions
 from megatron_dppo.estimate.memory import Memory
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan
+from megatron_dppo.parallel.layout import layout_text
 from megatron_dppo.settings import short
 
 COUNTED = {
@@ -39,7 +40,7 @@ def as_text(made: Plan) -> Iterator[str]:
     config, placement, parameters = made.config, made.placement, made.parameters
     active = f", {parameters.active / 1e9:.2f} in use for a token" if parameters.active < parameters.total else ""
     yield f"{config.model.path}: {parameters.total / 1e9:.2f} billion parameters{active}"
-    train = f"{placement.ranks} train ({_layout(placement.layout)})"
+    train = f"{placement.ranks} train ({layout_text(placement.layout)})"
     yield f"{placement.gpus} {config.cluster.gpu} GPUs: {train}, {_servers(made)}"
     yield ""
     yield from _memory(f"trainer, pipeline stage {made.actor.stage}", made.actor)
@@ -56,13 +57,6 @@ def as_text(made: Plan) -> Iterator[str]:
     yield ""
     yield f"assumed (set with {PREFIX}NAME=VALUE; estimate/assumptions.py says where each is from):"
     yield from (f"  {name} = {value:g}" for name, value in asdict(made.assumptions).items())
-
-
-def _layout(layout: LayoutConfig) -> str:
-    sizes = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp}"
-    if layout.ep > 1 or layout.expert_tp != layout.tp:
-        sizes += f"; experts: ep {layout.ep} x etp {layout.expert_tp}"
-    return sizes + (f"; vpp {layout.vpp}" if layout.vpp > 1 else "")
 
 
 def _servers(made: Plan) -> str:

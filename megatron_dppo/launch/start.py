@@ -17,7 +17,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.launch.first_failure import MARKER, FirstFailure
 from megatron_dppo.launch.processes import run_ranks
 from megatron_dppo.launch.rank import LAUNCHER, rank_main, set_environment
-from megatron_dppo.parallel.layout import resolve_layout
+from megatron_dppo.parallel.layout import layout_text, resolve_layout
 from megatron_dppo.parallel.meeting import LOOPBACK
 from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.streams import outlive_readers
@@ -39,15 +39,21 @@ def run(command: Command, config: Config) -> int:
         os.environ.update(torch_environment(os.environ))
     set_environment(config)  # before anything asks CUDA how many GPUs there are: this process may become a rank
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return rank_main(command, config, first=lambda: preflight(config, command))
+        return rank_main(command, config, first=lambda: _look_first(command, config))
     preflight(config, command)
     if command != "eval":  # whose answers have a folder of their own
         refuse_if_held(Path(config.run.dir), "run.dir")
     ranks = ranks_of(config.layout, reserved=gpus_to_reserve(config.rollout))
+    resolve_layout(config.layout, ranks)
     if ranks == 1:
         os.environ.update(_alone())
         return rank_main(command, config)
     return start_ranks(command, config, ranks)
+
+
+def _look_first(command: Command, config: Config) -> None:
+    preflight(config, command)
+    resolve_layout(config.layout, int(os.environ["WORLD_SIZE"]))
 
 
 def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
@@ -64,10 +70,9 @@ def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
     ranks = layout.tp * layout.pp * layout.cp * (layout.dp or 0) or least * max((gpus - reserved) // least, 1)
     if 0 < gpus < ranks + reserved:
         servers = f" and its servers {reserved}" if reserved else ""
-        cut = " x ".join(f"{name} {size}" for name, size in (("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp)))
         raise UserError(
             "layout",
-            f"{cut} x dp {layout.dp or 1}",
+            layout_text(layout),
             f"needs {ranks} GPUs{servers}, and this machine has {gpus}",
             "Lower the layout, or start the ranks on several machines with torchrun or srun",
         )

@@ -245,7 +245,7 @@ class Actor(Policy):
             average_in_collective=False,
         )
         self.modules = [
-            # The gradients of later chunks, which are smaller, are summed in one piece each.
+            # The first chunk's backward pass comes last. Meanwhile the others' gradients are summed, in one piece each.
             DistributedDataParallel(self.config, ddp, module, disable_bucketing=i > 0)
             for i, module in enumerate(self.modules)
         ]

@@ -254,7 +254,11 @@ def _check_experts(shape: PolicyShape, layout: LayoutConfig) -> None:
         problem = (
             f"times layout.etp = {layout.expert_tp} neither divides layout.tp = {layout.tp} nor is a multiple of it"
         )
-        raise UserError("layout.ep", layout.ep, problem, "set layout.ep or layout.etp so that it does")
+        sizes = [etp for etp in range(1, shape.ffn + 1) if shape.ffn % etp == 0]
+        possible = [etp for etp in sizes if max(etp * layout.ep, layout.tp) % min(etp * layout.ep, layout.tp) == 0]
+        listed = ", ".join(map(str, possible[:6]))
+        remedy = f"set layout.etp to one of {listed}" if possible else "set it to a multiple or a divisor of layout.tp"
+        raise UserError("layout.ep", layout.ep, problem, remedy)
     if layout.tp > 1 and not layout.sequence_parallel:
         problem = f"Megatron trains experts with layout.tp = {layout.tp} under sequence parallelism only"
         raise UserError("layout.sequence_parallel", "false", problem, "set it to true")

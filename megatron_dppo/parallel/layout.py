@@ -56,6 +56,14 @@ def interleaved_packs(packs: int, stages: int) -> int:
     return next(size for size in range(stages, packs + 1) if packs % size == 0 or packs % size >= stages)
 
 
+def layout_text(layout: LayoutConfig) -> str:
+    """As messages have it: ``tp 2 x pp 1 x cp 1 x dp 4; experts: ep 8 x etp 1``."""
+    sizes = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 1}"
+    if layout.ep > 1 or layout.expert_tp != layout.tp:
+        sizes += f"; experts: ep {layout.ep} x etp {layout.expert_tp}"
+    return sizes + (f"; vpp {layout.vpp}" if layout.vpp > 1 else "")
+
+
 def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
     """The layout with ``dp`` filled in for so many ranks.
 
@@ -71,12 +79,14 @@ def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
             f"does not divide the {ranks} ranks that were started",
             f"Start a multiple of {model} ranks, or set layout.tp, pp and dp so that their product is {ranks}",
         )
-    stage = layout.tp * layout.cp * dp
-    if stage % (layout.expert_tp * layout.ep):
+    stage, of_experts = layout.tp * layout.cp * dp, layout.expert_tp * layout.ep
+    if stage % of_experts:
+        name = "ep" if layout.ep > 1 else "etp"
         raise UserError(
-            "layout.ep",
-            layout.ep,
-            f"times layout.etp = {layout.expert_tp} does not divide the {stage} ranks of a pipeline stage",
-            f"Start a multiple of {layout.least_ranks} ranks, or lower layout.ep",
+            f"layout.{name}",
+            getattr(layout, name),
+            f"needs a multiple of {of_experts} ranks in a pipeline stage (layout.ep x layout.etp), which has {stage}: "
+            f"{layout_text(replace(layout, dp=dp))}",
+            f"Set layout.dp to a multiple of {layout.least_ranks // model}, or lower layout.{name}",
         )
     return replace(layout, dp=dp)

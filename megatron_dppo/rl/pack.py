@@ -40,6 +40,9 @@ class TrainingSample:
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:
     """Lay samples back to back, each padded to a multiple of ``align``; what is left is one last segment of padding.
 
+    That segment repeats the pack's tokens, or counts up to ``pad_id`` in a pack without any. In a mixture equal tokens
+    would all go to the same few experts, whose ranks might not have the memory for them.
+
     The token at position P − 1 + t of a segment predicts response token t, so that scoring needs no shifted labels. A
     token that the policy did not sample is read, and has no predictor. A pack without samples is all padding.
 
@@ -60,6 +63,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     for sample, start in zip(samples, starts.tolist(), strict=False):
         tokens = np.concatenate([sample.prompt_ids, sample.response_ids])
         token_ids[start : start + len(tokens)] = tokens
+    token_ids[used:] = np.resize(token_ids[:used] if used else np.arange(pad_id + 1), capacity - used)
     sampled = [np.flatnonzero(sample.loss_mask) for sample in samples]
     owner = np.repeat(np.arange(len(samples)), [len(steps) for steps in sampled])
     predictors = starts[owner] + prompts[owner] - 1 + np.concatenate([np.empty(0, np.int64), *sampled])

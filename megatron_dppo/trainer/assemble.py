@@ -177,7 +177,7 @@ class PolicyParts(Generic[P_co]):
                 self.actor.chunks,
                 self.shape,
                 self.world,
-                base=self.config.model.path,
+                base=self.config.model.checkpoint or self.config.model.path,
                 out=folder / "adapter",
                 dtype=DTYPES[self.config.model.dtype],
             )

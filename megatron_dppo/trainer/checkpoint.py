@@ -39,6 +39,7 @@ from megatron_dppo.bridge.checkpoint_folder import (
 from megatron_dppo.bridge.checksums import Block, Checksums
 from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer
 from megatron_dppo.bridge.load import check_policy, load_model_state, model_state, read_sharded, sharding
+from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.stored_policy import plain_values_only
 from megatron_dppo.config import Config, LoraConfig
 from megatron_dppo.errors import UserError
@@ -102,7 +103,7 @@ class Checkpoints:
         """
         self.finish()
         partial = self._folder / f".{iteration_name(step)}.partial"
-        needed = _bytes(actor, self._world)
+        needed = _bytes(actor)
         self._world.from_leader(lambda: self._make_room(partial, self.path(step), needed))
         with self._disk_errors(needed):
             state = _sharded_state(actor, self._writer, loading=False)
@@ -302,12 +303,12 @@ def _restore_steps(optimizer: dict[Any, Any]) -> None:
         inner["state"].setdefault("common_step", torch.tensor(float(max(steps, default=0))))
 
 
-def _bytes(actor: Actor, world: World) -> int:
-    """An upper estimate of a checkpoint, taken on the leader: its shard, with fp32 master weights and two moments."""
-    trained = (parameter for parameter in actor.parameters() if parameter.requires_grad)
-    shard = sum(parameter.numel() * (parameter.element_size() + 12) for parameter in trained)
-    copy = shard * world.copy_size * world.layout.pp
-    return copy * 5 // 4 + 2**20  # names, offsets and the trainer's state come on top
+def _bytes(actor: Actor) -> int:
+    """An upper estimate of a checkpoint: what is trained, with fp32 master weights and two moments."""
+    lora = actor.chunks[0].lora
+    weight = next(actor.parameters()).element_size()
+    trained = parameters(actor.shape, lora if lora.rank else None) * (weight + 12)
+    return trained * 5 // 4 + 2**20  # padding, names, offsets and the trainer's state come on top
 
 
 def _disk_error(folder: Path, error: object) -> UserError:

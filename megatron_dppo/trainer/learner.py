@@ -206,7 +206,8 @@ class Learner:
                 name=f"step_{step + 1:07d}",
             )
         kl = sums.get("train/kl_loss", 0.0) / max(sums["tokens"], 1.0)
-        if step == 0 and kl > logprob_limit(self._config):
+        same_experts = self._config.loss.replay_routing != "rollout"  # the reference chooses its own
+        if step == 0 and same_experts and kl > logprob_limit(self._config):
             raise UserError(
                 "loss.kl_coef",
                 self._config.loss.kl_coef,

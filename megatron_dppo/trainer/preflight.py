@@ -49,6 +49,7 @@ def preflight(config: Config, command: Command) -> None:
         place = find_checkpoint(Path(config.model.checkpoint))
         if command != "eval":
             _check_own(place, Path(config.model.checkpoint), Path(config.run.dir))
+    _check_adapters(config, shape)
     _check_positions(config, shape, command)
     _check_data(config, command)
     if command != "sft":
@@ -82,6 +83,20 @@ def _check_routing(config: Config, shape: PolicyShape) -> None:
     if replayed != "none" and not shape.experts:
         problem = f"replays experts, and the policy in {config.model.path} has none"
         raise UserError("loss.replay_routing", replayed, problem, "Set it to none, or take a mixture of experts")
+
+
+def _check_adapters(config: Config, shape: PolicyShape) -> None:
+    targets = config.model.lora.targets
+    if (
+        config.model.lora.rank
+        and shape.experts
+        and config.run.export
+        and ("gate_proj" in targets) != ("up_proj" in targets)
+    ):
+        problem = (
+            "PEFT could not load what is exported: in a mixture it takes adapters of gate_proj and up_proj together"
+        )
+        raise UserError("model.lora.targets", ", ".join(targets), problem, "Name both or none, or set run.export=false")
 
 
 def _check_positions(config: Config, shape: PolicyShape, command: Command) -> None:

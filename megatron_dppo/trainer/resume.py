@@ -231,13 +231,16 @@ class Adapters:
     """Where the policy was that they were trained beside."""
     fingerprint: str
     """Of its weights."""
+    setting: str = "path"
+    """That named it, among the model's."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> Adapters | None:
         if not (lora := model.lora).rank:
             return None
         mark = fingerprint(Path(model.path), Path(model.checkpoint) if model.checkpoint else None)
-        return cls(lora.rank, lora.alpha, sorted(lora.targets), model.checkpoint or model.path, mark)
+        setting, base = ("checkpoint", model.checkpoint) if model.checkpoint else ("path", model.path)
+        return cls(lora.rank, lora.alpha, sorted(lora.targets), base, mark, setting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +353,7 @@ def _adapters_differ(written: Adapters | None, now: Adapters | None) -> Iterator
             yield f"lora.{name}", _as_typed(was), _as_typed(is_now)
     if written.fingerprint != now.fingerprint:
         other = now.base if now.base != written.base else f"{now.base} (its weights have changed)"
-        yield "path", written.base, other
+        yield written.setting, written.base, other
 
 
 def _as_typed(value: float | list[str]) -> str:

@@ -14,6 +14,7 @@ from megatron_dppo.config import Config, LayoutConfig, LossConfig, ModelConfig, 
 from megatron_dppo.models.policy import transformer_config
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.parallel.without_cuda import install
+from megatron_dppo.rl.pack import build_pack
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.ranks import RankPool
 from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
@@ -121,3 +122,22 @@ def test_the_busiest_expert_and_rank_are_told(ranks: RankPool, path: Path, tmp_p
         assert alike[0][f"rank_{i}"] == 1.0
     for i in (1, 2):
         assert 1 / 4 < found[f"expert_{i}"] < 1 / 2 < found[f"rank_{i}"] < 1.0
+
+
+def experts_of_padding(rank: int, size: int, config: Config) -> list[int]:
+    """How many experts of each layer the tokens of a pack without a sequence go to."""
+    _, _, policy = build(config)
+    chosen: list[int] = []
+    (chunk,) = policy.actor.chunks
+    for layer in chunk.decoder.layers:
+        layer.mlp.router.register_forward_hook(lambda *parts: chosen.append(int(parts[2][1].any(dim=0).sum())))
+    policy.actor.log_probabilities([build_pack([], capacity=256, pad_id=policy.pad_id, align=1)])
+    return chosen
+
+
+def test_padding_does_not_crowd_at_a_few_experts(ranks: RankPool, tmp_path: Path) -> None:
+    write_qwen3_moe(tmp_path, Sizes(vocab_size=VOCAB), experts=32)
+    config = config_for(tmp_path, LayoutConfig(dp=1), LossConfig(), 64, distributed=True)
+    config = replace(config, rollout=replace(config.rollout, stop_token_ids=(2,)))
+    (chosen,) = ranks.run(1, experts_of_padding, config)
+    assert len(chosen) == 2 and min(chosen) >= 4

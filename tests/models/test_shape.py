@@ -173,7 +173,7 @@ def test_a_layout_that_does_not_divide_names_those_that_do(layout: LayoutConfig,
     [
         (LayoutConfig(ep=4), "layout.ep", "one of 1, 2, 3, 6"),
         (LayoutConfig(etp=3), "layout.etp", "layout.etp to one of 1, 2, 4,"),
-        (LayoutConfig(tp=2, etp=1, ep=3, sequence_parallel=True), "layout.ep", "layout.ep or layout.etp"),
+        (LayoutConfig(tp=2, etp=1, ep=3, sequence_parallel=True), "layout.ep", "layout.etp to one of 2, 4"),
     ],
 )
 def test_experts_that_a_layout_does_not_divide_are_named(layout: LayoutConfig, setting: str, remedy: str) -> None:

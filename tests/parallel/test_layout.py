@@ -8,8 +8,9 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_dppo.config import LayoutConfig
-from megatron_dppo.parallel.layout import capacity_multiple, interleaved_packs, stage_layers
+from megatron_dppo.config import LayoutConfig, replace
+from megatron_dppo.errors import UserError
+from megatron_dppo.parallel.layout import capacity_multiple, interleaved_packs, resolve_layout, stage_layers
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,21 @@ def test_layers_that_cannot_be_cut_are_refused(layout: LayoutConfig) -> None:
 )
 def test_packs_go_in_groups_that_the_interleaved_schedule_takes(packs: int, stages: int, size: int) -> None:
     assert interleaved_packs(packs, stages) == size
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "setting", "remedy"),
+    [
+        (LayoutConfig(ep=4, dp=2), 2, "layout.ep", "layout.dp to a multiple of 4"),
+        (LayoutConfig(ep=4), 2, "layout.ep", "layout.dp to a multiple of 4"),
+        (LayoutConfig(etp=2, dp=1), 1, "layout.etp", "layout.dp to a multiple of 2"),
+        (LayoutConfig(tp=2, ep=4, etp=1, pp=2), 12, "layout.ep", "layout.dp to a multiple of 2"),
+    ],
+)
+def test_ranks_that_cannot_share_the_experts_are_refused(
+    layout: LayoutConfig, ranks: int, setting: str, remedy: str
+) -> None:
+    with pytest.raises(UserError, match=remedy) as caught:
+        resolve_layout(layout, ranks)
+    assert caught.value.setting == setting
+    assert resolve_layout(replace(layout, dp=None), layout.least_ranks).dp is not None

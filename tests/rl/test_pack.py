@@ -29,7 +29,7 @@ def test_a_pack_of_two_samples_written_out():
     pack = build_pack(
         [sample(2, 3, advantage=0.5, scale=0.1), sample(1, 2, first=10, version=3)], capacity=12, pad_id=PAD, align=2
     )
-    assert pack.token_ids.tolist() == [0, 1, 100, 101, 102, PAD, 10, 110, 111, PAD, PAD, PAD]
+    assert pack.token_ids.tolist() == [0, 1, 100, 101, 102, PAD, 10, 110, 111, PAD, 0, 1]
     assert pack.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1]
     assert pack.cu_seqlens.tolist() == [0, 6, 10, 12]
     assert pack.max_seqlen == 6
@@ -92,8 +92,8 @@ def test_routing_lies_beside_its_tokens_and_the_rest_is_not_known():
 
 
 def test_a_pack_without_samples_is_all_padding():
-    pack = build_pack([], capacity=8, pad_id=PAD, align=1)
-    assert (pack.token_ids == PAD).all()
+    pack = build_pack([], capacity=8, pad_id=2, align=1)
+    assert pack.token_ids.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
     assert pack.cu_seqlens.tolist() == [0, 8]
     assert len(pack.targets) == len(pack.engine_logprobs) == len(pack.scale) == 0
 

@@ -19,6 +19,7 @@ from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.preflight import OVERHEAD, bytes_to_write, check_config, preflight
 from megatron_dppo.trainer.resume import STATE, Writer, read_state, write_state
+from tests.bridge.directories import Sizes, write_qwen3_moe
 
 SMALL = ["data.max_prompt_tokens=32", "rollout.max_response_tokens=32", "pack.max_tokens=64"]
 
@@ -277,3 +278,11 @@ def test_a_checkpoint_is_weights_and_three_fp32_copies(policy: Path) -> None:
 def test_a_directory_without_permission_is_refused(policy: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert _refusal(_config(policy, tmp_path)).setting == "run.dir"
+
+
+def test_adapters_that_peft_could_not_load_are_refused_before_the_run(tmp_path: Path) -> None:
+    write_qwen3_moe(tmp_path / "policy", Sizes())
+    asked = ("model.lora.rank=2", "model.lora.targets=[q_proj,up_proj]")
+    error = _refusal(_config(tmp_path / "policy", tmp_path, *asked))
+    assert (error.setting, error.value) == ("model.lora.targets", "q_proj, up_proj")
+    preflight(_config(tmp_path / "policy", tmp_path, *asked, "run.export=false"), "train")
