@@ -24,6 +24,7 @@ from megatron_dppo.bridge.hf_directory import (
     write_adapter_config,
 )
 from megatron_dppo.bridge.stream import Consumers, adapter_stream, weight_stream
+from megatron_dppo.config import LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
@@ -89,7 +90,7 @@ def export_adapter(
     if world.in_first_copy:
         stream = adapter_stream(chunks, shape, world)
         if world.leads:
-            failure = _write(stream, plan, out, partial(write_adapter_config, base=base, lora=lora))
+            failure = write_adapter_directory(stream, plan, out, base=base, lora=lora)
         else:
             for _ in stream:
                 pass
@@ -121,6 +122,13 @@ def write_directory(
 ) -> Exception | None:
     """Write a stream's tensors and put the directory in place. Returns the error, if there was one."""
     return _write(stream, plan, out, partial(copy_config_and_tokenizer, source, dtype=plan.dtype))
+
+
+def write_adapter_directory(
+    stream: Iterator[Mapping[str, torch.Tensor]], plan: FilePlan, out: Path, *, base: str, lora: LoraConfig
+) -> Exception | None:
+    """As :func:`write_directory`, for adapters."""
+    return _write(stream, plan, out, partial(write_adapter_config, base=base, lora=lora))
 
 
 def _write(

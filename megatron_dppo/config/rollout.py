@@ -57,11 +57,11 @@ class SyncConfig(Section):
     """Syncs between comparisons of the servers' log-probabilities with the actor's; the first one is always followed by
     one. 0: only the first."""
     adapter: bool = False
-    """With model.lora: servers hold the policy of model.path, and each sync sends them the adapters alone, with a
-    request. Wants rollout.engine = sglang."""
+    """With model.lora: servers hold the policy of model.path, and each sync sends them the adapters alone: SGLang
+    with a request, vLLM as files in ``folder``."""
     folder: str | None = None
-    """Where ``disk`` writes, on a file system that servers share, such as a folder in /dev/shm for servers on the same
-    machine; null: ``RUN.DIR/sync``."""
+    """Where ``disk``, and with vLLM ``adapter``, writes, on a file system that servers share, such as a folder in
+    /dev/shm for servers on the same machine; null: ``RUN.DIR/sync``."""
 
     @field_validator("transport", mode="before")
     @classmethod

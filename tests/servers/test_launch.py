@@ -21,7 +21,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers.client import ROUTING_FLAG
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.launch import server_command
+from megatron_dppo.rollout.servers.launch import server_command, server_environment
 from megatron_dppo.rollout.servers.processes import ServerProcess, new_secret, wait_ready
 from megatron_dppo.settings import load_config
 
@@ -311,11 +311,26 @@ def test_a_server_is_started_to_tell_its_experts_where_they_are_replayed(engine:
     assert [word for word in command("rollout") if word not in command("none")] == [ROUTING_FLAG]
 
 
-def test_a_server_is_started_to_take_the_adapters_that_it_is_sent(tmp_path: Path) -> None:
-    def command(sent: str) -> list[str]:
-        overrides = ["model.lora.rank=4", "model.lora.targets=[q_proj,v_proj]"]
-        config = load_config(None, [*_settings(tmp_path), *overrides, f"rollout.sync.adapter={sent}"])
-        return server_command(config, 0, host=HOST, port=1, secret_file=tmp_path / "secret")
+SGLANG_LORA = ["--enable-lora", "--max-loras-per-batch", "2", "--max-lora-rank"]
 
-    flags = ["--enable-lora", "--max-loras-per-batch", "2", "--max-lora-rank", "4", "--lora-target-modules"]
-    assert command("true") == [*command("false"), *flags, "q_proj", "v_proj"]
+
+@pytest.mark.parametrize(
+    ("engine", "rank", "flags"),
+    [
+        ("sglang", 4, [*SGLANG_LORA, "4", "--lora-target-modules", "q_proj", "v_proj"]),
+        ("vllm", 1, ["--enable-lora", "--max-lora-rank", "1"]),
+        ("vllm", 8, ["--enable-lora", "--max-lora-rank", "8"]),
+        ("vllm", 33, ["--enable-lora", "--max-lora-rank", "64"]),
+    ],
+)
+def test_a_server_is_started_to_take_the_adapters_that_it_is_sent(
+    engine: str, rank: int, flags: list[str], tmp_path: Path
+) -> None:
+    def command(sent: str) -> tuple[list[str], bool]:
+        overrides = [f"rollout.engine={engine}", f"model.lora.rank={rank}", "model.lora.targets=[q_proj,v_proj]"]
+        config = load_config(None, [*_settings(tmp_path), *overrides, f"rollout.sync.adapter={sent}"])
+        words = server_command(config, 0, host=HOST, port=1, secret_file=tmp_path / "secret")
+        return words, "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in server_environment(config.rollout, secret="")
+
+    assert command("false")[1] is False
+    assert command("true") == ([*command("false")[0], *flags], engine == "vllm")

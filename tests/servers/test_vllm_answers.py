@@ -22,6 +22,7 @@ from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.vllm import (
     EXTENSION,
     GIVEN_BY,
+    LOAD_ADAPTER,
     LOCK,
     PLUGIN,
     VllmClient,
@@ -139,6 +140,31 @@ def test_a_server_says_whether_it_tells_its_experts(http: Http, api: VllmClient,
         "aux_output_config": {"enable_return_routed_experts": True}
     }
     assert http.run(api.info()).routing
+
+
+@pytest.mark.parametrize(
+    ("lora", "route", "rank", "targets"),
+    [
+        (None, LOAD_ADAPTER, 0, set()),
+        ({"max_lora_rank": 16, "target_modules": None}, LOAD_ADAPTER, 16, {"all"}),
+        ({"max_lora_rank": 8, "target_modules": ["q_proj"]}, LOAD_ADAPTER, 8, {"q_proj"}),
+        ({"max_lora_rank": 8, "target_modules": None}, "/v1/models", 0, set()),
+    ],
+)
+def test_a_server_says_which_adapters_it_takes(
+    http: Http,
+    api: VllmClient,
+    said: dict[str, Any],
+    lora: dict[str, Any] | None,
+    route: str,
+    rank: int,
+    targets: set[str],
+) -> None:
+    said["/openapi.json"]["paths"][route] = {}
+    said["/server_info"]["vllm_config"]["lora_config"] = lora
+    said["/collective_rpc"]["results"] = [{}]
+    info = http.run(api.info())
+    assert (info.lora_rank, info.lora_targets) == (rank, targets)
 
 
 def test_facts_are_what_the_server_says(http: Http, api: VllmClient) -> None:

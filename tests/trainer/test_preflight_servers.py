@@ -40,6 +40,7 @@ def _check(tmp_path: Path, *overrides: str) -> None:
         (*GIVEN, "rollout.timeout_s=240", "rollout.sync.timeout_s=120"),
         (*SENT, "rollout.ahead=1", "rollout.sync.in_flight=abort", "model.lora.targets=[gate_proj]"),
         (*SENT, "model.lora.targets=[q_proj,v_proj]"),
+        (*SENT, "rollout.engine=vllm", "model.lora.rank=512", "model.lora.targets=[k_proj,up_proj]"),
         ("rollout.timeout_s=1",),  # no server, no sync
         ("rollout.ahead=1",),  # the local engine gains no time by it, but rehearses it
         (*GIVEN, "rollout.launch.command=[/nowhere/python]", "rollout.launch.tp=3"),  # what is not used is not asked
@@ -86,7 +87,8 @@ def test_good_settings_pass_and_write_nothing(tmp_path: Path, overrides: tuple[s
         ([*STARTED, "rollout.launch.command=[]"], "rollout.launch.command", "an interpreter"),
         ([*GIVEN, "rollout.sync.transport=disk", "rollout.sync.folder=/dev/null/x"], "rollout.sync.folder", "share"),
         ([*ADAPTERS], "rollout.sync.adapter", "rollout.engine=sglang"),
-        ([*SENT, "rollout.engine=vllm"], "rollout.sync.adapter", "Set it to sglang"),
+        ([*SENT, "rollout.engine=vllm", "model.lora.rank=513"], "model.lora.rank", "Lower it to 512"),
+        ([*SENT, "rollout.engine=vllm", "rollout.sync.folder=/dev/null/x"], "rollout.sync.folder", "share"),
         ([*SENT, "model.lora.rank=0"], "rollout.sync.adapter", "Raise that"),
         ([*SENT, "model.checkpoint=x"], "rollout.sync.adapter", "Convert the checkpoint"),
         ([*SENT, *SHARED], "rollout.sync.adapter", "rollout.colocated=false"),

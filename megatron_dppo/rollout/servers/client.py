@@ -30,6 +30,8 @@ INCOMPLETE = "incomplete"
 """Version of a server between the beginning and the end of an update: it may hold weights of two."""
 ROUTING_FLAG = "--enable-return-routed-experts"
 """What SGLang and vLLM alike are started with to say which experts they chose."""
+ADAPTER = "policy"
+"""Name of a run's adapter at the servers."""
 CONTROL_S = 30.0
 """Seconds that a question may take that is no work for a server."""
 
@@ -152,8 +154,8 @@ class ServerClient(ABC):
     """One server. Every method raises :class:`ServerError` where the server fails it.
 
     The order of an update is: ``pause``, ``begin_update``, any number of ``update_from_distributed`` (or one
-    ``update_from_disk``, or one ``load_adapter``), ``end_update``, ``flush`` unless requests are kept in flight,
-    ``resume``. ``version`` then returns the new version.
+    ``update_from_disk``, ``load_adapter`` or ``load_adapter_from``), ``end_update``, ``flush`` unless requests are
+    kept in flight, ``resume``. ``version`` then returns the new version.
 
     Args:
         url: ``http://host:port``, without a slash at the end.
@@ -162,7 +164,7 @@ class ServerClient(ABC):
         timeout_s: how long any one step of an update may take.
         ranks: of the server, where they are known already; ``info`` finds them out.
         seeded: whether its requests may carry a seed; ``info`` finds that out, too.
-        adapted: whether it generates with the adapter of ``load_adapter``.
+        adapted: whether it generates with an adapter, which updates bring.
     """
 
     def __init__(
@@ -274,7 +276,11 @@ class ServerClient(ABC):
             config: of PEFT.
             tensors: by PEFT's names, each with memory of its own on the CPU.
         """
-        raise ServerError(self.url, "is of a kind that takes no adapters from a run", alive=True)
+        raise ServerError(self.url, "is of a kind that takes adapters from disk only", alive=True)
+
+    async def load_adapter_from(self, folder: Path) -> None:
+        """As :meth:`load_adapter`, from PEFT's directory, which the server can read. It does not need that later."""
+        raise ServerError(self.url, "is of a kind that takes adapters with a request only", alive=True)
 
     @abstractmethod
     async def version(self) -> str: ...

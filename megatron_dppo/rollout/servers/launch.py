@@ -124,6 +124,11 @@ def tensor_parallel(rollout: RolloutConfig) -> tuple[int, ...]:
     return (tp if isinstance(tp, tuple) else (tp,) * count)[:count]
 
 
+def sync_folder(config: Config) -> Path:
+    """Where weights are written that servers read."""
+    return Path(config.rollout.sync.folder or Path(config.run.dir) / "sync")
+
+
 def gpus_to_reserve(rollout: RolloutConfig) -> int:
     """GPUs beside the trainer's that servers will want on a machine that has any."""
     return 0 if rollout.colocated else sum(tensor_parallel(rollout))
@@ -134,8 +139,10 @@ def base_command(rollout: RolloutConfig) -> tuple[str, ...]:
     return rollout.launch.command or DEFAULT_COMMANDS[rollout.engine]
 
 
-def adapter_flags(lora: LoraConfig) -> list[str]:
-    """What SGLang is started with to take a run's adapters: one at a time, besides none at all."""
+def adapter_flags(engine: str, lora: LoraConfig) -> list[str]:
+    """What a server is started with to take a run's adapters: one at a time, besides none at all."""
+    if engine == "vllm":
+        return ["--enable-lora", "--max-lora-rank", str(min(n for n in vllm.ADAPTER_RANKS if n >= lora.rank))]
     words = ["--enable-lora", "--max-loras-per-batch", "2", "--max-lora-rank", str(lora.rank)]
     return [*words, "--lora-target-modules", *lora.targets]
 
@@ -163,13 +170,16 @@ def server_command(config: Config, index: int, *, host: str, port: int, secret_f
     if config.loss.replay_routing == "rollout":
         words += [ROUTING_FLAG]
     if rollout.sync.adapter:
-        words += adapter_flags(config.model.lora)
+        words += adapter_flags(rollout.engine, config.model.lora)
     return [*words, *rollout.launch.flags]
 
 
 def server_environment(rollout: RolloutConfig, *, secret: str) -> dict[str, str]:
     """Environment variables that this kind of server needs, besides those of ``rollout.launch.env``."""
-    return {"VLLM_API_KEY": secret, **vllm.server_environment()} if rollout.engine == "vllm" else {}
+    if rollout.engine != "vllm":
+        return {}
+    of_adapters = vllm.ADAPTER_ENVIRONMENT if rollout.sync.adapter else {}
+    return {"VLLM_API_KEY": secret, **vllm.server_environment(), **of_adapters}
 
 
 def listening_address(environ: Mapping[str, str]) -> str:

@@ -24,7 +24,7 @@ from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.launch import DTYPES, adapter_flags, base_command, server_urls
 from megatron_dppo.rollout.servers.processes import ServerProcess, servers_to_start, stop_all, wait_ready
 from megatron_dppo.rollout.servers.sglang import SglangClient
-from megatron_dppo.rollout.servers.vllm import VllmClient
+from megatron_dppo.rollout.servers.vllm import ADAPTER_ENVIRONMENT, VllmClient
 
 CLIENTS: Mapping[str, type[ServerClient]] = {"sglang": SglangClient, "vllm": VllmClient}
 """By ``rollout.engine``."""
@@ -308,7 +308,11 @@ class Pool:
         elif rollout.sync.adapter and not _takes(info, self._config.model.lora):
             takes = f"up to rank {info.lora_rank} on {', '.join(sorted(info.lora_targets))}"
             problem = f"takes {takes if info.lora_rank else 'no'} adapters, and rollout.sync.adapter sends it others"
-            remedy = f"Start it with {shlex.join(adapter_flags(self._config.model.lora))}, or leave that setting out"
+            words = shlex.join(adapter_flags(rollout.engine, self._config.model.lora))
+            if rollout.engine == "vllm":
+                words += " and " + "".join(f"{name}={value}" for name, value in ADAPTER_ENVIRONMENT.items())
+                words += " in its environment"
+            remedy = f"Start it with {words}, or leave that setting out"
         else:
             return
         raise UserError(setting, client.url, problem, remedy)

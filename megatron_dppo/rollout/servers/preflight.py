@@ -7,13 +7,13 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.rollout.servers import nccl
-from megatron_dppo.rollout.servers.launch import MEMORY_FLAGS, OUR_FLAGS, server_urls, tensor_parallel
+from megatron_dppo.rollout.servers.launch import MEMORY_FLAGS, OUR_FLAGS, server_urls, sync_folder, tensor_parallel
+from megatron_dppo.rollout.servers.vllm import ADAPTER_RANKS
 
 LAST_PORT = 65535
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -57,8 +57,8 @@ def check_servers(config: Config, shape: PolicyShape, environ: Mapping[str, str]
         _check_command(config)
     if rollout.colocated:
         _check_memory(config)
-    if rollout.sync.transport == "disk":
-        folder = Path(rollout.sync.folder or Path(config.run.dir) / "sync").absolute()
+    if rollout.sync.transport == "disk" or (rollout.sync.adapter and rollout.engine == "vllm"):
+        folder = sync_folder(config).absolute()
         place = next(place for place in (folder, *folder.parents) if place.exists())
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
             problem = f"{place} is no directory that can be written to"
@@ -119,7 +119,6 @@ def _check_adapter(config: Config) -> None:
     rollout, model = config.rollout, config.model
     leave = "or leave it out: servers then get merged weights"
     for wrong, problem, remedy in (
-        (rollout.engine != "sglang", f"needs SGLang, and rollout.engine is {rollout.engine}", "Set it to sglang"),
         (not model.lora.rank, "sends adapters, and model.lora.rank is 0: all weights are trained", "Raise that"),
         (
             model.checkpoint is not None,
@@ -133,7 +132,7 @@ def _check_adapter(config: Config) -> None:
         ),
         (
             rollout.sync.transport == "disk",
-            "sends adapters with a request, and rollout.sync.transport = disk writes weights to files",
+            "has a way of its own for adapters, and rollout.sync.transport = disk writes all weights",
             "Leave rollout.sync.transport out",
         ),
         (
@@ -144,6 +143,12 @@ def _check_adapter(config: Config) -> None:
     ):
         if wrong:
             raise UserError("rollout.sync.adapter", "true", problem, f"{remedy}, {leave}")
+    if rollout.engine == "vllm":
+        if model.lora.rank > (most := ADAPTER_RANKS[-1]):
+            problem = f"vLLM takes adapters of at most {most} ranks, and rollout.sync.adapter sends it these"
+            remedy = f"Lower it to {most}, or leave rollout.sync.adapter out: servers then get merged weights"
+            raise UserError("model.lora.rank", model.lora.rank, problem, remedy)
+        return
     targets = set(model.lora.targets)
     for some, needed in (({"q_proj", "k_proj", "v_proj"}, {"q_proj", "v_proj"}), ({"up_proj"}, {"gate_proj"})):
         if targets & some and not targets >= needed:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_dppo.rollout.servers.client import (
+    ADAPTER,
     INCOMPLETE,
     WHOLE_DISTRIBUTION,
     GenerateRequest,
@@ -40,8 +41,6 @@ from megatron_dppo.rollout.servers.http import ServerError
 if TYPE_CHECKING:
     import torch
 
-ADAPTER = "policy"
-"""Name of the adapter at the servers."""
 PAUSES: Mapping[InFlight, str] = {"retract": "retract", "keep": "in_place", "abort": "abort"}
 
 

@@ -7,14 +7,14 @@ transport is collective, and says on every rank alike which server failed and wh
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from megatron_dppo.bridge.export import write_directory
+from megatron_dppo.bridge.export import write_adapter_directory, write_directory
 from megatron_dppo.bridge.hf_directory import adapter_config, plan_adapter_file, plan_files
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.config import Config, ModelConfig
@@ -22,9 +22,10 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rollout.engine import WeightSource
+from megatron_dppo.rollout.engine import Bucket, WeightSource
 from megatron_dppo.rollout.servers.client import ServerClient, ask_all
 from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.launch import sync_folder
 from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards
 
 BUCKET_MIB = {"cuda": 512, "cpu": 30}
@@ -123,12 +124,16 @@ class Collective:
 
 
 class Disk:
-    """The leader writes a Hugging Face directory, which servers on the same file system load."""
+    """The leader writes a directory, which servers on the same file system load: the policy, or adapters for PEFT."""
 
-    def __init__(self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig, folder: Path) -> None:
-        self._http, self._world, self._folder = http, world, folder
-        self._companions = Path(model.path)
-        self._plan = plan_files(shape, MAX_SHARD_BYTES, DTYPES[model.dtype])
+    def __init__(
+        self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig, folder: Path, adapter: bool
+    ) -> None:
+        self._http, self._world, self._model, self._folder, self._adapter = http, world, model, folder, adapter
+        dtype = DTYPES[model.dtype]
+        self._plan = (
+            plan_adapter_file(shape, model.lora, dtype) if adapter else plan_files(shape, MAX_SHARD_BYTES, dtype)
+        )
 
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         place = self._folder.absolute() / version
@@ -136,13 +141,13 @@ class Disk:
         if self._world.in_first_copy:
             buckets = source(to=Consumers.LEADER)
             if self._world.leads:
-                failure = write_directory(buckets, self._plan, self._companions, place)
+                failure = self._write(buckets, place)
             for _ in buckets:
                 pass
         self._world.from_leader(lambda: self._check(failure))
 
         try:
-            problems = ask_all(self._world, self._http, clients, lambda client: client.update_from_disk(place, version))
+            problems = ask_all(self._world, self._http, clients, lambda client: self._load(client, place, version))
         finally:
             if self._world.leads:
                 shutil.rmtree(place, ignore_errors=True)
@@ -152,6 +157,15 @@ class Disk:
 
     def close(self) -> None:
         pass
+
+    def _write(self, buckets: Iterator[Bucket], place: Path) -> Exception | None:
+        base = self._model.path
+        if self._adapter:
+            return write_adapter_directory(buckets, self._plan, place, base=base, lora=self._model.lora)
+        return write_directory(buckets, self._plan, Path(base), place)
+
+    async def _load(self, client: ServerClient, place: Path, version: str) -> None:
+        await (client.load_adapter_from(place) if self._adapter else client.update_from_disk(place, version))
 
     def _check(self, failure: Exception | None) -> None:
         if failure is not None:
@@ -185,13 +199,13 @@ def open_transport(
 ) -> Transport:
     """The transport that ``rollout.sync`` names. See :class:`Collective` for ``run`` and ``our_nccl``."""
     sync = config.rollout.sync
-    if sync.adapter:
+    if sync.adapter and config.rollout.engine == "sglang":
         return Adapters(http, world, shape=shape, model=config.model)
     bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
-    if sync.transport == "collective":
+    if sync.transport == "collective" and not sync.adapter:
         return Collective(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl)
-    folder = Path(sync.folder or Path(config.run.dir) / "sync")
-    return Disk(http, world, shape=shape, model=config.model, folder=folder)
+    folder = sync_folder(config)
+    return Disk(http, world, shape=shape, model=config.model, folder=folder, adapter=sync.adapter)
 
 
 def _by_stage(world: World, attempt: Callable[[], int]) -> int:

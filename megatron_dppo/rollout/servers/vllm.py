@@ -8,6 +8,9 @@ What has to be known of vLLM:
 - ``keep`` is the only mode of ``/pause`` that leaves requests alive. A second request has their cache computed again.
 - A layer that an update leaves out keeps its old weights, and vLLM only warns. Our extension refuses such an update.
 - The version is whatever it was last told. We set it to ``incomplete`` while weights may be of two versions.
+- A request whose adapter was loaded with ``load_inplace`` has it read from disk again with every step. So we unload it
+  instead, which only forgets the name, and load the next one under that name. That takes the place of the oldest one.
+- Cached prompts are told apart by an adapter's name and path, and not by what it holds.
 - On CPU, its checksums of all parameters that are prepacked are those of empty tensors.
 - On CPU, a request with a seed kills the server where one step computes only a part of its prompt.
 """
@@ -26,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.rollout.servers.client import (
+    ADAPTER,
     CONTROL_S,
     INCOMPLETE,
     WHOLE_DISTRIBUTION,
@@ -60,6 +64,13 @@ GIVEN_BY = {
     "/update_weight_version": DEVELOPMENT,
 }
 """Routes that we cannot do without, and what a server must be started with to have them."""
+
+
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+"""What the environment of a server must hold to take adapters."""
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What it takes for the most ranks of an adapter."""
 
 
 def server_environment() -> dict[str, str]:
@@ -106,7 +117,7 @@ class VllmClient(ServerClient):
             if route not in routes:
                 raise ServerError(self.url, f"has no {route}: start it with {giver}", alive=True)
         config = await self._config()
-        model = config["model_config"]
+        model, lora = config["model_config"], config.get("lora_config") if LOAD_ADAPTER in routes else None
         if model["logprobs_mode"] != "processed_logprobs":
             problem = f"gives {model['logprobs_mode']}: start it with --logprobs-mode processed_logprobs"
             raise ServerError(self.url, problem, alive=True)
@@ -123,6 +134,8 @@ class VllmClient(ServerClient):
             max_tokens=model["max_model_len"],
             nccl=await self._nccl(),
             routing=bool(config.get("aux_output_config", {}).get("enable_return_routed_experts")),
+            lora_rank=lora["max_lora_rank"] if lora else 0,
+            lora_targets=frozenset((lora["target_modules"] or ("all",)) if lora else ()),
         )
 
     async def health(self, timeout_s: float) -> None:
@@ -150,6 +163,8 @@ class VllmClient(ServerClient):
         if request.seed is not None and self.seeded:
             sampling["seed"] = request.seed & (2**62 - 1)  # vLLM adds the sample's number, in 64 bits with a sign
         body = {"token_ids": list(request.token_ids), "sampling_params": sampling}
+        if self.adapted:
+            body["model"] = ADAPTER
         answer = await self.post("/inference/v1/generate", body, timeout_s=timeout_s)
         results = [self._result(choice, request) for choice in answer["choices"]]
         return results * request.samples if greedy else results
@@ -167,17 +182,17 @@ class VllmClient(ServerClient):
         await self._flush()
 
     async def begin_update(self) -> None:
-        if await self._extended():
+        if await self._receives():
             await self._order("begin")
         await self._call_it(INCOMPLETE)
 
     async def end_update(self, version: str) -> None:
-        if await self._extended():
+        if await self._receives():
             await self._order("end")
         await self._call_it(version)
 
     async def abandon_update(self) -> None:
-        if await self._extended():
+        if await self._receives():
             await self._order("abandon")
 
     async def join(self, group: WeightGroup) -> None:
@@ -200,6 +215,14 @@ class VllmClient(ServerClient):
             await self._order("update_from_disk", folder=str(folder))
         else:
             await self._of_all_ranks("reload_weights", {"weights_path": str(folder)})
+
+    async def load_adapter_from(self, folder: Path) -> None:
+        try:
+            await self.post(UNLOAD_ADAPTER, {"lora_name": ADAPTER})
+        except ServerError as error:  # refused where none was loaded
+            if not error.alive:
+                raise
+        await self.post(LOAD_ADAPTER, {"lora_name": ADAPTER, "lora_path": str(folder)})
 
     async def version(self) -> str:
         return str((await self.get("/weight_info"))["weight_version"])
@@ -238,6 +261,10 @@ class VllmClient(ServerClient):
             answer = await self.get("/server_info", timeout_s=DESCRIPTION_S, config_format="json")
             self._known_config = answer["vllm_config"]
         return self._known_config
+
+    async def _receives(self) -> bool:
+        """Whether an update is one of our extension's, which wants all weights."""
+        return not self.adapted and await self._extended()
 
     async def _extended(self) -> bool:
         return (await self._config())["parallel_config"]["worker_extension_cls"] == EXTENSION
