@@ -21,7 +21,7 @@ from megatron_dppo.config.model import (
     ModelConfig,
     OptimizerConfig,
 )
-from megatron_dppo.config.rollout import LaunchConfig, RolloutConfig, SyncConfig
+from megatron_dppo.config.rollout import BranchConfig, LaunchConfig, RolloutConfig, SyncConfig, TreeConfig
 from megatron_dppo.config.run import ClusterConfig, EvalConfig, RunConfig, SftConfig
 from megatron_dppo.config.types import Command, Section, replace
 from megatron_dppo.errors import UserError
@@ -61,6 +61,8 @@ class Config(Section):
             self.pack.check(self.data.max_prompt_tokens + limit, self.layout.pack_multiple)
             self.reward.check(limit)
             self.loss.check()
+            if self.rollout.tree is not None:
+                self.rollout.tree.check(self.rollout.samples_per_prompt, limit)
             self._check_updates()
             self.data.check(self.rollout.prompts_per_step)
             self.pruning.check()

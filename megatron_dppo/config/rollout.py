@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, Len
 from pydantic import field_validator
 
 from megatron_dppo.config.types import AboveZero, AtLeastOne, Count, NonNegative, Positive, Seconds, Section
@@ -75,6 +76,55 @@ class SyncConfig(Section):
         return transport
 
 
+class BranchConfig(Section):
+    """A level of forks in a tree of completions. Name ``at`` or ``entropy``, not both."""
+
+    at: Positive | None = None
+    """Fork after so many tokens of the response."""
+    entropy: AboveZero | None = None
+    """Fork before the first token whose distribution has more entropy (nats) than this. What comes later has no say: a
+    fork chosen in hindsight would bias the gradient."""
+    children: Annotated[int, Ge(2)] = 2
+    """Continuations of each branch, the one that is there already included."""
+
+    def check(self, level: int) -> None:
+        if (self.at is None) == (self.entropy is None):
+            problem = "names both ways to fork" if self.at else "does not say where to fork"
+            remedy = "Give each branch either at (tokens of the response) or entropy (nats)"
+            raise UserError(f"rollout.tree.branches[{level}]", dict(self), problem, remedy)
+
+
+class TreeConfig(Section):
+    """Completions of a prompt that share beginnings: a tree, whose leaves are the group."""
+
+    roots: Annotated[int, Ge(2)]
+    """Completions that begin at the prompt."""
+    branches: Annotated[tuple[BranchConfig, ...], Len(1)]
+    """Where each of them forks, one entry for each level. A branch that ends before its fork has no children; it stands
+    for all the leaves that it would have had."""
+
+    @property
+    def leaves_per_prompt(self) -> int:
+        return self.roots * math.prod(branch.children for branch in self.branches)
+
+    def check(self, samples: int, longest: int) -> None:
+        """
+        Args:
+            samples: ``rollout.samples_per_prompt``.
+            longest: ``rollout.max_response_tokens``.
+        """
+        for level, branch in enumerate(self.branches):
+            branch.check(level)
+        fixed = [branch.at for branch in self.branches if branch.at is not None]
+        if sorted(set(fixed)) != fixed or (fixed and fixed[-1] >= longest):
+            problem = f"are to grow, and to stay below rollout.max_response_tokens = {longest}"
+            raise UserError("rollout.tree.branches[].at", fixed, problem, "Put the earlier forks first")
+        if samples != self.leaves_per_prompt:
+            problem = f"is not the number of leaves of rollout.tree: roots x children = {self.leaves_per_prompt}"
+            remedy = f"Set it to {self.leaves_per_prompt}"
+            raise UserError("rollout.samples_per_prompt", samples, problem, remedy)
+
+
 class RolloutConfig(Section):
     engine: Literal["local", "sglang", "vllm"] = "local"
     """What generates: ``local`` is the policy itself, in the trainer's own processes; the others are servers."""
@@ -87,6 +137,9 @@ class RolloutConfig(Section):
     """N, the window of candidate prompts that a step considers, before pruning."""
     samples_per_prompt: Annotated[int, Ge(2)] = 8
     """G, completions for each prompt."""
+    tree: TreeConfig | None = None
+    """Let completions of a prompt share beginnings; null: each is sampled by itself. ``{roots: 4, branches: [{at: 200,
+    children: 2}]}`` has eight leaves. Whether it pays depends on the task: ``megatron-dppo probe-tree`` measures it."""
     max_response_tokens: Positive = 1024
     """A completion is cut off here, and counted as truncated."""
     temperature: AboveZero = 1.0

@@ -112,6 +112,10 @@ class Completion:
     routing: Routing | None = None
     """Of the first tokens of prompt and response, in all layers: P + L − 1 of them, since no engine reads the last one,
     or fewer where the policy read less. None where it was not asked for."""
+    forks: tuple[int, ...] = ()
+    """In a tree: after how many tokens the path to this leaf has forked, for each level of ``rollout.tree.branches``; L
+    where it ended before. The group has all its leaves in order, so that the siblings of a level stand together, and a
+    path that ended early in the place of each leaf that it stands for."""
 
     @property
     def oldest_version(self) -> int:
