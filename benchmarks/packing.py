@@ -31,6 +31,7 @@ from statistics import median
 import numpy as np
 
 from megatron_dppo.config import Config
+from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.packing import QWEN3_4B, pack_sequences
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
@@ -67,6 +68,7 @@ def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
         prompt_inclusion=np.ones(groups),
         prompt_lengths=prompts,
         response_lengths=responses,
+        shared_lengths=prompts_shared(prompts, GROUP),
         sampled_lengths=responses,
         rewards=(rng.random((groups, GROUP)) < rng.random((groups, 1))).astype(float),
         score_norms=np.sqrt(responses * rng.uniform(0.1, 0.5, responses.shape)),

@@ -18,6 +18,7 @@ from megatron_dppo.estimate.assumptions import GPUS
 from megatron_dppo.estimate.memory import parameters_of
 from megatron_dppo.evaluation.evaluate import evaluate
 from megatron_dppo.evaluation.evaluator import Evaluator, open_verifiers
+from megatron_dppo.models.layer_specs import choose_sharing
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.usage import Usage
 from megatron_dppo.observe.watchdog import Watchdog
@@ -183,6 +184,7 @@ class Trainer:
             step=self.step,
             pipeline=layout.pp,
             costs=CostModel.of_width(self.policy.shape.hidden),
+            share_prefixes=choose_sharing(self.config),
         )
         if self.config.pruning.completions.score == "head":
             everything = self.world.from_leader(lambda: plan_with(metadata, unpruned(self.config)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize
+from megatron_dppo.rl.families import LEAST_SHARED, shared_lengths
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
@@ -28,12 +30,19 @@ QUERIES, SAMPLES, VOCAB = 6, 4, 131
 Weights = dict[str, torch.Tensor]
 
 
-def config_for(path: Path, layout: LayoutConfig, loss: LossConfig, pack_tokens: int, distributed: bool) -> Config:
+def config_for(
+    path: Path,
+    layout: LayoutConfig,
+    loss: LossConfig,
+    pack_tokens: int,
+    distributed: bool,
+    share: Literal["on", "off"] = "on",
+) -> Config:
     return Config(
         model=ModelConfig(path=str(path)),
         layout=layout,
         loss=loss,
-        pack=PackConfig(max_tokens=pack_tokens),
+        pack=PackConfig(max_tokens=pack_tokens, share_prefixes=share),
         rollout=RolloutConfig(temperature=0.8, samples_per_prompt=SAMPLES, max_logprob_diff=100.0, max_prob_error=1e30),
         optimizer=OptimizerConfig(lr=1.0, eps=1.0, clip_grad=0.0, distributed=distributed),
     )
@@ -41,7 +50,7 @@ def config_for(path: Path, layout: LayoutConfig, loss: LossConfig, pack_tokens: 
 
 def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
     """A step with prompts pruned (weights up to 5), mixed rewards, and every second longer response with a stretch that
-    the policy was given and did not sample; the same for every number of ranks."""
+    the policy was given and did not sample, and some that begin alike; the same for every number of ranks."""
     rng = np.random.default_rng(5)
     groups = []
     for index in range(QUERIES):
@@ -54,8 +63,11 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
                 (VersionSpan(0, int(length)),),
                 "stop",
             )
-            for sample, length in enumerate(rng.integers(1, 24, SAMPLES))
+            for sample, length in enumerate(rng.integers(1, 24, SAMPLES) + (index % 2) * np.array([0, 16, 16, 0]))
         )
+        if index % 2:  # the third response goes on from within the second
+            common = completions[1].token_ids[:LEAST_SHARED]
+            completions[2].token_ids[: len(common)] = common
         rewards = rng.permutation([1.0, 0.0, 0.0, 1.0 if index % 2 else 0.0])
         groups.append(Group(prompt, completions, rewards))
     lengths = np.array([[len(c.token_ids) for c in g.completions] for g in groups])
@@ -64,6 +76,7 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         prompt_inclusion=np.array([1.0, 0.5, 0.25, 0.2, 0.7, 1.0]),
         prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups]),
         response_lengths=lengths,
+        shared_lengths=np.array([shared_lengths(len(g.prompt.token_ids), g.completions) for g in groups]),
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups]),
         rewards=np.array([g.rewards for g in groups]),
         score_norms=rng.uniform(0.5, 2.0, lengths.shape),

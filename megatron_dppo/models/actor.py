@@ -21,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
@@ -33,6 +34,7 @@ from megatron_dppo.models.lora import adapters_off, add_expert_gradients
 from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
 from megatron_dppo.models.optimizer_state import OffloadedState, optimizer_parts, prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
+from megatron_dppo.models.prefix_attention import shared_prefixes
 from megatron_dppo.models.routing import RoutingReplay
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.layout import interleaved_packs
@@ -133,6 +135,12 @@ class Policy:
         lengths = np.diff(pack.cu_seqlens).tolist()
         return share_of(lengths, torch.from_numpy(pack.predictors), self.world.cp_rank, cp)
 
+    def _segments(self, pack: Pack, there: torch.Tensor) -> PackedSeqParams:
+        """Megatron's description of a pack; ``there`` are the starts of its segments on the device."""
+        if pack.tree is None:
+            return packed_sequence(pack.cu_seqlens, pack.max_seqlen, there.device, there=there)
+        return shared_prefixes(pack, there.device, self.world.cp_rank, self.world.layout.cp)
+
     def _run(
         self, microbatches: Sequence[Microbatch], loss: Loss, *, forward_only: bool, score_norm: bool = False
     ) -> list[Sums]:
@@ -147,9 +155,7 @@ class Policy:
                 output = module(
                     arrays.token_ids[None],
                     arrays.position_ids[None],
-                    packed_seq_params=packed_sequence(
-                        pack.cu_seqlens, pack.max_seqlen, device, there=arrays.cu_seqlens
-                    ),
+                    packed_seq_params=self._segments(pack, arrays.cu_seqlens),
                     predictors=arrays.predictors,
                     targets=arrays.targets,
                     share=arrays.share,

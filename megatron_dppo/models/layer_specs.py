@@ -24,9 +24,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
-from megatron_dppo.config import ModelConfig
+from megatron_dppo.config import Config, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import gather_segments, held_positions
+from megatron_dppo.models.prefix_attention import SharedPrefixes, attend_along_paths
+from megatron_dppo.rl.packing import Sharing
 
 Spec = Literal["torch", "te"]
 
@@ -56,6 +58,12 @@ def choose_spec(model: ModelConfig) -> Spec:
     return model.spec
 
 
+def choose_sharing(config: Config) -> Sharing:
+    """What ``pack.share_prefixes`` means for the specification that this machine has."""
+    sharing = config.pack.share_prefixes
+    return "off" if sharing == "auto" and choose_spec(config.model) == "te" else sharing
+
+
 def layer_spec(
     spec: Spec, config: TransformerConfig, vp_stage: int | None, *, adapted: bool = False
 ) -> TransformerBlockSubmodules | ModuleSpec:
@@ -67,6 +75,7 @@ def layer_spec(
     kind = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     if spec == "te":
         layer = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **kind)
+        layer.submodules.self_attention.submodules.core_attention = _attention_of_transformer_engine()
         return _with_norms_apart(layer, config) if adapted else layer
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", **kind)
     layer.submodules.input_layernorm = RMSNorm
@@ -79,6 +88,34 @@ def layer_spec(
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+
+
+def _attention_of_transformer_engine() -> type[torch.nn.Module]:
+    """Transformer Engine's attention, and ours for packs with shared prefixes: it tells no log-sum-exp."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class Attention(TEDotProductAttention):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, pg_collection: ProcessGroupCollection, **settings: Any) -> None:
+            super().__init__(*arguments, pg_collection=pg_collection, **settings)
+            self._ranks = pg_collection.cp
+
+        def forward(
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            *arguments: Any,
+            packed_seq_params: PackedSeqParams | None = None,
+            **settings: Any,
+        ) -> torch.Tensor:
+            if isinstance(packed_seq_params, SharedPrefixes):
+                return attend_along_paths(query, key, value, packed_seq_params, None, self._ranks)
+            out: torch.Tensor = super().forward(
+                query, key, value, *arguments, packed_seq_params=packed_seq_params, **settings
+            )
+            return out
+
+    return Attention
 
 
 def _with_norms_apart(layer: Any, config: TransformerConfig) -> ModuleSpec:
@@ -180,6 +217,8 @@ class SegmentAttention(torch.nn.Module):
         """
         if packed_seq_params is None:
             raise ValueError("attention is over packs: pass packed_seq_params, for a single sequence too")
+        if isinstance(packed_seq_params, SharedPrefixes):
+            return attend_along_paths(query, key, value, packed_seq_params, self._scale, self._ranks)
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         if self._ranks is not None and self._ranks.size() > 1:
             return self._attend_to_gathered(query, torch.cat((key, value), dim=-1), lengths, self._ranks)

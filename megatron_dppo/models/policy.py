@@ -26,6 +26,7 @@ from megatron_dppo.models.context import Share, gather_responses, share_of
 from megatron_dppo.models.layer_specs import Spec, choose_spec, layer_spec
 from megatron_dppo.models.lora import NAME, add_adapters
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
+from megatron_dppo.models.prefix_attention import SharedPrefixes
 from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab
 
 NOTHING_BETWEEN: dict[str, Any] = (
@@ -260,8 +261,8 @@ class PolicyModel(GPTModel):
 
         Args:
             input_ids: [1, T] int64.
-            position_ids: [1, T] int64, from 0 in every segment.
-            packed_seq_params: from :func:`packed_sequence`.
+            position_ids: [1, T] int64, from 0 in every segment, or along the paths of a tree.
+            packed_seq_params: from :func:`packed_sequence`, or :func:`prefix_attention.shared_prefixes`.
             predictors: [R] int64, positions whose next token is a response token; read by the last stage only.
             targets: [R] int64, those next tokens; read by the last stage only.
             share: from :func:`context.share_of`, what this rank takes. Without context parallelism it is everything,
@@ -297,6 +298,11 @@ class PolicyModel(GPTModel):
         if self.pg_collection.cp.size() > 1:  # Transformer Engine then asks where padded segments start: at the same
             starts = packed.cu_seqlens_q
             packed = replace(packed, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts)
+        along_paths = isinstance(packed, SharedPrefixes)
+        if along_paths:
+            angles = self.rotary_pos_emb(packed.max_seqlen_q, packed_seq=True)
+            packed = replace(packed, frequencies=angles.index_select(0, position_ids[0]))
+        self.position_embedding_type = "none" if along_paths else "rope"
         return super().forward(input_ids, position_ids, None, packed_seq_params=packed)
 
     def _score(

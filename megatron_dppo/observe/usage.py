@@ -58,7 +58,8 @@ class Usage:
         return metrics
 
     def _training_flops(self, plan: StepPlan) -> float:
-        """FLOPs of a forward and a backward pass over the tokens trained on, without padding and recomputation.
+        """FLOPs of a forward and a backward pass over the tokens trained on, shared ones once, without padding and
+        recomputation.
 
         Forward, a token takes two FLOPs for each weight that it meets, and the two products of causal attention take
         2·heads·head_dim·n² a layer for a sequence of n tokens, of which a token sees half. Backward takes twice that;
@@ -66,9 +67,10 @@ class Usage:
         """
         shape, total = self.shape, 0.0
         for minibatch in plan.minibatches:
-            responses = minibatch.samples.response_length.astype(np.float64)
-            tokens = minibatch.samples.prompt_length + responses
-            attention = 2.0 * shape.num_layers * shape.heads * shape.head_dim * np.square(tokens).sum()
-            products = 2.0 * (self.matrices * tokens.sum() + self.head * responses.sum())
+            samples = minibatch.samples
+            lengths, shared = samples.lengths.astype(np.float64), samples.shared_length.astype(np.float64)
+            pairs = np.square(lengths) - np.square(shared)
+            attention = 2.0 * shape.num_layers * shape.heads * shape.head_dim * pairs.sum()
+            products = 2.0 * (self.matrices * (lengths - shared).sum() + self.head * samples.response_length.sum())
             total += (2.0 if self.frozen else 3.0) * products + 3.0 * attention
         return float(total)

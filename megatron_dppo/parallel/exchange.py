@@ -162,6 +162,7 @@ def _decode(
                 advantage=float(samples.advantage[k]),
                 scale=float(samples.scale[k]),
                 version=int(samples.version[k]),
+                shared=int(samples.shared_length[k]),
                 routing=table,
             ),
         )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.types import Bools, Ints, Pack, Routing, unknown_expert
+from megatron_dppo.rl.families import prefix_tree
+from megatron_dppo.rl.types import Bools, Ints, Pack, PrefixTree, Routing, unknown_expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class TrainingSample:
     scale: float
     version: int
     """The oldest weights that made any of the response."""
+    shared: int = 0
+    """Tokens of prompt and response that it has in common with the sample before it, and that the pack holds once."""
     routing: Routing | None = None
     """Of the first tokens of prompt and response, in the layers of this rank's stage."""
 
@@ -40,40 +44,35 @@ class TrainingSample:
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:
     """Lay samples back to back, each padded to a multiple of ``align``; what is left is one last segment of padding.
 
-    That segment repeats the pack's tokens, or counts up to ``pad_id`` in a pack without any. In a mixture equal tokens
-    would all go to the same few experts, whose ranks might not have the memory for them.
+    Of what samples have in common there is one segment, which those of their own parts go on from; each segment is
+    padded. The padding at the end repeats the pack's tokens, or counts up to ``pad_id`` in a pack without any. In a
+    mixture equal tokens would all go to the same few experts, whose ranks might not have the memory for them.
 
-    The token at position P − 1 + t of a segment predicts response token t, so that scoring needs no shifted labels. A
-    token that the policy did not sample is read, and has no predictor. A pack without samples is all padding.
+    The token before a response token predicts it, so that scoring needs no shifted labels. A token that the policy did
+    not sample is read, and has no predictor. A pack without samples is all padding.
 
     Raises:
         ValueError: the samples need more than ``capacity`` tokens.
     """
-    prompts = np.array([len(sample.prompt_ids) for sample in samples], dtype=np.int64)
-    responses = np.array([len(sample.response_ids) for sample in samples], dtype=np.int64)
-    segments = -(-(prompts + responses) // align) * align
-    used = int(segments.sum())
-    if used > capacity:
-        raise ValueError(f"samples of {used} tokens do not fit into a pack of {capacity}")
-    if used < capacity:
-        segments = np.append(segments, capacity - used)
-    starts = np.concatenate([[0], np.cumsum(segments)])
+    sequences = [np.concatenate([sample.prompt_ids, sample.response_ids]) for sample in samples]
+    layout = _Layout.of([len(tokens) for tokens in sequences], [sample.shared for sample in samples], capacity, align)
 
     token_ids = np.full(capacity, pad_id, dtype=np.int64)
-    for sample, start in zip(samples, starts.tolist(), strict=False):
-        tokens = np.concatenate([sample.prompt_ids, sample.response_ids])
-        token_ids[start : start + len(tokens)] = tokens
-    token_ids[used:] = np.resize(token_ids[:used] if used else np.arange(pad_id + 1), capacity - used)
+    for tokens, slots in zip(sequences, layout.slots, strict=True):
+        token_ids[slots] = tokens
+    token_ids[layout.used :] = np.resize(
+        token_ids[: layout.used] if layout.used else np.arange(pad_id + 1), capacity - layout.used
+    )
     sampled = [np.flatnonzero(sample.loss_mask) for sample in samples]
+    responses = [len(sample.prompt_ids) + steps for sample, steps in zip(samples, sampled, strict=True)]
     owner = np.repeat(np.arange(len(samples)), [len(steps) for steps in sampled])
-    predictors = starts[owner] + prompts[owner] - 1 + np.concatenate([np.empty(0, np.int64), *sampled])
     return Pack(
         token_ids=token_ids,
-        position_ids=np.arange(capacity) - np.repeat(starts[:-1], segments),
-        cu_seqlens=starts.astype(np.int32),
-        max_seqlen=int(segments.max(initial=0)),
-        predictors=predictors,
-        targets=token_ids[predictors + 1],
+        position_ids=layout.positions,
+        cu_seqlens=layout.starts.astype(np.int32),
+        max_seqlen=layout.longest,
+        predictors=_joined(slots[at - 1] for slots, at in zip(layout.slots, responses, strict=True)),
+        targets=_joined(tokens[at] for tokens, at in zip(sequences, responses, strict=True)),
         sample=owner,
         advantage=np.array([sample.advantage for sample in samples], dtype=np.float64)[owner],
         scale=np.array([sample.scale for sample in samples], dtype=np.float64)[owner],
@@ -84,17 +83,65 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
             ]
         ),
         versions=np.array([sample.version for sample in samples], dtype=np.int64)[owner],
-        routing=_routing([sample.routing for sample in samples], starts, capacity),
+        tree=layout.tree,
+        routing=_routing([sample.routing for sample in samples], layout.slots, capacity),
     )
 
 
-def _routing(of_samples: Sequence[Routing | None], starts: Ints, capacity: int) -> Routing | None:
-    """[T, layers, k], from that of each sample; None where no sample has any."""
-    known = [(table, start) for table, start in zip(of_samples, starts.tolist(), strict=False) if table is not None]
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the tokens of a pack's samples are."""
+
+    slots: list[Ints]
+    """For each sample the place of each of its tokens, [n]."""
+    starts: Ints
+    """[S + 1], of segments."""
+    positions: Ints
+    """[T]"""
+    longest: int
+    tree: PrefixTree | None
+    used: int
+    """Tokens before the padding at the end."""
+
+    @classmethod
+    def of(cls, lengths: list[int], shared: list[int], capacity: int, align: int) -> _Layout:
+        segments = prefix_tree(lengths, shared) if lengths else []
+        parents, first, begins, ends = np.array(segments, np.int64).reshape(-1, 4).T
+        sizes = -(-(ends - begins) // align) * align
+        used = int(sizes.sum())
+        if used > capacity:
+            raise ValueError(f"samples of {used} tokens do not fit into a pack of {capacity}")
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        slots = [np.empty(length, np.int64) for length in lengths]
+        for start, sample, begin, end in zip(starts.tolist(), first, begins, ends, strict=False):
+            slots[sample][begin:end] = start + np.arange(end - begin)
+        for k, common in enumerate(shared):
+            slots[k][:common] = slots[k - 1][:common]
+        tokens = ends - begins
+        if used < capacity:
+            starts, begins, parents = np.append(starts, capacity), np.append(begins, 0), np.append(parents, -1)
+            sizes, tokens = (np.append(some, capacity - used) for some in (sizes, tokens))
+        return cls(
+            slots=slots,
+            starts=starts,
+            positions=np.arange(capacity) - np.repeat(starts[:-1] - begins, sizes),
+            longest=int((begins + sizes).max(initial=0)),
+            tree=PrefixTree(parents, tokens) if (parents >= 0).any() else None,
+            used=used,
+        )
+
+
+def _joined(parts: Iterable[NDArray[Any]]) -> Ints:
+    return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def _routing(of_samples: Sequence[Routing | None], slots: Sequence[Ints], capacity: int) -> Routing | None:
+    """[T, layers, k], from that of each sample, the first one's where they share; None where no sample has any."""
+    known = [(table, places) for table, places in zip(of_samples, slots, strict=True) if table is not None]
     if not known:
         return None
     like = known[0][0]
     routing = np.full((capacity, *like.shape[1:]), unknown_expert(like.dtype), like.dtype)
-    for table, start in known:
-        routing[start : start + len(table)] = table
+    for table, places in reversed(known):
+        routing[places[: len(table)]] = table
     return routing

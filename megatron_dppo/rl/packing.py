@@ -16,11 +16,14 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappop, heappush
+from typing import Literal
 
 import numpy as np
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.rl.families import Pieces, cut, single
 from megatron_dppo.rl.types import Floats, Ints
 
 GOOD_FILL, GOOD_IMBALANCE = 0.97, 1.05
@@ -29,6 +32,8 @@ MORE_PACKS = 2
 """The search goes up to this many times the fewest packs, and always up to four per rank."""
 SAME_FILL = 0.995
 """A fill of at least this share of the best one counts as equal to it, so that the better balanced packing is taken."""
+PIECES = (0.75, 0.6, 0.5, 0.4, 0.25)
+"""Sizes of pieces that are tried, as shares of the largest one that fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +52,15 @@ class CostModel:
         """The costs of a policy whose hidden size is ``hidden``."""
         return cls(quadratic=1.0 / (12 * hidden))
 
-    def __call__(self, lengths: Ints) -> Floats:
-        """Cost of each sequence, from its length in tokens."""
-        return self.linear * lengths + self.quadratic * lengths.astype(np.float64) ** 2
+    def __call__(self, lengths: Ints, shared: Ints | int = 0) -> Floats:
+        """Cost of each sequence, from its length in tokens, without that of its first ``shared`` ones."""
+        squares = np.square(lengths, dtype=np.float64) - np.square(shared, dtype=np.float64)
+        return self.linear * (lengths - shared) + self.quadratic * squares
 
 
 QWEN3_4B = CostModel()
+Sharing = Literal["auto", "on", "off"]
+"""``pack.share_prefixes``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,13 @@ class Packing:
     """Share of all slots that hold real tokens."""
     imbalance: float
     """Cost of the costliest rank over the mean of all."""
+    cost: float = 0.0
+    """Of the costliest rank, its padding included."""
+    shared: tuple[int, ...] = ()
+    """What each sequence has in common with the one before it in the same pack, which is there once; 0 at least for the
+    first of a pack."""
+    saved: int = 0
+    """Tokens that need no slot, because other sequences share them."""
 
     @property
     def good(self) -> bool:
@@ -89,6 +104,8 @@ def pack_sequences(
     *,
     ranks: int,
     max_tokens: int,
+    shared: Sequence[int] | Ints | None = None,
+    share: Sharing = "auto",
     align: int = 1,
     capacity_multiple: int = 1,
     window: int = 64,
@@ -102,11 +119,17 @@ def pack_sequences(
     that fills them better, as for three sequences of which no two fit together, or balances the ranks better: with
     one pack each, the rank of the longest sequences would have the most attention to compute.
 
+    Families are cut into pieces, which share what they can; each piece begins with the whole path to its first
+    sequence. Large pieces repeat little, and fill and balance packs badly. So several sizes are tried, and the packing
+    is taken whose costliest rank has the least to compute.
+
     Args:
         lengths: [n], tokens of each sequence, all positive.
         ranks: data-parallel ranks to share the packs.
         max_tokens: ``pack.max_tokens``, most tokens in a pack.
-        align: every sequence takes up its length rounded up to this multiple.
+        shared: [n], how many tokens each has in common with the one before it; None: nothing.
+        share: ``pack.share_prefixes``.
+        align: every segment takes up its length rounded up to this multiple.
         capacity_multiple: the capacity is a multiple of this, and of ``align``.
         window: how many of the longest unpacked sequences are looked at.
         min_per_rank: fewest packs per rank, as long as there are sequences for them.
@@ -129,29 +152,60 @@ def pack_sequences(
             + (f" (packs are multiples of {unit} tokens in this layout)" if unit > 1 else ""),
             f"Set pack.max_tokens to {-(-int(slots.max()) // unit) * unit} or more, or shorten prompts or responses",
         )
-
     wanted = max(min(min_per_rank, len(lengths) // ranks), least_per_rank)
-    fewest = max(-(-int(slots.sum()) // (ranks * most)), wanted)
+    pack = partial(_pack, lengths, ranks=ranks, most=most, unit=unit, window=window, wanted=wanted, costs=costs)
+    ways = [] if shared is None or share == "off" else _ways_to_share(lengths, np.asarray(shared), most, align)
+    if share != "on" or not ways:
+        ways.insert(0, single(lengths, align))
+    return min(map(pack, ways), key=lambda packing: packing.cost)
+
+
+def _ways_to_share(lengths: Ints, shared: Ints, most: int, align: int) -> list[Pieces]:
+    """Families whole where they fit, and cut to pieces that leave the packer more and more freedom."""
+    if not shared.any():
+        return []
+    ways = [cut(lengths, shared, most=most, align=align)]
+    largest = int(ways[0].slots.max())
+    for part in PIECES:
+        way = cut(lengths, shared, most=int(part * largest), align=align)
+        if way.shared.any() and len(way.slots) > len(ways[-1].slots):
+            ways.append(way)
+    return ways
+
+
+def _pack(
+    lengths: Ints, pieces: Pieces, *, ranks: int, most: int, unit: int, window: int, wanted: int, costs: CostModel
+) -> Packing:
+    """The best packing of these pieces."""
+    fewest = max(-(-int(pieces.slots.sum()) // (ranks * most)), wanted)
     found: list[Packing] = []
     for per_rank in range(fewest, max(MORE_PACKS * fewest, 4) + 1):
-        packs = _tightest(slots, ranks * per_rank, window, unit, most)
-        found += [_dealt(*packs, lengths, costs(lengths), ranks)] if packs else []
-        if found and (found[-1].good or ranks * per_rank >= len(lengths)):
+        packs = _tightest(pieces.slots, ranks * per_rank, window, unit, most)
+        found += [_dealt(*packs, lengths, pieces, costs, ranks)] if packs else []
+        if found and (found[-1].good or ranks * per_rank >= len(pieces.slots)):
             break
     # Something was found: any two packs of a greedy packing exceed one pack together, so twice the fewest suffice.
     fullest = max(packing.fill for packing in found)
     return min((packing for packing in found if packing.fill >= SAME_FILL * fullest), key=lambda p: p.imbalance)
 
 
-def _dealt(capacity: int, packs: list[list[int]], lengths: Ints, work: Floats, ranks: int) -> Packing:
+def _dealt(
+    capacity: int, packs: list[list[int]], lengths: Ints, pieces: Pieces, costs: CostModel, ranks: int
+) -> Packing:
     """A packing from packs of one capacity, shared out to the ranks."""
+    work = pieces.sums(costs(lengths, pieces.shared))
+    tokens = int((lengths - pieces.shared).sum())
     shares = _share_out(np.array([work[pack].sum() for pack in packs]), ranks)
     load = np.array([sum(work[packs[k]].sum() for k in share) for share in shares])
+    padding = capacity * len(packs) - tokens
     return Packing(
         capacity=capacity,
-        packs=tuple(tuple(tuple(sorted(packs[k])) for k in share) for share in shares),
-        fill=float(lengths.sum() / (capacity * len(packs))),
+        packs=tuple(tuple(pieces.of(packs[k]) for k in share) for share in shares),
+        fill=tokens / (capacity * len(packs)),
         imbalance=float(load.max() / load.mean()),
+        cost=float(load.max() + costs.linear * padding / ranks),
+        shared=tuple(pieces.shared.tolist()),
+        saved=int(lengths.sum()) - tokens,
     )
 
 
@@ -160,11 +214,13 @@ def pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
     counts = [sum(map(len, packing.packs)) for packing in packings]
     slots = [count * packing.capacity for count, packing in zip(counts, packings, strict=True)]
     filled = sum(packing.fill * size for packing, size in zip(packings, slots, strict=True))
+    saved = sum(packing.saved for packing in packings)
     return {
         "pack/fill": filled / sum(slots) if sum(slots) else 0.0,
         "pack/count": float(sum(counts)),
         "pack/empty": float(sum(not pack for packing in packings for of_rank in packing.packs for pack in of_rank)),
         "pack/capacity": float(max(packing.capacity for packing in packings)),
+        "pack/shared": saved / max(saved + filled, 1.0),
         "pack/imbalance": max(packing.imbalance for packing in packings),
     }
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from dataclasses import replace as replace_fields
 from functools import partial
 
 import numpy as np
 
 from megatron_dppo.config import CompletionPruningConfig, Config, replace
+from megatron_dppo.rl.families import shared_of_kept
 from megatron_dppo.rl.objectives import Objective, objective_for
-from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
+from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, Sharing, pack_metrics, pack_sequences, packs_wanted
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.metrics import census, left_out, prune_metrics
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
@@ -37,6 +39,7 @@ def plan_step(
     step: int,
     pipeline: int,
     costs: CostModel = QWEN3_4B,
+    share_prefixes: Sharing | None = None,
 ) -> StepPlan:
     """Plan one step: split it into minibatches; prune, weigh and pack each.
 
@@ -49,6 +52,7 @@ def plan_step(
         step: counted from 0; it and ``run.seed`` give the seed of every draw.
         pipeline: number of pipeline stages; several want several packs.
         costs: what replicas are balanced by.
+        share_prefixes: what ``pack.share_prefixes`` means for this policy; None: what it says.
 
     Raises:
         UserError: a kept sequence is longer than ``pack.max_tokens``.
@@ -58,6 +62,7 @@ def plan_step(
         pack_sequences,
         ranks=replicas,
         max_tokens=config.pack.max_tokens,
+        share=share_prefixes or config.pack.share_prefixes,
         align=align,
         capacity_multiple=capacity_multiple,
         window=config.pack.window,
@@ -71,7 +76,8 @@ def plan_step(
     minibatches: list[MinibatchPlan] = []
     for groups, part, pruned in draw_minibatches(metadata, usable, config, objective, step):
         samples = training_samples(part, groups, pruned)
-        packing = pack(samples.prompt_length + samples.response_length)
+        packing = pack(samples.lengths, shared=samples.shared_length)
+        samples = replace_fields(samples, shared_length=np.array(packing.shared, np.int64))
         parts.append((part, pruned))
         packings.append(packing)
         minibatches.append(MinibatchPlan(samples, pruned.normaliser, packing.capacity, packing.packs))
@@ -147,6 +153,7 @@ def training_samples(part: StepMetadata, groups: Ints, pruned: Pruned) -> Traini
         version=part.versions[group, completion],
         prompt_length=part.prompt_lengths[group],
         response_length=part.response_lengths[group, completion],
+        shared_length=shared_of_kept(part.shared_lengths, group, completion),
         advantage=pruned.advantage[group, completion],
         weight=weight,
         scale=weight * pruned.coefficient[group, completion] / pruned.normaliser,

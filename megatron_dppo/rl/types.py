@@ -177,7 +177,8 @@ class StepMetadata:
     """All that the planner knows of a step: no tokens. Groups are sorted by prompt id.
 
     The example's group has ``prompt_ids`` [7], ``prompt_inclusion`` [0.5], ``prompt_lengths`` [2], ``response_lengths``
-    and ``sampled_lengths`` [[2, 3]], ``rewards`` [[1, 0]], ``owners`` [0] if rank 0 generated it, and ``window`` 2.
+    and ``sampled_lengths`` [[2, 3]], ``shared_lengths`` [[0, 2]], ``rewards`` [[1, 0]], ``owners`` [0] if rank 0
+    generated it, and ``window`` 2.
     """
 
     prompt_ids: Ints
@@ -188,6 +189,8 @@ class StepMetadata:
     """[Q], tokens."""
     response_lengths: Ints
     """[Q, G], all tokens of a response."""
+    shared_lengths: Ints
+    """[Q, G], tokens of prompt and response that a completion has in common with the one before it; 0 for the first."""
     sampled_lengths: Ints
     """[Q, G], the tokens among them that the policy sampled: L of the loss."""
     rewards: Floats
@@ -204,7 +207,7 @@ class StepMetadata:
 
     @property
     def tokens(self) -> Ints:
-        """[Q, G], what each completion takes up in a pack: the tokens of its prompt and of its response."""
+        """[Q, G], what each completion takes up in a pack by itself: the tokens of its prompt and of its response."""
         return self.prompt_lengths[:, None] + self.response_lengths
 
 
@@ -226,11 +229,19 @@ class TrainingSamples:
     """[K], as in StepMetadata."""
     prompt_length: Ints
     response_length: Ints
+    shared_length: Ints
+    """[K], tokens of prompt and response that a pack holds already with the sample before, which is in the same pack;
+    0 where it holds all of them anew."""
     advantage: Floats
     weight: Floats
     """[K], 1/(π_prompt·π_completion), the Horvitz-Thompson weight."""
     scale: Floats
     """[K], weight · c / Z: the sum of a sample's token losses is multiplied by this, and by nothing else."""
+
+    @property
+    def lengths(self) -> Ints:
+        """[K], tokens of prompt and response."""
+        return self.prompt_length + self.response_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +316,21 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """How the S segments of a pack go on from one another. A segment attends to its ancestors and to itself.
+
+        PrefixTree(parents=[-1, 0, 0, -1], tokens=[3, 2, 2, 1])
+
+    are a prompt of three tokens, two responses of two to it, and padding. The lists stand for arrays.
+    """
+
+    parents: Ints
+    """[S], −1 for those that begin anew. Parents come first, and all of a segment's descendants right after it."""
+    tokens: Ints
+    """[S], without the padding at a segment's end, to which its descendants do not attend."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pack:
     """One microbatch in THD form: T tokens of S segments back to back, R of which are responses to be scored.
 
@@ -313,17 +339,22 @@ class Pack:
 
         token_ids     p p r r r . . .
         position_ids  0 1 2 3 4 0 1 2      cu_seqlens [0, 5, 8], predictors [1, 2, 3], sample [0, 0, 0]
+
+    Another response s of 2 tokens to the same prompt makes a tree of it: the prompt's last token predicts two tokens.
+
+        token_ids     p p r r r s s .
+        position_ids  0 1 2 3 4 2 3 0      cu_seqlens [0, 2, 5, 7, 8], predictors [1, 2, 3, 1, 5]
     """
 
     token_ids: Ints
     """[T]"""
     position_ids: Ints
-    """[T], from 0 in every segment."""
+    """[T], from 0 in every segment; in a tree they go on from the parent's."""
     cu_seqlens: NDArray[np.int32]
     """[S + 1], where segments start; ends with T."""
     max_seqlen: int
-    """The longest segment. It is T only if that is the one segment: where it is T, Megatron's rotary positions do not
-    start anew in each segment."""
+    """The longest segment, in a tree the longest path. Without a tree it is T only if there is one segment: where it is
+    T, Megatron's rotary positions do not start anew in each segment."""
     predictors: Ints
     """[R], positions in the pack whose *next* token is a response token."""
     targets: Ints
@@ -338,5 +369,7 @@ class Pack:
     """[R]"""
     versions: Ints
     """[R]"""
+    tree: PrefixTree | None = None
+    """None where segments share nothing, and each attends to itself alone."""
     routing: Routing | None = None
     """[T, layers of this rank's stage, k]; ``unknown_expert`` where it is not known, and in padding."""

@@ -20,6 +20,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers
+from megatron_dppo.rl.families import shared_lengths
 from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.seeds import Purpose, engine_seed
@@ -342,6 +343,9 @@ def _metadata(groups: Sequence[Group], inclusion: np.ndarray, samples: int, owne
         prompt_inclusion=inclusion.astype(np.float64),
         prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups], np.int64),
         response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups], np.int64).reshape(shape),
+        shared_lengths=np.array(
+            [shared_lengths(len(g.prompt.token_ids), g.completions) for g in groups], np.int64
+        ).reshape(shape),
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups], np.int64).reshape(shape),
         rewards=np.array([g.rewards for g in groups], np.float64).reshape(shape),
         score_norms=np.array([[_score_norm(c) for c in g.completions] for g in groups], np.float64).reshape(shape),

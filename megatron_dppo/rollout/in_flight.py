@@ -20,6 +20,7 @@ import numpy as np
 from megatron_dppo.bridge.checkpoint_folder import damaged
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
+from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.collect import Collected
 
@@ -70,6 +71,8 @@ def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> Rollout
         return None
     if "surprise" in stored:  # the score norms' name in checkpoints before they were called that
         stored["score_norms"] = stored.pop("surprise")
+    if "shared_lengths" not in stored:  # in those from before prefixes were shared
+        stored["shared_lengths"] = prompts_shared(stored["prompt_lengths"], stored["rewards"].shape[1])
     words = json.loads(str(stored["words"]))
     chosen = {name.removeprefix(_CHOSEN): value for name, value in stored.items() if name.startswith(_CHOSEN)}
     selection = Selection(**chosen | {"window": int(chosen["window"])})

@@ -49,6 +49,7 @@ def plan() -> MinibatchPlan:
         version=np.arange(5) + 20,
         prompt_length=np.array(PROMPT_LENGTHS)[groups],
         response_length=np.array(RESPONSE_LENGTHS)[groups, completions],
+        shared_length=np.array([0, 2, 0, 1, 0]),
         advantage=np.arange(5.0),
         weight=np.ones(5),
         scale=np.arange(5.0) / 10,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, PackConfig, PruningConfig, RolloutConfig
+from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.types import StepMetadata
 
 
@@ -28,6 +29,7 @@ def step_metadata(
         "owners": rng.integers(0, 4, groups),
     }
     made |= fields
+    made.setdefault("shared_lengths", prompts_shared(made["prompt_lengths"], samples))
     return StepMetadata(**made, window=float((1 / made["prompt_inclusion"]).sum()) if window is None else window)
 
 

@@ -81,6 +81,40 @@ def test_segments_tile_the_pack_and_positions_restart_in_each(samples, align, sp
     assert pack.max_seqlen < capacity or len(segments) == 1
 
 
+def test_what_samples_share_is_there_once_and_predicts_for_each_of_them():
+    """A prompt of 3 tokens. The second response goes on from the first one's second token."""
+    first, second, third = sample(3, 3), replace(sample(3, 4), shared=5), replace(sample(3, 1), shared=3)
+    second = replace(second, response_ids=np.array([100, 101, 7, 8], np.int32))
+    third = replace(third, response_ids=np.array([9], np.int32), loss_mask=np.array([True]))
+    pack = build_pack([first, second, third, sample(1, 1, first=10)], capacity=14, pad_id=PAD, align=1)
+    assert pack.token_ids.tolist() == [0, 1, 2, 100, 101, 102, 7, 8, 9, 10, 110, 0, 1, 2]
+    assert pack.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 5, 6, 3, 0, 1, 0, 1, 2]
+    assert pack.cu_seqlens.tolist() == [0, 3, 5, 6, 8, 9, 11, 14]
+    assert (pack.tree.parents.tolist(), pack.tree.tokens.tolist()) == ([-1, 0, 1, 1, 0, -1, -1], [3, 2, 1, 2, 1, 2, 3])
+    assert pack.max_seqlen == 7
+    assert pack.predictors.tolist() == [2, 3, 4, 2, 3, 4, 6, 2, 9]
+    assert pack.targets.tolist() == [100, 101, 102, 100, 101, 7, 8, 9, 110]
+    assert pack.sample.tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 3]
+
+
+def test_segments_of_a_tree_are_padded_each():
+    pack = build_pack([sample(3, 1), replace(sample(3, 2, scale=2.0), shared=3)], capacity=12, pad_id=PAD, align=4)
+    assert pack.token_ids.tolist() == [0, 1, 2, PAD, 100, PAD, PAD, PAD, 100, 101, PAD, PAD]
+    assert pack.position_ids.tolist() == [0, 1, 2, 3, 3, 4, 5, 6, 3, 4, 5, 6]
+    assert pack.tree.tokens.tolist() == [3, 1, 2]
+    assert (pack.predictors.tolist(), pack.scale.tolist()) == ([2, 2, 8], [1.0, 2.0, 2.0])
+
+
+def test_of_two_routings_of_a_shared_token_the_first_counts():
+    tables = [np.full((4, 1, 1), value, np.uint8) for value in (1, 2)]
+    first, second = (
+        replace(sample(2, 3), routing=tables[0]),
+        replace(sample(2, 3, first=0), shared=2, routing=tables[1]),
+    )
+    pack = build_pack([first, second], capacity=8, pad_id=PAD, align=1)
+    assert pack.routing[:, 0, 0].tolist() == [1, 1, 1, 1, 255, 2, 2, 255]
+
+
 def test_routing_lies_beside_its_tokens_and_the_rest_is_not_known():
     """A sample of which less is known than was read, one whose last token nobody has read, and one without any."""
     first = replace(sample(2, 3), routing=np.array([[[1, 2]], [[3, 4]]], np.uint8))

@@ -1,5 +1,6 @@
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -17,10 +18,11 @@ from megatron_dppo.config import (
     replace,
 )
 from megatron_dppo.errors import UserError
+from megatron_dppo.rl.families import prefix_tree
 from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import gather_metadata, plan_step, split_groups, take_groups
-from megatron_dppo.rl.types import StepMetadata, StepPlan
+from megatron_dppo.rl.types import StepMetadata, StepPlan, TrainingSamples
 from tests.rl.steps import step_config, step_metadata
 
 RULES = ["none", "threshold", "neyman"]
@@ -170,14 +172,19 @@ def test_only_an_estimated_normaliser_is_called_a_ratio():
     assert not plan(pruned, step_config(name="grpo")).notes
 
 
+def slots_of(samples: TrainingSamples, pack: Sequence[int], *, align: int) -> int:
+    """What a pack's segments take up, each padded."""
+    segments = prefix_tree(samples.lengths[list(pack)].tolist(), samples.shared_length[list(pack)].tolist())
+    return sum(-(-(end - begin) // align) * align for *_, begin, end in segments)
+
+
 def test_packs_hold_every_sample_once_within_the_capacity():
     result = plan(step_metadata(64), step_config(pack=PackConfig(max_tokens=1024)), replicas=3, align=4, pipeline=2)
     for minibatch in result.minibatches:
         samples = minibatch.samples
-        slots = -(-(samples.prompt_length + samples.response_length) // 4) * 4
         packs = [pack for rank in minibatch.packs for pack in rank]
         assert sorted(sample for pack in packs for sample in pack) == list(range(len(samples.group)))
-        assert max(slots[list(pack)].sum() for pack in packs) <= minibatch.capacity <= 1024
+        assert max(slots_of(samples, pack, align=4) for pack in packs) <= minibatch.capacity <= 1024
         assert {len(rank) for rank in minibatch.packs} == {len(packs) // 3}
         assert len(packs) // 3 >= 4, "twice the pipeline stages"
 
@@ -227,7 +234,8 @@ def test_metrics_of_a_step_written_out():
         "pack/fill": 1.0,
         "pack/count": 1.0,
         "pack/empty": 0.0,
-        "pack/capacity": 80.0,
+        "pack/shared": 30 / 80,
+        "pack/capacity": 50.0,
         "pack/imbalance": 1.0,
     }
 
@@ -344,7 +352,12 @@ def test_packs_obey_the_settings_of_the_layout_and_of_packing():
 def test_packer_looks_as_far_as_it_is_told():
     metadata = step_metadata(64)
     packs = [
-        [plan(metadata, step_config(pack=PackConfig(max_tokens=most, window=n))).minibatches[0].packs for n in (1, 64)]
+        [
+            plan(metadata, step_config(pack=PackConfig(max_tokens=most, window=n, share_prefixes="off")))
+            .minibatches[0]
+            .packs
+            for n in (1, 64)
+        ]
         for most in (256, 300)
     ]
     assert any(narrow != wide for narrow, wide in packs)

@@ -18,6 +18,7 @@ import torch
 
 from megatron_dppo.config import Config, PackConfig, PromptPruningConfig, replace
 from megatron_dppo.rl import plan as planning
+from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.losses import token_losses
 from megatron_dppo.rl.objectives import advantages, objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
@@ -67,6 +68,7 @@ class World:
             prompt_inclusion=selection.inclusion,
             prompt_lengths=np.array([len(self.prompts[q]) for q in ids]),
             response_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
+            shared_lengths=prompts_shared(np.array([len(self.prompts[q]) for q in ids]), SAMPLES),
             sampled_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
             rewards=self.rewards[ids],
             score_norms=np.array([[np.sqrt(((1 - np.exp(lp)) ** 2).sum()) for lp in group] for group in logprobs]),
@@ -114,6 +116,7 @@ def gradient(
                 advantage=float(samples.advantage[k]),
                 scale=float(samples.scale[k]),
                 version=0,
+                shared=int(samples.shared_length[k]),
             )
             for k in members
         ]

@@ -1,0 +1,197 @@
+"""Attention over a pack whose segments share prefixes: each segment sees its ancestors and itself.
+
+A softmax over several stretches of keys is put together from one softmax for each stretch, weighted by how much of the
+whole each of them is. Their log-sum-exps say it, as between the blocks of FlashAttention (arXiv:2205.14135). So nothing
+is gathered or repeated for a segment: its own keys are one stretch, under a causal mask. An ancestor's are another,
+which all of that ancestor's descendants see whole. Given what came of the whole softmax, the backward pass of a kernel
+over one stretch computes that stretch's part of the gradient.
+
+Stretches whose queries are different ones are one *round*: the segments themselves, then all ancestors of the first
+generation, then those of the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_dppo.models.context import gather_segments, held_positions
+from megatron_dppo.models.stretches import Round, kernel_for
+from megatron_dppo.rl.types import Ints, Pack, PrefixTree
+
+
+def _round(stretches: Sequence[tuple[Ints, Ints]], queries: int, keys: int, *, causal: bool) -> Round:
+    """From the rows of each stretch's queries and keys, of so many that there are."""
+    of_queries, of_keys = zip(*stretches, strict=True)
+    lengths = [(len(some), len(seen)) for some, seen in stretches]
+    starts = np.cumsum([(0, 0), *lengths], axis=0).astype(np.int32)
+    return Round(
+        _rows(np.concatenate(of_queries), queries),
+        _rows(np.concatenate(of_keys), keys),
+        torch.from_numpy(starts[:, 0].copy()),
+        torch.from_numpy(starts[:, 1].copy()),
+        tuple(lengths),
+        causal,
+    )
+
+
+def _rows(rows: Ints, of: int) -> torch.Tensor | None:
+    return None if np.array_equal(rows, np.arange(of)) else torch.from_numpy(rows)
+
+
+def rounds_of(cu_seqlens: Ints, tree: PrefixTree, rank: int = 0, size: int = 1) -> list[Round]:
+    """The rounds of a pack, on the host; the first is causal, and every query is in it.
+
+    A context-parallel rank has two chunks of every segment. Each of its chunks sees itself, and the segment up to there
+    as it would see an ancestor.
+
+    Args:
+        cu_seqlens: [S + 1], where segments start; padded ones.
+        tree: of the segments.
+        rank, size: of the context-parallel ranks; see :func:`context.held_positions`.
+    """
+    lengths = np.diff(cu_seqlens)
+    held = held_positions(lengths.tolist(), rank, size).numpy()
+    mine = np.concatenate([[0], np.cumsum(lengths // size)])  # where this rank's rows of each segment begin
+    own: list[tuple[Ints, Ints]] = []
+    earlier: list[tuple[Ints, Ints]] = []
+    for start, first, end in zip(cu_seqlens.tolist(), mine.tolist(), mine[1:].tolist(), strict=False):
+        for chunk in np.split(np.arange(first, end), 1 if size == 1 else 2):
+            own.append((chunk, held[chunk]))
+            if len(chunk) and held[chunk[0]] > start:
+                earlier.append((chunk, np.arange(start, held[chunk[0]])))
+    last = _last_descendants(tree.parents)
+    generations: dict[int, list[tuple[Ints, Ints]]] = {}
+    depth = np.zeros(len(lengths), np.int64)
+    for segment, parent in enumerate(tree.parents.tolist()):
+        depth[segment] = depth[parent] + 1 if parent >= 0 else 0
+        if last[segment] > segment:
+            seen_by = np.arange(mine[segment + 1], mine[last[segment] + 1])
+            keys = cu_seqlens[segment] + np.arange(tree.tokens[segment])
+            generations.setdefault(int(depth[segment]), []).append((seen_by, keys))
+    rest = [earlier] if earlier else []
+    rest += [generations[generation] for generation in sorted(generations)]
+    counts = len(held), int(cu_seqlens[-1])
+    return [_round(own, *counts, causal=True), *(_round(stretches, *counts, causal=False) for stretches in rest)]
+
+
+def _last_descendants(parents: Ints) -> list[int]:
+    """[S], the last of each segment's descendants, or itself."""
+    last = list(range(len(parents)))
+    for segment in range(len(parents) - 1, -1, -1):
+        if (parent := int(parents[segment])) >= 0:
+            last[parent] = max(last[parent], last[segment])
+    return last
+
+
+@dataclass
+class SharedPrefixes(PackedSeqParams):
+    """Megatron's description of a pack, with what its attention has to know of the tree.
+
+    Megatron applies no rotary positions to such a pack: they go along paths, and are applied here.
+    """
+
+    rounds: Sequence[Round] = ()
+    lengths: Sequence[int] = ()
+    """Of the padded segments, on the host."""
+    frequencies: torch.Tensor | None = None
+    """[t, 1, 1, head_dim], the rotary angles of this rank's tokens."""
+
+
+def shared_prefixes(pack: Pack, device: torch.device, rank: int, size: int) -> SharedPrefixes:
+    """Of a pack with a tree, for one of the context-parallel ranks: all but the angles, which the model has."""
+    assert pack.tree is not None
+    starts = torch.as_tensor(pack.cu_seqlens, dtype=torch.int32)
+    return SharedPrefixes(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=pack.max_seqlen,
+        max_seqlen_kv=pack.max_seqlen,
+        rounds=[each.to(device) for each in rounds_of(pack.cu_seqlens.astype(np.int64), pack.tree, rank, size)],
+        lengths=np.diff(pack.cu_seqlens).tolist(),
+    )
+
+
+def attend_along_paths(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: SharedPrefixes,
+    scale: float | None,
+    ranks: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """Attention of this rank's t tokens over a pack of T. Collective over context-parallel ranks, which gather keys.
+
+    Args:
+        query: [t, heads, head_dim], without rotary positions.
+        key: [t, key-value heads, head_dim], likewise.
+        value: like ``key``.
+        packed: the pack.
+        scale: what products of queries and keys are multiplied by; None: 1/√head_dim.
+        ranks: the context-parallel ones.
+
+    Returns:
+        [t, heads, head_dim].
+    """
+    query, key = (
+        _apply_rotary_pos_emb_bshd(tokens[:, None], packed.frequencies, rotary_interleaved=False)[:, 0]
+        for tokens in (query, key)
+    )
+    if ranks is not None and ranks.size() > 1:
+        key, value = torch.cat(gather_segments(torch.cat((key, value), dim=-1), packed.lengths, ranks)).chunk(2, dim=-1)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out: torch.Tensor = _Attend.apply(query, key, value, packed.rounds, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rounds: Sequence[Round], scale: float
+    ) -> torch.Tensor:
+        kernel, own = kernel_for(query), rounds[0]
+        out, total = kernel.forward(query, own.key_rows(key), own.key_rows(value), own, scale)
+        out = out.to(total.dtype)
+        for each in rounds[1:]:
+            part, more = kernel.forward(each.query_rows(query), each.key_rows(key), each.key_rows(value), each, scale)
+            before, rows = each.query_rows(total), slice(None) if each.queries is None else each.queries
+            after = torch.logaddexp(before, more)
+            out[rows] = (
+                each.query_rows(out) * (before - after).exp()[..., None] + part * (more - after).exp()[..., None]
+            )
+            total[rows] = after
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, total)
+        ctx.rounds, ctx.scale = rounds, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, out, total = ctx.saved_tensors
+        kernel = kernel_for(query)
+        sums = [torch.zeros_like(tensor, dtype=total.dtype) for tensor in (query, key, value)]
+        for each in ctx.rounds:
+            parts = kernel.backward(
+                each.query_rows(gradient),
+                each.query_rows(query),
+                each.key_rows(key),
+                each.key_rows(value),
+                each.query_rows(out),
+                each.query_rows(total),
+                each,
+                ctx.scale,
+            )
+            for of_all, rows, part in zip(sums, (each.queries, each.keys, each.keys), parts, strict=True):
+                if rows is None:
+                    of_all += part
+                else:
+                    of_all.index_add_(0, rows, part.to(of_all.dtype))
+        return *(of_all.to(query.dtype) for of_all in sums), None, None
