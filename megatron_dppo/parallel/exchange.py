@@ -163,5 +163,7 @@ def _decode(
                 scale=float(samples.scale[k]),
                 version=int(samples.version[k]),
                 routing=table,
+                forks=tuple(samples.forks[k].tolist()),
+                branch_advantage=tuple(samples.branch_advantage[k].tolist()),
             ),
         )

@@ -12,7 +12,7 @@ import pytest
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
-from megatron_dppo.rl.types import Completion, Group, Selection, StepMetadata, VersionSpan
+from megatron_dppo.rl.types import Completion, Group, Selection, StepMetadata, VersionSpan, no_forks
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.rollout.in_flight import RolloutsInFlight, read_in_flight, write_in_flight
 from tests.rollout.scripted import as_ranks, pool_of, world_of
@@ -54,6 +54,7 @@ def batch_of(world: World, *, routed: bool = False) -> RolloutsInFlight:
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups.values()]).reshape(shape),
         rewards=np.array([g.rewards for g in groups.values()]).reshape(shape),
         score_norms=np.random.default_rng(0).random(shape),
+        forks=no_forks(shape),
         versions=np.array([[c.oldest_version for c in g.completions] for g in groups.values()]).reshape(shape),
         owners=np.full(len(groups), world.rank),
         window=0.0,
