@@ -171,7 +171,7 @@ def normalised_by_depth(values: Floats, tokens: Ints) -> Floats:
 def first_slots(lengths: Ints, forks: Forks, tree: TreeConfig) -> Ints:
     """[Q, G], the first slot of the group that has the same path: its own, but where a path is in several.
 
-    With K = 1, M₁ = M₂ = 2, and the first branch ended before it forked again: [[0, 0, 2, 3]].
+    With M₁ = M₂ = 2, and a root whose first branch ended before it forked again: [[0, 0, 2, 3, …]].
     """
     places = list(np.unravel_index(np.arange(lengths.shape[1]), tree.children))
     for level in range(1, len(places)):
