@@ -262,9 +262,10 @@ class Trainer:
         self.next = in_flight
         if in_flight is not None:
             # On-policy again, the prompts that were drawn are rolled out by the weights as they now are; so are those
-            # whose rollouts came before their routing was asked for.
+            # whose rollouts came before their routing was asked for, or before a tree.
             routed = self.policy.routing is None or all(self.world.gather(in_flight.routed))
-            self.next = in_flight if self.config.rollout.ahead and routed else in_flight.selection
+            usable = routed and in_flight.made_for(self.config.rollout)
+            self.next = in_flight if self.config.rollout.ahead and usable else in_flight.selection
 
 
 def _is_older(file: Path, than: Path) -> bool:

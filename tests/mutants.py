@@ -126,6 +126,43 @@ MUTANTS = [
         "(limit - lengths) / buffer",
         "rl/test_objectives.py",
     ),
+    # Trees.
+    Mutant(
+        "trees/a segment's own value in its baseline",
+        "(total + other_roots) / (count + 1.0)",
+        "(total + value + other_roots) / (count + 2.0)",
+        "rl/test_trees.py",
+    ),
+    Mutant(
+        "trees/the mean of all roots",
+        "(values[0].sum(axis=1, keepdims=True) - values[0]) / (roots - 1)",
+        "values[0].mean(axis=1, keepdims=True) + 0.0 * values[0]",
+        "rl/test_trees.py",
+    ),
+    Mutant(
+        "trees/what was not generated in a baseline",
+        "(generated * value).reshape(shape)",
+        "value.reshape(shape)",
+        "rl/test_trees.py",
+    ),
+    Mutant(
+        "trees/weights of one level alone",
+        'np.cumprod(forks["weight"], axis=-1)',
+        'forks["weight"]',
+        "rl/test_trees.py",
+    ),
+    Mutant(
+        "trees/a path in several slots counts once",
+        "np.add.at(once, (np.arange(len(rewards))[:, None], first_slots(lengths, forks, tree)), slots)",
+        "once[np.arange(len(rewards))[:, None], first_slots(lengths, forks, tree)] = slots",
+        "rl/test_trees.py",
+    ),
+    Mutant(
+        "trees/the first token of a branch",
+        'np.searchsorted(self.forks, steps, side="right")',
+        'np.searchsorted(self.forks, steps, side="left")',
+        "rl/test_tree_plan.py",
+    ),
     # Pruning.
     Mutant(
         "pruning/weight without the prompt's probability",

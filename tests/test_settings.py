@@ -152,6 +152,32 @@ def test_a_wrong_value_names_the_setting_and_what_is_allowed(override: str, sett
     assert remedy in error.remedy
 
 
+TREE = "rollout.tree={roots: 4, branches: [{at: 200}]}"
+
+
+@pytest.mark.parametrize(
+    ("override", "setting"),
+    [
+        ("loss.name=grpo", "loss.name"),
+        ("loss.name=gspo", "loss.name"),
+        ("rollout.conversation=tools.py:talk", "rollout.conversation"),
+        ("rollout.custom_generate=slime.py:generate", "rollout.custom_generate"),
+        ("pruning.completions.score=head", "pruning.completions.score"),
+        ("rollout.samples_per_prompt=9", "rollout.samples_per_prompt"),
+    ],
+)
+def test_what_a_tree_cannot_go_with_is_refused(override: str, setting: str) -> None:
+    wide = ["loss.name=dr_grpo", TREE]
+    load_config(None, wide).check()
+    with pytest.raises(UserError) as caught:
+        load_config(None, [*wide, override]).check()
+    assert caught.value.setting == setting
+
+
+def test_a_tree_is_of_no_concern_where_nothing_is_trained() -> None:
+    load_config(None, [TREE, "loss.name=grpo"]).check("eval")
+
+
 @pytest.mark.parametrize(
     ("text", "setting", "problem"),
     [

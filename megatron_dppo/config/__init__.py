@@ -63,12 +63,33 @@ class Config(Section):
             self.loss.check()
             if self.rollout.tree is not None:
                 self.rollout.tree.check(self.rollout.samples_per_prompt, limit)
+                self._check_tree()
             self._check_updates()
             self.data.check(self.rollout.prompts_per_step)
             self.pruning.check()
         if command != "sft":
             self.eval.check()
             self._check_batch()
+
+    def _check_tree(self) -> None:
+        rollout, score = self.rollout, self.pruning.completions.score
+        if self.loss.name != "dr_grpo":
+            problem = (
+                "divides by lengths or by deviations, which a fork cannot know beforehand: the gradient of "
+                "rollout.tree would be biased"
+            )
+            raise UserError("loss.name", self.loss.name, problem, "Set loss.name=dr_grpo, or rollout.tree=null")
+        for setting, value in (
+            ("rollout.conversation", rollout.conversation),
+            ("rollout.custom_generate", rollout.custom_generate),
+        ):
+            if value is not None:
+                problem = "makes whole completions by itself, which cannot fork: rollout.tree is set"
+                raise UserError(setting, value, problem, "Leave it out, or set rollout.tree=null")
+        if score == "head":
+            problem = "measures whole completions, and those of rollout.tree have an advantage for each segment"
+            remedy = "Set it to engine or advantage"
+            raise UserError("pruning.completions.score", score, problem, remedy)
 
     def _check_updates(self) -> None:
         prompts, keep = self.rollout.prompts_per_step, self.pruning.prompts.keep

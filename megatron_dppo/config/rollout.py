@@ -102,10 +102,22 @@ class TreeConfig(Section):
     branches: Annotated[tuple[BranchConfig, ...], Len(1)]
     """Where each of them forks, one entry for each level. A branch that ends before its fork has no children; it stands
     for all the leaves that it would have had."""
+    baseline: Literal["mixed", "siblings", "roots", "depth"] = "mixed"
+    """What a segment's value (the mean reward of the leaves below it) is held against. Unbiased: siblings (the mean of
+    the others that begin at the same fork), roots (of the other roots), mixed (of both). Biased: depth (BranchGRPO's:
+    mean and standard deviation of all segments of its level)."""
+    fusion: Literal["mean", "probability"] = "mean"
+    """How children make their parent's value. ``mean``: each counts alike; ``probability``: by the softmax of their
+    log-probabilities (BranchGRPO's option), which is biased."""
+
+    @property
+    def children(self) -> tuple[int, ...]:
+        """The roots, and the children of each branch of every level."""
+        return self.roots, *(branch.children for branch in self.branches)
 
     @property
     def leaves_per_prompt(self) -> int:
-        return self.roots * math.prod(branch.children for branch in self.branches)
+        return math.prod(self.children)
 
     def check(self, samples: int, longest: int) -> None:
         """

@@ -164,5 +164,7 @@ def _decode(
                 version=int(samples.version[k]),
                 shared=int(samples.shared_length[k]),
                 routing=table,
+                forks=tuple(samples.forks[k].tolist()),
+                branch_advantage=tuple(samples.branch_advantage[k].tolist()),
             ),
         )

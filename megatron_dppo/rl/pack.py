@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.rl.families import prefix_tree
-from megatron_dppo.rl.types import Bools, Ints, Pack, PrefixTree, Routing, unknown_expert
+from megatron_dppo.rl.types import Bools, Floats, Ints, Pack, PrefixTree, Routing, unknown_expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,14 @@ class TrainingSample:
     """Tokens of prompt and response that it has in common with the sample before it, and that the pack holds once."""
     routing: Routing | None = None
     """Of the first tokens of prompt and response, in the layers of this rank's stage."""
+    forks: tuple[int, ...] = ()
+    """After how many tokens of the response its path in a tree forks, ascending."""
+    branch_advantage: tuple[float, ...] = ()
+    """Of the tokens from each fork to the next, or to the end; ``advantage`` is that of those before."""
+
+    def advantages(self, steps: Ints) -> Floats:
+        """Of the response's tokens at ``steps``."""
+        return np.array([self.advantage, *self.branch_advantage])[np.searchsorted(self.forks, steps, side="right")]
 
 
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:
@@ -74,7 +82,9 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         predictors=_joined(slots[at - 1] for slots, at in zip(layout.slots, responses, strict=True)),
         targets=_joined(tokens[at] for tokens, at in zip(sequences, responses, strict=True)),
         sample=owner,
-        advantage=np.array([sample.advantage for sample in samples], dtype=np.float64)[owner],
+        advantage=np.concatenate(
+            [np.zeros(0), *(sample.advantages(steps) for sample, steps in zip(samples, sampled, strict=True))]
+        ),
         scale=np.array([sample.scale for sample in samples], dtype=np.float64)[owner],
         engine_logprobs=np.concatenate(
             [

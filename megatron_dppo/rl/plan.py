@@ -23,6 +23,7 @@ from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
+from megatron_dppo.rl.trees import biased_settings
 from megatron_dppo.rl.types import Ints, MinibatchPlan, StepMetadata, StepPlan, TrainingSamples
 
 ARRAYS = [field.name for field in fields(StepMetadata) if field.name != "window"]
@@ -154,9 +155,11 @@ def training_samples(part: StepMetadata, groups: Ints, pruned: Pruned) -> Traini
         prompt_length=part.prompt_lengths[group],
         response_length=part.response_lengths[group, completion],
         shared_length=shared_of_kept(part.shared_lengths, group, completion),
-        advantage=pruned.advantage[group, completion],
+        advantage=pruned.segments[group, completion, 0],
         weight=weight,
         scale=weight * pruned.coefficient[group, completion] / pruned.normaliser,
+        forks=part.forks["at"][group, completion],
+        branch_advantage=pruned.segments[group, completion, 1:],
     )
 
 
@@ -177,6 +180,8 @@ def notes(
     ):
         if biased:
             yield f"pruning.{level}.rule = {rule} is biased: {biased}"
+    for setting, why in biased_settings(config.rollout.tree):
+        yield f"{setting} is biased: {why}"
     if objective.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
         yield "token_mean with pruned prompts: the normaliser is estimated, the gradient a ratio (bias O(1/prompts))"
     heaviest = max(minibatch.samples.weight.max(initial=0.0) for minibatch in minibatches)

@@ -19,6 +19,12 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Routing = NDArray[np.unsignedinteger[Any]]
 """[tokens, layers, k], the experts of every token in every layer, from 0; see :class:`RoutingShape`."""
+Forks = NDArray[np.void]
+"""[…, B], of dtype :data:`FORK`: the path of a completion at each of the B levels of forks of ``rollout.tree``."""
+FORK = np.dtype([("at", np.int64), ("norm", np.float64), ("logprob", np.float64), ("weight", np.float64)])
+"""``at``: after how many tokens of the response the path forks; all of them where it ended before. ``norm`` and
+``logprob``: the score norm and the log-probability of the segment that begins there. ``weight``: of the branch that the
+path takes there, 1/(the probability with which it was generated), and 0 where it was not; see ``rl/trees.py``."""
 Label = str | dict[str, Any] | list[Any]
 """A reference answer: a text, or what a data set keeps in its place, such as the tests that a program has to pass."""
 
@@ -116,6 +122,9 @@ class Completion:
     """In a tree: after how many tokens the path to this leaf has forked, for each level of ``rollout.tree.branches``; L
     where it ended before. The group has all its leaves in order, so that the siblings of a level stand together, and a
     path that ended early in the place of each leaf that it stands for."""
+    fork_weights: tuple[float, ...] = ()
+    """In a tree whose branches are pruned before they are generated: ``weight`` of each level, see :data:`FORK`. A
+    branch that was not generated is in the group as a copy of its first sibling, with the weight 0. Empty: ones."""
 
     @property
     def oldest_version(self) -> int:
@@ -198,6 +207,8 @@ class StepMetadata:
     score_norms: Floats
     """[Q, G], a proxy of the norm of each completion's score ∇ log π: √Σ_t (1 − p_t)², p_t the engine's probabilities;
     ones where an engine reports none."""
+    forks: Forks
+    """[Q, G, B], of completions that are the leaves of a tree; B = 0 without one."""
     versions: Ints
     """[Q, G], the oldest weights that made any of a completion's tokens."""
     owners: Ints
@@ -209,6 +220,11 @@ class StepMetadata:
     def tokens(self) -> Ints:
         """[Q, G], what each completion takes up in a pack by itself: the tokens of its prompt and of its response."""
         return self.prompt_lengths[:, None] + self.response_lengths
+
+
+def no_forks(completions: tuple[int, ...]) -> Forks:
+    """The forks of completions of this shape without a tree: none."""
+    return np.zeros((*completions, 0), FORK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +249,15 @@ class TrainingSamples:
     """[K], tokens of prompt and response that a pack holds already with the sample before, which is in the same pack;
     0 where it holds all of them anew."""
     advantage: Floats
+    """[K]; in a tree that of the tokens before the first fork."""
     weight: Floats
     """[K], 1/(π_prompt·π_completion), the Horvitz-Thompson weight."""
     scale: Floats
     """[K], weight · c / Z: the sum of a sample's token losses is multiplied by this, and by nothing else."""
+    forks: Ints
+    """[K, B], after how many tokens of the response its path forks; B = 0 without a tree."""
+    branch_advantage: Floats
+    """[K, B], the advantage of the tokens from each fork to the next, or to the end."""
 
     @property
     def lengths(self) -> Ints:
@@ -362,7 +383,7 @@ class Pack:
     sample: Ints
     """[R], which of the pack's training samples (0 to their number − 1) a target belongs to."""
     advantage: Floats
-    """[R], of the target's sample, as are ``scale`` and ``versions``."""
+    """[R], of the target's sample, as are ``scale`` and ``versions``; in a tree of the target's segment."""
     scale: Floats
     """[R]"""
     engine_logprobs: NDArray[np.float32]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, TreeConfig
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
@@ -24,7 +24,18 @@ from megatron_dppo.rl.families import shared_lengths
 from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.seeds import Purpose, engine_seed
-from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, RoutingShape, Score, Selection, StepMetadata
+from megatron_dppo.rl.types import (
+    FORK,
+    Completion,
+    Floats,
+    Group,
+    Prompt,
+    RoutingShape,
+    Score,
+    Selection,
+    StepMetadata,
+    no_forks,
+)
 from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
 
 
@@ -249,7 +260,7 @@ class Collector:
             groups.append(Group(prompt, completions, rewards + self._penalty(completions)))
             inclusion.append(pi)
         part = _Part(
-            metadata=_metadata(groups, np.array(inclusion), samples, self._world.rank),
+            metadata=_metadata(groups, np.array(inclusion), samples, self._config.rollout.tree, self._world.rank),
             raw_reward=float(raw),
             negative_logprob=-float(
                 sum(c.logprobs[c.loss_mask].sum(dtype=np.float64) for g in groups for c in g.completions)
@@ -336,8 +347,13 @@ def _window_left(window: int, parts: Sequence[_Part]) -> float:
     return window * left / (left + failed)
 
 
-def _metadata(groups: Sequence[Group], inclusion: np.ndarray, samples: int, owner: int) -> StepMetadata:
+def _metadata(
+    groups: Sequence[Group], inclusion: np.ndarray, samples: int, tree: TreeConfig | None, owner: int
+) -> StepMetadata:
     shape = (len(groups), samples)
+    forks = no_forks(shape)
+    if tree is not None:
+        forks = np.array([[_forks(c) for c in g.completions] for g in groups], FORK).reshape(*shape, len(tree.branches))
     return StepMetadata(
         prompt_ids=np.array([g.prompt.id for g in groups], np.int64),
         prompt_inclusion=inclusion.astype(np.float64),
@@ -349,12 +365,29 @@ def _metadata(groups: Sequence[Group], inclusion: np.ndarray, samples: int, owne
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups], np.int64).reshape(shape),
         rewards=np.array([g.rewards for g in groups], np.float64).reshape(shape),
         score_norms=np.array([[_score_norm(c) for c in g.completions] for g in groups], np.float64).reshape(shape),
+        forks=forks,
         versions=np.array([[c.oldest_version for c in g.completions] for g in groups], np.int64).reshape(shape),
         owners=np.full(len(groups), owner, np.int64),
         window=0.0,
     )
 
 
-def _score_norm(completion: Completion) -> float:
-    """√Σ_t (1 − p_t)², a proxy for the norm of the completion's score that costs nothing."""
-    return float(np.linalg.norm(-np.expm1(completion.logprobs[completion.loss_mask].astype(np.float64))))
+def _score_norm(completion: Completion, tokens: slice = slice(None)) -> float:
+    """√Σ_t (1 − p_t)² over some of the tokens, a proxy for the norm of their score that costs nothing."""
+    sampled = completion.logprobs[tokens][completion.loss_mask[tokens]]
+    return float(np.linalg.norm(-np.expm1(sampled.astype(np.float64))))
+
+
+def _forks(completion: Completion) -> list[tuple[int, float, float, float]]:
+    """A row of ``FORK`` for each level of a tree."""
+    weights = completion.fork_weights or (1.0,) * len(completion.forks)
+    segments = map(slice, completion.forks, (*completion.forks[1:], len(completion.token_ids)))
+    return [
+        (
+            tokens.start,
+            _score_norm(completion, tokens),
+            float(completion.logprobs[tokens].sum(dtype=np.float64)),
+            weight,
+        )
+        for tokens, weight in zip(segments, weights, strict=True)
+    ]

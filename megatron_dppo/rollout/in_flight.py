@@ -12,16 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
 
 from megatron_dppo.bridge.checkpoint_folder import damaged
+from megatron_dppo.config import RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.families import prompts_shared
-from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
+from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan, no_forks
 from megatron_dppo.rollout.collect import Collected
 
 FOLDER = "rollouts"
@@ -35,6 +36,11 @@ class RolloutsInFlight:
 
     selection: Selection
     rollouts: Collected
+
+    def made_for(self, rollout: RolloutConfig) -> bool:
+        """Whether these are as many completions to a prompt, with as many levels of forks, as ``rollout`` asks for."""
+        levels = len(rollout.tree.branches) if rollout.tree else 0
+        return self.rollouts.metadata.forks.shape[1:] == (rollout.samples_per_prompt, levels)
 
     @property
     def routed(self) -> bool:
@@ -71,8 +77,12 @@ def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> Rollout
         return None
     if "surprise" in stored:  # the score norms' name in checkpoints before they were called that
         stored["score_norms"] = stored.pop("surprise")
-    if "shared_lengths" not in stored:  # in those from before prefixes were shared
-        stored["shared_lengths"] = prompts_shared(stored["prompt_lengths"], stored["rewards"].shape[1])
+    if stored.keys() >= {"rewards", "prompt_lengths"}:  # for those from before prefixes were shared, and trees
+        shape = stored["rewards"].shape
+        stored = {
+            "shared_lengths": prompts_shared(stored["prompt_lengths"], shape[1]),
+            "forks": no_forks(shape),
+        } | stored
     words = json.loads(str(stored["words"]))
     chosen = {name.removeprefix(_CHOSEN): value for name, value in stored.items() if name.startswith(_CHOSEN)}
     selection = Selection(**chosen | {"window": int(chosen["window"])})
@@ -126,6 +136,8 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
         "logprobs": np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in completions)]),
         "loss_mask": np.concatenate([np.zeros(0, bool), *(c.loss_mask for c in completions)]),
         "stopped": np.array([c.finish_reason == "stop" for c in completions], bool),
+        "forks": np.array([c.forks for c in completions], np.int64),
+        "fork_weights": np.array([c.fork_weights for c in completions], np.float64),
         "span_counts": np.array([len(c.versions) for c in completions], np.int64),
         "spans": np.array(spans, np.int64).reshape(-1, 2),
         **({"routing": np.concatenate(tables), "routed": np.array([*map(len, tables)], np.int64)} if tables else {}),
@@ -154,17 +166,21 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
         mask = stored["logprobs"] != np.inf
         stored = stored | {"loss_mask": mask, "logprobs": np.where(mask, stored["logprobs"], np.float32(0.0))}
     routing = np.split(stored["routing"], np.cumsum(stored["routed"])[:-1]) if "routing" in stored else repeat(None)
-    for token_ids, logprobs, loss_mask, spans, stopped, table in zip(
+    no_tree = np.zeros((len(lengths), 0))  # earlier checkpoints know of none
+    for token_ids, logprobs, loss_mask, spans, stopped, table, forks, weights in zip(
         np.split(stored["token_ids"], ends),
         np.split(stored["logprobs"], ends),
         np.split(stored["loss_mask"], ends),
         np.split(stored["spans"], last_spans),
         stored["stopped"].tolist(),
         routing,
+        stored.get("forks", no_tree).tolist(),
+        stored.get("fork_weights", no_tree).tolist(),
         strict=False,  # splitting nothing gives one piece
     ):
         versions = tuple(VersionSpan(*span) for span in spans.tolist())
-        yield Completion(token_ids, logprobs, loss_mask, versions, "stop" if stopped else "length", table)
+        reason: Literal["stop", "length"] = "stop" if stopped else "length"
+        yield Completion(token_ids, logprobs, loss_mask, versions, reason, table, tuple(forks), tuple(weights))
 
 
 def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:

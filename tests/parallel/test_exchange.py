@@ -53,6 +53,8 @@ def plan() -> MinibatchPlan:
         advantage=np.arange(5.0),
         weight=np.ones(5),
         scale=np.arange(5.0) / 10,
+        forks=np.arange(10).reshape(5, 2),
+        branch_advantage=np.arange(10).reshape(5, 2) / 3,
     )
     return MinibatchPlan(kept, 1.0, 32, (((4, 0), (2,)), ((1, 3), ())))
 
@@ -79,6 +81,8 @@ def test_every_rank_of_a_replica_gets_its_samples_in_the_planned_order(ranks: Ra
                     np.testing.assert_array_equal(got.engine_logprobs, completion.logprobs)
                     np.testing.assert_array_equal(got.loss_mask, completion.loss_mask)
                     assert (got.advantage, got.scale, got.version) == (row, row / 10, row + 20)
+                    assert got.forks == (2 * row, 2 * row + 1)
+                    assert got.branch_advantage == (2 * row / 3, (2 * row + 1) / 3)
                     if not routed:
                         assert got.routing is None
                         continue

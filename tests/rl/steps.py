@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, PackConfig, PruningConfig, RolloutConfig
 from megatron_dppo.rl.families import prompts_shared
-from megatron_dppo.rl.types import StepMetadata
+from megatron_dppo.rl.types import StepMetadata, no_forks
 
 
 def step_metadata(
@@ -25,6 +25,7 @@ def step_metadata(
         "sampled_lengths": fields.get("response_lengths", lengths),
         "rewards": (rng.random((groups, samples)) < rng.random((groups, 1))).astype(float),
         "score_norms": np.sqrt(lengths * rng.uniform(0.1, 0.5, (groups, samples))),
+        "forks": no_forks((groups, samples)),
         "versions": np.zeros((groups, samples), np.int64),
         "owners": rng.integers(0, 4, groups),
     }

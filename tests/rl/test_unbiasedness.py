@@ -25,7 +25,7 @@ from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates, select
-from megatron_dppo.rl.types import MinibatchPlan, Selection, StepMetadata, TrainingSamples
+from megatron_dppo.rl.types import MinibatchPlan, Selection, StepMetadata, TrainingSamples, no_forks
 from tests.rl.integration import FixedMask, FixedOffset, outcomes
 from tests.rl.steps import step_config
 
@@ -72,6 +72,7 @@ class World:
             sampled_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
             rewards=self.rewards[ids],
             score_norms=np.array([[np.sqrt(((1 - np.exp(lp)) ** 2).sum()) for lp in group] for group in logprobs]),
+            forks=no_forks((len(ids), SAMPLES)),
             versions=np.zeros((len(ids), SAMPLES), dtype=np.int64),
             owners=np.zeros(len(ids), dtype=np.int64),
             window=float(selection.window),

@@ -40,6 +40,8 @@ class Said:
     """None: all tokens by version 0."""
     given: Sequence[int] = ()
     """Places of tokens that the policy did not sample."""
+    forks: tuple[int, ...] = ()
+    fork_weights: tuple[float, ...] = ()
 
 
 Script = Mapping[int, Sequence[Said]]
@@ -68,7 +70,15 @@ class ScriptedEngine(RolloutEngine[Completions]):
         logprobs = np.log(np.broadcast_to(said.probability, tokens.shape)).astype(np.float32)
         loss_mask = ~np.isin(np.arange(len(tokens)), said.given)
         versions = said.versions or (VersionSpan(0, len(tokens)),)
-        return Completion(tokens, logprobs, loss_mask, versions, "stop" if said.ended else "length")
+        return Completion(
+            tokens,
+            logprobs,
+            loss_mask,
+            versions,
+            "stop" if said.ended else "length",
+            forks=said.forks,
+            fork_weights=said.fork_weights,
+        )
 
 
 class ScriptedWorkers:

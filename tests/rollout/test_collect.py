@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megatron_dppo.config import Config, RunConfig, replace
+from megatron_dppo.config import BranchConfig, Config, RunConfig, TreeConfig, replace
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
@@ -207,6 +207,27 @@ def test_score_norms_and_entropy_are_those_of_the_engines_probabilities(bench: B
     assert result.metrics["rollout/entropy"] == pytest.approx(nats / 24, rel=1e-6), "a dropped group adds to neither"
 
 
+def test_the_planner_knows_where_every_path_of_a_tree_forks(bench: Bench) -> None:
+    tree = TreeConfig(roots=2, branches=(BranchConfig(at=3), BranchConfig(at=6)))
+    config = collect_config(loss="dr_grpo")
+    config = replace(config, rollout=replace(config.rollout, samples_per_prompt=8, tree=tree))
+    p = np.linspace(0.1, 0.8, 8)
+    long = [Said("score 1", p, forks=(3, 6), fork_weights=(1.0, 2.5)), *[Said("score 1", p, forks=(3, 6))] * 3]
+    short = [Said("score 0", p, forks=(3, 8))] * 4
+    forks = bench.collect({6: long + short, 2: BROKEN}, config=config).metadata.forks
+    assert forks.shape == (1, 8, 2)
+    assert forks["at"][0].tolist() == [[3, 6]] * 4 + [[3, 8]] * 4
+    assert forks["weight"][0, :2].tolist() == [[1.0, 2.5], [1.0, 1.0]]
+
+    def norm(some: np.ndarray) -> float:
+        return float(np.sqrt(((1.0 - some) ** 2).sum()))
+
+    np.testing.assert_allclose(forks["norm"][0, 0], [norm(p[3:6]), norm(p[6:])], rtol=1e-6)
+    np.testing.assert_allclose(forks["norm"][0, 7], [norm(p[3:]), 0.0], rtol=1e-6)
+    np.testing.assert_allclose(forks["logprob"][0, 0], [np.log(p[3:6]).sum(), np.log(p[6:]).sum()], rtol=1e-6)
+    assert bench.collect({2: BROKEN}, config=config).metadata.forks.shape == (0, 8, 2), "as on the other ranks"
+
+
 def test_metrics_of_a_step_written_out(bench: Bench) -> None:
     script = {
         1: [Said("score 1"), Said("score 2".ljust(20), ended=False), Said("score 0")],
@@ -343,8 +364,9 @@ def test_ranks_share_the_work_and_know_the_same(tokenizer: Tokenizer) -> None:
         known = result.metadata
         assert result.metrics == pytest.approx(alone.metrics)
         assert result.notes == alone.notes
-        for field in set(StepMetadata.__slots__) - {"owners"}:
+        for field in set(StepMetadata.__slots__) - {"owners", "forks"}:
             np.testing.assert_allclose(getattr(known, field), getattr(alone.metadata, field), rtol=1e-12)
+        np.testing.assert_array_equal(known.forks, alone.metadata.forks)
         held = {row: group.prompt.id for row, group in result.held.items()}
         assert held == {row: int(known.prompt_ids[row]) for row in np.flatnonzero(known.owners == rank)}
         assert held, "both hold something"

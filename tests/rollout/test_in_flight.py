@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_dppo.config import BranchConfig, RolloutConfig, TreeConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
-from megatron_dppo.rl.types import Completion, Group, Selection, StepMetadata, VersionSpan
+from megatron_dppo.rl.types import FORK, Completion, Group, Selection, StepMetadata, VersionSpan, no_forks
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.rollout.in_flight import RolloutsInFlight, read_in_flight, write_in_flight
 from tests.rollout.scripted import as_ranks, pool_of, world_of
@@ -55,6 +56,7 @@ def batch_of(world: World, *, routed: bool = False) -> RolloutsInFlight:
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups.values()]).reshape(shape),
         rewards=np.array([g.rewards for g in groups.values()]).reshape(shape),
         score_norms=np.random.default_rng(0).random(shape),
+        forks=no_forks(shape),
         versions=np.array([[c.oldest_version for c in g.completions] for g in groups.values()]).reshape(shape),
         owners=np.full(len(groups), world.rank),
         window=0.0,
@@ -74,6 +76,7 @@ def same_group(ours: Group, expected: Group) -> bool:
             and np.array_equal(one.loss_mask, other.loss_mask)
             and (one.token_ids.dtype, one.logprobs.dtype, one.loss_mask.dtype) == (np.int32, np.float32, bool)
             and (one.versions, one.finish_reason) == (other.versions, other.finish_reason)
+            and (one.forks, one.fork_weights) == (other.forks, other.fork_weights)
             and (one.routing is None) == (other.routing is None)
             and (one.routing is None or one.routing.dtype == np.uint16)
             and (one.routing is None or np.array_equal(one.routing, other.routing))
@@ -158,6 +161,47 @@ def test_rollouts_from_before_the_score_norms_had_their_name_are_read(tmp_path: 
         np.savez(file, **{"surprise" if name == "score_norms" else name: stored[name] for name in stored.files})
     back = read(world_of(1, 0), tmp_path)
     np.testing.assert_array_equal(back.rollouts.metadata.score_norms, batch.rollouts.metadata.score_norms)
+
+
+def test_rollouts_from_before_there_were_trees_are_read(tmp_path: Path) -> None:
+    world = world_of(1, 0)
+    wrote(world, tmp_path)
+    for name in ("step", "rank_00000"):
+        file = tmp_path / "rollouts" / f"{name}.npz"
+        with np.load(file) as stored:
+            np.savez(file, **{key: stored[key] for key in stored.files if not key.startswith("fork")})
+    back = read(world, tmp_path)
+    assert back.rollouts.metadata.forks.shape == (len(PROMPTS), 3, 0)
+    for row, group in back.rollouts.held.items():
+        assert same_group(group, group_of(int(back.rollouts.metadata.prompt_ids[row])))
+
+
+def test_forks_come_back_with_their_weights(tmp_path: Path) -> None:
+    """And rollouts are of use to a run whose trees are as large, and to no other."""
+    world, batch = world_of(1, 0), batch_of(world_of(1, 0))
+    held = {
+        row: replace(
+            g,
+            completions=tuple(
+                replace(c, forks=(1, 2 + i), fork_weights=(1.0, i / 3)) for i, c in enumerate(g.completions)
+            ),
+        )
+        for row, g in batch.rollouts.held.items()
+    }
+    forks = np.zeros((len(PROMPTS), 3, 2), FORK)
+    forks["at"], forks["weight"] = np.arange(3)[:, None] + [1, 2], np.random.default_rng(0).random(forks.shape)
+    metadata = replace(batch.rollouts.metadata, forks=forks)
+    write_in_flight(tmp_path, replace(batch, rollouts=replace(batch.rollouts, held=held, metadata=metadata)), world)
+    back = read(world, tmp_path)
+    np.testing.assert_array_equal(back.rollouts.metadata.forks, forks)
+    for row, group in back.rollouts.held.items():
+        assert [c.forks for c in group.completions] == [c.forks for c in held[row].completions]
+        assert [c.fork_weights for c in group.completions] == [c.fork_weights for c in held[row].completions]
+    branches = (BranchConfig(at=1), BranchConfig(at=2))
+    flat = RolloutConfig(samples_per_prompt=3)
+    asked = [flat, *(flat.model_copy(update={"tree": TreeConfig(roots=2, branches=branches[:n])}) for n in (1, 2))]
+    assert [back.made_for(rollout) for rollout in asked] == [False, False, True]
+    assert [batch.made_for(rollout) for rollout in asked] == [True, False, False]
 
 
 def test_rollouts_from_before_there_was_a_loss_mask_are_read(tmp_path: Path) -> None:

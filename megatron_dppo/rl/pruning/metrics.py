@@ -89,7 +89,9 @@ def _of_all(parts: Sequence[tuple[StepMetadata, Pruned]], *names: str) -> list[N
 def left_out(part: StepMetadata) -> Pruned:
     """The draw of groups that a rule left out after their rollouts: nothing of them is kept."""
     zeros, nothing = np.zeros(part.rewards.shape), np.zeros(part.rewards.shape, dtype=np.bool_)
-    return Pruned(zeros, zeros, zeros, zeros, kept=nothing, zero_advantage=~nothing, normaliser=0.0)
+    return Pruned(
+        zeros, zeros, zeros, zeros, kept=nothing, zero_advantage=~nothing, segments=zeros[..., None], normaliser=0.0
+    )
 
 
 def variance_inflation(parts: Sequence[tuple[StepMetadata, Pruned]]) -> float:

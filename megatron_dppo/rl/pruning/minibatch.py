@@ -16,6 +16,7 @@ from megatron_dppo.rl.pruning.completion_rules import (
 )
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
 from megatron_dppo.rl.pruning.schedule import adapted_keep
+from megatron_dppo.rl.trees import path_advantages, segment_advantages
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 
@@ -38,6 +39,9 @@ class Pruned:
     kept: Bools
     zero_advantage: Bools
     """A = 0 and no KL term: the gradient is exactly 0. No rule trains on these, and none is said to save them."""
+    segments: Floats
+    """[Q, G, B + 1], the advantage of each segment of a path in a tree, of which ``advantage`` is a mean; B = 0, and
+    ``advantage`` itself, without one."""
     normaliser: float
     """Z"""
 
@@ -58,7 +62,8 @@ def prune_minibatch(
     """
     pruning = config.pruning.completions
     c = coefficient(objective.aggregation, part.sampled_lengths)
-    candidates = completion_candidates(part, config, objective)
+    segments = advantages_of_segments(part, config, objective)
+    candidates = completion_candidates(part, config, objective, segments)
     if pruning.schedule.shape == "adaptive":
         keep = adapted_keep(
             keep,
@@ -89,13 +94,26 @@ def prune_minibatch(
         weight=completion_weight(pruning.rule, candidates, inclusion, keep) / part.prompt_inclusion[:, None],
         kept=kept,
         zero_advantage=candidates.zero_advantage,
+        segments=segments,
         normaliser=z,
     )
 
 
-def completion_candidates(part: StepMetadata, config: Config, objective: Objective) -> CompletionCandidates:
-    """What a rule may know of a minibatch's completions."""
-    advantage = advantages(part.rewards, normalise=objective.normalise)
+def advantages_of_segments(part: StepMetadata, config: Config, objective: Objective) -> Floats:
+    """[Q, G, B + 1], the advantage of each segment of a path in a tree; B = 0, one for a completion, without."""
+    tree = config.rollout.tree
+    if tree is None:
+        return advantages(part.rewards, normalise=objective.normalise)[..., None]
+    return segment_advantages(part.rewards, part.response_lengths, part.forks, tree)
+
+
+def completion_candidates(
+    part: StepMetadata, config: Config, objective: Objective, segments: Floats
+) -> CompletionCandidates:
+    """What a rule may know of a minibatch's completions, whose segments have the advantages ``segments``."""
+    advantage = segments[..., 0]
+    if part.forks.shape[-1]:
+        advantage = path_advantages(segments, part.response_lengths, part.score_norms, part.forks)
     c, prompt_inclusion = coefficient(objective.aggregation, part.sampled_lengths), part.prompt_inclusion[:, None]
     score_norms = 1.0 if config.pruning.completions.score == "advantage" else part.score_norms
     return CompletionCandidates(

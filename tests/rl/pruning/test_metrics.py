@@ -46,7 +46,7 @@ def _draws(chances: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
 def _rolled_out(metadata: StepMetadata, pruned: Pruned, groups: np.ndarray) -> tuple[StepMetadata, Pruned]:
     part = Pruned(
         pruned.advantage[groups], pruned.coefficient[groups], pruned.inclusion[groups], pruned.weight[groups],
-        pruned.kept[groups], pruned.zero_advantage[groups], pruned.normaliser,
+        pruned.kept[groups], pruned.zero_advantage[groups], pruned.segments[groups], pruned.normaliser,
     )  # fmt: skip
     return take_groups(metadata, groups), part
 

@@ -45,7 +45,7 @@ def completion_inflation(rule: str, keep: float, bound: float | None) -> tuple[f
     config = replace(config, pruning=replace(config.pruning, completions=completions))
     objective = objective_for(config.loss)
     pruned = prune_minibatch(part, config, objective, keep=keep, rng=np.random.default_rng(0))
-    candidates = completion_candidates(part, config, objective)
+    candidates = completion_candidates(part, config, objective, pruned.segments)
     kept = (pruned.inclusion * candidates.cost).sum() / candidates.cost.sum()
     return inflation(candidates.score**2, pruned.inclusion), float(kept)
 

@@ -1,0 +1,209 @@
+"""The advantages of a tree of completions: one for each stretch of a path between two forks.
+
+A prompt's tree has K roots, and the branches of level l = 1 … B fork into M_l children each. Its G = K·M₁·…·M_B leaves
+are the completions of an ordinary group, in order: siblings stand together. A completion is a path of B + 1 segments:
+from the start to the first fork, from one fork to the next, and from the last fork to the end. With u over all nodes
+and s_u the segment that leads to u
+
+    ĝ = Σ_u ω_u (V(u) − b(u)) ∇log π(s_u | path),    ω_u = (1/K) Π 1/M over u's path
+
+is an unbiased estimate of the gradient of the expected reward, for any baseline b(u) that does not depend on s_u given
+u's parent. V of a leaf is its reward, and V of a node the mean of its children's. Each slot of the group counts 1/G.
+The slots below a node add up to its ω, so that the aggregation ``constant`` needs no weights: the loss of a token in
+segment l of completion g has the advantage ``segment_advantages(…)[q, g, l]``, and is divided by N·G·L_max as ever.
+
+**A path that ends before a fork** stands in each of the slots that its children would have had. Its ω is unchanged.
+
+**A branch that was not generated.** A child, other than its parent's first, may be generated with a probability ρ that
+is known from the tokens before the fork. If it was not, then its slots hold copies of its first sibling's slots: the
+same completions and rewards, the same forks, and the same weights, but for 0 at the level of the child. If it was
+generated, its weight there is 1/ρ. A first child has 1. The parent's V takes V̂ = V₀ + weight·(V − V₀) for each child,
+V₀ being the first one's, and the weight multiplies ω of the child and of what is below it.
+
+**What is in several slots is trained on once**: the first slot of a path has the sum of their advantages. The others
+have zeros, and a completion with zeros only is what every rule of pruning drops.
+
+A fork is where a number of tokens, or the tokens before it, say so. By enumeration: a fork chosen by what comes after
+it is biased; so is 1/(number of different leaves) for each leaf, where some ended early; and the mean of all leaves as
+the baseline leaves half of a trunk's gradient at K = 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dppo.config import TreeConfig
+from megatron_dppo.rl.types import Floats, Forks, Ints
+
+Number = TypeVar("Number", np.int64, np.float64)
+ROUNDING = 1e-12
+"""An advantage of this share of the rewards' spread is a rounding error of means, and zero."""
+DEVIATION_FLOOR, CLIP = 1e-8, 5.0
+"""Of BranchGRPO's normalisation."""
+
+
+def biased_settings(tree: TreeConfig | None) -> Iterator[tuple[str, str]]:
+    """The settings under which the expected gradient is not that of the expected reward, and why, for the log."""
+    if tree is not None and tree.baseline == "depth":
+        why = "a segment's own reward is in its depth's mean, and each depth is divided by a deviation of its own"
+        yield "rollout.tree.baseline = depth", why
+    if tree is not None and tree.fusion == "probability":
+        yield (
+            "rollout.tree.fusion = probability",
+            "a likely child counts for more than the share with which it is sampled",
+        )
+
+
+def segment_advantages(rewards: Floats, lengths: Ints, forks: Forks, tree: TreeConfig) -> Floats:
+    """V(u) − b(u) of every segment of every path, times the weights of its branches.
+
+    With K = 2, M₁ = 2, forks after 1 of 3 tokens, and the baseline ``siblings``
+
+        rewards [[1, 0, 0, 0]]    V of the roots [[0.5, 0]]
+        → [[[0.5, 1], [0.5, −1], [−0.5, 0], [−0.5, 0]]]
+
+    If the second root had ended after its first token, it would be the third and the fourth completion, of length 1.
+    Its advantage −0.5 would then be that of the third twice: [[[0.5, 1], [0.5, −1], [−1, 0], [0, 0]]].
+
+    Args:
+        rewards: [Q, G].
+        lengths: [Q, G], tokens of the responses.
+        forks: [Q, G, B].
+        tree: K, M and the baseline.
+
+    Returns:
+        [Q, G, B + 1]. Exactly 0 for a segment without tokens, and where V(u) and b(u) differ by rounding only.
+    """
+    spread = np.ptp(rewards, axis=1, keepdims=True)[..., None]
+    tokens = segment_lengths(lengths, forks)
+    by_node = node_values(rewards - rewards[:, :1], forks, tree)
+    if tree.baseline == "depth":
+        segments = [normalised_by_depth(v, _of_nodes(tokens[..., b], v.shape[1])) for b, v in enumerate(by_node)]
+    else:
+        segments = [v - b for v, b in zip(by_node, _baselines(by_node, forks, tree), strict=True)]
+    slots = np.stack([np.repeat(a, rewards.shape[1] // a.shape[1], axis=1) for a in segments], axis=-1)
+    slots[(tokens == 0) | (np.abs(slots) <= ROUNDING * spread)] = 0.0
+    slots[..., 1:] *= np.cumprod(forks["weight"], axis=-1)
+    once = np.zeros_like(slots)
+    np.add.at(once, (np.arange(len(rewards))[:, None], first_slots(lengths, forks, tree)), slots)
+    return once
+
+
+def segment_lengths(lengths: Ints, forks: Forks) -> Ints:
+    """[Q, G, B + 1], tokens of each segment: 0 for those after the end of a path."""
+    ends = np.concatenate([forks["at"], lengths[..., None]], axis=-1)
+    return np.diff(ends, axis=-1, prepend=0)
+
+
+def node_values(rewards: Floats, forks: Forks, tree: TreeConfig) -> list[Floats]:
+    """V of every node, level by level: [Q, K], [Q, K·M₁], …, [Q, G].
+
+    With ``tree.fusion`` = ``probability`` the children are weighted by the softmax of their segments'
+    log-probabilities, as BranchGRPO (arXiv:2509.06040) has it.
+    """
+    values = [rewards]
+    for level in range(len(tree.children) - 1, 0, -1):
+        nodes, branch = values[0].shape[1], forks[..., level - 1]
+        shape = len(rewards), nodes // tree.children[level], tree.children[level]
+        below = values[0].reshape(shape)
+        if tree.fusion == "probability":
+            logprob = _of_nodes(branch["logprob"], nodes).reshape(shape)
+            share = np.exp(logprob - logprob.max(axis=-1, keepdims=True))
+            values.insert(0, (share * below).sum(axis=-1) / share.sum(axis=-1))
+        else:
+            first, weight = below[..., :1], _of_nodes(branch["weight"], nodes).reshape(shape)
+            values.insert(0, (first + weight * (below - first)).mean(axis=-1))
+    return values
+
+
+def _baselines(values: Sequence[Floats], forks: Forks, tree: TreeConfig) -> list[Floats]:
+    """b of every node, in the shapes of ``values``.
+
+    - ``siblings``: the mean of the other children of its parent, of those that were generated; if there are none, and
+      for a root, the mean of the other roots.
+    - ``roots``: the mean of the other roots.
+    - ``mixed``: (Σ of the siblings' V + the mean of the other roots) / (number of siblings + 1).
+    """
+    queries, roots = values[0].shape
+    of_roots = (values[0].sum(axis=1, keepdims=True) - values[0]) / (roots - 1)
+    baselines = [of_roots]
+    for level, value in enumerate(values[1:], start=1):
+        other_roots = np.repeat(of_roots, value.shape[1] // roots, axis=1)
+        generated = (_of_nodes(forks["weight"][..., level - 1], value.shape[1]) > 0.0).astype(np.float64)
+        shape = (queries, values[level - 1].shape[1], tree.children[level])
+        total, count = (
+            (part.sum(axis=-1, keepdims=True) - part).reshape(value.shape)
+            for part in ((generated * value).reshape(shape), generated.reshape(shape))
+        )
+        match tree.baseline:
+            case "roots":
+                baselines.append(other_roots)
+            case "siblings":
+                baselines.append(np.where(count > 0.0, total / np.maximum(count, 1.0), other_roots))
+            case _:
+                baselines.append((total + other_roots) / (count + 1.0))
+    return baselines
+
+
+def normalised_by_depth(values: Floats, tokens: Ints) -> Floats:
+    """BranchGRPO's advantage (arXiv:2509.06040): (V − mean)/(std + 1e-8) over a tree's nodes of one depth, within ±5.
+
+    It is biased: a node's own reward is in the mean, and each depth is divided by a deviation of its own.
+
+    Args:
+        values: [Q, n] of one depth.
+        tokens: [Q, n], of their segments. A node without is none: its path ended before.
+
+    Returns:
+        [Q, n]; 0 for a node alone at its depth.
+    """
+    there = tokens > 0
+    count = np.maximum(there.sum(axis=1, keepdims=True), 1)
+    centred = np.where(there, values - np.where(there, values, 0.0).sum(axis=1, keepdims=True) / count, 0.0)
+    deviation = np.sqrt((centred**2).sum(axis=1, keepdims=True) / count)
+    return np.clip(np.where(count > 1, centred, 0.0) / (deviation + DEVIATION_FLOOR), -CLIP, CLIP)
+
+
+def first_slots(lengths: Ints, forks: Forks, tree: TreeConfig) -> Ints:
+    """[Q, G], the first slot of the group that has the same path: its own, but where a path is in several.
+
+    With M₁ = M₂ = 2, and a root whose first branch ended before it forked again: [[0, 0, 2, 3, …]].
+    """
+    places = list(np.unravel_index(np.arange(lengths.shape[1]), tree.children))
+    for level in range(1, len(places)):
+        repeated = (forks["at"][..., level - 1] == lengths) | (forks["weight"][..., level - 1] == 0.0)
+        places[level] = np.where(repeated, 0, places[level])
+    return np.ravel_multi_index(np.broadcast_arrays(np.zeros(lengths.shape, np.int64), *places)[1:], tree.children)
+
+
+def path_advantages(segments: Floats, lengths: Ints, score_norms: Floats, forks: Forks) -> Floats:
+    """One advantage for a whole path, by which the rules of pruning know it: a root mean square over its segments.
+
+    Its size is such that |a|·s = √Σ_l A_l² s_l², with s_l the score norms of the segments and s that of the whole path:
+    a completion of the one advantage a would have a gradient of the same norm. A segment counts by its tokens as well,
+    so little that it matters only where all norms are 0. The sign is that of Σ_l A_l s_l².
+
+    Args:
+        segments: [Q, G, B + 1], advantages.
+        lengths: [Q, G].
+        score_norms: [Q, G], of whole paths.
+        forks: [Q, G, B].
+
+    Returns:
+        [Q, G]; 0 where all segments with tokens have the advantage 0, and nowhere else.
+    """
+    branches = forks["norm"] ** 2
+    trunk = np.maximum(score_norms**2 - branches.sum(axis=-1), 0.0)
+    share = np.concatenate([trunk[..., None], branches], axis=-1) + 1e-12 * segment_lengths(lengths, forks)
+    share /= np.maximum(share.sum(axis=-1, keepdims=True), np.finfo(float).tiny)
+    size = np.sqrt((segments**2 * share).sum(axis=-1))
+    return np.where((segments * share).sum(axis=-1) < 0.0, -size, size)
+
+
+def _of_nodes(slots: NDArray[Number], nodes: int) -> NDArray[Number]:
+    """[Q, n] out of [Q, G]: what a node's first slot has, which all of its slots have in common."""
+    return slots[:, :: slots.shape[1] // nodes]

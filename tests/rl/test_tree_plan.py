@@ -1,0 +1,168 @@
+"""Trees through the real plan: what is kept of them, times its scale, is the gradient of the expected reward."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_dppo.config import Config, RolloutConfig, replace
+from megatron_dppo.rl import plan as planning
+from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.pack import TrainingSample, build_pack
+from megatron_dppo.rl.pruning.minibatch import prune_minibatch
+from megatron_dppo.rl.trees import path_advantages, segment_advantages
+from megatron_dppo.rl.types import FORK, Floats, StepMetadata, StepPlan
+from tests.rl.integration import FixedOffset, outcomes
+from tests.rl.steps import step_config
+from tests.rl.tree_toy import LONGEST, Forests, forests, fork_at, toy
+
+SHORT = toy((0, 0), (0, 1), (1, 0))
+CASES = {
+    "one level": lambda: forests(SHORT, (2, 2), fork_at(1)),
+    "early stops": lambda: forests(toy((0,), (1, 0)), (2, 2), fork_at(1)),
+    "pruned before": lambda: forests(toy((0, 0), (0, 1), (1, 0), (1, 1)), (2, 2), fork_at(1), keep=(0.4,)),
+}
+
+
+def config_for(given: Forests, rule: str, **loss: object) -> Config:
+    config = step_config(rule=rule, keep=0.5, name="dr_grpo", **loss)
+    completions = replace(config.pruning.completions, draw="systematic" if rule == "threshold" else None)
+    rollout = RolloutConfig(
+        max_response_tokens=LONGEST, samples_per_prompt=given.tree.leaves_per_prompt, tree=given.tree
+    )
+    return replace(config, rollout=rollout, pruning=replace(config.pruning, completions=completions))
+
+
+def metadata_of(given: Forests, groups: slice = slice(None)) -> StepMetadata:
+    """Each outcome is a prompt of its own."""
+    chances = [[given.toy.probability(p[:t], p[t]) for t in range(len(p))] for group in given.paths for p in group]
+    norms = np.array([np.linalg.norm(1.0 - np.array(p)) for p in chances]).reshape(given.rewards.shape)
+    count = len(given.rewards[groups])
+    return StepMetadata(
+        prompt_ids=np.arange(count),
+        prompt_inclusion=np.ones(count),
+        prompt_lengths=np.full(count, 2),
+        response_lengths=given.lengths[groups],
+        sampled_lengths=given.lengths[groups],
+        rewards=given.rewards[groups],
+        score_norms=norms[groups],
+        forks=given.forks[groups],
+        versions=np.zeros_like(given.lengths[groups]),
+        owners=np.zeros(count, np.int64),
+        window=float(count),
+    )
+
+
+def plan(metadata: StepMetadata, config: Config) -> StepPlan:
+    return planning.plan_step(metadata, config, replicas=1, align=1, capacity_multiple=1, step=0, pipeline=1)
+
+
+def gradient(given: Forests, step: StepPlan, first: int = 0) -> Floats:
+    """[parameters], on-policy: Σ over what is kept of scale · Σ_t A_t ∇log π_t. Prompt 0 is the outcome ``first``."""
+    (minibatch,), total = step.minibatches, np.zeros(len(given.toy.logits))
+    samples = minibatch.samples
+    for k in range(len(samples.group)):
+        path = given.paths[first + samples.group[k]][samples.completion[k]]
+        sample = training_sample(step, k, path)
+        total += sample.scale * sample.advantages(np.arange(len(path))) @ given.toy.scores(path)[: len(path)]
+    return total
+
+
+def training_sample(step: StepPlan, k: int, path: tuple[int, ...]) -> TrainingSample:
+    samples = step.minibatches[0].samples
+    return TrainingSample(
+        prompt_ids=np.array([5, 6], np.int32),
+        response_ids=np.array(path, np.int32),
+        engine_logprobs=np.zeros(len(path), np.float32),
+        loss_mask=np.ones(len(path), bool),
+        advantage=float(samples.advantage[k]),
+        scale=float(samples.scale[k]),
+        version=0,
+        forks=tuple(samples.forks[k].tolist()),
+        branch_advantage=tuple(samples.branch_advantage[k].tolist()),
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_unpruned_plan_sums_up_to_the_formula(name: str) -> None:
+    given = CASES[name]()
+    config = config_for(given, "none")
+    segments = segment_advantages(given.rewards, given.lengths, given.forks, given.tree)
+    expected = given.gradient(segments).mean(axis=0) / LONGEST
+    np.testing.assert_allclose(gradient(given, plan(metadata_of(given), config)), expected, atol=1e-13)
+
+
+@pytest.mark.parametrize("rule", ["neyman", "threshold"])
+@pytest.mark.parametrize("name", CASES)
+def test_over_all_trees_and_all_draws_the_pruned_plan_is_unbiased(
+    name: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = CASES[name]()
+    config, total, pruned = config_for(given, rule), np.zeros(len(given.toy.logits)), False
+    for outcome, probability in enumerate(given.probability.tolist()):
+        metadata = metadata_of(given, slice(outcome, outcome + 1))
+        known = prune_minibatch(metadata, config, objective_for(config.loss), keep=0.5, rng=np.random.default_rng(0))
+        inclusion = known.inclusion[0, np.argsort(known.advantage[0], kind="stable")]
+        pruned |= bool(((inclusion > 0.0) & (inclusion < 1.0)).any())
+        for offset, length in outcomes(inclusion):
+            monkeypatch.setattr(planning, "generator", lambda *_, offset=offset: FixedOffset(offset))
+            total += probability * length * gradient(given, plan(metadata, config), outcome)
+    true = given.toy.gradient()
+    assert pruned
+    assert np.linalg.norm(total * LONGEST - true) < 1e-9 * np.linalg.norm(true)
+
+
+def test_a_path_whose_segments_all_have_the_advantage_0_is_never_kept_without_a_kl_term() -> None:
+    given = CASES["early stops"]()
+    segments = segment_advantages(given.rewards, given.lengths, given.forks, given.tree)
+    for kl_coef in (0.0, 0.1):
+        step = plan(metadata_of(given), config_for(given, "none", kl_coef=kl_coef))
+        kept = np.zeros(given.rewards.shape, bool)
+        kept[step.minibatches[0].samples.group, step.minibatches[0].samples.completion] = True
+        np.testing.assert_array_equal(kept, segments.any(axis=-1) | (kl_coef > 0.0))
+    assert step.metrics["prune/zero_advantage_fraction"] == pytest.approx(1.0 - segments.any(axis=-1).mean())
+
+
+def test_the_score_of_a_path_is_the_norm_of_independent_segments() -> None:
+    given = forests(SHORT, (2, 2, 2), fork_at(1, 2))
+    metadata, config = metadata_of(given), config_for(given, "neyman")
+    segments = segment_advantages(given.rewards, given.lengths, given.forks, given.tree)
+    norms = given.forks["norm"]
+    trunk = np.sqrt(metadata.score_norms**2 - (norms**2).sum(axis=-1))
+    expected = np.sqrt((segments[..., 0] * trunk) ** 2 + ((segments[..., 1:] * norms) ** 2).sum(axis=-1))
+    pruned = prune_minibatch(metadata, config, objective_for(config.loss), keep=0.5, rng=np.random.default_rng(0))
+    np.testing.assert_allclose(np.abs(pruned.advantage) * metadata.score_norms, expected, atol=1e-9)
+
+
+def test_where_no_norm_is_known_a_path_has_the_root_mean_square_over_its_tokens() -> None:
+    forks = np.array([[[(2, 0.0, 0.0, 1.0)]]], FORK)
+    segments, lengths = np.array([[[-4.0, 1.0]]]), np.array([[8]])
+    found = path_advantages(segments, lengths, np.zeros((1, 1)), forks)
+    assert found[0, 0] == pytest.approx(-np.sqrt((2 * 16.0 + 6 * 1.0) / 8))
+    assert path_advantages(np.array([[[0.0, 0.0]]]), lengths, np.zeros((1, 1)), forks)[0, 0] == 0.0
+
+
+def test_a_token_of_a_pack_has_the_advantage_of_its_segment() -> None:
+    given = CASES["one level"]()
+    step = plan(metadata_of(given), config_for(given, "none"))
+    samples = step.minibatches[0].samples
+    chosen = [
+        k for k in range(len(samples.group)) if len(given.paths[samples.group[k]][samples.completion[k]]) == LONGEST
+    ][:2]
+    packed = [training_sample(step, k, given.paths[samples.group[k]][samples.completion[k]]) for k in chosen]
+    pack = build_pack(packed, 12, pad_id=0, align=1)
+    expected = [[samples.advantage[k], samples.branch_advantage[k, 0], samples.branch_advantage[k, 0]] for k in chosen]
+    assert sorted(pack.advantage.tolist()) == sorted(np.ravel(expected).tolist())
+    for row in (0, 1):
+        assert pack.advantage[pack.sample == row].tolist() == expected[row]
+
+
+@pytest.mark.parametrize("biased", [{"baseline": "depth"}, {"fusion": "probability"}], ids=str)
+def test_the_log_says_of_a_biased_tree_that_it_is(biased: dict[str, str]) -> None:
+    given = CASES["one level"]()
+    config = config_for(given, "none")
+    rollout = replace(config.rollout, tree=replace(given.tree, **biased))
+    assert not any("rollout.tree" in note for note in plan(metadata_of(given), config).notes)
+    ((setting, value),) = biased.items()
+    notes = plan(metadata_of(given), replace(config, rollout=rollout)).notes
+    assert any(note.startswith(f"rollout.tree.{setting} = {value} is biased: ") for note in notes)
