@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import BranchConfig, Config
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
@@ -25,6 +25,7 @@ from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, RoutingShape, Score, Selection, StepMetadata
 from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
+from megatron_dppo.rollout.tree import unique_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,8 @@ class _Part:
     raw_reward: float
     negative_logprob: float
     """−Σ log p over all sampled tokens: with one sample per token, an unbiased estimate of their entropy."""
+    unique_tokens: int
+    """Sampled tokens, those that completions of a tree share counted once."""
     correct: int
     truncated: int
     failed_weight: float
@@ -146,6 +149,7 @@ class Collector:
             temperature=rollout.temperature,
             seed=engine_seed(self._config.run.seed, step, Purpose.SAMPLING, again),
             routing=self._routing,
+            branches=self._branches,
         )
         return Begun(selection, asked)
 
@@ -178,6 +182,12 @@ class Collector:
         return Collected(held, metadata, self._metrics(parts, metadata), tuple(notes))
 
     @property
+    def _branches(self) -> tuple[BranchConfig, ...]:
+        """Of the tree that a group is, in training."""
+        tree = self._config.rollout.tree
+        return () if tree is None else tree.branches
+
+    @property
     def _mine(self) -> slice:
         """This rank's share of what all ranks have in one order."""
         return slice(self._world.rank, None, self._world.size)
@@ -190,6 +200,7 @@ class Collector:
         temperature: float,
         seed: int,
         routing: RoutingShape | None = None,
+        branches: tuple[BranchConfig, ...] = (),
     ) -> Asked:
         """Have the engine begin with completions of this rank's prompts (there may be none)."""
         sampling = Sampling(
@@ -199,6 +210,7 @@ class Collector:
             stop_token_ids=self._stops,
             seed=seed,
             routing=routing,
+            branches=branches,
         )
         return Asked(prompts, samples, self._engine.begin(prompts, sampling))
 
@@ -253,6 +265,7 @@ class Collector:
             negative_logprob=-float(
                 sum(c.logprobs[c.loss_mask].sum(dtype=np.float64) for g in groups for c in g.completions)
             ),
+            unique_tokens=sum(unique_tokens(group.completions, self._branches) for group in groups),
             correct=correct,
             truncated=truncated,
             failed_weight=float(sum(1.0 / pi for pi in failed)),
@@ -302,6 +315,7 @@ class Collector:
             "rollout/truncated_ratio": sum(p.truncated for p in parts) / count,
             "rollout/zero_std/ratio": float((rewards == rewards[:, :1]).all(axis=1).sum()) / max(len(rewards), 1),
             "rollout/generated_tokens": sampled,
+            "rollout/unique_tokens": float(sum(p.unique_tokens for p in parts)),
             "rollout/entropy": sum(p.negative_logprob for p in parts) / max(sampled, 1.0),
             "rollout/dropped_groups": float(sum(p.failed_groups for p in parts)),
             "reward/timeouts": float(sum(p.timeouts for p in parts)),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ class Said:
     """None: all tokens by version 0."""
     given: Sequence[int] = ()
     """Places of tokens that the policy did not sample."""
+    forks: tuple[int, ...] = ()
 
 
 Script = Mapping[int, Sequence[Said]]
@@ -68,7 +69,8 @@ class ScriptedEngine(RolloutEngine[Completions]):
         logprobs = np.log(np.broadcast_to(said.probability, tokens.shape)).astype(np.float32)
         loss_mask = ~np.isin(np.arange(len(tokens)), said.given)
         versions = said.versions or (VersionSpan(0, len(tokens)),)
-        return Completion(tokens, logprobs, loss_mask, versions, "stop" if said.ended else "length")
+        reason: Literal["stop", "length"] = "stop" if said.ended else "length"
+        return Completion(tokens, logprobs, loss_mask, versions, reason, forks=said.forks)
 
 
 class ScriptedWorkers:

@@ -223,6 +223,7 @@ def test_metrics_of_a_step_written_out(bench: Bench) -> None:
         "rollout/truncated_ratio": pytest.approx(1 / 6),
         "rollout/zero_std/ratio": 1 / 2,
         "rollout/generated_tokens": 61.0,
+        "rollout/unique_tokens": 61.0,
         "rollout/dropped_groups": 0.0,
         "reward/timeouts": 0.0,
         "reward/errors": 0.0,
