@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megatron_dppo.config import Config, RunConfig, replace
+from megatron_dppo.config import BranchConfig, Config, RunConfig, TreeConfig, replace
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
@@ -114,6 +114,20 @@ def test_what_the_policy_was_given_is_part_of_the_response_and_of_no_figure_of_w
     assert result.metadata.score_norms[0] == pytest.approx([math.sqrt(6) / 2, math.sqrt(8) / 2, math.sqrt(8) / 2])
     assert result.metrics["rollout/generated_tokens"] == 6 + 8 + 8
     assert result.metrics["rollout/entropy"] == pytest.approx(math.log(2))
+
+
+def test_trees_are_grown_for_training_alone_and_what_their_leaves_share_counts_once(bench: Bench) -> None:
+    tree = TreeConfig(roots=2, branches=(BranchConfig(at=3),))
+    config = collect_config()
+    config = replace(config, rollout=replace(config.rollout, samples_per_prompt=4, tree=tree))
+    ended = Said("score 1", forks=(8,))
+    script = {4: [Said("score 1", forks=(3,)), Said("score 0", forks=(3,)), ended, ended]}
+    collector = bench.collector(script, config)
+    result = collect(collector, pool_of(10), Selection(np.array([4]), np.ones(1), 1), step=4)
+    assert result.metrics["rollout/generated_tokens"] == 4 * 8
+    assert result.metrics["rollout/unique_tokens"] == 8 + (8 - 3) + 8
+    collector.ask([pool_of(10)[4]], samples=4, temperature=1.0, seed=1)
+    assert [sampling.branches for _, sampling in bench.engine.asked] == [tree.branches, ()]
 
 
 def test_what_is_left_stands_for_its_share_of_the_window_by_inverse_probabilities(bench: Bench) -> None:
