@@ -131,7 +131,7 @@ def test_the_same_call_gives_the_same_bits_and_another_seed_another_tree(tmp_pat
 @pytest.mark.parametrize("name", TREES)
 def test_a_tree_does_not_depend_on_its_company_or_on_the_batch(name: str, tmp_path: Path) -> None:
     policy, asked = make_policy(dtype=torch.float64), tree_of(TREES[name])
-    prompts = make_prompts(3, 11, 1, 6, 4)
+    prompts = make_prompts(3, 11, 6)
     wide, narrow = (make_engine(policy, tmp_path, dtype=torch.float64, max_batch=rows) for rows in (256, 19))
     together = tokens_of(generate(wide, prompts, asked))
     assert together == tokens_of(generate(narrow, prompts, asked))
