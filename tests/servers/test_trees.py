@@ -54,7 +54,7 @@ def _with_its_weights(http: Http, server: RealServer, policy: Path) -> RealServe
 
 def _grow(http: Http, clients: list[ServerClient], branches: tuple[BranchConfig, ...]) -> tuple[Batch, Dispatcher]:
     rng = np.random.default_rng(3)
-    prompts = [Prompt(i, rng.integers(5, 60, PROMPT_TOKENS).astype(np.int32), "", "") for i in range(4)]
+    prompts = [Prompt(i, rng.integers(5, 45, PROMPT_TOKENS).astype(np.int32), "", "") for i in range(4)]
     dispatcher = Dispatcher(
         http,
         lambda told: int(told) if told.isdigit() else None,
@@ -106,7 +106,7 @@ def test_a_real_servers_trees_are_the_policys_and_fork_by_its_entropy(
         top = _distributions(reference, prompt, token_ids).topk(likeliest, dim=-1).values
         return least_entropies(top.tolist())
 
-    some = np.random.default_rng(4).integers(5, 60, 200).astype(np.int32)
+    some = np.random.default_rng(4).integers(5, 45, 200).astype(np.int32)
     limit = float(np.quantile(entropies(Prompt(9, some[:4], "", ""), some), 0.8))
     batch, _ = _grow(http, [server.api], (BranchConfig(entropy=limit), BranchConfig(at=14)))
     _assert_of_the_policy(batch, reference)
