@@ -28,8 +28,9 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import plan_step, unpruned
 from megatron_dppo.rl.types import Selection, StepPlan
-from megatron_dppo.rollout.collect import Begun, Collected, staleness
+from megatron_dppo.rollout.collect import Begun, Collected
 from megatron_dppo.rollout.in_flight import RolloutsInFlight, read_in_flight, write_in_flight
+from megatron_dppo.rollout.metadata import staleness
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import assemble_policy, load_pools, lock_run
 from megatron_dppo.trainer.checkpoint import Checkpoints

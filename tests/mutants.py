@@ -577,6 +577,37 @@ MUTANTS = [
         'f"{seed}/{prompt_id}"',
         "rollout/test_sampling.py rollout/test_local.py",
     ),
+    # Trees of completions.
+    Mutant(
+        "trees/a fork in hindsight",
+        "np.flatnonzero(entropies[first:] > branch.entropy)",
+        "np.flatnonzero(entropies[first + 1 :] > branch.entropy)",
+        "rollout/test_tree.py -k path_forks",
+    ),
+    Mutant(
+        "trees/vLLM's entropy knows the token drawn",
+        "logprobs[: TOP_LOGPROBS - 1]",
+        "logprobs[:TOP_LOGPROBS]",
+        "servers/test_vllm_answers.py",
+    ),
+    Mutant(
+        "trees/a child has room for a whole response",
+        "max_tokens=sampling.max_tokens - first.length",
+        "max_tokens=sampling.max_tokens",
+        "servers/test_tree_dispatch.py",
+    ),
+    Mutant(
+        "trees/siblings have other experts for the last token that they share",
+        "len(path.stem.prompt.token_ids) + position)",
+        "len(path.stem.prompt.token_ids) + position - 1)",
+        "servers/test_tree_dispatch.py",
+    ),
+    Mutant(
+        "trees/what leaves share counts at each of them",
+        "completion.forks[level - 1] if level else 0",
+        "0",
+        "rollout/test_collect.py -k trees",
+    ),
     # Rewards.
     Mutant(
         "rewards/a function that hangs is waited for",

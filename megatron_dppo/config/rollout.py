@@ -83,7 +83,8 @@ class BranchConfig(Section):
     """Fork after so many tokens of the response."""
     entropy: AboveZero | None = None
     """Fork before the first token whose distribution has more entropy (nats) than this. What comes later has no say: a
-    fork chosen in hindsight would bias the gradient."""
+    fork chosen in hindsight would bias the gradient. Servers tell the likeliest tokens alone, so that theirs is a lower
+    bound: the other tokens count as one."""
     children: Annotated[int, Ge(2)] = 2
     """Continuations of each branch, the one that is there already included."""
 

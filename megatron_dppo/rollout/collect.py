@@ -13,19 +13,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_dppo.config import Config, TreeConfig
+from megatron_dppo.config import BranchConfig, Config
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers
-from megatron_dppo.rl.families import shared_lengths
 from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import (
-    FORK,
     Completion,
     Floats,
     Group,
@@ -34,9 +32,10 @@ from megatron_dppo.rl.types import (
     Score,
     Selection,
     StepMetadata,
-    no_forks,
 )
 from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
+from megatron_dppo.rollout.metadata import metadata_of
+from megatron_dppo.rollout.tree import unique_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +95,8 @@ class _Part:
     raw_reward: float
     negative_logprob: float
     """−Σ log p over all sampled tokens: with one sample per token, an unbiased estimate of their entropy."""
+    unique_tokens: int
+    """Sampled tokens, those that completions of a tree share counted once."""
     correct: int
     truncated: int
     failed_weight: float
@@ -158,6 +159,7 @@ class Collector:
             temperature=rollout.temperature,
             seed=engine_seed(self._config.run.seed, step, Purpose.SAMPLING, again),
             routing=self._routing,
+            branches=self._branches,
         )
         return Begun(selection, asked)
 
@@ -190,6 +192,12 @@ class Collector:
         return Collected(held, metadata, self._metrics(parts, metadata), tuple(notes))
 
     @property
+    def _branches(self) -> tuple[BranchConfig, ...]:
+        """Of the tree that a group is, in training."""
+        tree = self._config.rollout.tree
+        return () if tree is None else tree.branches
+
+    @property
     def _mine(self) -> slice:
         """This rank's share of what all ranks have in one order."""
         return slice(self._world.rank, None, self._world.size)
@@ -202,6 +210,7 @@ class Collector:
         temperature: float,
         seed: int,
         routing: RoutingShape | None = None,
+        branches: tuple[BranchConfig, ...] = (),
     ) -> Asked:
         """Have the engine begin with completions of this rank's prompts (there may be none)."""
         sampling = Sampling(
@@ -211,6 +220,7 @@ class Collector:
             stop_token_ids=self._stops,
             seed=seed,
             routing=routing,
+            branches=branches,
         )
         return Asked(prompts, samples, self._engine.begin(prompts, sampling))
 
@@ -260,11 +270,12 @@ class Collector:
             groups.append(Group(prompt, completions, rewards + self._penalty(completions)))
             inclusion.append(pi)
         part = _Part(
-            metadata=_metadata(groups, np.array(inclusion), samples, self._config.rollout.tree, self._world.rank),
+            metadata=metadata_of(groups, np.array(inclusion), samples, self._config.rollout.tree, self._world.rank),
             raw_reward=float(raw),
             negative_logprob=-float(
                 sum(c.logprobs[c.loss_mask].sum(dtype=np.float64) for g in groups for c in g.completions)
             ),
+            unique_tokens=sum(unique_tokens(group.completions, self._branches) for group in groups),
             correct=correct,
             truncated=truncated,
             failed_weight=float(sum(1.0 / pi for pi in failed)),
@@ -314,25 +325,12 @@ class Collector:
             "rollout/truncated_ratio": sum(p.truncated for p in parts) / count,
             "rollout/zero_std/ratio": float((rewards == rewards[:, :1]).all(axis=1).sum()) / max(len(rewards), 1),
             "rollout/generated_tokens": sampled,
+            "rollout/unique_tokens": float(sum(p.unique_tokens for p in parts)),
             "rollout/entropy": sum(p.negative_logprob for p in parts) / max(sampled, 1.0),
             "rollout/dropped_groups": float(sum(p.failed_groups for p in parts)),
             "reward/timeouts": float(sum(p.timeouts for p in parts)),
             "reward/errors": float(sum(p.errors for p in parts)),
         }
-
-
-def staleness(metadata: StepMetadata, version: int) -> dict[str, float]:
-    """How much older than ``version`` the weights are that rolled out a step.
-
-    Returns:
-        ``rollout/stale_tokens``, the share of tokens in completions that older weights have made, if only in part; and
-        ``rollout/version_lag``, the mean over completions of how many versions older the oldest of these weights are.
-    """
-    lag, lengths = version - metadata.versions, metadata.sampled_lengths
-    return {
-        "rollout/stale_tokens": float(lengths[lag != 0].sum()) / max(float(lengths.sum()), 1.0),
-        "rollout/version_lag": float(lag.sum()) / max(np.size(lag), 1),
-    }
 
 
 def _window_left(window: int, parts: Sequence[_Part]) -> float:
@@ -345,49 +343,3 @@ def _window_left(window: int, parts: Sequence[_Part]) -> float:
         return float(window)
     left = sum(float((1.0 / part.metadata.prompt_inclusion).sum()) for part in parts)
     return window * left / (left + failed)
-
-
-def _metadata(
-    groups: Sequence[Group], inclusion: np.ndarray, samples: int, tree: TreeConfig | None, owner: int
-) -> StepMetadata:
-    shape = (len(groups), samples)
-    forks = no_forks(shape)
-    if tree is not None:
-        forks = np.array([[_forks(c) for c in g.completions] for g in groups], FORK).reshape(*shape, len(tree.branches))
-    return StepMetadata(
-        prompt_ids=np.array([g.prompt.id for g in groups], np.int64),
-        prompt_inclusion=inclusion.astype(np.float64),
-        prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups], np.int64),
-        response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups], np.int64).reshape(shape),
-        shared_lengths=np.array(
-            [shared_lengths(len(g.prompt.token_ids), g.completions) for g in groups], np.int64
-        ).reshape(shape),
-        sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups], np.int64).reshape(shape),
-        rewards=np.array([g.rewards for g in groups], np.float64).reshape(shape),
-        score_norms=np.array([[_score_norm(c) for c in g.completions] for g in groups], np.float64).reshape(shape),
-        forks=forks,
-        versions=np.array([[c.oldest_version for c in g.completions] for g in groups], np.int64).reshape(shape),
-        owners=np.full(len(groups), owner, np.int64),
-        window=0.0,
-    )
-
-
-def _score_norm(completion: Completion, tokens: slice = slice(None)) -> float:
-    """√Σ_t (1 − p_t)² over some of the tokens, a proxy for the norm of their score that costs nothing."""
-    sampled = completion.logprobs[tokens][completion.loss_mask[tokens]]
-    return float(np.linalg.norm(-np.expm1(sampled.astype(np.float64))))
-
-
-def _forks(completion: Completion) -> list[tuple[int, float, float, float]]:
-    """A row of ``FORK`` for each level of a tree."""
-    weights = completion.fork_weights or (1.0,) * len(completion.forks)
-    segments = map(slice, completion.forks, (*completion.forks[1:], len(completion.token_ids)))
-    return [
-        (
-            tokens.start,
-            _score_norm(completion, tokens),
-            float(completion.logprobs[tokens].sum(dtype=np.float64)),
-            weight,
-        )
-        for tokens, weight in zip(segments, weights, strict=True)
-    ]

@@ -107,6 +107,30 @@ def _routing(of_turns: Sequence[Routing]) -> Routing | None:
     return np.concatenate([table[start:] for table, start in zip(of_turns, read, strict=False)])
 
 
+def beginning(completion: Completion, length: int, read: int) -> Completion:
+    """The first ``length`` tokens of a completion, as one that was cut off there.
+
+    Args:
+        completion: that is longer.
+        length: of what is left of it.
+        read: of how many tokens, the prompt's included, the routing is kept.
+    """
+    spans: list[VersionSpan] = []
+    left = length
+    for span in completion.versions:
+        if left > 0:
+            spans.append(VersionSpan(span.version, min(span.count, left)))
+            left -= span.count
+    return Completion(
+        token_ids=completion.token_ids[:length],
+        logprobs=completion.logprobs[:length],
+        loss_mask=completion.loss_mask[:length],
+        versions=tuple(spans),
+        finish_reason="length",
+        routing=None if completion.routing is None else completion.routing[:read],
+    )
+
+
 def completed(returned: Completion | Sequence[Turn], prompt: Prompt, generated: Generated, limit: int) -> Completion:
     """The completion of a conversation, cut off at ``limit`` tokens.
 
@@ -131,7 +155,9 @@ def completed(returned: Completion | Sequence[Turn], prompt: Prompt, generated: 
         loss_mask=np.asarray(returned.loss_mask, bool),
     )
     _check(whole, limit)
-    return _cut(whole, limit, len(prompt.token_ids))
+    if len(whole.token_ids) <= limit:
+        return whole
+    return beginning(whole, limit, read=len(prompt.token_ids) + limit - 1)
 
 
 def _check_contexts(turns: Sequence[Turn], prompt: Prompt, generated: Generated) -> None:
@@ -163,25 +189,6 @@ def _check(completion: Completion, limit: int) -> None:
         raise UnusableError("returned log-probabilities of sampled tokens that are not finite")
     if (count := sum(span.count for span in completion.versions)) != length:
         raise UnusableError(f"returned the versions of {count} tokens for a response of {length}")
-
-
-def _cut(completion: Completion, limit: int, prompt: int) -> Completion:
-    if len(completion.token_ids) <= limit:
-        return completion
-    spans: list[VersionSpan] = []
-    left = limit
-    for span in completion.versions:
-        if left > 0:
-            spans.append(VersionSpan(span.version, min(span.count, left)))
-            left -= span.count
-    return Completion(
-        token_ids=completion.token_ids[:limit],
-        logprobs=completion.logprobs[:limit],
-        loss_mask=completion.loss_mask[:limit],
-        versions=tuple(spans),
-        finish_reason="length",
-        routing=None if completion.routing is None else completion.routing[: prompt + limit - 1],
-    )
 
 
 def _given(token_ids: Sequence[int] | NDArray[np.integer]) -> Completion:

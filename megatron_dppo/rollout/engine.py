@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from megatron_dppo.bridge.stream import Consumers
+from megatron_dppo.config.rollout import BranchConfig
 from megatron_dppo.rl.types import Completion, Prompt, RoutingShape
 
 Bucket = Mapping[str, torch.Tensor]
@@ -35,6 +36,9 @@ class Sampling:
     """Sampling of a completion is a function of (seed, prompt id, sample), where the engine can be seeded."""
     routing: RoutingShape | None = None
     """Of what the engine is to say about its choice of experts; None: nothing."""
+    branches: tuple[BranchConfig, ...] = ()
+    """Where completions fork, level by level: the ``samples`` are then the leaves of a tree (see ``rollout/tree.py``).
+    None: each is sampled by itself."""
 
     def seed_at(self, *place: int) -> int:
         """A seed of 31 bits for one place of what is sampled: a prompt's id, a number of a completion, and so on."""

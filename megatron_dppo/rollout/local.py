@@ -22,6 +22,10 @@ from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
 from megatron_dppo.rollout.cache import Departure, RolloutCache
 from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling, WeightSource
 from megatron_dppo.rollout.routers import Routers
+from megatron_dppo.rollout.tree import Entropies, Stem, TreePath, forks_of, grown, leaves_of, root_of, wants_entropies
+
+Part = tuple[Completion, Entropies | None]
+"""What was decoded after a stem, and where they are asked for the entropies of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,43 +145,70 @@ class LocalEngine(RolloutEngine[Generated]):
             raise UserError("rollout.max_batch", self._max_batch, problem, f"Set it to {sampling.samples} or more")
         if empty := [prompt.id for prompt in prompts if not len(prompt.token_ids)]:
             raise ValueError(f"Prompts without a token cannot be continued: {empty}.")
-        groups: Completions = [()] * len(prompts)
-        for batch in _batches([len(prompt.token_ids) for prompt in prompts], self._max_batch // sampling.samples):
-            decoded = self._decode([prompts[index] for index in batch], sampling, version)
+        return self._grow(prompts, sampling, version)
+
+    def _grow(self, prompts: Sequence[Prompt], sampling: Sampling, version: int) -> Completions:
+        """The groups, level by level: what begins at the prompts, then what continues after the forks of a level."""
+        branches = sampling.branches
+        trees: list[list[TreePath]] = [[] for _ in prompts]
+        roots = [root_of(prompt, sampling.samples, branches) for prompt in prompts]
+        stems = list(zip(trees, roots, strict=True))
+        for level in range(len(branches) + 1):
+            now = [(tree, stem) for tree, stem in stems if len(stem.forks) == level]
+            every = self._continue([stem for _, stem in now], sampling, version)
+            for (tree, stem), parts in zip(now, every, strict=True):
+                for slot, (part, entropies) in zip(stem.slots, parts, strict=True):
+                    tree.append(path := grown(stem, slot, part, entropies, branches))
+                    stems += [(tree, fork) for fork in forks_of(path, branches)]
+        return [leaves_of(tree, branches) for tree in trees]
+
+    def _continue(self, stems: Sequence[Stem], sampling: Sampling, version: int) -> list[list[Part]]:
+        """Continuations of stems that have equally many of them each."""
+        parts: list[list[Part]] = [[]] * len(stems)
+        each = len(stems[0].slots) if stems else 1
+        for batch in _batches([len(stem.token_ids) for stem in stems], self._max_batch // each):
+            decoded = self._decode([stems[index] for index in batch], sampling, version)
             for index, group in zip(batch, decoded, strict=True):
-                groups[index] = group
-        return groups
+                parts[index] = group
+        return parts
 
     @torch.inference_mode()
-    def _decode(self, prompts: Sequence[Prompt], sampling: Sampling, version: int) -> list[tuple[Completion, ...]]:
-        """The groups of one batch, decoded together.
+    def _decode(self, stems: Sequence[Stem], sampling: Sampling, version: int) -> list[list[Part]]:
+        """The continuations of one batch, decoded together.
 
-        ``tokens``, ``logprobs``, ``lengths`` and ``stopped`` have a row per completion. All else shrinks as completions
-        end, ``rows`` saying which completion stands where.
+        ``tokens``, ``logprobs``, ``entropies``, ``lengths`` and ``stopped`` have a row per completion. All else shrinks
+        as completions end, ``rows`` saying which completion stands where.
         """
-        count, limit = len(prompts) * sampling.samples, sampling.max_tokens
-        uniforms = torch.from_numpy(_uniforms(prompts, sampling)).to(self._device)
+        samples = len(stems[0].slots)
+        limits = [sampling.max_tokens - stem.length for stem in stems]
+        count, limit = len(stems) * samples, max(limits)
+        uniforms = torch.from_numpy(_uniforms(stems, sampling, limit)).to(self._device)
         stop = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=self._device)
         tokens = torch.zeros(count, limit, dtype=torch.int64, device=self._device)
         logprobs = torch.zeros(count, limit, dtype=torch.float32, device=self._device)
-        lengths = torch.full((count,), limit, device=self._device)
+        entropies = torch.zeros_like(logprobs) if wants_entropies(sampling.branches) else None
+        lengths = torch.tensor(limits, device=self._device).repeat_interleave(samples)
         stopped = torch.zeros(count, dtype=torch.bool, device=self._device)
 
-        record = self._routers.listen(sampling, prompts)
-        logits, cache, masks, positions = self._prefill(prompts, sampling)
+        record = self._routers.listen(sampling.routing, [len(stem.token_ids) for stem in stems], samples, limit)
+        logits, cache, masks, positions = self._prefill(stems, limit)
         if record is not None:
             record.prefilled()
         rows = torch.arange(count, device=self._device)
         for step in range(limit):
             drawn, drawn_logprobs = draw_tokens(logits, uniforms[rows, step], sampling.temperature)
             tokens[rows, step], logprobs[rows, step] = drawn, drawn_logprobs
-            leaves = torch.isin(drawn, stop)
+            if entropies is not None:
+                entropies[rows, step] = entropies_of(logits, sampling.temperature)
+            ends = torch.isin(drawn, stop)
+            stopped[rows[ends]] = True
+            leaves = ends | (lengths[rows] == step + 1)
             if leaves.any():
-                lengths[rows[leaves]], stopped[rows[leaves]] = step + 1, True
+                lengths[rows[leaves]] = step + 1
                 departure = Departure.of(leaves)
                 rows, drawn, masks, positions = map(departure.apply, (rows, drawn, masks, positions))
                 cache.depart(departure)
-            if step + 1 == limit or not len(rows):
+            if not len(rows):
                 break
             logits = self._model(
                 input_ids=drawn[:, None],
@@ -192,34 +223,36 @@ class LocalEngine(RolloutEngine[Generated]):
                 record.read(rows, step)
         if not torch.isfinite(logprobs).all():
             raise RuntimeError(f"The weights of version {version} give log-probabilities that are not finite.")
-        return _groups(
+        parts = _cut_to_length(
             tokens.to(torch.int32).cpu().numpy(),
             logprobs.cpu().numpy(),
+            entropies.cpu().numpy() if entropies is not None else [None] * count,
             lengths.tolist(),
             stopped.tolist(),
             record.of_rows(lengths.tolist()) if record is not None else [None] * count,
             version=version,
-            samples=sampling.samples,
         )
+        return [parts[start : start + samples] for start in range(0, count, samples)]
 
     def _prefill(
-        self, prompts: Sequence[Prompt], sampling: Sampling
+        self, stems: Sequence[Stem], limit: int
     ) -> tuple[torch.Tensor, RolloutCache, torch.Tensor, torch.Tensor]:
-        """Run every prompt once, padded on the left, and repeat what follows from it for each sample.
+        """Run every stem once, padded on the left, and repeat what follows from it for each of its continuations.
 
         Returns:
-            the next token's logits, [rows, vocabulary]; the cache; the additive attention masks, [rows, capacity]; and
-            the positions of the next tokens, [rows, 1].
+            the next token's logits, [rows, vocabulary]; the cache, which has room for ``limit`` more tokens; the
+            additive attention masks, [rows, capacity]; and the positions of the next tokens, [rows, 1].
         """
-        width = max(len(prompt.token_ids) for prompt in prompts)
-        ids = np.zeros((len(prompts), width), dtype=np.int64)
-        real = np.zeros((len(prompts), width), dtype=bool)
-        for row, prompt in enumerate(prompts):
-            start = width - len(prompt.token_ids)
-            ids[row, start:], real[row, start:] = prompt.token_ids, True
+        each, samples = [stem.token_ids for stem in stems], len(stems[0].slots)
+        width = max(map(len, each))
+        ids = np.zeros((len(stems), width), dtype=np.int64)
+        real = np.zeros((len(stems), width), dtype=bool)
+        for row, token_ids in enumerate(each):
+            start = width - len(token_ids)
+            ids[row, start:], real[row, start:] = token_ids, True
         attended = torch.from_numpy(real).to(self._device)
-        capacity = width + sampling.max_tokens - 1  # the last token is sampled but never read
-        cache = RolloutCache(self._model.config.num_hidden_layers, sampling.samples, capacity)
+        capacity = width + limit - 1  # the last token is sampled but never read
+        cache = RolloutCache(self._model.config.num_hidden_layers, samples, capacity)
         logits = self._model(
             input_ids=torch.from_numpy(ids).to(self._device),
             attention_mask=attended,
@@ -228,26 +261,27 @@ class LocalEngine(RolloutEngine[Generated]):
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        masks = torch.zeros(len(prompts), capacity, dtype=self._model.dtype, device=self._device)
+        masks = torch.zeros(len(stems), capacity, dtype=self._model.dtype, device=self._device)
         masks[:, :width].masked_fill_(~attended, float("-inf"))
-        each = (logits, masks, attended.sum(dim=-1, keepdim=True))
-        logits, masks, positions = (tensor.repeat_interleave(sampling.samples, dim=0) for tensor in each)
+        once = (logits, masks, attended.sum(dim=-1, keepdim=True))
+        logits, masks, positions = (tensor.repeat_interleave(samples, dim=0) for tensor in once)
         return logits, cache, masks, positions
 
 
-def _groups(
+def _cut_to_length(
     tokens: NDArray[np.int32],
     logprobs: NDArray[np.float32],
+    entropies: Sequence[Entropies | None] | Entropies,
     lengths: Sequence[int],
     stopped: Sequence[bool],
     routing: Sequence[Routing | None],
     *,
     version: int,
-    samples: int,
-) -> list[tuple[Completion, ...]]:
-    """Cut rows ([rows, max_tokens]) to their lengths, and put ``samples`` rows in a group."""
-    completions = [
-        Completion(
+) -> list[Part]:
+    """What was decoded in rows ([rows, most tokens]) of these lengths."""
+    parts: list[Part] = []
+    for row, (length, ended, table) in enumerate(zip(lengths, stopped, routing, strict=True)):
+        part = Completion(
             token_ids=tokens[row, :length].copy(),
             logprobs=logprobs[row, :length].copy(),
             loss_mask=np.ones(length, bool),
@@ -255,9 +289,9 @@ def _groups(
             finish_reason="stop" if ended else "length",
             routing=table,
         )
-        for row, (length, ended, table) in enumerate(zip(lengths, stopped, routing, strict=True))
-    ]
-    return [tuple(completions[start : start + samples]) for start in range(0, len(completions), samples)]
+        own = entropies[row]
+        parts.append((part, None if own is None else own[:length].copy()))
+    return parts
 
 
 def _empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -304,18 +338,19 @@ def _batches(lengths: Sequence[int], groups: int) -> list[list[int]]:
     return [part.tolist() for part in np.array_split(np.array(order, dtype=np.int64), count)] if order else []
 
 
-def _uniforms(prompts: Sequence[Prompt], sampling: Sampling) -> NDArray[np.float64]:
-    """[prompts · samples, max_tokens]; nothing is drawn for greedy decoding."""
-    count = sampling.max_tokens
+def _uniforms(stems: Sequence[Stem], sampling: Sampling, limit: int) -> NDArray[np.float64]:
+    """[rows, limit], of the continuations of each stem in turn. Nothing is drawn for greedy decoding.
+
+    A token's uniform is that of its leaf and its place in the response, also where its path began after a fork.
+    """
+    uniforms = np.zeros((sum(len(stem.slots) for stem in stems), limit))
     if sampling.temperature == 0:
-        return np.zeros((len(prompts) * sampling.samples, count))
-    return np.stack(
-        [
-            completion_uniforms(sampling.seed, prompt.id, sample, count)
-            for prompt in prompts
-            for sample in range(sampling.samples)
-        ]
-    )
+        return uniforms
+    each = [(stem, slot) for stem in stems for slot in stem.slots]
+    for row, (stem, slot) in zip(uniforms, each, strict=True):
+        own = completion_uniforms(sampling.seed, stem.prompt.id, slot, sampling.max_tokens)
+        row[: sampling.max_tokens - stem.length] = own[stem.length :]
+    return uniforms
 
 
 def completion_uniforms(seed: int, prompt_id: int, sample: int, count: int) -> NDArray[np.float64]:
@@ -353,3 +388,9 @@ def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     else:
         tokens = logits.argmax(dim=-1, keepdim=True)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+
+
+def entropies_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[rows] fp32, nats, of the distributions that :func:`draw_tokens` draws from; logits are [rows, vocabulary]."""
+    logits = logits.float()
+    return torch.special.entr(torch.softmax(logits / temperature if temperature > 0 else logits, dim=-1)).sum(dim=-1)

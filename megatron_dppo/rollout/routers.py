@@ -9,8 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from megatron_dppo.rl.types import Prompt, Routing, RoutingShape
-from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rl.types import Routing, RoutingShape
 
 
 class Routers:
@@ -26,10 +25,19 @@ class Routers:
         if self._heard is not None:
             self._heard.append(output[2])
 
-    def listen(self, sampling: Sampling, prompts: Sequence[Prompt]) -> RoutingRecord | None:
-        """Begin to record the batch that is decoded next; None if its routing is not asked for."""
-        self._heard = None if sampling.routing is None else []
-        return None if sampling.routing is None else RoutingRecord(self, sampling.routing, sampling, prompts)
+    def listen(
+        self, shape: RoutingShape | None, lengths: Sequence[int], samples: int, limit: int
+    ) -> RoutingRecord | None:
+        """Begin to record the batch that is decoded next; None if its routing is not asked for.
+
+        Args:
+            shape: of the routing that is asked for.
+            lengths: of what is prefilled.
+            samples: completions of each.
+            limit: most tokens of one of them.
+        """
+        self._heard = None if shape is None else []
+        return None if shape is None else RoutingRecord(self, shape, lengths, samples, limit)
 
     def take(self) -> torch.Tensor:
         """[tokens, layers, k] int16, of the forward since the last call."""
@@ -42,10 +50,9 @@ class Routers:
 class RoutingRecord:
     """The routing of a batch of completions, [rows, tokens], of prompts that are padded on the left."""
 
-    def __init__(self, routers: Routers, shape: RoutingShape, sampling: Sampling, prompts: Sequence[Prompt]) -> None:
-        self._routers, self._shape, self._samples = routers, shape, sampling.samples
-        self._lengths = [len(prompt.token_ids) for prompt in prompts]
-        self._limit = sampling.max_tokens
+    def __init__(self, routers: Routers, shape: RoutingShape, lengths: Sequence[int], samples: int, limit: int) -> None:
+        self._routers, self._shape = routers, shape
+        self._lengths, self._samples, self._limit = lengths, samples, limit
         self._read: torch.Tensor
         self._of_prompts: np.ndarray
 

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_dppo.config import Config, RolloutConfig, replace
 from megatron_dppo.rl import plan as planning
+from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
@@ -43,6 +44,7 @@ def metadata_of(given: Forests, groups: slice = slice(None)) -> StepMetadata:
         prompt_inclusion=np.ones(count),
         prompt_lengths=np.full(count, 2),
         response_lengths=given.lengths[groups],
+        shared_lengths=prompts_shared(np.full(count, 2), given.lengths.shape[1]),
         sampled_lengths=given.lengths[groups],
         rewards=given.rewards[groups],
         score_norms=norms[groups],

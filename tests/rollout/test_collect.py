@@ -18,7 +18,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt, RoutingShape, Score, Selection, StepMetadata, VersionSpan
-from megatron_dppo.rollout.collect import Collected, Collector, staleness
+from megatron_dppo.rollout.collect import Collected, Collector
+from megatron_dppo.rollout.metadata import staleness
 from megatron_dppo.rollout.engine import Completions, Sampling
 from tests.rollout.scripted import (
     FAILING,
@@ -114,6 +115,20 @@ def test_what_the_policy_was_given_is_part_of_the_response_and_of_no_figure_of_w
     assert result.metadata.score_norms[0] == pytest.approx([math.sqrt(6) / 2, math.sqrt(8) / 2, math.sqrt(8) / 2])
     assert result.metrics["rollout/generated_tokens"] == 6 + 8 + 8
     assert result.metrics["rollout/entropy"] == pytest.approx(math.log(2))
+
+
+def test_trees_are_grown_for_training_alone_and_what_their_leaves_share_counts_once(bench: Bench) -> None:
+    tree = TreeConfig(roots=2, branches=(BranchConfig(at=3),))
+    config = collect_config()
+    config = replace(config, rollout=replace(config.rollout, samples_per_prompt=4, tree=tree))
+    ended = Said("score 1", forks=(8,))
+    script = {4: [Said("score 1", forks=(3,)), Said("score 0", forks=(3,)), ended, ended]}
+    collector = bench.collector(script, config)
+    result = collect(collector, pool_of(10), Selection(np.array([4]), np.ones(1), 1), step=4)
+    assert result.metrics["rollout/generated_tokens"] == 4 * 8
+    assert result.metrics["rollout/unique_tokens"] == 8 + (8 - 3) + 8
+    collector.ask([pool_of(10)[4]], samples=4, temperature=1.0, seed=1)
+    assert [sampling.branches for _, sampling in bench.engine.asked] == [tree.branches, ()]
 
 
 def test_what_is_left_stands_for_its_share_of_the_window_by_inverse_probabilities(bench: Bench) -> None:
@@ -244,6 +259,7 @@ def test_metrics_of_a_step_written_out(bench: Bench) -> None:
         "rollout/truncated_ratio": pytest.approx(1 / 6),
         "rollout/zero_std/ratio": 1 / 2,
         "rollout/generated_tokens": 61.0,
+        "rollout/unique_tokens": 61.0,
         "rollout/dropped_groups": 0.0,
         "reward/timeouts": 0.0,
         "reward/errors": 0.0,

@@ -25,6 +25,7 @@ class Hears(SglangClient):
 
     routed: np.ndarray | None = None
     """int32, what it says of its experts."""
+    likeliest: list[list[list[Any]]] | None = None
 
     async def get(self, path: str, **named: Any) -> Any:
         facts = {"enable_deterministic_inference": True, "model_path": "/m", "weight_version": "1", "tp_size": 1}
@@ -35,6 +36,8 @@ class Hears(SglangClient):
         meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 7]], "weight_version": "1"}
         if self.routed is not None:
             meta["routed_experts"] = base64.b64encode(self.routed.tobytes()).decode()
+        if self.likeliest is not None:
+            meta["output_top_logprobs"] = self.likeliest
         return [{"output_ids": [7], "meta_info": meta}] * len(body["input_ids"])
 
 
@@ -59,6 +62,18 @@ def test_the_experts_of_all_tokens_but_the_last_come_with_an_answer(http: Http) 
     np.testing.assert_array_equal(piece.routing, api.routed)
     http.run(api.generate(replace(request, routing=None), timeout_s=1.0))
     assert "return_routed_experts" not in api.body
+
+
+def test_entropies_are_made_of_the_likeliest_tokens_that_are_asked_for(http: Http) -> None:
+    api, request = Hears("http://127.0.0.1:1", http), GenerateRequest([3, 4], 1, 8, 1.0, (), seed=1, entropies=True)
+    with pytest.raises(ServerError, match="1 tokens, and the likeliest ones of 0"):
+        http.run(api.generate(request, timeout_s=1.0))
+    api.likeliest = [[[float(np.log(share)), token, None] for token, share in enumerate((0.5, 0.25))]]
+    (piece,) = http.run(api.generate(request, timeout_s=1.0))
+    assert api.body["top_logprobs_num"] == 20
+    assert piece.entropies == pytest.approx([1.5 * np.log(2)])
+    http.run(api.generate(replace(request, entropies=False), timeout_s=1.0))
+    assert "top_logprobs_num" not in api.body
 
 
 def test_a_server_that_does_not_tell_its_experts_is_refused_by_name(http: Http) -> None:

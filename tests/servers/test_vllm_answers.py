@@ -134,6 +134,21 @@ def test_the_experts_of_all_tokens_but_the_last_come_with_an_answer(api: VllmCli
     assert api._result(CHOICE, ROUTED).routing is None, "its continuation will say it"
 
 
+def test_entropies_do_not_depend_on_the_token_that_was_drawn(api: VllmClient) -> None:
+    """vLLM names twenty tokens: the drawn one, and all of the likeliest but the last where the drawn one is not one."""
+    shares = np.array([0.4 * 0.6**rank for rank in range(30)])
+    pieces = []
+    for drawn in (0, 7, 19, 20, 29):
+        named = list(dict.fromkeys([drawn, *range(20)]))[:20]
+        top = [{"token_id": token, "logprob": float(np.log(shares[token]))} for token in named]
+        entry = {"logprob": float(np.log(shares[drawn])), "top_logprobs": top}
+        pieces.append(api._result(CHOICE | {"logprobs": {"content": [entry] * 3}}, replace(REQUEST, entropies=True)))
+    known = np.append(shares[:19], 1.0 - shares[:19].sum())
+    for piece in pieces:
+        assert piece.entropies == pytest.approx([-np.sum(known * np.log(known))] * 3, abs=1e-12)
+    assert api._result(CHOICE, REQUEST).entropies is None
+
+
 def test_a_server_says_whether_it_tells_its_experts(http: Http, api: VllmClient, said: dict[str, Any]) -> None:
     assert not http.run(api.info()).routing
     api._known_config = said["/server_info"]["vllm_config"] | {

@@ -30,6 +30,9 @@ INCOMPLETE = "incomplete"
 """Version of a server between the beginning and the end of an update: it may hold weights of two."""
 ROUTING_FLAG = "--enable-return-routed-experts"
 """What SGLang and vLLM alike are started with to say which experts they chose."""
+TOP_LOGPROBS = 20
+"""Of how many tokens a server tells the log-probabilities where entropies are asked for: as many as vLLM does unless it
+is told otherwise."""
 ADAPTER = "policy"
 """Name of a run's adapter at the servers."""
 CONTROL_S = 30.0
@@ -79,6 +82,8 @@ class GenerateRequest:
     """Used where the server takes seeds. Whether the same seed gives the same completion depends on the server."""
     routing: RoutingShape | None = None
     """Of what the server is to say about its choice of experts; None: nothing."""
+    entropies: bool = False
+    """Whether it is to tell enough of each token's distribution for :func:`least_entropies`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,8 @@ class GenerateResult:
     reason: Literal["stop", "length", "abort"]
     routing: Routing | None = None
     """[P + L − 1, layers, k], of the request's tokens and its own but for the last."""
+    entropies: NDArray[np.float64] | None = None
+    """[L], see :func:`least_entropies`; None where they were not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,26 @@ class Manifest:
             dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
             shapes=[list(tensor.shape) for tensor in tensors.values()],
         )
+
+
+def least_entropies(top: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    """Entropies of distributions of which the likeliest tokens are known, with all others as one.
+
+    That is less than the true entropy by what the others' would be among themselves. It depends on the tokens before
+    alone, which a fork wants, and not on the token that was drawn.
+
+    Args:
+        top: [L][k], log-probabilities of each position's k likeliest tokens.
+
+    Returns:
+        [L], nats.
+    """
+    if not top:
+        return np.zeros(0)
+    likeliest = np.exp(np.array(top, np.float64))
+    others = np.maximum(1.0 - likeliest.sum(axis=1, keepdims=True), 0.0)
+    shares = np.concatenate([likeliest, others], axis=1)
+    return -np.sum(shares * np.log(np.where(shares > 0.0, shares, 1.0)), axis=1)
 
 
 def ask_all(

@@ -4,6 +4,9 @@ Everything here runs in the HTTP thread but :class:`Batch`, which the main threa
 all its samples. A request that a server breaks off is sent again to another one, whole. A request that a server aborts
 is continued from the tokens that it gave. No group is left out because it is slow: slow ones are the long ones, and
 without them the gradient would be biased.
+
+Where completions fork (``Sampling.branches``), a prompt is one request for all paths that begin there, and each of
+their forks another one, as soon as they have ended: no prompt waits for another.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.conversation import joined
@@ -24,6 +29,17 @@ from megatron_dppo.rollout.engine import Completions, Sampling
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.conversations import ConversationError, Conversations, completion_of
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable
+from megatron_dppo.rollout.tree import (
+    Branches,
+    Entropies,
+    Stem,
+    TreePath,
+    forks_of,
+    grown,
+    leaves_of,
+    root_of,
+    wants_entropies,
+)
 
 PROBE_S = 5.0
 """How long a server, whose connection broke, may take to say that it lives."""
@@ -44,17 +60,36 @@ class PromptFailedError(Exception):
 class PartialCompletion:
     """A completion of which some tokens are there."""
 
+    stem: Stem
+    """What it began with."""
+    slot: int
+    """Of the stem's."""
     parts: list[Completion] = field(default_factory=list)
-    """As servers gave them, in order."""
+    """What servers gave after that, in order."""
+    entropies: list[Entropies] = field(default_factory=list)
+    """Of the parts, where they are asked for."""
+    server: ServerClient | None = None
+    """That gave the last part, or before there is one the stem, which is in its cache; None: no server has."""
     ended: bool = False
 
     @property
     def token_ids(self) -> list[int]:
-        return [token for part in self.parts for token in part.token_ids.tolist()]
+        """Of the prompt and of the response so far."""
+        return [*self.stem.token_ids.tolist(), *(token for part in self.parts for token in part.token_ids.tolist())]
 
     @property
     def length(self) -> int:
-        return sum(len(part.token_ids) for part in self.parts)
+        """Tokens of the response."""
+        return self.stem.length + sum(len(part.token_ids) for part in self.parts)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it has no tokens but its stem's, which others begin with, too."""
+        return self.length == self.stem.length
+
+    def path(self, branches: Branches) -> TreePath:
+        entropies = np.concatenate(self.entropies) if self.entropies else None
+        return grown(self.stem, self.slot, joined(self.parts), entropies, branches)
 
 
 class Batch:
@@ -64,10 +99,11 @@ class Batch:
         self.prompts, self.sampling = prompts, sampling
         self.oldest = oldest
         """Version before which no token may have been made."""
-        self.samples = [[PartialCompletion() for _ in range(sampling.samples)] for _ in prompts]
+        self.paths: list[list[TreePath]] = [[] for _ in prompts]
+        """Those of each prompt that have ended."""
         self.finished = 0
         self.progressed = time.monotonic()
-        """When the last prompt was finished."""
+        """When the last prompt was finished, or a path of it."""
         self.error: Exception | None = None
         """Why it will never be finished."""
         self._over = threading.Event()
@@ -81,11 +117,21 @@ class Batch:
         self._over.wait(seconds)
 
     def groups(self) -> Completions:
-        return [tuple(joined(sample.parts) for sample in group) for group in self.samples]
+        return [leaves_of(paths, self.sampling.branches) for paths in self.paths]
 
-    def one_finished(self) -> None:
-        self.finished += 1
+    def some_ended(self, index: int, samples: Sequence[PartialCompletion]) -> list[list[PartialCompletion]]:
+        """Samples of a prompt have ended.
+
+        Returns:
+            what is to be continued after their forks: for each fork, samples that have the same tokens so far.
+        """
         self.progressed = time.monotonic()
+        continued = []
+        for sample in samples:
+            self.paths[index].append(path := sample.path(self.sampling.branches))
+            for stem in forks_of(path, self.sampling.branches):
+                continued.append([PartialCompletion(stem, slot, server=sample.server) for slot in stem.slots])
+        return continued
 
     def over(self, error: Exception | None) -> None:
         self.error = self.error or error
@@ -161,23 +207,23 @@ class Dispatcher:
         self._wake()
 
     async def _run(self, batch: Batch) -> None:
-        tasks = [asyncio.create_task(self._prompt(batch, index)) for index in range(len(batch.prompts))]
-        try:
-            await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            raise
+        await _all(self._prompt(batch, index) for index in range(len(batch.prompts)))
 
     async def _prompt(self, batch: Batch, index: int) -> None:
         """See one prompt through."""
+        stem = root_of(batch.prompts[index], batch.sampling.samples, batch.sampling.branches)
+        await self._samples(batch, index, [PartialCompletion(stem, slot) for slot in stem.slots])
+        batch.finished += 1
+
+    async def _samples(self, batch: Batch, index: int, samples: Sequence[PartialCompletion]) -> None:
+        """See samples through that have one stem, and what continues after their forks."""
         prompt, attempt, last = batch.prompts[index], 0, ""
         failed: set[ServerClient] = set()
-        while open_samples := [sample for sample in batch.samples[index] if not sample.ended]:
+        while open_samples := [sample for sample in samples if not sample.ended]:
             if attempt >= self._attempts:
                 raise PromptFailedError(f"prompt {prompt.id} was asked {attempt} times, the last time {last}")
-            fresh = [sample for sample in open_samples if not sample.length]
-            parts = [[sample] for sample in open_samples if sample.length] + ([fresh] if fresh else [])
+            fresh = [sample for sample in open_samples if sample.fresh]
+            parts = [[sample] for sample in open_samples if not sample.fresh] + ([fresh] if fresh else [])
             before = sum(sample.length for sample in open_samples)
             results = await asyncio.gather(*(self._part(batch, index, part, attempt, failed) for part in parts))
             if failures := [failure for failure in results if failure]:
@@ -186,7 +232,7 @@ class Dispatcher:
             others = bool(failures) and not failed >= set(self._asked)
             if sum(sample.length for sample in open_samples) == before and not others:
                 await asyncio.sleep(PAUSE_S)  # whoever could be asked has just failed, or is paused and aborts all
-        batch.one_finished()
+        await _all(self._samples(batch, index, each) for each in batch.some_ended(index, samples))
 
     async def _part(
         self, batch: Batch, index: int, samples: Sequence[PartialCompletion], attempt: int, failed: set[ServerClient]
@@ -199,14 +245,14 @@ class Dispatcher:
         Returns:
             None, or why it has to be asked again.
         """
-        client = await self._least_busy(failed)
+        client = await self._server(failed, samples[0].server if samples[0].fresh else None)
         read_versions = partial(self._spans, client, batch.oldest)
         answer: Coroutine[Any, Any, Sequence[GenerateResult | Completion]]
         if self._conversations is not None:
             sampling = replace(batch.sampling, samples=len(samples))
             answer = self._conversations(client, batch.prompts[index], sampling, read_versions)
         else:
-            answer = client.generate(self._request(batch, index, samples, attempt), timeout_s=self._timeout_s)
+            answer = client.generate(self._request(batch, samples, attempt), timeout_s=self._timeout_s)
         asked = self._asked[client]
         task: asyncio.Task[Sequence[GenerateResult | Completion]] = asyncio.create_task(readable(client.url, answer))
         asked.add(task)
@@ -230,22 +276,25 @@ class Dispatcher:
         self._failures[client] = 0
         for sample, result, part in zip(samples, results, parts, strict=True):
             sample.parts.append(part)
+            sample.server = client
+            if isinstance(result, GenerateResult) and result.entropies is not None:
+                sample.entropies.append(result.entropies)
             aborted = isinstance(result, GenerateResult) and result.reason == "abort"
             sample.ended = not aborted or sample.length == batch.sampling.max_tokens
         return None
 
-    def _request(self, batch: Batch, index: int, samples: Sequence[PartialCompletion], attempt: int) -> GenerateRequest:
-        prompt, sampling = batch.prompts[index], batch.sampling
-        made, which = samples[0].token_ids, batch.samples[index].index(samples[0])
+    def _request(self, batch: Batch, samples: Sequence[PartialCompletion], attempt: int) -> GenerateRequest:
+        sampling, first = batch.sampling, samples[0]
         return GenerateRequest(
-            token_ids=[*prompt.token_ids.tolist(), *made],
+            token_ids=first.token_ids,
             samples=len(samples),
-            max_tokens=sampling.max_tokens - len(made),
+            max_tokens=sampling.max_tokens - first.length,
             temperature=sampling.temperature,
             stop_token_ids=sampling.stop_token_ids,
             # Not the seed of the part before: a generator that begins anew would repeat the luck of its first tokens.
-            seed=sampling.seed_at(prompt.id, which, attempt, len(made)),
+            seed=sampling.seed_at(first.stem.prompt.id, first.slot, attempt, first.length),
             routing=sampling.routing,
+            entropies=wants_entropies(sampling.branches),
         )
 
     def _spans(self, client: ServerClient, oldest: int, versions: Sequence[tuple[str, int]]) -> list[VersionSpan]:
@@ -280,10 +329,13 @@ class Dispatcher:
         for task in self._asked.pop(client):
             task.cancel()
 
-    async def _least_busy(self, avoided: set[ServerClient]) -> ServerClient:
-        """A server with room, as soon as there is one. An avoided one is returned only where there is no other."""
+    async def _server(self, avoided: set[ServerClient], preferred: ServerClient | None) -> ServerClient:
+        """A server with room, as soon as there is one: the preferred one, or else the least busy one. An avoided one is
+        returned only where there is no other."""
         while True:
             clients = [client for client in self._asked if client not in avoided] or list(self._asked)
+            if preferred in clients and len(self._asked[preferred]) < self._max_in_flight:
+                return preferred
             if clients:
                 first = self._first % len(clients)
                 client = min(clients[first:] + clients[:first], key=lambda client: len(self._asked[client]))
@@ -295,6 +347,17 @@ class Dispatcher:
         """Let those look again that wait for room or for a server."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all of it; where one fails, the rest is cancelled."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
 
 
 def _outcome(future: Future[None]) -> Exception | None:

@@ -27,6 +27,7 @@ import numpy as np
 from megatron_dppo.rollout.servers.client import (
     ADAPTER,
     INCOMPLETE,
+    TOP_LOGPROBS,
     WHOLE_DISTRIBUTION,
     GenerateRequest,
     GenerateResult,
@@ -35,6 +36,7 @@ from megatron_dppo.rollout.servers.client import (
     ServerClient,
     ServerInfo,
     WeightGroup,
+    least_entropies,
 )
 from megatron_dppo.rollout.servers.http import ServerError
 
@@ -86,6 +88,8 @@ class SglangClient(ServerClient):
         body: dict[str, Any] = {"return_logprob": True}
         if request.routing is not None:
             body["return_routed_experts"] = True
+        if request.entropies:
+            body["top_logprobs_num"] = TOP_LOGPROBS
         if await self._deterministic():
             body["input_ids"] = [list(request.token_ids)] * request.samples
             body["sampling_params"] = [
@@ -207,6 +211,12 @@ class SglangClient(ServerClient):
         if len(logprobs) != len(tokens) or reason not in ("stop", "length", "abort"):
             said = f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, finish reason {meta['finish_reason']}"
             raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
+        entropies = None
+        if request.entropies:
+            entropies = least_entropies([[entry[0] for entry in top] for top in meta.get("output_top_logprobs") or ()])
+            if len(entropies) != len(tokens):
+                said = f"{len(tokens)} tokens, and the likeliest ones of {len(entropies)}"
+                raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
         told = meta.get("routed_experts")
         routing = None if told is None else np.frombuffer(base64.b64decode(told), np.int32)
@@ -216,6 +226,7 @@ class SglangClient(ServerClient):
             versions=tuple((str(s["version"]), s["end"] - s["start"]) for s in spans if s["end"] > s["start"]),
             reason=reason,
             routing=self.routing(request, len(tokens), reason, routing),
+            entropies=entropies,
         )
 
 

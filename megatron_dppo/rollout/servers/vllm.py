@@ -11,6 +11,7 @@ What has to be known of vLLM:
 - A request whose adapter was loaded with ``load_inplace`` has it read from disk again with every step. So we unload it
   instead, which only forgets the name, and load the next one under that name. That takes the place of the oldest one.
 - Cached prompts are told apart by an adapter's name and path, and not by what it holds.
+- Among the likeliest tokens it names the drawn one first, and then leaves out the last of them if it was not one.
 - On CPU, its checksums of all parameters that are prepacked are those of empty tensors.
 - On CPU, a request with a seed kills the server where one step computes only a part of its prompt.
 """
@@ -20,18 +21,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_dppo.rollout.servers.client import (
     ADAPTER,
     CONTROL_S,
     INCOMPLETE,
+    TOP_LOGPROBS,
     WHOLE_DISTRIBUTION,
     GenerateRequest,
     GenerateResult,
@@ -40,6 +43,7 @@ from megatron_dppo.rollout.servers.client import (
     ServerClient,
     ServerInfo,
     WeightGroup,
+    least_entropies,
 )
 from megatron_dppo.rollout.servers.http import ServerError
 
@@ -157,7 +161,7 @@ class VllmClient(ServerClient):
             "stop_token_ids": list(request.stop_token_ids),
             "ignore_eos": True,
             **WHOLE_DISTRIBUTION,
-            "logprobs": 0,
+            "logprobs": TOP_LOGPROBS if request.entropies else 0,
             "detokenize": False,
         }
         if request.seed is not None and self.seeded:
@@ -317,4 +321,11 @@ class VllmClient(ServerClient):
             versions=tuple((str(span["version"]), count) for span, count in zip(spans, counts, strict=True)),
             reason=reason,
             routing=self.routing(request, len(tokens), reason, routing),
+            entropies=_least_entropies(choice["logprobs"]["content"]) if request.entropies else None,
         )
+
+
+def _least_entropies(content: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
+    """Of all likeliest tokens that are told but the last: whether that one is told depends on the token drawn."""
+    told = [sorted((entry["logprob"] for entry in token["top_logprobs"]), reverse=True) for token in content]
+    return least_entropies([logprobs[: TOP_LOGPROBS - 1] for logprobs in told])

@@ -1,0 +1,80 @@
+"""What the planner has to know of groups: arrays of lengths, rewards and norms, and no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_dppo.config import TreeConfig
+from megatron_dppo.rl.families import shared_lengths
+from megatron_dppo.rl.types import FORK, Completion, Floats, Group, StepMetadata, no_forks
+
+
+def metadata_of(
+    groups: Sequence[Group], inclusion: Floats, samples: int, tree: TreeConfig | None, owner: int
+) -> StepMetadata:
+    """The metadata of one rank's groups, without the window that they stand for.
+
+    Args:
+        groups: Q of them; there may be none.
+        inclusion: [Q], of their prompts.
+        samples: G, completions of each.
+        tree: what they are the leaves of; None: each was sampled by itself.
+        owner: the rank.
+    """
+    shape = (len(groups), samples)
+    forks = no_forks(shape)
+    if tree is not None:
+        forks = np.array([[_forks(c) for c in g.completions] for g in groups], FORK).reshape(*shape, len(tree.branches))
+    return StepMetadata(
+        prompt_ids=np.array([g.prompt.id for g in groups], np.int64),
+        prompt_inclusion=inclusion.astype(np.float64),
+        prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups], np.int64),
+        response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups], np.int64).reshape(shape),
+        shared_lengths=np.array(
+            [shared_lengths(len(g.prompt.token_ids), g.completions) for g in groups], np.int64
+        ).reshape(shape),
+        sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups], np.int64).reshape(shape),
+        rewards=np.array([g.rewards for g in groups], np.float64).reshape(shape),
+        score_norms=np.array([[_score_norm(c) for c in g.completions] for g in groups], np.float64).reshape(shape),
+        forks=forks,
+        versions=np.array([[c.oldest_version for c in g.completions] for g in groups], np.int64).reshape(shape),
+        owners=np.full(len(groups), owner, np.int64),
+        window=0.0,
+    )
+
+
+def _score_norm(completion: Completion, tokens: slice = slice(None)) -> float:
+    """√Σ_t (1 − p_t)² over some of the tokens, a proxy for the norm of their score that costs nothing."""
+    sampled = completion.logprobs[tokens][completion.loss_mask[tokens]]
+    return float(np.linalg.norm(-np.expm1(sampled.astype(np.float64))))
+
+
+def _forks(completion: Completion) -> list[tuple[int, float, float, float]]:
+    """A row of ``FORK`` for each level of a tree."""
+    weights = completion.fork_weights or (1.0,) * len(completion.forks)
+    segments = map(slice, completion.forks, (*completion.forks[1:], len(completion.token_ids)))
+    return [
+        (
+            tokens.start,
+            _score_norm(completion, tokens),
+            float(completion.logprobs[tokens].sum(dtype=np.float64)),
+            weight,
+        )
+        for tokens, weight in zip(segments, weights, strict=True)
+    ]
+
+
+def staleness(metadata: StepMetadata, version: int) -> dict[str, float]:
+    """How much older than ``version`` the weights are that rolled out a step.
+
+    Returns:
+        ``rollout/stale_tokens``, the share of tokens in completions that older weights have made, if only in part; and
+        ``rollout/version_lag``, the mean over completions of how many versions older the oldest of these weights are.
+    """
+    lag, lengths = version - metadata.versions, metadata.sampled_lengths
+    return {
+        "rollout/stale_tokens": float(lengths[lag != 0].sum()) / max(float(lengths.sum()), 1.0),
+        "rollout/version_lag": float(lag.sum()) / max(np.size(lag), 1),
+    }
