@@ -19,8 +19,8 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt, RoutingShape, Score, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.collect import Collected, Collector
-from megatron_dppo.rollout.metadata import staleness
 from megatron_dppo.rollout.engine import Completions, Sampling
+from megatron_dppo.rollout.metadata import staleness
 from tests.rollout.scripted import (
     FAILING,
     LIMIT_S,
