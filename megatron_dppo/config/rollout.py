@@ -152,7 +152,8 @@ class RolloutConfig(Section):
     """G, completions for each prompt."""
     tree: TreeConfig | None = None
     """Let completions of a prompt share beginnings; null: each is sampled by itself. ``{roots: 4, branches: [{at: 200,
-    children: 2}]}`` has eight leaves. It pays where the last part of a response decides, and not where all parts do alike."""
+    children: 2}]}`` has eight leaves. It pays where the last part of a response decides, and not where all parts do
+    alike."""
     max_response_tokens: Positive = 1024
     """A completion is cut off here, and counted as truncated."""
     temperature: AboveZero = 1.0

@@ -94,7 +94,7 @@ def _attention_of_transformer_engine() -> type[torch.nn.Module]:
     """Transformer Engine's attention, and ours for packs with shared prefixes: it tells no log-sum-exp."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    class Attention(TEDotProductAttention):  # type: ignore[misc]
+    class Attention(TEDotProductAttention):
         def __init__(self, *arguments: Any, pg_collection: ProcessGroupCollection, **settings: Any) -> None:
             super().__init__(*arguments, pg_collection=pg_collection, **settings)
             self._ranks = pg_collection.cp

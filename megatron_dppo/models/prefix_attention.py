@@ -148,13 +148,13 @@ def attend_along_paths(
     if ranks is not None and ranks.size() > 1:
         key, value = torch.cat(gather_segments(torch.cat((key, value), dim=-1), packed.lengths, ranks)).chunk(2, dim=-1)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out: torch.Tensor = _Attend.apply(query, key, value, packed.rounds, scale)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Attend.apply(query, key, value, packed.rounds, scale)
     return out
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rounds: Sequence[Round], scale: float
     ) -> torch.Tensor:
         kernel, own = kernel_for(query), rounds[0]
@@ -174,7 +174,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, total = ctx.saved_tensors
         kernel = kernel_for(query)
         sums = [torch.zeros_like(tensor, dtype=total.dtype) for tensor in (query, key, value)]

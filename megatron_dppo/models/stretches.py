@@ -136,7 +136,8 @@ class OneByOne:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, over: Round, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         parts = [
-            self._kernel.forward(*stretch, over.causal, scale) for stretch in self._each(over, (query,), (key, value))
+            self._kernel.forward(*stretch, causal=over.causal, scale=scale)
+            for stretch in self._each(over, (query,), (key, value))
         ]
         outs, totals = zip(*parts, strict=True)
         return torch.cat([out[0].transpose(0, 1) for out in outs]), torch.cat([total[0].t() for total in totals])
@@ -153,7 +154,7 @@ class OneByOne:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         parts = [
-            self._kernel.backward(*stretch, over.causal, scale)
+            self._kernel.backward(*stretch, causal=over.causal, scale=scale)
             for stretch in self._each(over, (gradient, query, out, total[..., None]), (key, value))
         ]
         queries, keys, values = (
@@ -172,7 +173,7 @@ class OneByOne:
 
 class FlashOnCpu:
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         both: tuple[torch.Tensor, torch.Tensor] = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, scale=scale
@@ -187,6 +188,7 @@ class FlashOnCpu:
         total: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        *,
         causal: bool,
         scale: float,
     ) -> tuple[torch.Tensor, ...]:
@@ -200,7 +202,7 @@ class Written:
     """Written out, with all products of queries and keys in memory: for dtypes that no fused kernel has on a GPU."""
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         products = self._products(query, key, causal, scale)
         total = products.logsumexp(dim=-1)
@@ -214,6 +216,7 @@ class Written:
         total: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        *,
         causal: bool,
         scale: float,
     ) -> tuple[torch.Tensor, ...]:
