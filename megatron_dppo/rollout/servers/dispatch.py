@@ -334,13 +334,13 @@ class Dispatcher:
         returned only where there is no other."""
         while True:
             clients = [client for client in self._asked if client not in avoided] or list(self._asked)
-            if preferred in clients and len(self._asked[preferred]) < self._max_in_flight:
+            first = self._first % max(len(clients), 1)
+            order = clients[first:] + clients[:first]
+            free = [client for client in order if len(self._asked[client]) < self._max_in_flight]
+            if preferred in free:
                 return preferred
-            if clients:
-                first = self._first % len(clients)
-                client = min(clients[first:] + clients[:first], key=lambda client: len(self._asked[client]))
-                if len(self._asked[client]) < self._max_in_flight:
-                    return client
+            if free:
+                return min(free, key=lambda client: len(self._asked[client]))
             await self._changed.wait()
 
     def _wake(self) -> None:
