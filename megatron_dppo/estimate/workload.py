@@ -178,7 +178,9 @@ class Work:
     kept: float
     """Completions trained on."""
     trained: float
-    """Tokens trained on, prompts included."""
+    """Tokens trained on, prompts included; those that a pack holds once count once."""
+    context: float
+    """Tokens of their sequence, mean over those trained on; they see half of it."""
     responses: float
     """Tokens trained on, without prompts."""
     seen: float
@@ -204,24 +206,39 @@ def work_of(setup: Setup) -> Work:
     every = max(steps // 1000, 1)  # a thousand steps show the schedules of a million
     shares = [_shares(config, step, assume) for step in range(0, steps, every)]
     prompts, kept = (sum(values) / len(shares) for values in zip(*shares, strict=True))
-    completions = prompts * samples
+    completions, alone = prompts * samples, kept * samples * (prompt + mean)
+    shared = _prompts_shared(setup, prompts, kept * samples) * prompt
+    pairs = alone * (prompt + setup.lengths.typical) - shared * prompt
     return Work(
         prompts=prompts,
         completions=completions,
         generated=completions * mean,
         kept=kept * samples,
-        trained=kept * samples * (prompt + mean),
+        trained=alone - shared,
+        context=pairs / (alone - shared) if alone else prompt + setup.lengths.typical,
         responses=kept * samples * mean,
         seen=completions * (prompt + mean),
         updates=config.loss.updates_per_rollout,
     )
 
 
+def _prompts_shared(setup: Setup, prompts: float, kept: float) -> float:
+    """How many of the kept completions' prompts a pack holds already. On GPUs ``pack.share_prefixes`` = ``auto`` shares
+    nothing. A family is cut where it does not fit into a pack."""
+    config = setup.config
+    if config.pack.share_prefixes != "on" or not kept:
+        return 0.0
+    samples = config.rollout.samples_per_prompt
+    trained_on = prompts * (1.0 - max(1.0 - kept / (prompts * samples), 0.0) ** samples)
+    family = setup.prompt + kept / trained_on * setup.lengths.mean
+    return max(kept - trained_on * ceil(family / config.pack.max_tokens), 0.0)
+
+
 def packs_of(setup: Setup) -> int:
     """Packs of a minibatch on a replica. The packer makes as few as it can, but enough for the pipeline."""
     config, layout, work = setup.config, setup.placement.layout, work_of(setup)
     tokens, replicas = work.trained / work.updates, layout.dp or 1
-    sequences = tokens / (setup.prompt + setup.lengths.mean) / replicas
+    sequences = work.kept / work.updates / replicas
     full = ceil(tokens / (replicas * config.pack.max_tokens * setup.assume.pack_fill))
     return max(full, min(packs_wanted(config.pack.min_per_rank, layout.pp), int(sequences)), layout.least_packs)
 

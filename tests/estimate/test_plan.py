@@ -19,7 +19,7 @@ from megatron_dppo.estimate.assumptions import GPUS, Assumptions, read_assumptio
 from megatron_dppo.estimate.memory import actor_memory, parameters_of, rank_elements, resident_bytes, shape_of
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan, with_settings
 from megatron_dppo.estimate.report import as_text
-from megatron_dppo.estimate.workload import Lengths, Setup, place, work_of
+from megatron_dppo.estimate.workload import Lengths, Setup, Work, place, work_of
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.settings import load_config
 
@@ -202,6 +202,21 @@ def test_pruning_is_never_slower_on_paper(prompts: float, completions: float) ->
             share = prompts * min(completions, mixed) / mixed
             assert made.pruned.work.trained == pytest.approx(made.unpruned.work.trained * share)
             assert made.cost.gpu_hours <= made.cost_unpruned.gpu_hours * (1 + 1e-9)
+
+
+def test_prompts_that_completions_share_are_trained_on_once_where_they_fit_into_a_pack() -> None:
+    settings = ["pruning.prompts.rule=none", "pruning.completions.rule=none", "data.max_prompt_tokens=2048"]
+
+    def work(*more: str) -> tuple[Setup, Work]:
+        made = setup(of(*settings, *more), prompt_tokens=2000.0, mixed_share=1.0)
+        return made, work_of(made)
+
+    (apart, alone), (_, together) = work(), work("pack.share_prefixes=on", "pack.max_tokens=1000000")
+    samples = apart.config.rollout.samples_per_prompt
+    assert alone.trained - together.trained == pytest.approx(alone.prompts * (samples - 1) * apart.prompt)
+    assert together.context > alone.context == pytest.approx(apart.prompt + apart.lengths.typical)
+    _, cut = work("pack.share_prefixes=on")
+    assert together.trained < cut.trained <= alone.trained
 
 
 def test_schedules_count_by_their_mean() -> None:
