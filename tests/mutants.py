@@ -126,6 +126,44 @@ MUTANTS = [
         "(limit - lengths) / buffer",
         "rl/test_objectives.py",
     ),
+    # What sequences share.
+    Mutant(
+        "prefixes/descendants see an ancestor's padding",
+        "keys = cu_seqlens[segment] + np.arange(tree.tokens[segment])",
+        "keys = cu_seqlens[segment] + np.arange(lengths[segment])",
+        "models/test_prefix_attention.py",
+    ),
+    Mutant(
+        "prefixes/positions begin anew in each segment",
+        "positions=np.arange(capacity) - np.repeat(starts[:-1] - begins, sizes)",
+        "positions=np.arange(capacity) - np.repeat(starts[:-1], sizes)",
+        "rl/test_pack.py",
+    ),
+    Mutant(
+        "prefixes/the gradient of a stretch by itself",
+        "each.query_rows(out),\n                each.query_rows(total),",
+        "kernel.forward(each.query_rows(query), each.key_rows(key), each.key_rows(value), each, ctx.scale)[0],\n"
+        "                each.query_rows(total),",
+        "models/test_prefix_attention.py",
+    ),
+    Mutant(
+        "prefixes/what stood between two kept ones is forgotten",
+        "shared[group[k], completion[k - 1] + 1 : completion[k] + 1].min()",
+        "shared[group[k], completion[k]]",
+        "rl/test_families.py",
+    ),
+    Mutant(
+        "prefixes/a split segment's padding is free",
+        "more += padded(common - left) + padded(ends[stay] - common) - padded(ends[stay] - left)",
+        "more += 0",
+        "rl/test_families.py",
+    ),
+    Mutant(
+        "prefixes/a pack repeats what its samples share in its cost",
+        "work = pieces.sums(costs(lengths, pieces.shared))",
+        "work = pieces.sums(costs(lengths))",
+        "rl/test_packing.py -k family",
+    ),
     # Trees.
     Mutant(
         "trees/a segment's own value in its baseline",
