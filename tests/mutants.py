@@ -275,8 +275,8 @@ MUTANTS = [
     # Packs, and the way of tokens.
     Mutant(
         "packs/predictor off by one",
-        "starts[owner] + prompts[owner] - 1 +",
-        "starts[owner] + prompts[owner] +",
+        "predictors=_joined(slots[at - 1] for",
+        "predictors=_joined(slots[at] for",
         "rl/test_pack.py",
     ),
     Mutant(
@@ -287,14 +287,14 @@ MUTANTS = [
     ),
     Mutant(
         "packs/positions go on from segment to segment",
-        "np.arange(capacity) - np.repeat(starts[:-1], segments)",
-        "np.arange(capacity)",
+        "np.arange(capacity) - np.repeat(starts[:-1] - begins, sizes),",
+        "np.arange(capacity),",
         "rl/test_pack.py",
     ),
     Mutant(
         "packs/sequences are not padded to the layout",
-        "slots, most = -(-lengths // align) * align,",
-        "slots, most = lengths,",
+        "np.arange(len(lengths) + 1), -(-lengths // align) * align,",
+        "np.arange(len(lengths) + 1), lengths,",
         "rl/test_packing.py",
     ),
     Mutant(
@@ -303,7 +303,7 @@ MUTANTS = [
         "if len(shares[rank]) <= per_rank:",
         "rl/test_packing.py",
     ),
-    Mutant("packs/balance by tokens", "self.quadratic * lengths", "0.0 * lengths", "rl/test_packing.py"),
+    Mutant("packs/balance by tokens", "self.quadratic * squares", "0.0 * squares", "rl/test_packing.py"),
     Mutant(
         "packs/log-probabilities delivered as tokens",
         "[b:c].view(np.float32)",
