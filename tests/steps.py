@@ -55,6 +55,9 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
     groups = []
     for index in range(QUERIES):
         prompt = Prompt(index, rng.integers(3, VOCAB, rng.integers(2, 9)).astype(np.int32), "", "")
+        lengths_of_group = rng.integers(1, 24, SAMPLES)
+        if index % 2:
+            lengths_of_group[1:3] = LEAST_SHARED + 1 + lengths_of_group[1:3] % 6
         completions = tuple(
             Completion(
                 rng.integers(3, VOCAB, length).astype(np.int32),
@@ -63,7 +66,7 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
                 (VersionSpan(0, int(length)),),
                 "stop",
             )
-            for sample, length in enumerate(rng.integers(1, 24, SAMPLES) + (index % 2) * np.array([0, 16, 16, 0]))
+            for sample, length in enumerate(lengths_of_group)
         )
         if index % 2:  # the third response goes on from within the second
             common = completions[1].token_ids[:LEAST_SHARED]
