@@ -98,6 +98,15 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     )
 
 
+def path_to(pack: Pack, place: int) -> Ints:
+    """The places of the tokens that the one at ``place`` of a pack sees, in their order; itself is the last."""
+    segment = int(np.searchsorted(pack.cu_seqlens, place, side="right")) - 1
+    stretches = [np.arange(pack.cu_seqlens[segment], place + 1)]
+    while pack.tree is not None and (segment := int(pack.tree.parents[segment])) >= 0:
+        stretches.insert(0, pack.cu_seqlens[segment] + np.arange(pack.tree.tokens[segment]))
+    return np.concatenate(stretches)
+
+
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """Where the tokens of a pack's samples are."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.pack import TrainingSample
+from megatron_dppo.rl.pack import TrainingSample, path_to
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 
 if TYPE_CHECKING:
@@ -81,10 +81,9 @@ def compared_rows(pack: Pack, trainer: NDArray[np.float32], version: int) -> Ite
     """The completions of a pack that ``version`` has made, as the trainer ([R]) and the engine have scored them."""
     for row in np.unique(pack.sample[pack.versions == version]):
         (targets,) = np.nonzero(pack.sample == row)
-        start, end = pack.cu_seqlens[row], pack.predictors[targets[0]] + 1
         yield Compared(
             source="rollouts",
-            prompt_ids=pack.token_ids[start:end],
+            prompt_ids=pack.token_ids[path_to(pack, int(pack.predictors[targets[0]]))],
             response_ids=pack.targets[targets],
             trainer=trainer[targets],
             engine=pack.engine_logprobs[targets],

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.rl.pack import TrainingSample, build_pack
+from megatron_dppo.rl.pack import TrainingSample, build_pack, path_to
 
 PAD = 999
 
@@ -95,6 +95,8 @@ def test_what_samples_share_is_there_once_and_predicts_for_each_of_them():
     assert pack.predictors.tolist() == [2, 3, 4, 2, 3, 4, 6, 2, 9]
     assert pack.targets.tolist() == [100, 101, 102, 100, 101, 7, 8, 9, 110]
     assert pack.sample.tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 3]
+    assert path_to(pack, 7).tolist() == [0, 1, 2, 3, 4, 6, 7]
+    assert path_to(pack, 10).tolist() == [9, 10]
 
 
 def test_segments_of_a_tree_are_padded_each():
