@@ -176,23 +176,22 @@ class Trainer:
 
     def plan(self, rollouts: Collected) -> StepPlan:
         """Decide on one rank, from lengths and rewards alone, what is trained on, with which weight, and where."""
-        layout, metadata = self.config.layout, rollouts.metadata
+        config, metadata = choose_sharing(self.config), rollouts.metadata
         plan_with = partial(
             plan_step,
             replicas=self.world.dp,
-            align=layout.row_multiple,
-            capacity_multiple=self.world.capacity_multiple(layout, self.config.pack.max_tokens),
+            align=config.layout.row_multiple,
+            capacity_multiple=self.world.capacity_multiple(config.layout, config.pack.max_tokens),
             step=self.step,
-            pipeline=layout.pp,
+            pipeline=config.layout.pp,
             costs=CostModel.of_width(self.policy.shape.hidden),
-            share_prefixes=choose_sharing(self.config),
         )
         if self.config.pruning.completions.score == "head":
-            everything = self.world.from_leader(lambda: plan_with(metadata, unpruned(self.config)))
+            everything = self.world.from_leader(lambda: plan_with(metadata, unpruned(config)))
             metadata = self.learner.measure_score_norms(metadata, everything, rollouts.held)
 
         def decide() -> StepPlan:
-            plan = plan_with(metadata, self.config)
+            plan = plan_with(metadata, config)
             self.sampler.remember(metadata)
             return plan
 

@@ -68,7 +68,7 @@ def assert_same_update(ours: Update, reference: Update, start: Weights, where: s
     terms = abs(reference[0]["train/pg_loss"])  # the loss is a small difference of terms of about this size
     assert ours[0]["train/loss"] == pytest.approx(reference[0]["train/loss"], rel=1e-5, abs=1e-5 * terms), where
     for name in ("train/grad_norm", "train/pg_loss", "train/entropy_loss", "train/tokens"):
-        assert ours[0][name] == pytest.approx(reference[0][name], rel=1e-5, abs=1e-7), (where, name)
+        assert ours[0][name] == pytest.approx(reference[0][name], rel=1e-5), (where, name)
     assert ours[1].keys() == reference[1].keys() == start.keys()
     for name, before in start.items():
         moved, expected = ours[1][name] - before, reference[1][name] - before

@@ -24,11 +24,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
-from megatron_dppo.config import Config, ModelConfig
+from megatron_dppo.config import Config, ModelConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import gather_segments, held_positions
 from megatron_dppo.models.prefix_attention import SharedPrefixes, attend_along_paths
-from megatron_dppo.rl.packing import Sharing
 
 Spec = Literal["torch", "te"]
 
@@ -58,10 +57,11 @@ def choose_spec(model: ModelConfig) -> Spec:
     return model.spec
 
 
-def choose_sharing(config: Config) -> Sharing:
-    """What ``pack.share_prefixes`` means for the specification that this machine has."""
-    sharing = config.pack.share_prefixes
-    return "off" if sharing == "auto" and choose_spec(config.model) == "te" else sharing
+def choose_sharing(config: Config) -> Config:
+    """The configuration with what ``pack.share_prefixes`` means for the specification that this machine has."""
+    if config.pack.share_prefixes != "auto" or choose_spec(config.model) != "te":
+        return config
+    return replace(config, pack=replace(config.pack, share_prefixes="off"))
 
 
 def layer_spec(

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_dppo.config import CompletionPruningConfig, Config, replace
 from megatron_dppo.rl.families import shared_of_kept
 from megatron_dppo.rl.objectives import Objective, objective_for
-from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, Sharing, pack_metrics, pack_sequences, packs_wanted
+from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.metrics import census, left_out, prune_metrics
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
@@ -40,7 +40,6 @@ def plan_step(
     step: int,
     pipeline: int,
     costs: CostModel = QWEN3_4B,
-    share_prefixes: Sharing | None = None,
 ) -> StepPlan:
     """Plan one step: split it into minibatches; prune, weigh and pack each.
 
@@ -53,7 +52,6 @@ def plan_step(
         step: counted from 0; it and ``run.seed`` give the seed of every draw.
         pipeline: number of pipeline stages; several want several packs.
         costs: what replicas are balanced by.
-        share_prefixes: what ``pack.share_prefixes`` means for this policy; None: what it says.
 
     Raises:
         UserError: a kept sequence is longer than ``pack.max_tokens``.
@@ -63,7 +61,7 @@ def plan_step(
         pack_sequences,
         ranks=replicas,
         max_tokens=config.pack.max_tokens,
-        share=share_prefixes or config.pack.share_prefixes,
+        share=config.pack.share_prefixes,
         align=align,
         capacity_multiple=capacity_multiple,
         window=config.pack.window,
