@@ -138,7 +138,12 @@ def test_a_hundred_thousand_sequences_are_planned_in_a_second():
     lengths = lognormal_lengths(100_000, 0)
     start = time.process_time()
     packing = pack_sequences(lengths, ranks=64, max_tokens=16384)
-    assert time.process_time() - start < 3.0  # a second of a usual processor, and three times that of a slow one
+    planned = time.process_time()
+    additions = 0
+    for length in lengths.tolist() * 10:
+        additions += length
+    second = 25 * (time.process_time() - planned)  # in which a usual processor does 25 times these million additions
+    assert planned - start < second
     assert packing.fill >= 0.97
     assert packing.imbalance <= 1.05
 
