@@ -237,6 +237,8 @@ def allowed(kind: Any) -> str:
         return f"a list, each element {allowed(arguments[0])}"
     if origin is dict:
         return f"names, each with {allowed(arguments[1])}"
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return f"any of {', '.join(kind.model_fields)}"
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     return "any value" if kind is Any else words[kind]
 
@@ -272,6 +274,6 @@ def _section(section: Section, prefix: str) -> Iterator[str]:
             meaning = f"{meaning} [{', '.join(setting.choices)}]".strip()
         yield from textwrap.wrap(meaning, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         many = isinstance(value, tuple | dict)
-        plain = {name: list(value) if isinstance(value, tuple) else value}
+        plain = {name: section.model_dump(mode="json", include={name}, exclude_none=True)[name] if many else value}
         written = yaml.safe_dump(plain, default_flow_style=None if many else False, allow_unicode=True, width=10**6)
         yield from (indent + line for line in written.splitlines())

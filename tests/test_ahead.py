@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.config import Config, LayoutConfig
+from megatron_dppo.config import BranchConfig, Config, LayoutConfig, LossConfig, TreeConfig, replace
 from megatron_dppo.rl.types import Selection, StepPlan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.train import Trainer, train
@@ -84,6 +84,23 @@ def test_a_run_that_dies_with_a_batch_in_flight_goes_on_bit_by_bit(
 ) -> None:
     ranks.run(2, live, configure(policy, died, TP2, ahead=1))
     assert rows(died) == undisturbed
+
+
+def test_a_run_that_dies_with_trees_in_flight_goes_on_bit_by_bit(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
+    def grows(run: Path) -> Config:
+        """From the same seed, into ``run``."""
+        config = configure(policy, run, ONE, ahead=1)
+        tree = TreeConfig(branches=(BranchConfig(at=2), BranchConfig(entropy=2.2)))
+        rollout = replace(config.rollout, samples_per_prompt=8, tree=tree)
+        return replace(config, rollout=rollout, loss=LossConfig(name="dr_grpo"))
+
+    ranks.run(1, live, grows(tmp_path / "undisturbed"))
+    ranks.run(1, die, grows(tmp_path / "run"))
+    ranks.run(1, live, grows(tmp_path / "run"))
+    undisturbed = rows(tmp_path / "undisturbed")
+    assert rows(tmp_path / "run") == undisturbed
+    for row in undisturbed[1:]:
+        assert row["rollout/unique_tokens"] < row["rollout/generated_tokens"] and row["train/grad_norm"] > 0
 
 
 def test_a_batch_in_flight_goes_to_another_number_of_ranks(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from megatron_dppo.config import Config, LayoutConfig, replace
+from megatron_dppo.config import BranchConfig, Config, LayoutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import as_yaml, load_config, nearest, settings
 
@@ -62,6 +62,7 @@ def test_overrides_win_over_the_file_and_leave_its_other_settings(tmp_path: Path
         ('rollout.launch.flags=[\'{"a": 1, "b": 2}\']', ('{"a": 1, "b": 2}',)),
         ("rollout.ahead=1", 1),
         ("rollout.launch.tp=2", 2),
+        ("rollout.tree.branches=[{entropy: 2}]", (BranchConfig(entropy=2.0),)),
         ("rollout.launch.tp=[1,2]", (1, 2)),
         ("data.eval=held_out.jsonl", "held_out.jsonl"),
         ("data.eval={aime24: a.jsonl, amc23: 2023.jsonl}", {"aime24": "a.jsonl", "amc23": "2023.jsonl"}),
@@ -88,6 +89,7 @@ def test_everything_printed_reads_back_as_the_same_configuration(tmp_path: Path)
             "rollout.launch.flags=[--seed, 8, 'a, {b}']",
             "rollout.launch.tp=[1, 2]",
             "data.eval={aime24: 'a, {b}.jsonl', math500: m.jsonl}",
+            "rollout.tree.branches=[{at: 9}, {entropy: 2.5, children: 3}]",
         ],
     )
     assert load_config(_write(tmp_path, as_yaml(config)), []) == config
@@ -143,6 +145,8 @@ def test_an_unknown_key_in_a_file_is_named_in_full(tmp_path: Path) -> None:
         ("pruning.prompts=3", "pruning.prompts", "pruning.prompts.rule"),
         ("rollout.servers=http://a:1", "rollout.servers", "slurm or a list, each element text (its default is [])"),
         ("rollout.launch.tp=[1,0]", "rollout.launch.tp", "each element a whole number at least 1"),
+        ("rollout.tree.branches=[{at: 0}]", "rollout.tree.branches", "each element any of at, entropy, children"),
+        ("rollout.tree.branches=[{after: 9}]", "rollout.tree.branches", "each element any of at, entropy, children"),
         ("run.steps", "override", "section.setting=value"),
     ],
 )
@@ -152,7 +156,7 @@ def test_a_wrong_value_names_the_setting_and_what_is_allowed(override: str, sett
     assert remedy in error.remedy
 
 
-TREE = "rollout.tree={roots: 4, branches: [{at: 200}]}"
+TREE = "rollout.tree.branches=[{at: 200}]"
 
 
 @pytest.mark.parametrize(
@@ -164,6 +168,11 @@ TREE = "rollout.tree={roots: 4, branches: [{at: 200}]}"
         ("rollout.custom_generate=slime.py:generate", "rollout.custom_generate"),
         ("pruning.completions.score=head", "pruning.completions.score"),
         ("rollout.samples_per_prompt=9", "rollout.samples_per_prompt"),
+        ("rollout.samples_per_prompt=2", "rollout.samples_per_prompt"),
+        ("rollout.tree.roots=3", "rollout.samples_per_prompt"),
+        ("rollout.max_response_tokens=200", "rollout.tree.branches[].at"),
+        ("rollout.tree.branches=[{at: 9, entropy: 1}]", "rollout.tree.branches[0]"),
+        ("rollout.tree.branches=[{at: 9}, {}]", "rollout.tree.branches[1]"),
     ],
 )
 def test_what_a_tree_cannot_go_with_is_refused(override: str, setting: str) -> None:

@@ -61,7 +61,7 @@ class Config(Section):
             self.pack.check(self.data.max_prompt_tokens + limit, self.layout.pack_multiple)
             self.reward.check(limit)
             self.loss.check()
-            if self.rollout.tree is not None:
+            if self.rollout.tree.branches:
                 self.rollout.tree.check(self.rollout.samples_per_prompt, limit)
                 self._check_tree()
             self._check_updates()
@@ -78,14 +78,14 @@ class Config(Section):
                 "divides by lengths or by deviations, which a fork cannot know beforehand: the gradient of "
                 "rollout.tree would be biased"
             )
-            raise UserError("loss.name", self.loss.name, problem, "Set loss.name=dr_grpo, or rollout.tree=null")
+            raise UserError("loss.name", self.loss.name, problem, "Set loss.name=dr_grpo, or rollout.tree.branches=[]")
         for setting, value in (
             ("rollout.conversation", rollout.conversation),
             ("rollout.custom_generate", rollout.custom_generate),
         ):
             if value is not None:
-                problem = "makes whole completions by itself, which cannot fork: rollout.tree is set"
-                raise UserError(setting, value, problem, "Leave it out, or set rollout.tree=null")
+                problem = "makes whole completions by itself, which cannot fork: rollout.tree.branches is set"
+                raise UserError(setting, value, problem, "Leave it out, or set rollout.tree.branches=[]")
         if score == "head":
             problem = "measures whole completions, and those of rollout.tree have an advantage for each segment"
             remedy = "Set it to engine or advantage"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le, Len
+from annotated_types import Ge, Le
 from pydantic import field_validator
 
 from megatron_dppo.config.types import AboveZero, AtLeastOne, Count, NonNegative, Positive, Seconds, Section
@@ -98,11 +98,13 @@ class BranchConfig(Section):
 class TreeConfig(Section):
     """Completions of a prompt that share beginnings: a tree, whose leaves are the group."""
 
-    roots: Annotated[int, Ge(2)]
-    """Completions that begin at the prompt."""
-    branches: Annotated[tuple[BranchConfig, ...], Len(1)]
-    """Where each of them forks, one entry for each level. A branch that ends before its fork has no children; it stands
+    branches: tuple[BranchConfig, ...] = ()
+    """Where completions fork, one entry for each level of forks; empty: each is sampled by itself. With ``[{at: 200,
+    children: 2}]`` two responses go on from every 200th token. With ``entropy`` (nats) in place of ``at`` the fork is
+    before the first token whose distribution has more. A branch that ends before its fork has no children; it stands
     for all the leaves that it would have had."""
+    roots: Annotated[int, Ge(2)] | None = None
+    """Completions that begin at the prompt; null: rollout.samples_per_prompt over the children of all levels."""
     baseline: Literal["mixed", "siblings", "roots", "depth"] = "mixed"
     """What a segment's value (the mean reward of the leaves below it) is held against. Unbiased: siblings (the mean of
     the others that begin at the same fork), roots (of the other roots), mixed (of both). Biased: depth (BranchGRPO's:
@@ -111,14 +113,10 @@ class TreeConfig(Section):
     """How children make their parent's value. ``mean``: each counts alike; ``probability``: by the softmax of their
     log-probabilities (BranchGRPO's option), which is biased."""
 
-    @property
-    def children(self) -> tuple[int, ...]:
-        """The roots, and the children of each branch of every level."""
-        return self.roots, *(branch.children for branch in self.branches)
-
-    @property
-    def leaves_per_prompt(self) -> int:
-        return math.prod(self.children)
+    def children(self, samples: int) -> tuple[int, ...]:
+        """How many begin at the prompt, and at each fork of every level, in a tree of ``samples`` leaves."""
+        below = [branch.children for branch in self.branches]
+        return samples // math.prod(below), *below
 
     def check(self, samples: int, longest: int) -> None:
         """
@@ -132,10 +130,11 @@ class TreeConfig(Section):
         if sorted(set(fixed)) != fixed or (fixed and fixed[-1] >= longest):
             problem = f"are to grow, and to stay below rollout.max_response_tokens = {longest}"
             raise UserError("rollout.tree.branches[].at", fixed, problem, "Put the earlier forks first")
-        if samples != self.leaves_per_prompt:
-            problem = f"is not the number of leaves of rollout.tree: roots x children = {self.leaves_per_prompt}"
-            remedy = f"Set it to {self.leaves_per_prompt}"
-            raise UserError("rollout.samples_per_prompt", samples, problem, remedy)
+        each = math.prod(branch.children for branch in self.branches)
+        roots = self.roots or max(samples // each, 2)
+        if samples != roots * each:
+            problem = f"is not the number of leaves of rollout.tree, whose {roots} roots have {each} each"
+            raise UserError("rollout.samples_per_prompt", samples, problem, f"Set it to {roots * each}")
 
 
 class RolloutConfig(Section):
@@ -150,10 +149,7 @@ class RolloutConfig(Section):
     """N, the window of candidate prompts that a step considers, before pruning."""
     samples_per_prompt: Annotated[int, Ge(2)] = 8
     """G, completions for each prompt."""
-    tree: TreeConfig | None = None
-    """Let completions of a prompt share beginnings; null: each is sampled by itself. ``{roots: 4, branches: [{at: 200,
-    children: 2}]}`` has eight leaves. It pays where the last part of a response decides, and not where all parts do
-    alike."""
+    tree: TreeConfig = TreeConfig()
     max_response_tokens: Positive = 1024
     """A completion is cut off here, and counted as truncated."""
     temperature: AboveZero = 1.0

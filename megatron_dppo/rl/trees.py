@@ -46,12 +46,12 @@ DEVIATION_FLOOR, CLIP = 1e-8, 5.0
 """Of BranchGRPO's normalisation."""
 
 
-def biased_settings(tree: TreeConfig | None) -> Iterator[tuple[str, str]]:
+def biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
     """The settings under which the expected gradient is not that of the expected reward, and why, for the log."""
-    if tree is not None and tree.baseline == "depth":
+    if tree.branches and tree.baseline == "depth":
         why = "a segment's own reward is in its depth's mean, and each depth is divided by a deviation of its own"
         yield "rollout.tree.baseline = depth", why
-    if tree is not None and tree.fusion == "probability":
+    if tree.branches and tree.fusion == "probability":
         yield (
             "rollout.tree.fusion = probability",
             "a likely child counts for more than the share with which it is sampled",
@@ -106,9 +106,9 @@ def node_values(rewards: Floats, forks: Forks, tree: TreeConfig) -> list[Floats]
     log-probabilities, as BranchGRPO (arXiv:2509.06040) has it.
     """
     values = [rewards]
-    for level in range(len(tree.children) - 1, 0, -1):
-        nodes, branch = values[0].shape[1], forks[..., level - 1]
-        shape = len(rewards), nodes // tree.children[level], tree.children[level]
+    for level in range(len(tree.branches) - 1, -1, -1):
+        nodes, children, branch = values[0].shape[1], tree.branches[level].children, forks[..., level]
+        shape = len(rewards), nodes // children, children
         below = values[0].reshape(shape)
         if tree.fusion == "probability":
             logprob = _of_nodes(branch["logprob"], nodes).reshape(shape)
@@ -131,10 +131,10 @@ def _baselines(values: Sequence[Floats], forks: Forks, tree: TreeConfig) -> list
     queries, roots = values[0].shape
     of_roots = (values[0].sum(axis=1, keepdims=True) - values[0]) / (roots - 1)
     baselines = [of_roots]
-    for level, value in enumerate(values[1:], start=1):
+    for level, (value, fork) in enumerate(zip(values[1:], tree.branches, strict=True)):
         other_roots = np.repeat(of_roots, value.shape[1] // roots, axis=1)
-        generated = (_of_nodes(forks["weight"][..., level - 1], value.shape[1]) > 0.0).astype(np.float64)
-        shape = (queries, values[level - 1].shape[1], tree.children[level])
+        generated = (_of_nodes(forks["weight"][..., level], value.shape[1]) > 0.0).astype(np.float64)
+        shape = (queries, values[level].shape[1], fork.children)
         total, count = (
             (part.sum(axis=-1, keepdims=True) - part).reshape(value.shape)
             for part in ((generated * value).reshape(shape), generated.reshape(shape))
@@ -173,11 +173,14 @@ def first_slots(lengths: Ints, forks: Forks, tree: TreeConfig) -> Ints:
 
     With M₁ = M₂ = 2, and a root whose first branch ended before it forked again: [[0, 0, 2, 3, …]].
     """
-    places = list(np.unravel_index(np.arange(lengths.shape[1]), tree.children))
+    samples = lengths.shape[1]
+    places = list(np.unravel_index(np.arange(samples), tree.children(samples)))
     for level in range(1, len(places)):
         repeated = (forks["at"][..., level - 1] == lengths) | (forks["weight"][..., level - 1] == 0.0)
         places[level] = np.where(repeated, 0, places[level])
-    return np.ravel_multi_index(np.broadcast_arrays(np.zeros(lengths.shape, np.int64), *places)[1:], tree.children)
+    return np.ravel_multi_index(
+        np.broadcast_arrays(np.zeros(lengths.shape, np.int64), *places)[1:], tree.children(samples)
+    )
 
 
 def path_advantages(segments: Floats, lengths: Ints, score_norms: Floats, forks: Forks) -> Floats:

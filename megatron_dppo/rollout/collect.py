@@ -23,16 +23,7 @@ from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers
 from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.seeds import Purpose, engine_seed
-from megatron_dppo.rl.types import (
-    Completion,
-    Floats,
-    Group,
-    Prompt,
-    RoutingShape,
-    Score,
-    Selection,
-    StepMetadata,
-)
+from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, RoutingShape, Score, Selection, StepMetadata
 from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.rollout.tree import unique_tokens
@@ -159,7 +150,7 @@ class Collector:
             temperature=rollout.temperature,
             seed=engine_seed(self._config.run.seed, step, Purpose.SAMPLING, again),
             routing=self._routing,
-            branches=self._branches,
+            branches=self._config.rollout.tree.branches,
         )
         return Begun(selection, asked)
 
@@ -190,12 +181,6 @@ class Collector:
         if any(p.failed_groups for p in parts):
             notes["groups whose scoring failed left their step; the rest stands for the window"] = None
         return Collected(held, metadata, self._metrics(parts, metadata), tuple(notes))
-
-    @property
-    def _branches(self) -> tuple[BranchConfig, ...]:
-        """Of the tree that a group is, in training."""
-        tree = self._config.rollout.tree
-        return () if tree is None else tree.branches
 
     @property
     def _mine(self) -> slice:
@@ -269,13 +254,14 @@ class Collector:
             truncated += sum(c.finish_reason == "length" for c in completions)
             groups.append(Group(prompt, completions, rewards + self._penalty(completions)))
             inclusion.append(pi)
+        branches = self._config.rollout.tree.branches
         part = _Part(
-            metadata=metadata_of(groups, np.array(inclusion), samples, self._config.rollout.tree, self._world.rank),
+            metadata=metadata_of(groups, np.array(inclusion), samples, len(branches), self._world.rank),
             raw_reward=float(raw),
             negative_logprob=-float(
                 sum(c.logprobs[c.loss_mask].sum(dtype=np.float64) for g in groups for c in g.completions)
             ),
-            unique_tokens=sum(unique_tokens(group.completions, self._branches) for group in groups),
+            unique_tokens=sum(unique_tokens(group.completions, branches) for group in groups),
             correct=correct,
             truncated=truncated,
             failed_weight=float(sum(1.0 / pi for pi in failed)),

@@ -39,7 +39,7 @@ class RolloutsInFlight:
 
     def made_for(self, rollout: RolloutConfig) -> bool:
         """Whether these are as many completions to a prompt, with as many levels of forks, as ``rollout`` asks for."""
-        levels = len(rollout.tree.branches) if rollout.tree else 0
+        levels = len(rollout.tree.branches)
         return self.rollouts.metadata.forks.shape[1:] == (rollout.samples_per_prompt, levels)
 
     @property

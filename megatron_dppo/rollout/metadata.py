@@ -6,27 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_dppo.config import TreeConfig
 from megatron_dppo.rl.families import shared_lengths
 from megatron_dppo.rl.types import FORK, Completion, Floats, Group, StepMetadata, no_forks
 
 
-def metadata_of(
-    groups: Sequence[Group], inclusion: Floats, samples: int, tree: TreeConfig | None, owner: int
-) -> StepMetadata:
+def metadata_of(groups: Sequence[Group], inclusion: Floats, samples: int, levels: int, owner: int) -> StepMetadata:
     """The metadata of one rank's groups, without the window that they stand for.
 
     Args:
         groups: Q of them; there may be none.
         inclusion: [Q], of their prompts.
         samples: G, completions of each.
-        tree: what they are the leaves of; None: each was sampled by itself.
+        levels: B, those at which completions may have forked.
         owner: the rank.
     """
     shape = (len(groups), samples)
     forks = no_forks(shape)
-    if tree is not None:
-        forks = np.array([[_forks(c) for c in g.completions] for g in groups], FORK).reshape(*shape, len(tree.branches))
+    if levels:
+        forks = np.array([[_forks(c) for c in g.completions] for g in groups], FORK).reshape(*shape, levels)
     return StepMetadata(
         prompt_ids=np.array([g.prompt.id for g in groups], np.int64),
         prompt_inclusion=inclusion.astype(np.float64),

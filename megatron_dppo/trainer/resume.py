@@ -91,7 +91,7 @@ class Change:
 
 def flat(config: Config) -> dict[str, Any]:
     """Every setting by its dotted key, as JSON has it."""
-    return dict(json.loads(json.dumps(dict(config.leaves()))))
+    return dict(json.loads(json.dumps(dict(config.leaves()), default=dict)))
 
 
 def read_history(folder: Path) -> list[Entry]:

@@ -117,7 +117,7 @@ def expected(config: Config, size: int, tokens: int, stage: int) -> dict[str, fl
 
 
 def configured(policy: Path, layout: LayoutConfig, **model: Any) -> Config:
-    config = config_for(policy, layout, LossConfig(), 1024, distributed=True)
+    config = config_for(policy, layout, LossConfig(), 1024, distributed=True, share="off")
     return replace(config, model=replace(config.model, **model))
 
 
@@ -181,6 +181,19 @@ def test_activations_are_within_a_tenth_of_what_a_pack_leaves(
     config = configured(policy, layout, recompute=recompute)
     for found in ranks.run(layout.tp, held, config):
         assert found["activations"] == pytest.approx(kept(config, found["tokens"]), rel=0.1)
+
+
+def test_a_token_of_a_shared_pack_leaves_one_tensor_less(ranks: RankPool, policy: Path) -> None:
+    """Of the size of its queries: the attention of such packs is an autograd function of its own. The model leaves that
+    out."""
+    config = configured(policy, LAYOUTS["one rank"])
+    shared = replace(config, pack=replace(config.pack, share_prefixes="on"))
+    (alone,), (together,) = ranks.run(1, held, config), ranks.run(1, held, shared)
+    assert together["tokens"] < alone["tokens"]
+    shape = read_shape(config.model.path)
+    queries = 4 * shape.heads * shape.head_dim * shape.num_layers
+    saved = alone["activations"] / alone["tokens"] - together["activations"] / together["tokens"]
+    assert saved == pytest.approx(queries, rel=0.1)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

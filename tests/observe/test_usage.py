@@ -16,7 +16,9 @@ SHAPE = PUBLISHED["qwen3-0.6b"]
 
 
 def test_the_rate_and_the_waiting_are_those_of_the_plan_and_the_timers() -> None:
-    rows = SimpleNamespace(prompt_length=np.array([100, 200]), response_length=np.array([28, 56]))
+    rows = SimpleNamespace(
+        lengths=np.array([128, 256]), shared_length=np.array([0, 100]), response_length=np.array([28, 56])
+    )
     plan = SimpleNamespace(minibatches=[SimpleNamespace(samples=rows)])
     seconds = {
         "perf/step_time": 8.0,
@@ -28,8 +30,8 @@ def test_the_rate_and_the_waiting_are_those_of_the_plan_and_the_timers() -> None
     found = as_ranks(2, lambda world: Usage(world, SHAPE, weights.matrices, weights.head, 1e12).measure(plan, seconds))
     assert found[0] == pytest.approx(found[1], rel=0.1)
     used = found[0]
-    attention = 2 * SHAPE.num_layers * SHAPE.heads * SHAPE.head_dim * (128**2 + 256**2)
-    flops = 3 * (2 * weights.matrices * 384 + 2 * weights.head * 84 + attention)
+    attention = 2 * SHAPE.num_layers * SHAPE.heads * SHAPE.head_dim * (128**2 + 256**2 - 100**2)
+    flops = 3 * (2 * weights.matrices * (384 - 100) + 2 * weights.head * 84 + attention)
     assert used["perf/actor_train_tflops"] == pytest.approx(flops / 2.0 / 2 / 1e12)  # two seconds on two ranks
     assert used["perf/wait_time_ratio"] == pytest.approx(1 - 3 / 8)
     assert used["perf/host_memory_gib"] > 0.05

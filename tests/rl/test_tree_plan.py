@@ -28,9 +28,7 @@ CASES = {
 def config_for(given: Forests, rule: str, **loss: object) -> Config:
     config = step_config(rule=rule, keep=0.5, name="dr_grpo", **loss)
     completions = replace(config.pruning.completions, draw="systematic" if rule == "threshold" else None)
-    rollout = RolloutConfig(
-        max_response_tokens=LONGEST, samples_per_prompt=given.tree.leaves_per_prompt, tree=given.tree
-    )
+    rollout = RolloutConfig(max_response_tokens=LONGEST, samples_per_prompt=given.rewards.shape[1], tree=given.tree)
     return replace(config, rollout=rollout, pruning=replace(config.pruning, completions=completions))
 
 

@@ -135,7 +135,11 @@ def test_forks_chosen_in_hindsight_are_biased() -> None:
 
 def written_out(given: Forests, outcome: int, baseline: str) -> dict[tuple[object, int], float]:
     """G·ω_u·weight·(V(u) − b(u)) of every node, by the tokens on its path and its level, node by node."""
-    children, rewards, weights = given.tree.children, given.rewards[outcome], given.forks["weight"][outcome]
+    children, rewards, weights = (
+        given.tree.children(given.rewards.shape[1]),
+        given.rewards[outcome],
+        given.forks["weight"][outcome],
+    )
     below = [math.prod(children[level + 1 :]) for level in range(len(children))]
     total: dict[tuple[object, int], float] = defaultdict(float)
 

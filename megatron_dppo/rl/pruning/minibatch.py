@@ -102,7 +102,7 @@ def prune_minibatch(
 def advantages_of_segments(part: StepMetadata, config: Config, objective: Objective) -> Floats:
     """[Q, G, B + 1], the advantage of each segment of a path in a tree; B = 0, one for a completion, without."""
     tree = config.rollout.tree
-    if tree is None:
+    if not tree.branches:
         return advantages(part.rewards, normalise=objective.normalise)[..., None]
     return segment_advantages(part.rewards, part.response_lengths, part.forks, tree)
 
