@@ -51,7 +51,7 @@ def config_for(
 def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
     """A step with prompts pruned (weights up to 5), mixed rewards, and every second longer response with a stretch that
     the policy was given and did not sample, and some that begin alike; the same for every number of ranks."""
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng(37)  # by which a loss is no small difference of its terms
     groups = []
     for index in range(QUERIES):
         prompt = Prompt(index, rng.integers(3, VOCAB, rng.integers(2, 9)).astype(np.int32), "", "")
