@@ -158,10 +158,11 @@ class _Attend(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rounds: Sequence[Round], scale: float
     ) -> torch.Tensor:
         kernel, own = kernel_for(query), rounds[0]
-        out, total = kernel.forward(query, own.key_rows(key), own.key_rows(value), own, scale)
+        out, total = kernel.forward((query, own.key_rows(key), own.key_rows(value)), own, scale)
         out = out.to(total.dtype)
         for each in rounds[1:]:
-            part, more = kernel.forward(each.query_rows(query), each.key_rows(key), each.key_rows(value), each, scale)
+            read = each.query_rows(query), each.key_rows(key), each.key_rows(value)
+            part, more = kernel.forward(read, each, scale)
             before, rows = each.query_rows(total), slice(None) if each.queries is None else each.queries
             after = torch.logaddexp(before, more)
             out[rows] = (
@@ -179,16 +180,9 @@ class _Attend(torch.autograd.Function):
         kernel = kernel_for(query)
         sums = [torch.zeros_like(tensor, dtype=total.dtype) for tensor in (query, key, value)]
         for each in ctx.rounds:
-            parts = kernel.backward(
-                each.query_rows(gradient),
-                each.query_rows(query),
-                each.key_rows(key),
-                each.key_rows(value),
-                each.query_rows(out),
-                each.query_rows(total),
-                each,
-                ctx.scale,
-            )
+            read = each.query_rows(query), each.key_rows(key), each.key_rows(value)
+            of_queries = each.query_rows(out), each.query_rows(total)
+            parts = kernel.backward(each.query_rows(gradient), read, *of_queries, each, ctx.scale)
             for of_all, rows, part in zip(sums, (each.queries, each.keys, each.keys), parts, strict=True):
                 if rows is None:
                     of_all += part

@@ -6,7 +6,7 @@ function tells no log-sum-exp, so the operations behind it are called.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -51,28 +51,22 @@ class Round:
         return tensor if self.keys is None else tensor.index_select(0, self.keys)
 
 
-class Kernel(Protocol):
-    """q queries [q, heads, head_dim] and k keys and values [k, key-value heads, head_dim], rows of a round."""
+Read = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q queries [q, heads, head_dim], and k keys and k values [k, key-value heads, head_dim]; or their gradients."""
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, over: Round, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+
+class Kernel(Protocol):
+    """Of ``read``, the rows of a round."""
+
+    def forward(self, read: Read, over: Round, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """What is attended to, [q, heads, head_dim], and the log-sum-exps, [q, heads] fp32 (fp64 of fp64)."""
         ...
 
     def backward(
-        self,
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        total: torch.Tensor,
-        over: Round,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradients of queries, keys and values: the share of these stretches in that of a softmax over more keys,
-        if ``out`` and ``total`` are what came of all of them."""
+        self, gradient: torch.Tensor, read: Read, out: torch.Tensor, total: torch.Tensor, over: Round, scale: float
+    ) -> Read:
+        """The gradients of ``read``: the share of these stretches in that of a softmax over more keys, if ``out`` and
+        ``total`` are what came of all of them."""
         ...
 
 
@@ -85,31 +79,17 @@ def kernel_for(query: torch.Tensor) -> Kernel:
 class FlashOnGpu:
     """FlashAttention 2, all stretches in one call."""
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, over: Round, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, total, *_ = aten._flash_attention_forward(
-            query, key, value, *self._where(over), 0.0, over.causal, False, scale=scale
-        )
+    def forward(self, read: Read, over: Round, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        out, total, *_ = aten._flash_attention_forward(*read, *self._where(over), 0.0, over.causal, False, scale=scale)
         return out, total.t()
 
     def backward(
-        self,
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        total: torch.Tensor,
-        over: Round,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        undrawn = torch.empty(2, dtype=torch.uint64, device=query.device)  # the seed of a dropout that there is not
-        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = aten._flash_attention_backward(
+        self, gradient: torch.Tensor, read: Read, out: torch.Tensor, total: torch.Tensor, over: Round, scale: float
+    ) -> Read:
+        undrawn = torch.empty(2, dtype=torch.uint64, device=out.device)  # the seed of a dropout that there is not
+        gradients: Read = aten._flash_attention_backward(
             gradient.contiguous(),
-            query,
-            key,
-            value,
+            *read,
             out,
             total.t().contiguous(),
             *self._where(over),
@@ -132,30 +112,20 @@ class OneByOne:
     def __init__(self, kernel: FlashOnCpu | Written) -> None:
         self._kernel = kernel
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, over: Round, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, read: Read, over: Round, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         parts = [
             self._kernel.forward(*stretch, causal=over.causal, scale=scale)
-            for stretch in self._each(over, (query,), (key, value))
+            for stretch in self._each(over, read[:1], read[1:])
         ]
         outs, totals = zip(*parts, strict=True)
         return torch.cat([out[0].transpose(0, 1) for out in outs]), torch.cat([total[0].t() for total in totals])
 
     def backward(
-        self,
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        total: torch.Tensor,
-        over: Round,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, gradient: torch.Tensor, read: Read, out: torch.Tensor, total: torch.Tensor, over: Round, scale: float
+    ) -> Read:
         parts = [
             self._kernel.backward(*stretch, causal=over.causal, scale=scale)
-            for stretch in self._each(over, (gradient, query, out, total[..., None]), (key, value))
+            for stretch in self._each(over, (gradient, read[0], out, total[..., None]), read[1:])
         ]
         queries, keys, values = (
             torch.cat([part[0].transpose(0, 1) for part in of_stretches]) for of_stretches in zip(*parts, strict=True)
@@ -163,7 +133,7 @@ class OneByOne:
         return queries, keys, values
 
     def _each(
-        self, over: Round, queries: tuple[torch.Tensor, ...], keys: tuple[torch.Tensor, ...]
+        self, over: Round, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, ...]]:
         lengths = [list(of) for of in zip(*over.lengths, strict=True)]
         rows = [tensor.split(lengths[0]) for tensor in queries] + [tensor.split(lengths[1]) for tensor in keys]
@@ -172,26 +142,14 @@ class OneByOne:
 
 
 class FlashOnCpu:
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, *stretch: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         both: tuple[torch.Tensor, torch.Tensor] = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, scale=scale
+            *stretch, 0.0, causal, scale=scale
         )
         return both
 
-    def backward(
-        self,
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        total: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> tuple[torch.Tensor, ...]:
+    def backward(self, *stretch: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, ...]:
+        gradient, query, out, total, key, value = stretch
         gradients: tuple[torch.Tensor, ...] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, out, total[..., 0], 0.0, causal, scale=scale
         )
@@ -201,25 +159,14 @@ class FlashOnCpu:
 class Written:
     """Written out, with all products of queries and keys in memory: for dtypes that no fused kernel has on a GPU."""
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, *stretch: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value = stretch
         products = self._products(query, key, causal, scale)
         total = products.logsumexp(dim=-1)
         return torch.exp(products - total[..., None]) @ self._repeated(value, query), total
 
-    def backward(
-        self,
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        total: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        causal: bool,
-        scale: float,
-    ) -> tuple[torch.Tensor, ...]:
+    def backward(self, *stretch: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, ...]:
+        gradient, query, out, total, key, value = stretch
         weights = torch.exp(self._products(query, key, causal, scale) - total)
         of_weights = gradient @ self._repeated(value, query).transpose(-1, -2)
         of_products = weights * (of_weights - (gradient * out).sum(dim=-1, keepdim=True)) * scale

@@ -85,7 +85,7 @@ class Pieces:
 
     def sums(self, of_samples: NDArray[np.float64]) -> NDArray[np.float64]:
         """[n], of samples, to [p], of pieces."""
-        return np.add.reduceat(of_samples, self.starts[:-1]) if len(of_samples) else of_samples
+        return np.add.reduceat(of_samples, self.starts[:-1])
 
 
 def single(lengths: Ints, align: int) -> Pieces:

@@ -38,7 +38,7 @@ class Sampling:
     """Of what the engine is to say about its choice of experts; None: nothing."""
     branches: tuple[BranchConfig, ...] = ()
     """Where completions fork, level by level: the ``samples`` are then the leaves of a tree (see ``rollout/tree.py``).
-    None: each is sampled by itself."""
+    Empty: each is sampled by itself."""
 
     def seed_at(self, *place: int) -> int:
         """A seed of 31 bits for one place of what is sampled: a prompt's id, a number of a completion, and so on."""
