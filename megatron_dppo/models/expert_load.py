@@ -46,10 +46,10 @@ class ExpertLoad:
         self._counts.zero_()
         if self._world.size > 1:
             dist.all_reduce(counts, group=self._world.control)
-        shares = counts / counts.sum(dim=1, keepdim=True)
-        of_ranks = shares.unflatten(1, (self._ep, -1)).sum(dim=2)
+        of_ranks = counts.unflatten(1, (self._ep, -1)).sum(dim=2)
         found: dict[str, float] = {}
-        for name, each in (("expert", shares), ("rank", of_ranks)):
-            groups = each.amax(dim=1).tensor_split(min(GROUPS, len(each)))
+        for name, each in (("expert", counts), ("rank", of_ranks)):
+            busiest = each.amax(dim=1).double() / counts.sum(dim=1)
+            groups = busiest.tensor_split(min(GROUPS, len(each)))
             found |= {f"train/busiest_{name}_{i}": float(group.mean()) for i, group in enumerate(groups, start=1)}
         return found
