@@ -11,6 +11,7 @@ passes together, medians. ``memory`` is how far a pass raises the process's memo
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import tempfile
 import time
@@ -137,6 +138,7 @@ def packed(
 
 def measure(actor: Actor, microbatches: list[Microbatch]) -> tuple[float, float]:
     """Seconds of forward and backward passes, and the MiB by which they raise the process's memory."""
+    ctypes.CDLL(None).malloc_trim(0)  # what passes before have freed would be taken without a trace
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = psutil.Process().memory_info().rss
     began = time.perf_counter()

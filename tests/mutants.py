@@ -141,9 +141,8 @@ MUTANTS = [
     ),
     Mutant(
         "prefixes/the gradient of a stretch by itself",
-        "each.query_rows(out),\n                each.query_rows(total),",
-        "kernel.forward(each.query_rows(query), each.key_rows(key), each.key_rows(value), each, ctx.scale)[0],\n"
-        "                each.query_rows(total),",
+        "of_queries = each.query_rows(out), each.query_rows(total)",
+        "of_queries = kernel.forward(read, each, ctx.scale)[0], each.query_rows(total)",
         "models/test_prefix_attention.py",
     ),
     Mutant(

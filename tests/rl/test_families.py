@@ -92,6 +92,6 @@ def test_responses_share_what_is_long_enough_for_a_segment() -> None:
 
 
 def test_what_was_pruned_between_two_takes_their_common_tokens_along() -> None:
-    table = np.array([[0, 30, 20, 25], [0, 9, 9, 9]])
+    table = np.array([[0, 20, 30, 25], [0, 9, 9, 9]])
     group, kept = np.array([0, 0, 0, 1, 1]), np.array([0, 2, 3, 1, 3])
     assert shared_of_kept(table, group, kept).tolist() == [0, 20, 25, 0, 9]
