@@ -1,4 +1,4 @@
-"""The command line: ``megatron-dppo train | sft | eval | serve | plan | report | init | doctor``.
+"""The command line: ``megatron-dppo train | sft | eval | probe-tree | serve | plan | report | init | doctor``.
 
 Nothing heavy is imported before a command needs it: a mistake in the settings is answered at once.
 """
@@ -26,6 +26,9 @@ EVAL_FLAGS = {
     "against": ("eval.against", "FOLDER", "an earlier evaluation's, to compare with, problem by problem"),
 }
 """Options of ``eval``: the setting that each is short for, what its value is called, and its meaning."""
+
+
+MODEL = "Hugging Face directory, run, or checkpoint of a run (default: the model of CONFIG)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,6 +80,9 @@ def _run(arguments: Sequence[str]) -> int:
             return 0
         first, last = _eval_settings(chosen)
         words = [*first, *words, *last]
+    if chosen.command == "probe-tree":
+        places = [] if chosen.at is None else [f"probe.at=[{chosen.at}]"]
+        words = [*words, *places, *(_model_settings(chosen.model) if chosen.model else [])]
     config = _read(words)
     if chosen.print_config:
         print(as_yaml(config), end="")
@@ -89,7 +95,7 @@ def _run(arguments: Sequence[str]) -> int:
         from megatron_dppo.rollout.servers.serve import serve
 
         return serve(config)
-    if chosen.command != "eval" and chosen.check is not None:
+    if chosen.command in ("train", "sft") and chosen.check is not None:
         from megatron_dppo.launch.start import check
 
         print(check(config, chosen.command, ranks=chosen.check))
@@ -120,6 +126,10 @@ def _parser(*, needs_init: bool) -> argparse.ArgumentParser:
         ("train", "train a policy; run again, it resumes from the last checkpoint in run.dir"),
         ("sft", "warm a policy up on worked answers"),
         ("eval", "score a policy on benchmarks; run again, it goes on from the answers that are there"),
+        (
+            "probe-tree",
+            "tell where, if at all, completions should fork into a tree (rollout.tree), by a policy's gradients",
+        ),
         ("serve", "run the rollout server of this node, in a Slurm job beside the trainer's"),
         ("launch", "train as a NeMo-Run experiment, here or on Slurm, on the machines that cluster.* names"),
     ):
@@ -137,6 +147,10 @@ def _parser(*, needs_init: bool) -> argparse.ArgumentParser:
             of.add_argument("--detach", action="store_true", help="on Slurm, do not wait for the end")
         if command == "eval":
             _add_eval_arguments(of)
+        if command == "probe-tree":
+            of.add_argument("--model", metavar="FOLDER", help=MODEL)
+            what = "places, in shares of the mean response's length (default: probe.at)"
+            of.add_argument("--at", metavar="A,…", help=what)
     plan = commands.add_parser("plan", help="tell beforehand what a run needs, how long it takes and what it costs")
     what = "as for train; cluster.* says on which machines, assume.* what to assume"
     plan.add_argument("settings", nargs="*", metavar="CONFIG a.b=c", help=what)
@@ -158,8 +172,7 @@ def _parser(*, needs_init: bool) -> argparse.ArgumentParser:
 
 def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     """The options beside CONFIG and overrides."""
-    what = "Hugging Face directory, run, or checkpoint of a run (default: the model of CONFIG)"
-    parser.add_argument("--model", metavar="FOLDER", help=what)
+    parser.add_argument("--model", metavar="FOLDER", help=MODEL)
     what = "names with commas between, NAME=FILE for a file of your own (default: what CONFIG holds out)"
     parser.add_argument("--benchmarks", metavar="NAME,…", help=what)
     for flag, (_, value, meaning) in EVAL_FLAGS.items():

@@ -22,7 +22,7 @@ from megatron_dppo.config.model import (
     OptimizerConfig,
 )
 from megatron_dppo.config.rollout import BranchConfig, LaunchConfig, RolloutConfig, SyncConfig, TreeConfig
-from megatron_dppo.config.run import ClusterConfig, EvalConfig, RunConfig, SftConfig
+from megatron_dppo.config.run import ClusterConfig, EvalConfig, ProbeConfig, RunConfig, SftConfig
 from megatron_dppo.config.types import Command, Section, replace
 from megatron_dppo.errors import UserError
 
@@ -42,6 +42,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     eval: EvalConfig = EvalConfig()
     sft: SftConfig = SftConfig()
+    probe: ProbeConfig = ProbeConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     def check(self, command: Command = "train") -> None:
@@ -67,29 +68,35 @@ class Config(Section):
             self._check_updates()
             self.data.check(self.rollout.prompts_per_step)
             self.pruning.check()
-        if command != "sft":
+        if command == "probe-tree":
+            self._check_forks()
+        elif command != "sft":
             self.eval.check()
             self._check_batch()
 
     def _check_tree(self) -> None:
-        rollout, score = self.rollout, self.pruning.completions.score
+        score = self.pruning.completions.score
         if self.loss.name != "dr_grpo":
             problem = (
                 "divides by lengths or by deviations, which a fork cannot know beforehand: the gradient of "
                 "rollout.tree would be biased"
             )
             raise UserError("loss.name", self.loss.name, problem, "Set loss.name=dr_grpo, or rollout.tree.branches=[]")
+        self._check_forks()
+        if score == "head":
+            problem = "measures whole completions, and those of rollout.tree have an advantage for each segment"
+            remedy = "Set it to engine or advantage"
+            raise UserError("pruning.completions.score", score, problem, remedy)
+
+    def _check_forks(self) -> None:
+        rollout = self.rollout
         for setting, value in (
             ("rollout.conversation", rollout.conversation),
             ("rollout.custom_generate", rollout.custom_generate),
         ):
             if value is not None:
-                problem = "makes whole completions by itself, which cannot fork: rollout.tree.branches is set"
-                raise UserError(setting, value, problem, "Leave it out, or set rollout.tree.branches=[]")
-        if score == "head":
-            problem = "measures whole completions, and those of rollout.tree have an advantage for each segment"
-            remedy = "Set it to engine or advantage"
-            raise UserError("pruning.completions.score", score, problem, remedy)
+                problem = "makes whole completions by itself, which cannot fork as those of a tree do"
+                raise UserError(setting, value, problem, "Leave it out, or grow no trees: rollout.tree.branches=[]")
 
     def _check_updates(self) -> None:
         prompts, keep = self.rollout.prompts_per_step, self.pruning.prompts.keep

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Lt
 
 from megatron_dppo.config.types import AboveZero, Count, NonNegative, Positive, Seconds, Section
 from megatron_dppo.errors import UserError
@@ -91,6 +91,19 @@ class SftConfig(Section):
     """Steps over which the learning rate rises to it."""
     out: str | None = None
     """Where the warmed-up policy goes, as a Hugging Face directory; null: ``RUN.DIR/sft``."""
+
+
+class ProbeConfig(Section):
+    """Read by ``probe-tree``."""
+
+    at: tuple[Annotated[float, Gt(0.0), Lt(1.0)], ...] = (0.5, 0.8)
+    """Where trees might fork, in shares of the mean response's length."""
+    prompts: Annotated[int, Ge(2)] = 32
+    """Prompts that are tried, of the training pool."""
+    roots: Annotated[int, Ge(2)] = 4
+    """Responses to each of them."""
+    continuations: Annotated[int, Ge(2)] = 4
+    """Continuations of each response at each place, its own included."""
 
 
 class ClusterConfig(Section):

@@ -34,6 +34,7 @@ JOBS = {
     "train": "megatron_dppo.train:train",
     "sft": "megatron_dppo.sft:sft",
     "eval": "megatron_dppo.eval:evaluate_model",
+    "probe-tree": "megatron_dppo.probe_tree:probe_tree",
 }
 """What a rank can be told to run, besides any ``module:function`` that takes a Config."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import latest_step
 from megatron_dppo.config import Config, LayoutConfig
-from megatron_dppo.config.types import Command
+from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.first_failure import MARKER, FirstFailure
 from megatron_dppo.launch.processes import run_ranks
@@ -27,7 +27,7 @@ from megatron_dppo.trainer.preflight import preflight
 
 
 def run(command: Command, config: Config) -> int:
-    """Run ``train``, ``sft`` or ``eval`` to its end and return the exit code of the process.
+    """Run a command to its end and return the exit code of the process.
 
     Where torchrun or srun started this process, it is one rank among theirs. Else the ranks are started here.
 
@@ -41,7 +41,7 @@ def run(command: Command, config: Config) -> int:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return rank_main(command, config, first=lambda: _look_first(command, config))
     preflight(config, command)
-    if command != "eval":  # whose answers have a folder of their own
+    if command in TRAINING:
         refuse_if_held(Path(config.run.dir), "run.dir")
     ranks = ranks_of(config.layout, reserved=gpus_to_reserve(config.rollout))
     resolve_layout(config.layout, ranks)
@@ -86,7 +86,7 @@ def start_ranks(job: str, config: Config, ranks: int) -> int:
     stop: that goes on to the ranks.
 
     Args:
-        job: ``train``, ``sft``, ``eval`` or ``module:function`` of a function that takes a Config.
+        job: a command, or ``module:function`` of a function that takes a Config.
         config: as the ranks will read it.
         ranks: processes, with LOCAL_RANK 0, 1, …
 

@@ -312,6 +312,15 @@ class Actor(Policy):
         self.optimizer.zero_grad()
         return self._run(microbatches, loss, forward_only=False)
 
+    def gradient_norm(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+        """The norm of a gradient, over all parameters of all ranks. No weight changes. Collective."""
+        self.accumulate(microbatches, loss)
+        if self._offloaded is not None:
+            self._offloaded.return_to_device()
+        norm = self._gradient_norm()
+        self.offload()
+        return norm
+
     def release_memory(self) -> None:
         """Keep nothing on the device between updates but weights and, unless it is offloaded, the optimizer's state.
 

@@ -217,16 +217,19 @@ def _frozen(kind: type[FrozenT], config: Config, world: World, temperature: floa
 
 def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem]]:
     """The training pool, and the held-out problems that evaluations answer."""
-    config, world = parts.config, parts.world
+    train, positions = load_training_pool(parts), parts.shape.max_positions
+    return train, parts.world.together(lambda: held_out(parts.config, parts.tokenizer, max_positions=positions))
+
+
+def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
+    config = parts.config
 
     def load() -> PromptPool:
         pool = load_prompts(config.data, parts.tokenizer, split="train")
         check_labels(config.reward.function, [(prompt.place, prompt.label) for prompt in pool])
         return pool
 
-    train = world.together(load)
-    positions = parts.shape.max_positions
-    return train, world.together(lambda: held_out(config, parts.tokenizer, max_positions=positions))
+    return parts.world.together(load)
 
 
 def _load(chunks: Sequence[PolicyModel], config: Config, shape: PolicyShape, world: World) -> None:

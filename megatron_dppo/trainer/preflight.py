@@ -17,7 +17,7 @@ from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.config import WEIGHT_BYTES, Config
-from megatron_dppo.config.types import Command
+from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM
 from megatron_dppo.data.prompts import Example, Source, example_of, read_examples
 from megatron_dppo.errors import UserError
@@ -47,17 +47,17 @@ def preflight(config: Config, command: Command) -> None:
         check_weights(Path(config.model.path), shape)
     else:
         place = find_checkpoint(Path(config.model.checkpoint))
-        if command != "eval":
+        if command in TRAINING:
             _check_own(place, Path(config.model.checkpoint), Path(config.run.dir))
     _check_adapters(config, shape)
     _check_positions(config, shape, command)
     _check_data(config, command)
     if command != "sft":
         _check_reward(config.reward.function)
-        if command == "train":
+        if command != "eval":
             _check_task_is_rewarded(config)
         check_servers(config, shape)
-    if command == "eval":
+    if command not in TRAINING:
         return
     _check_run_dir(Path(config.run.dir))
     if command == "train":
@@ -113,7 +113,7 @@ def _check_positions(config: Config, shape: PolicyShape, command: Command) -> No
 def _check_data(config: Config, command: Command) -> None:
     if command != "eval":
         _check_file(Source(config.data.train, "data.train"), config, command)
-    if command == "sft" or config.eval.problems == 0:
+    if command in ("sft", "probe-tree") or config.eval.problems == 0:
         return
     held_out = sources(config)
     if command == "eval" and not held_out:

@@ -100,6 +100,10 @@ WAYS = (
     Way(r"megatron-dppo eval configs/quickstart\.yaml --model .*", append=EVALUATED),
     Way(r"megatron-dppo eval --out \S+ --against \S+"),
     Way(
+        r"megatron-dppo probe-tree configs/quickstart\.yaml .*",
+        append=f"{LAYOUT} rollout.max_response_tokens=32 probe.prompts=6 probe.roots=2 probe.continuations=2",
+    ),
+    Way(
         r"megatron-dppo eval configs/qwen3_4b_math\.yaml --model runs/qwen3_4b_math .*",
         replace={"--model runs/qwen3_4b_math": "--model runs/quickstart/warm"},
         append=f"{EVALUATED} {HERE}",

@@ -1,0 +1,164 @@
+"""``megatron-dppo probe-tree``: would completions that share beginnings be worth more than others?
+
+A few prompts get responses that are continued several times from each place in question. The norms of their gradients,
+one by one and summed, say how much of the gradient's variance arises after that place. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+
+import numpy as np
+import torch
+
+from megatron_dppo.config import BranchConfig, Config, TreeConfig, replace
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.actor import Actor, Sums
+from megatron_dppo.models.microbatch import Microbatch, Responses
+from megatron_dppo.observe.console import Console
+from megatron_dppo.parallel.world import initialize, shut_down
+from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rl.pack import TrainingSample
+from megatron_dppo.rl.tree_gain import ForkStatistics, variance_parts
+from megatron_dppo.rl.types import Completion, Group, Selection
+from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.trainer.agreement import check_agreement
+from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, load_training_pool
+from megatron_dppo.trainer.prompt_sampler import PromptOrder
+
+HEADER = "fork after  tokens after it  variance after it   best tree   gain per generated token"
+
+
+def probe_tree(config: Config) -> None:
+    """Print for each place of ``probe.at`` where the variance arises, and what the best tree gains.
+
+    Raises:
+        UserError: on every rank, for what the user can mend, and where no prompt has a gradient.
+    """
+    world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
+    console = Console(0) if world.leads else None
+    with ExitStack() as to_close:
+        reward = config.reward
+        workers = RewardWorkers(
+            reward.function, workers=reward.workers, timeout_s=reward.timeout_s, memory_mib=reward.memory_mib
+        )
+        to_close.enter_context(closing(workers))
+        world.together(workers.wait_ready)
+        parts = assemble_policy(config, world, temperature=config.rollout.temperature)
+        engine = to_close.enter_context(closing(parts.engine()))
+        probe = _Probe(parts, engine, workers)
+        length = probe.flat_groups()
+        places = sorted({max(1, round(share * length)) for share in config.probe.at})
+        found = []
+        for place in places:
+            if console:
+                console.note(f"a response has {length:.0f} tokens; some are continued after {place}", again=True)
+            found.append(probe.fork_after(place))
+        if console:
+            console.banner([HEADER, *map(_row, places, found), "", _verdict(places, found)])
+    shut_down()
+
+
+class _Probe:
+    """A policy, some prompts, and what their responses are held against."""
+
+    def __init__(self, parts: PolicyParts[Actor], engine: RolloutEngine, workers: RewardWorkers) -> None:
+        self._parts, self._engine, self._workers = parts, engine, workers
+        config = parts.config
+        self._pool = load_training_pool(parts)
+        parts.sync(engine, 0)
+        check_agreement(parts, engine, self._pool, version=0)
+        if config.probe.prompts > len(self._pool):
+            problem = f"is more than the {len(self._pool)} prompts of the pool"
+            raise UserError("probe.prompts", config.probe.prompts, problem, "Lower it, or give more prompts")
+        self._prompts = np.sort(PromptOrder(len(self._pool), config.run.seed).next_window(config.probe.prompts))
+        self._baselines: dict[int, float] = {}
+
+    def flat_groups(self) -> float:
+        """Have a flat group say each prompt's baseline. Returns the mean length of a response. Collective."""
+        groups = self._generate(TreeConfig(), self._parts.config.rollout.samples_per_prompt, 0)
+        self._baselines = {prompt: float(group.rewards.mean()) for prompt, group in groups.items()}
+        return float(np.mean([len(path.token_ids) for group in groups.values() for path in group.completions]))
+
+    def fork_after(self, place: int) -> ForkStatistics:
+        """Continue responses after so many tokens, and measure their gradients. Collective.
+
+        Raises:
+            UserError: on every rank, if all of them are 0.
+        """
+        probe = self._parts.config.probe
+        shape = probe.roots, probe.continuations
+        tree = TreeConfig(branches=(BranchConfig(at=place, children=probe.continuations),))
+        groups = self._generate(tree, probe.roots * probe.continuations, place)
+        known = [prompt for prompt in groups if prompt in self._baselines]
+        paths, responses, prompts = (np.zeros((len(known), *shape[:n])) for n in (2, 1, 0))
+        length, before = np.zeros(len(known)), np.zeros(len(known))
+        for p, prompt in enumerate(known):
+            group = groups[prompt]
+            samples = [self._sample(group, slot) for slot in range(len(group.completions))]
+            by_response = [samples[k * shape[1] : (k + 1) * shape[1]] for k in range(shape[0])]
+            paths[p] = [[self._square([sample]) for sample in each] for each in by_response]
+            responses[p] = [self._square(each) for each in by_response]
+            prompts[p] = self._square(samples)
+            lengths = np.array([len(path.token_ids) for path in group.completions])
+            length[p], before[p] = lengths.mean(), np.minimum(lengths, place).mean()
+        if not paths.any():
+            problem = f"gives all {probe.prompts} prompts equal rewards: no gradient, and nothing to compare"
+            remedy = "Raise probe.prompts, or take data that the policy can do in part"
+            raise UserError("reward.function", self._parts.config.reward.function, problem, remedy)
+        between, within = variance_parts(paths, responses, prompts)
+        return ForkStatistics(between, within, length, before)
+
+    def _generate(self, tree: TreeConfig, samples: int, step: int) -> Mapping[int, Group]:
+        """The groups of all prompts, on every rank; without those whose scoring failed."""
+        config = self._parts.config
+        rollout = replace(config.rollout, tree=tree, samples_per_prompt=samples)
+        parts = dataclasses.replace(self._parts, config=replace(config, rollout=rollout))
+        selection = Selection(self._prompts, np.ones(len(self._prompts)), window=len(self._prompts))
+        collector = parts.collector(self._engine, self._workers)
+        mine = collector.finish(collector.begin(self._pool, selection, step)).groups
+        groups = [group for of_rank in self._parts.world.gather(mine) for group in of_rank]
+        return {group.prompt.id: group for group in sorted(groups, key=lambda group: group.prompt.id)}
+
+    def _sample(self, group: Group, slot: int) -> TrainingSample:
+        path: Completion = group.completions[slot]
+        return TrainingSample(
+            prompt_ids=group.prompt.token_ids,
+            response_ids=path.token_ids,
+            engine_logprobs=path.logprobs,
+            loss_mask=path.loss_mask,
+            advantage=float(group.rewards[slot]) - self._baselines[group.prompt.id],
+            scale=1.0 / self._parts.config.rollout.max_response_tokens,
+            version=path.oldest_version,
+        )
+
+    def _square(self, samples: Sequence[TrainingSample]) -> float:
+        """‖Σ g‖², up to a factor that all have. Collective."""
+        samples = [sample for sample in samples if sample.advantage]
+        if not samples:
+            return 0.0
+        packs = self._parts.pack(samples, replicas=self._parts.world.dp)
+        return self._parts.actor.gradient_norm([Microbatch(pack) for _, pack in packs], _policy_gradient) ** 2
+
+
+def _policy_gradient(responses: Responses) -> tuple[torch.Tensor, Sums]:
+    arrays = responses.arrays
+    return -(responses.logprobs * arrays.advantage * arrays.scale).sum(), {}
+
+
+def _row(place: int, found: ForkStatistics) -> str:
+    children, gain = found.best()
+    best = f"{children} children"
+    return f"{place:10}  {found.tokens_after:15.2f}  {found.within_share()!s:>17}   {best:10}  {gain!s:>24}"
+
+
+def _verdict(places: Sequence[int], found: Sequence[ForkStatistics]) -> str:
+    """What to do, in one line: a tree is named where its gain's interval is above 1."""
+    best = [(gain, place, children) for place, (children, gain) in zip(places, (f.best() for f in found), strict=True)]
+    gain, place, children = max(best, key=lambda each: each[0].value)
+    if gain.low <= 1.0:
+        return "flat: no tree is worth more per generated token than completions that are sampled by themselves"
+    tree = f"rollout.tree.branches=[{{at: {place}, children: {children}}}]"
+    return f"{tree} is worth {gain} times what flat groups are, per generated token"

@@ -1,0 +1,73 @@
+"""What a probe makes of gradients' norms, on vectors that are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_dppo.rl.tree_gain import ForkStatistics, variance_parts
+from megatron_dppo.rl.types import Floats
+
+
+def drawn(between: float, within: float, prompts: int = 4000) -> Floats:
+    """[P, 3, 4, 5], gradients of five parameters; between and within are variances of the whole vector."""
+    rng = np.random.default_rng(1)
+    of_prompt = rng.normal(size=(prompts, 1, 1, 5))
+    of_response = rng.normal(size=(prompts, 3, 1, 5)) * np.sqrt(between / 5)
+    return of_prompt + of_response + rng.normal(size=(prompts, 3, 4, 5)) * np.sqrt(within / 5)
+
+
+def parts_of(gradients: Floats) -> tuple[Floats, Floats]:
+    squares = [(gradients.sum(axis=axes) ** 2).sum(axis=-1) for axes in ((), (2,), (1, 2))]
+    return variance_parts(*squares)
+
+
+def test_squared_norms_tell_the_variance_of_vectors_apart() -> None:
+    between, within = parts_of(drawn(2.0, 3.0))
+    assert between.mean() == pytest.approx(2.0, rel=0.05)
+    assert within.mean() == pytest.approx(3.0, rel=0.02)
+
+
+def test_each_prompts_parts_are_those_of_an_analysis_of_variance() -> None:
+    gradients = drawn(1.0, 1.0, prompts=6)
+    between, within = parts_of(gradients)
+    of_responses = gradients.mean(axis=2)
+    assert within == pytest.approx(gradients.var(axis=2, ddof=1).sum(axis=-1).mean(axis=1))
+    assert between == pytest.approx(of_responses.var(axis=1, ddof=1).sum(axis=-1) - within / 4)
+
+
+def known(within: float, after: float) -> ForkStatistics:
+    ones = np.ones(20)
+    return ForkStatistics(ones * (1 - within), ones * within, ones * 100, ones * 100 * (1 - after))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_a_tree_is_worth_a_flat_group_where_variance_arises_evenly(share: float) -> None:
+    """The gain of M children, (B + W)/((B + W/M)(a + M(1 − a))), has its largest value over all real M at 1 then."""
+    everyone = np.arange(20)
+    assert known(share, share).gain(everyone, 1) == pytest.approx(1.0)
+    assert all(known(share, share).gain(everyone, children) < 1.0 for children in range(2, 9))
+
+
+def test_the_best_tree_gains_what_the_best_split_of_tokens_gains() -> None:
+    """W/(B + W) = 0.9 after 0.1 of the tokens are left: M* = √(aW/(B(1 − a))) = 9, and 8 is the most that is tried."""
+    children, gain = known(0.9, 0.1).best()
+    assert children == 8
+    most = 1.0 / (np.sqrt(0.9 * 0.1) + np.sqrt(0.1 * 0.9)) ** 2
+    assert 0.99 * most < gain.value < most
+    assert gain.low == pytest.approx(gain.high), "all prompts say the same"
+
+
+def test_an_interval_is_as_wide_as_prompts_differ() -> None:
+    """Means of 30 prompts, each 0 or 1: their share of ones is known to ± 0.18."""
+    rng = np.random.default_rng(3)
+    late = rng.random(30) < 0.5
+    found = ForkStatistics(1.0 - late, 1.0 * late, np.full(30, 10.0), np.full(30, 5.0)).within_share()
+    assert found.value == late.mean()
+    assert found.high - found.low == pytest.approx(4 * np.sqrt(0.25 / 30), rel=0.2)
+
+
+def test_estimates_below_zero_count_as_none() -> None:
+    everyone = np.arange(20)
+    less = ForkStatistics(np.full(20, -0.1), np.ones(20), np.full(20, 10.0), np.full(20, 5.0))
+    assert less.shares(everyone)[0] == 1.0

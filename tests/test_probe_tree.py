@@ -1,0 +1,95 @@
+"""``probe-tree`` on policies of random weights, whose rewards are decided at one place."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.cli import main
+from megatron_dppo.config import Config, LayoutConfig, ProbeConfig, RolloutConfig, replace
+from megatron_dppo.probe_tree import probe_tree
+from tests.ranks import RankPool
+from tests.runs import configure, write_run
+
+REWARD = """
+def first(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str[:1] > "e")
+
+def last(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str[-1:] > "e")
+
+def never(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0
+"""
+AT = 5
+"""Of six tokens: what the last one does is all that is left."""
+
+
+def probed(rank: int, size: int, config: Config) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        probe_tree(config)
+    return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_run(tmp_path_factory.mktemp("probe"))
+    (folder / "decided.py").write_text(REWARD)
+    return folder
+
+
+def settings(folder: Path, decided: str, layout: LayoutConfig | None = None) -> Config:
+    config = configure(folder, folder / "run", layout or LayoutConfig())
+    return replace(
+        config,
+        rollout=RolloutConfig(samples_per_prompt=8, max_response_tokens=6),
+        reward=replace(config.reward, function=f"{folder / 'decided.py'}:{decided}"),
+        probe=ProbeConfig(at=(AT / 6,), prompts=8, roots=3, continuations=3),
+    )
+
+
+def row(printed: str) -> list[float]:
+    """The place, the tokens after it, the variance after it, with its interval."""
+    (line,) = re.findall(rf"^ +{AT} .*$", printed, re.MULTILINE)
+    return [float(number) for number in re.findall(r"\d+\.?\d*", line)][:5]
+
+
+def test_a_tree_is_named_where_the_end_decides(folder: Path, ranks: RankPool) -> None:
+    (printed,) = ranks.run(1, probed, settings(folder, "last"))
+    _, tokens, variance, low, _ = row(printed)
+    assert tokens == pytest.approx(1 / 6, abs=0.02)
+    assert variance > low > 2 * tokens
+    assert re.search(rf"rollout\.tree\.branches=\[\{{at: {AT}, children: \d\}}\] is worth", printed), printed
+
+
+def test_flat_groups_are_named_where_the_beginning_decides(folder: Path, ranks: RankPool) -> None:
+    (printed,) = ranks.run(1, probed, settings(folder, "first"))
+    assert "flat: no tree" in printed
+    assert not (folder / "run").exists(), "a probe leaves the run's folder alone"
+
+
+@pytest.mark.parametrize("layout", [LayoutConfig(tp=2), LayoutConfig(dp=2), LayoutConfig(pp=2)], ids=str)
+def test_every_layout_finds_the_same(folder: Path, ranks: RankPool, layout: LayoutConfig) -> None:
+    alone, together = (
+        ranks.run(layout.tp * layout.pp * (layout.dp or 1), probed, settings(folder, "last", layout))
+        for layout in (LayoutConfig(), layout)
+    )
+    assert row(together[0]) == pytest.approx(row(alone[0]), abs=0.0101), "to the last digit that is printed"
+    assert together[1] == "", "one rank speaks"
+
+
+def test_rewards_that_are_all_equal_are_refused(folder: Path, ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match=r"equal rewards.*Raise probe\.prompts"):
+        ranks.run(1, probed, settings(folder, "never"))
+
+
+def test_the_command_line_is_short_for_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["probe-tree", "configs/quickstart.yaml", "--at", "0.25,0.75", "--print-config"]
+    assert main(words) == 0
+    assert re.search(r"at:\s*(\[0\.25, 0\.75\]|\n *- 0\.25\n *- 0\.75)", capsys.readouterr().out)
+    assert main([*words[:2], "rollout.conversation=a.py:b"]) == 2
+    assert "cannot fork" in capsys.readouterr().err
