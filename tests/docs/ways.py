@@ -101,7 +101,7 @@ WAYS = (
     Way(r"megatron-dppo eval --out \S+ --against \S+"),
     Way(
         r"megatron-dppo probe-tree configs/quickstart\.yaml .*",
-        append=f"{LAYOUT} rollout.max_response_tokens=32 probe.prompts=6 probe.roots=2 probe.continuations=2",
+        append=f"{LAYOUT} rollout.max_response_tokens=32 reward.overlong_buffer=31 probe.prompts=4",  # no reward is 0
     ),
     Way(
         r"megatron-dppo eval configs/qwen3_4b_math\.yaml --model runs/qwen3_4b_math .*",
