@@ -86,24 +86,13 @@ class Run:
         return self.phases["rollout"] / sum(self.phases.values())
 
 
-def train(name: str, seed: int, options: argparse.Namespace, folder: Path) -> Run:
-    settings = [
-        f"run.dir={folder}",
-        f"run.seed={seed}",
-        f"run.steps={options.steps}",
-        "run.export=false",
-        "run.checkpoint_every=0",
-        f"model.path={options.policy}",
-        f"eval.every={options.eval_every}",
-        *ARMS[name],
-        *options.settings,
-    ]
-    command = [sys.executable, "-m", "megatron_dppo", "train", str(options.config), *settings]
+def train(name: str, seed: int, words: Sequence[str], folder: Path, *, accuracy: float) -> Run:
+    """One run, of ``words`` (a configuration and its overrides), in a folder that is gone afterwards."""
+    own = [f"run.dir={folder}", f"run.seed={seed}", "run.export=false", "run.checkpoint_every=0"]
+    command = [sys.executable, "-m", "megatron_dppo", "train", *words, *own]
     subprocess.run(command, check=True, stdout=sys.stderr)
-    run = measure(name, seed, read_metrics(folder), options.accuracy)
+    run = measure(name, seed, read_metrics(folder), accuracy)
     shutil.rmtree(folder)
-    if not options.json:
-        print(run, flush=True)
     return run
 
 
@@ -224,14 +213,21 @@ def main() -> None:
     options = parser.parse_args()
     names = [BASELINE, *(name for name in options.arms if name != BASELINE)]
     folder = Path(tempfile.mkdtemp(prefix="pruning-speedup-"))
+    words = [str(options.config), f"run.steps={options.steps}", f"eval.every={options.eval_every}"]
+    words.append(f"model.path={options.policy}")
+
+    def trained(name: str, number: int) -> Run:
+        settings = [*words, *ARMS[name], *options.settings]
+        place = folder / f"{names.index(name)}-{number}"
+        run = train(name, options.first_seed + number, settings, place, accuracy=options.accuracy)
+        if not options.json:
+            print(run, flush=True)
+        return run
+
     try:
         with ThreadPoolExecutor(options.jobs) as pool:
-            wanted = [
-                (name, options.first_seed + k, options, folder / f"{names.index(name)}-{k}")
-                for k in range(options.seeds)
-                for name in names
-            ]
-            runs = list(pool.map(lambda each: train(*each), wanted))
+            wanted = [(name, number) for number in range(options.seeds) for name in names]
+            runs = list(pool.map(lambda each: trained(*each), wanted))
     finally:
         shutil.rmtree(folder)
     report = compare(runs, options.accuracy)

@@ -70,19 +70,25 @@ class ForkStatistics:
         return 1.0 - float(self.before.mean() / self.length.mean())
 
     def within_share(self) -> Interval:
-        return self._interval(lambda prompts: self.shares(prompts)[0])
+        return interval(lambda prompts: self.shares(prompts)[0], len(self.within))
 
     def best(self) -> tuple[int, Interval]:
         """The best number of children, two at least, and its gain."""
         everyone = np.arange(len(self.within))
         children = max(range(2, MOST_CHILDREN + 1), key=lambda m: float(self.gain(everyone, m)))
-        return children, self._interval(lambda prompts: self.gain(prompts, children))
+        return children, interval(lambda prompts: self.gain(prompts, children), len(self.within))
 
-    def _interval(self, of: Callable[[Ints], Floats]) -> Interval:
-        prompts = len(self.within)
-        draws = np.random.default_rng(0).integers(0, prompts, (DRAWS, prompts))
-        low, high = np.nanquantile(of(draws), LEVELS)
-        return Interval(float(of(np.arange(prompts))), float(low), float(high))
+
+def interval(of: Callable[[Ints], Floats], prompts: int) -> Interval:
+    """A figure of all prompts, with its interval.
+
+    Args:
+        of: the figure, [...], of indices of prompts, [..., n], which may repeat.
+        prompts: n.
+    """
+    draws = np.random.default_rng(0).integers(0, prompts, (DRAWS, prompts))
+    low, high = np.nanquantile(of(draws), LEVELS)
+    return Interval(float(of(np.arange(prompts))), float(low), float(high))
 
 
 def variance_parts(paths: Floats, responses: Floats, prompts: Floats) -> tuple[Floats, Floats]:
