@@ -145,8 +145,12 @@ def test_an_unknown_key_in_a_file_is_named_in_full(tmp_path: Path) -> None:
         ("pruning.prompts=3", "pruning.prompts", "pruning.prompts.rule"),
         ("rollout.servers=http://a:1", "rollout.servers", "slurm or a list, each element text (its default is [])"),
         ("rollout.launch.tp=[1,0]", "rollout.launch.tp", "each element a whole number at least 1"),
-        ("rollout.tree.branches=[{at: 0}]", "rollout.tree.branches", "each element any of at, entropy, children"),
-        ("rollout.tree.branches=[{after: 9}]", "rollout.tree.branches", "each element any of at, entropy, children"),
+        ("rollout.tree.branches=[{at: 0}]", "rollout.tree.branches", "each element any of at, entropy, children, keep"),
+        (
+            "rollout.tree.branches=[{after: 9}]",
+            "rollout.tree.branches",
+            "each element any of at, entropy, children, keep",
+        ),
         ("run.steps", "override", "section.setting=value"),
     ],
 )

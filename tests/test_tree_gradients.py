@@ -56,7 +56,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 OF_OWN = 1.0 - 1.0 / SAMPLES
 """Share of the gradient that a flat group has whose baseline is the mean of all its rewards, its own included."""
 TWICE = TreeConfig(branches=(BranchConfig(at=1), BranchConfig(at=3)))
-BY_ENTROPY = TreeConfig(branches=(BranchConfig(entropy=3.0),))
+BY_ENTROPY = TreeConfig(branches=(BranchConfig(entropy=3.0, children=4, keep=0.5),))
 
 
 def configure(folder: Path, tree: TreeConfig, *, pruned: bool) -> Config:
@@ -86,7 +86,7 @@ def configure(folder: Path, tree: TreeConfig, *, pruned: bool) -> Config:
 
 
 def measure(rank: int, size: int, folder: Path, tree: TreeConfig, pruned: bool) -> Floats:
-    """[STEPS, parameters], the gradients of as many rollouts; ``pruned``: of half of the prompts, and completions."""
+    """[STEPS, parameters], the gradients of as many rollouts; ``pruned``: of half of the prompts and completions."""
     gradients = []
     with ExitStack() as to_close:
         trainer = begin_run(configure(folder, tree, pruned=pruned), Trainer, to_close)
@@ -155,7 +155,7 @@ def test_trees_have_the_gradient_of_flat_groups(lab: Lab, ranks: RankPool) -> No
     assert abs(lab.standard_errors(ranks.run(1, measure, lab.folder, TWICE, False)[0])) < 4.0
 
 
-def test_pruned_trees_that_fork_by_entropy_have_it_too(lab: Lab, ranks: RankPool) -> None:
+def test_trees_that_fork_by_entropy_have_it_too_pruned_before_and_after(lab: Lab, ranks: RankPool) -> None:
     assert abs(lab.standard_errors(ranks.run(1, measure, lab.folder, BY_ENTROPY, True)[0])) < 4.0
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 from pydantic import field_validator
 
-from megatron_dppo.config.types import AboveZero, AtLeastOne, Count, NonNegative, Positive, Seconds, Section
+from megatron_dppo.config.types import AboveZero, AtLeastOne, Count, Fraction, NonNegative, Positive, Seconds, Section
 from megatron_dppo.errors import UserError
 
 
@@ -87,6 +87,8 @@ class BranchConfig(Section):
     bound: the other tokens count as one."""
     children: Annotated[int, Ge(2)] = 2
     """Continuations of each branch, the one that is there already included."""
+    keep: Fraction = 1.0
+    """Share of the further continuations that is generated. Each is drawn by itself, and counts 1/keep where it is."""
 
     def check(self, level: int) -> None:
         if (self.at is None) == (self.entropy is None):

@@ -153,19 +153,22 @@ class LocalEngine(RolloutEngine[Generated]):
         trees: list[list[TreePath]] = [[] for _ in prompts]
         roots = [root_of(prompt, sampling.samples, branches) for prompt in prompts]
         stems = list(zip(trees, roots, strict=True))
-        for level in range(len(branches) + 1):
-            now = [(tree, stem) for tree, stem in stems if len(stem.forks) == level]
+        while stems:
+            # Together: those of the first level that there is, with as many continuations each.
+            alike = min((len(stem.forks), len(stem.slots)) for _, stem in stems)
+            now = [each for each in stems if (len(each[1].forks), len(each[1].slots)) == alike]
+            stems = [each for each in stems if (len(each[1].forks), len(each[1].slots)) != alike]
             every = self._continue([stem for _, stem in now], sampling, version)
             for (tree, stem), parts in zip(now, every, strict=True):
                 for slot, (part, entropies) in zip(stem.slots, parts, strict=True):
                     tree.append(path := grown(stem, slot, part, entropies, branches))
-                    stems += [(tree, fork) for fork in forks_of(path, branches)]
+                    stems += [(tree, fork) for fork in forks_of(path, branches, sampling.seed)]
         return [leaves_of(tree, branches) for tree in trees]
 
     def _continue(self, stems: Sequence[Stem], sampling: Sampling, version: int) -> list[list[Part]]:
         """Continuations of stems that have equally many of them each."""
         parts: list[list[Part]] = [[]] * len(stems)
-        each = len(stems[0].slots) if stems else 1
+        each = len(stems[0].slots)
         for batch in _batches([len(stem.token_ids) for stem in stems], self._max_batch // each):
             decoded = self._decode([stems[index] for index in batch], sampling, version)
             for index, group in zip(batch, decoded, strict=True):

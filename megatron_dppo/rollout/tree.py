@@ -5,11 +5,13 @@ other children are continuations of its beginning. Whether a path forks somewher
 nothing after, so that this has the law of a tree whose branches stop there and are continued as often as they have
 children. The leaves of a group are numbered so that those below a branch stand together. What is generated is known by
 its *slot*, the first leaf that it stands for: a path keeps its slot, and child j of a fork has the first slot of the
-fork's j-th part. Both engines grow trees by these functions; flat groups are trees without branches.
+fork's j-th part. With ``branches[].keep`` some children are drawn by chance and the others not generated, as
+``rl/trees.py`` has it. Both engines grow trees by these functions; flat groups are trees without branches.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +45,8 @@ class Stem:
     """Of the prefix; None where no fork asks for them."""
     forks: tuple[int, ...] = ()
     """Of the path, level by level. The last one is the length of the prefix."""
+    weights: tuple[float, ...] = ()
+    """Of the path's branch at each of these forks; what is continued here counts the last one."""
 
     @property
     def length(self) -> int:
@@ -125,43 +129,80 @@ def grown(stem: Stem, slot: int, part: Completion, entropies: Entropies | None, 
     if entropies is not None and stem.entropies is not None:
         entropies = np.concatenate([stem.entropies, entropies])
     forks = fork_positions(branches, len(whole.token_ids), entropies, stem.forks)
-    return TreePath(stem, slot, replace(whole, forks=forks) if forks else whole, entropies)
+    weights = stem.weights + (1.0,) * (len(forks) - len(stem.weights))
+    return TreePath(stem, slot, replace(whole, forks=forks, fork_weights=weights) if forks else whole, entropies)
 
 
-def forks_of(path: TreePath, branches: Branches) -> list[Stem]:
-    """What is to be continued after the forks of a path, at all levels; its own part after each of them is there."""
+def forks_of(path: TreePath, branches: Branches, seed: int) -> list[Stem]:
+    """What is to be continued after the forks of a path, at all levels; its own part after each of them is there.
+
+    Args:
+        path: that has ended.
+        branches: the levels of the tree.
+        seed: with the prompt and the slot it says which children are generated.
+    """
     stems = []
     for level in range(path.level, len(branches)):
         position = path.completion.forks[level]
         if position == len(path.completion.token_ids):
             break
-        width = leaves_below(branches, level + 1)
+        width, fork = leaves_below(branches, level + 1), branches[level]
+        children = (path.slot + child * width for child in range(1, fork.children))
+        slots = tuple(slot for slot in children if _luck(seed, path.stem.prompt.id, slot) < fork.keep)
+        if not slots:
+            continue
         stems.append(
             Stem(
                 path.stem.prompt,
-                slots=tuple(path.slot + child * width for child in range(1, branches[level].children)),
+                slots,
                 # All tokens of a prefix have been read: the path went on after them.
                 prefix=beginning(path.completion, position, len(path.stem.prompt.token_ids) + position),
                 entropies=None if path.entropies is None else path.entropies[:position],
                 forks=path.completion.forks[: level + 1],
+                weights=(*path.completion.fork_weights[:level], 1.0 / fork.keep),
             )
         )
     return stems
 
 
+def _luck(seed: int, prompt: int, slot: int) -> float:
+    """In [0, 1), of a child, and independent of the luck with which its tokens are drawn."""
+    digest = hashlib.blake2b(f"{seed}/{prompt}/{slot}/generated".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
 def leaves_of(paths: Iterable[TreePath], branches: Branches) -> tuple[Completion, ...]:
-    """The group: all leaves of a tree, in order, each with the path that ends there or has ended before."""
+    """The group: all leaves of a tree, in order, each with the path that ends there or has ended before.
+
+    The leaves of a child that was not generated are those of the path that it would have left, with the weight 0.
+    """
     leaves: dict[int, Completion] = {}
     for path in sorted(paths, key=lambda path: path.level):  # a child takes its leaves from the path that it left
         below = leaves_below(branches, path.level)
         leaves |= dict.fromkeys(range(path.slot, path.slot + below), path.completion)
+    for level in reversed(range(len(branches))):  # so that what is copied is complete
+        width = leaves_below(branches, level + 1)
+        for first in range(0, len(leaves), width * branches[level].children):
+            own = leaves[first]
+            for child in range(first + width, first + width * branches[level].children, width):
+                if leaves[child] is own and own.forks[level] < len(own.token_ids):
+                    copies = (_not_generated(leaves[first + leaf], level) for leaf in range(width))
+                    leaves |= zip(range(child, child + width), copies, strict=True)
     return tuple(leaves[slot] for slot in sorted(leaves))
+
+
+def _not_generated(sibling: Completion, level: int) -> Completion:
+    weights = list(sibling.fork_weights)
+    weights[level] = 0.0
+    return replace(sibling, fork_weights=tuple(weights))
 
 
 def unique_tokens(group: Sequence[Completion], branches: Branches) -> int:
     """Tokens of a group that the policy sampled, those that its leaves share counted once."""
     total = 0
     for slot, completion in enumerate(group):
+        if 0.0 in completion.fork_weights:
+            continue
         level = next(level for level in range(len(branches) + 1) if slot % leaves_below(branches, level) == 0)
         total += int(completion.loss_mask[completion.forks[level - 1] if level else 0 :].sum())
     return total

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_dppo.config import BranchConfig
+from megatron_dppo.config import replace as replace_branch
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.engine import Sampling, generate
 from megatron_dppo.rollout.local import LocalEngine
@@ -117,6 +118,36 @@ def test_logprobs_of_every_leaf_are_those_of_a_plain_forward(name: str, tmp_path
         for leaf in group:
             expected = plain_logprobs(policy, prompt, leaf, 1.7)
             np.testing.assert_allclose(leaf.logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_children_that_are_not_generated_are_copies_of_their_sibling_and_the_others_are_as_ever(
+    tmp_path: Path,
+) -> None:
+    pruned = tuple(replace_branch(branch, keep=0.4) for branch in FIXED)
+    engine, prompts = make_engine(make_policy(), tmp_path, max_batch=72), make_prompts(5, 2, 9, 4)
+    every, some = (generate(engine, prompts, tree_of(branches, roots=12)) for branches in (FIXED, pruned))
+    drawn: Counter[float] = Counter()
+    for whole, group in zip(every, some, strict=True):
+        for slot, leaf in enumerate(group):
+            if 0.0 not in leaf.fork_weights:
+                np.testing.assert_array_equal(leaf.token_ids, whole[slot].token_ids)
+                assert leaf.forks == whole[slot].forks
+            else:
+                level = leaf.fork_weights.index(0.0)
+                below = leaves_below(pruned, level + 1)
+                sibling = group[slot - slot % leaves_below(pruned, level) + slot % below]
+                assert leaf.token_ids is sibling.token_ids and leaf.forks == sibling.forks
+                assert leaf.fork_weights == (*sibling.fork_weights[:level], 0.0, *sibling.fork_weights[level + 1 :])
+            for level, weight in enumerate(leaf.fork_weights):
+                first = slot % leaves_below(pruned, level) == 0
+                if 0.0 in leaf.fork_weights[:level] or slot % leaves_below(pruned, level + 1):
+                    continue  # a copy, or not the first leaf of a child
+                forked = leaf.forks[level] < len(leaf.token_ids)
+                assert weight in ((0.0, 2.5) if forked and not first else (1.0,))
+                drawn[weight] += 1
+        assert unique_tokens(group, pruned) < unique_tokens(whole, FIXED)
+    assert drawn[2.5] / (drawn[0.0] + drawn[2.5]) == pytest.approx(0.4, abs=0.12)
+    assert drawn[0.0] + drawn[2.5] > 40
 
 
 def test_the_same_call_gives_the_same_bits_and_another_seed_another_tree(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ class Batch:
         continued = []
         for sample in samples:
             self.paths[index].append(path := sample.path(self.sampling.branches))
-            for stem in forks_of(path, self.sampling.branches):
+            for stem in forks_of(path, self.sampling.branches, self.sampling.seed):
                 continued.append([PartialCompletion(stem, slot, server=sample.server) for slot in stem.slots])
         return continued
 
