@@ -246,6 +246,7 @@ def test_so_it_is_where_units_are_drawn_by_themselves(windows, stage, objective,
         Way("none", "threshold_deterministic"),
         Way("none", "top_k", more={"keep": 0.25}),
         Way("none", "top_k", more={"keep": 0.25, "normaliser": "kept"}),
+        Way("none", "extremes", more={"keep": 0.5}),
         Way("greso", "none", draw=None),
     ],
     ids=lambda way: "-".join(filter(None, [way.prompts, way.completions, *map(str, way.more.values())])),
@@ -272,7 +273,7 @@ def test_dynamic_sampling_is_biased(windows):
 def test_no_other_rule_calls_itself_biased():
     """Those of the law are all the rules there are: a new one has to be put on one side or the other."""
     biased = {name for rules in (PROMPT_RULES, COMPLETION_RULES) for name, rule in rules.items() if rule.biased}
-    assert biased == {"threshold_deterministic", "top_k", "greso", "dynamic_sampling"}
+    assert biased == {"threshold_deterministic", "top_k", "extremes", "greso", "dynamic_sampling"}
     assert {*PROMPT_RULES, *COMPLETION_RULES} - biased == {"none", "threshold", "neyman"}
 
 

@@ -174,6 +174,7 @@ TREE = "rollout.tree.branches=[{at: 200}]"
         ("rollout.samples_per_prompt=9", "rollout.samples_per_prompt"),
         ("rollout.samples_per_prompt=2", "rollout.samples_per_prompt"),
         ("rollout.tree.roots=3", "rollout.samples_per_prompt"),
+        ("rollout.tree.depths=[0, 2]", "rollout.tree.depths"),
         ("rollout.max_response_tokens=200", "rollout.tree.branches[].at"),
         ("rollout.tree.branches=[{at: 9, entropy: 1}]", "rollout.tree.branches[0]"),
         ("rollout.tree.branches=[{at: 9}, {}]", "rollout.tree.branches[1]"),

@@ -104,11 +104,11 @@ class PromptPruningConfig(Section):
 
 
 class CompletionPruningConfig(Section):
-    rule: Literal["none", "threshold", "neyman", "threshold_deterministic", "top_k"] = "neyman"
+    rule: Literal["none", "threshold", "neyman", "threshold_deterministic", "top_k", "extremes"] = "neyman"
     """Unbiased: none, threshold (the paper's), neyman (least variance). Biased: threshold_deterministic (the paper's
-    Appendix A), top_k (CPPO's: the largest advantages)."""
+    Appendix A), top_k (CPPO's: the largest advantages), extremes (BranchGRPO's: the best and the worst of a group)."""
     keep: Fraction = 0.5
-    """neyman: share of the rolled-out tokens that is trained on; top_k: of the completions; threshold and
+    """neyman: share of the rolled-out tokens that is trained on; top_k, extremes: of the completions; threshold and
     threshold_deterministic: 1 − r, the chance or share of the low-scored ones."""
     score: Literal["engine", "head", "advantage"] = "engine"
     """What neyman takes for the norm of a completion's gradient. ``engine``: the advantage times how surprising its

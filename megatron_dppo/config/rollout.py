@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, MinLen
 from pydantic import field_validator
 
 from megatron_dppo.config.types import AboveZero, AtLeastOne, Count, Fraction, NonNegative, Positive, Seconds, Section
@@ -111,6 +111,9 @@ class TreeConfig(Section):
     """What a segment's value (the mean reward of the leaves below it) is held against. Unbiased: siblings (the mean of
     the others that begin at the same fork), roots (of the other roots), mixed (of both). Biased: depth (BranchGRPO's:
     mean and standard deviation of all segments of its level)."""
+    depths: Annotated[tuple[Count, ...], MinLen(1)] | None = None
+    """Segments that are trained on, by the number of forks before them; null: all. Others are what BranchGRPO prunes in
+    depth, which is biased."""
     fusion: Literal["mean", "probability"] = "mean"
     """How children make their parent's value. ``mean``: each counts alike; ``probability``: by the softmax of their
     log-probabilities (BranchGRPO's option), which is biased."""
@@ -128,6 +131,10 @@ class TreeConfig(Section):
         """
         for level, branch in enumerate(self.branches):
             branch.check(level)
+        deepest = len(self.branches)
+        if self.depths and max(self.depths) > deepest:
+            problem = f"names a depth that rollout.tree.branches does not have: the last one is {deepest}"
+            raise UserError("rollout.tree.depths", self.depths, problem, "Leave it out")
         fixed = [branch.at for branch in self.branches if branch.at is not None]
         if sorted(set(fixed)) != fixed or (fixed and fixed[-1] >= longest):
             problem = f"are to grow, and to stay below rollout.max_response_tokens = {longest}"

@@ -46,7 +46,7 @@ def case(name: str) -> Forests:
     return _known[name]
 
 
-def planned(given: Forests, **settings: str) -> Floats:
+def planned(given: Forests, **settings: object) -> Floats:
     return segment_advantages(given.rewards, given.lengths, given.forks, replace(given.tree, **settings))
 
 
@@ -64,8 +64,8 @@ def test_the_cases_are_what_their_names_say() -> None:
     assert set(np.unique(pruned.forks["weight"][..., 0])) == {0.0, 1.0, 1 / 0.6}
 
 
-@pytest.mark.parametrize("settings", [{"baseline": "depth"}, {"fusion": "probability"}], ids=str)
-def test_a_setting_that_calls_itself_biased_is(settings: dict[str, str]) -> None:
+@pytest.mark.parametrize("settings", [{"baseline": "depth"}, {"fusion": "probability"}, {"depths": (0, 2)}], ids=str)
+def test_a_setting_that_calls_itself_biased_is(settings: dict[str, object]) -> None:
     given = case("two levels")
     assert list(biased_settings(replace(given.tree, **settings)))
     assert not list(biased_settings(given.tree))

@@ -105,6 +105,20 @@ def top_k(candidates: CompletionCandidates, keep: float) -> Floats:
     return kept.reshape(magnitude.shape)
 
 
+def extremes(candidates: CompletionCandidates, keep: float) -> Floats:
+    """BranchGRPO's pruning in width (arXiv:2509.06040): of each group the best and as many of the worst, else 0.
+
+    Half of ``keep`` of a group, one at least, on either side, and no weights. Of equal A the first are the worst.
+    """
+    completions = candidates.advantage.shape[1]
+    each = max(1, round(keep * completions / 2))
+    order = np.argsort(candidates.advantage, axis=1, kind="stable")
+    kept = np.zeros_like(candidates.advantage)
+    for side in order[:, :each], order[:, completions - each :]:
+        np.put_along_axis(kept, side, 1.0, axis=1)
+    return kept
+
+
 COMPLETION_RULES: Mapping[str, Rule[CompletionCandidates]] = {
     "none": Rule(keep_all),
     "threshold": Rule(threshold, draw_bernoulli),
@@ -115,6 +129,7 @@ COMPLETION_RULES: Mapping[str, Rule[CompletionCandidates]] = {
         weight=draws_weight,
     ),
     "top_k": Rule(top_k, biased="it drops the lowest |A|, whose inclusion probability is 0, and weighs nothing up"),
+    "extremes": Rule(extremes, biased="it drops what is neither best nor worst in its group, and weighs nothing up"),
 }
 
 

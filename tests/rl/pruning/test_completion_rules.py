@@ -24,7 +24,7 @@ def candidates(rewards: np.ndarray, *, floor: float = 0.2, needs_all: bool = Fal
 
 MIXED = [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]]
 RULES = ["none", "threshold", "neyman"]
-BIASED = ["threshold_deterministic", "top_k"]
+BIASED = ["threshold_deterministic", "top_k", "extremes"]
 
 
 def test_the_papers_threshold_prunes_the_majority_outcome_of_each_group():
@@ -68,6 +68,14 @@ def test_top_k_keeps_the_largest_advantages_and_spreads_ties_over_prompts():
     np.testing.assert_array_equal(kept, [[1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 1, 1]])
     np.testing.assert_array_equal(completion_inclusion("top_k", given, 0.75).sum(axis=1), [2, 3, 4])
     np.testing.assert_array_equal(completion_weight("top_k", given, kept, 0.5), kept)
+
+
+def test_extremes_keep_the_best_and_as_many_of_the_worst():
+    given = candidates([[0.1, 0.9, 0.4, 0.3, 0.2, 0.8], [1, 0, 0, 0, 0, 0]])
+    kept = completion_inclusion("extremes", given, 0.6)
+    np.testing.assert_array_equal(kept, [[1, 1, 0, 0, 1, 1], [1, 1, 1, 0, 0, 1]])
+    np.testing.assert_array_equal(completion_weight("extremes", given, kept, 0.6), kept)
+    np.testing.assert_array_equal(completion_inclusion("extremes", given, 0.1).sum(axis=1), [2, 2])
 
 
 @pytest.mark.parametrize("rule", RULES)
