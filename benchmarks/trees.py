@@ -4,7 +4,8 @@ the time to an accuracy.
     python benchmarks/trees.py [--json] [--tasks sums ending] [--prompts 24] [--draws 12] [--seeds 3] [--folder DIR]
 
 Two tasks, whose policies are warmed up by a teacher who forgets carries. ``sums`` is the quickstart's: errors arise all
-along an answer. ``ending`` has an answer copy its question four times before it adds, so that the end decides.
+along an answer. ``ending`` has an answer copy its question four times before it adds (``347+8=``, always with a
+carry), so that the end decides.
 
 ``variance``: groups are drawn again and again for each prompt, by the warmed-up policy. Gains are flat's variance ×
 tokens over the tree's, with intervals over prompts. ``training`` (``--seeds`` 0: none): the tree of the largest gain
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -30,8 +32,8 @@ import torch
 from real_gradients import gradient
 from training_stages import alone
 
-from megatron_dppo.config import ArithmeticConfig, Config, LossConfig
-from megatron_dppo.data.generators import Sum, make_sums
+from megatron_dppo.config import Config, LossConfig
+from megatron_dppo.data.generators import Sum
 from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.microbatch import Microbatch
@@ -61,12 +63,12 @@ TREES: dict[str, tuple[tuple[float, int], ...]] = {
     "2 × 2 × 2 after 0.3, 0.85": ((0.3, 2), (0.85, 2)),
 }
 """Roots × children, and after which shares of the mean response they fork."""
-COPIES = 4
+COPIES, HELD_OUT, FORGOTTEN = 4, 200, 0.65
 TASKS = {
     "sums": ("data.train=arithmetic",),
     "ending": ("data.train={folder}/train.jsonl", "data.eval={folder}/eval.jsonl", "data.response_key=response"),
 }
-ACCURACY = {"sums": 0.6, "ending": 0.9}
+ACCURACY = {"sums": 0.6, "ending": 0.8}
 """Held-out accuracy that a training is to reach."""
 WORDS = (
     "layout.tp=1",
@@ -114,13 +116,21 @@ def warm_up(task: str, words: Sequence[str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     more = ["data.arithmetic.problems=8192"]
     if task == "ending":
-        sums = ArithmeticConfig(problems=4096, max_terms=2, forgotten_carries=0.65)
-        for split, problems in zip(("train", "eval"), make_sums(sums), strict=True):
-            (folder / f"{split}.jsonl").write_text("".join(json.dumps(_row(problem)) + "\n" for problem in problems))
+        problems = [f"{json.dumps(_row(problem))}\n" for problem in carries()]
+        (folder / "eval.jsonl").write_text("".join(problems[:HELD_OUT]))
+        (folder / "train.jsonl").write_text("".join(problems[HELD_OUT:]))
         more = []
     write_model(folder / "initial", std=0.05)
     settings = [f"model.path={folder / 'initial'}", f"run.dir={folder / 'sft'}", f"sft.out={folder / 'warm'}"]
     _command("sft", *words, *settings, *more, "layout.dp=2")
+
+
+def carries() -> list[Sum]:
+    """Three digits and one, in a random order, whose last digits have a carry that the teacher mostly forgets."""
+    draw = random.Random(0)
+    pairs = [(total, term) for total in range(100, 1000) for term in range(1, 10) if total % 10 + term >= 10]
+    draw.shuffle(pairs)
+    return [Sum(pair, slips=(draw.random() < FORGOTTEN,)) for pair in pairs]
 
 
 def _row(problem: Sum) -> dict[str, str]:

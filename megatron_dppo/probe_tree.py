@@ -21,14 +21,14 @@ from megatron_dppo.observe.console import Console
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.pack import TrainingSample
-from megatron_dppo.rl.tree_gain import ForkStatistics, variance_parts
+from megatron_dppo.rl.tree_gain import ForkStatistics, interval, variance_parts
 from megatron_dppo.rl.types import Completion, Group, Selection
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, load_training_pool
 from megatron_dppo.trainer.prompt_sampler import PromptOrder
 
-HEADER = "fork after  tokens after it  variance after it   best tree   gain per generated token"
+HEADER = "fork after  tokens after it  variance after it  best tree  gain per generated token"
 
 
 def probe_tree(config: Config) -> None:
@@ -57,7 +57,9 @@ def probe_tree(config: Config) -> None:
                 console.note(f"a response has {length:.0f} tokens; some are continued after {place}", again=True)
             found.append(probe.fork_after(place))
         if console:
-            console.banner([HEADER, *map(_row, places, found), "", _verdict(places, found)])
+            leaves = config.rollout.samples_per_prompt
+            rows = [_row(place, each, leaves) for place, each in zip(places, found, strict=True)]
+            console.banner([HEADER, *rows, "", _verdict(places, found, leaves)])
     shut_down()
 
 
@@ -94,7 +96,7 @@ class _Probe:
         groups = self._generate(tree, probe.roots * probe.continuations, place)
         known = [prompt for prompt in groups if prompt in self._baselines]
         paths, responses, prompts = (np.zeros((len(known), *shape[:n])) for n in (2, 1, 0))
-        length, before = np.zeros(len(known)), np.zeros(len(known))
+        rewards, length, before = np.zeros((len(known), *shape)), np.zeros(len(known)), np.zeros(len(known))
         for p, prompt in enumerate(known):
             group = groups[prompt]
             samples = [self._sample(group, slot) for slot in range(len(group.completions))]
@@ -102,14 +104,15 @@ class _Probe:
             paths[p] = [[self._square([sample]) for sample in each] for each in by_response]
             responses[p] = [self._square(each) for each in by_response]
             prompts[p] = self._square(samples)
+            rewards[p] = group.rewards.reshape(shape)
             lengths = np.array([len(path.token_ids) for path in group.completions])
             length[p], before[p] = lengths.mean(), np.minimum(lengths, place).mean()
         if not paths.any():
             problem = f"gives all {probe.prompts} prompts equal rewards: no gradient, and nothing to compare"
             remedy = "Raise probe.prompts, or take data that the policy can do in part"
             raise UserError("reward.function", self._parts.config.reward.function, problem, remedy)
-        between, within = variance_parts(paths, responses, prompts)
-        return ForkStatistics(between, within, length, before)
+        of_rewards = variance_parts(rewards**2, rewards.sum(axis=2) ** 2, rewards.sum(axis=(1, 2)) ** 2)
+        return ForkStatistics(*variance_parts(paths, responses, prompts), *of_rewards, length, before)
 
     def _generate(self, tree: TreeConfig, samples: int, step: int) -> Mapping[int, Group]:
         """The groups of all prompts, on every rank; without those whose scoring failed."""
@@ -148,17 +151,19 @@ def _policy_gradient(responses: Responses) -> tuple[torch.Tensor, Sums]:
     return -(responses.logprobs * arrays.advantage * arrays.scale).sum(), {}
 
 
-def _row(place: int, found: ForkStatistics) -> str:
-    children, gain = found.best()
-    best = f"{children} children"
-    return f"{place:10}  {found.tokens_after:15.2f}  {found.within_share()!s:>17}   {best:10}  {gain!s:>24}"
+def _row(place: int, found: ForkStatistics, leaves: int) -> str:
+    everyone = np.arange(len(found.within))
+    variance = interval(found.variance_after, len(everyone))
+    roots, children, gain = found.best(leaves)
+    tokens = float(found.tokens_after(everyone))
+    return f"{place:10}  {tokens:15.2f}  {variance!s:>17}  {f'{roots} × {children}':>9}  {gain!s:>24}"
 
 
-def _verdict(places: Sequence[int], found: Sequence[ForkStatistics]) -> str:
+def _verdict(places: Sequence[int], found: Sequence[ForkStatistics], leaves: int) -> str:
     """What to do, in one line: a tree is named where its gain's interval is above 1."""
-    best = [(gain, place, children) for place, (children, gain) in zip(places, (f.best() for f in found), strict=True)]
-    gain, place, children = max(best, key=lambda each: each[0].value)
+    best = [(place, *each.best(leaves)) for place, each in zip(places, found, strict=True)]
+    place, roots, children, gain = max(best, key=lambda each: each[-1].low)
     if gain.low <= 1.0:
         return "flat: no tree is worth more per generated token than completions that are sampled by themselves"
-    tree = f"rollout.tree.branches=[{{at: {place}, children: {children}}}]"
+    tree = f"rollout.tree.branches=[{{at: {place}, children: {children}}}] with {roots} roots"
     return f"{tree} is worth {gain} times what flat groups are, per generated token"

@@ -63,7 +63,9 @@ def test_a_tree_is_named_where_the_end_decides(folder: Path, ranks: RankPool) ->
     _, tokens, variance, low, _ = row(printed)
     assert tokens == pytest.approx(1 / 6, abs=0.02)
     assert variance > low > 2 * tokens
-    assert re.search(rf"rollout\.tree\.branches=\[\{{at: {AT}, children: \d\}}\] is worth", printed), printed
+    assert re.search(rf"rollout\.tree\.branches=\[\{{at: {AT}, children: \d\}}\] with \d roots is worth", printed), (
+        printed
+    )
 
 
 def test_flat_groups_are_named_where_the_beginning_decides(folder: Path, ranks: RankPool) -> None:

@@ -9,12 +9,17 @@ takes K·L·(a + M(1 − a)) tokens. Per generated token it is then worth
     (B + W) / ((B + W/M)(a + M(1 − a)))
 
 flat groups. Over all M that is at most (B + W)/(√(aB) + √((1 − a)W))², and 1 where W/(B + W) = 1 − a.
+
+A real baseline is a mean itself, and few roots make a noisy one. Where a gradient's length does not depend on its
+reward, the mean of the G − 1 others of a flat group adds 1/(G − 1) to the variance, and that of the K − 1 other roots
+(β + ω/M)/((β + ω)(K − 1)), where β and ω are to the rewards what B and W are to the gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -22,7 +27,6 @@ from megatron_dppo.rl.types import Floats, Ints
 
 DRAWS, LEVELS = 2000, (0.025, 0.975)
 """Of the bootstrap over prompts, and of its intervals."""
-MOST_CHILDREN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,40 +47,53 @@ class ForkStatistics:
     """[P], unbiased estimates of B, which may be below zero."""
     within: Floats
     """[P], of W."""
+    rewards_between: Floats
+    """[P], of β."""
+    rewards_within: Floats
+    """[P], of ω."""
     length: Floats
     """[P], mean tokens of a path."""
     before: Floats
     """[P], of these, mean tokens before the fork."""
 
-    def shares(self, prompts: Ints) -> tuple[Floats, Floats]:
-        """W/(B + W) and 1 − a.
+    def variance_after(self, prompts: Ints) -> Floats:
+        """[...], W/(B + W).
 
         Args:
             prompts: [..., P], indices of prompts, each as often as it counts.
         """
-        between, within = (np.maximum(part[prompts].mean(axis=-1), 0.0) for part in (self.between, self.within))
-        total = between + within
-        after = 1.0 - self.before[prompts].mean(axis=-1) / self.length[prompts].mean(axis=-1)
-        return np.divide(within, total, out=np.full_like(total, np.nan), where=total > 0.0), after
+        return _share(self.between[prompts], self.within[prompts])
 
-    def gain(self, prompts: Ints, children: int) -> Floats:
-        """[...], of a tree with so many children of each branch, over a flat group, per generated token."""
-        within, after = self.shares(prompts)
-        return 1.0 / ((1.0 - within + within / children) * (1.0 - after + children * after))
+    def tokens_after(self, prompts: Ints) -> Floats:
+        """[...], 1 − a."""
+        after: Floats = 1.0 - self.before[prompts].mean(axis=-1) / self.length[prompts].mean(axis=-1)
+        return after
 
-    @property
-    def tokens_after(self) -> float:
-        """1 − a, the share of the tokens after the fork."""
-        return 1.0 - float(self.before.mean() / self.length.mean())
+    def gain(self, prompts: Ints, roots: int, children: int) -> Floats:
+        """[...], of a tree over a flat group of as many leaves, per generated token, baselines included."""
+        within, after = self.variance_after(prompts), self.tokens_after(prompts)
+        of_rewards = _share(self.rewards_between[prompts], self.rewards_within[prompts])
+        flat = 1.0 + 1.0 / (roots * children - 1)
+        tree = 1.0 + (1.0 - of_rewards + of_rewards / children) / (roots - 1)
+        return flat / (tree * (1.0 - within + within / children) * (1.0 - after + children * after))
 
-    def within_share(self) -> Interval:
-        return interval(lambda prompts: self.shares(prompts)[0], len(self.within))
+    def best(self, leaves: int) -> tuple[int, int, Interval]:
+        """Roots, children and gain of the tree whose interval has the highest lower end.
 
-    def best(self) -> tuple[int, Interval]:
-        """The best number of children, two at least, and its gain."""
-        everyone = np.arange(len(self.within))
-        children = max(range(2, MOST_CHILDREN + 1), key=lambda m: float(self.gain(everyone, m)))
-        return children, interval(lambda prompts: self.gain(prompts, children), len(self.within))
+        Trees have two roots and two children at least, and about as many leaves as asked.
+        """
+        prompts = len(self.within)
+        trees = [(leaves // children, children) for children in range(2, leaves // 2 + 1)] or [(2, 2)]
+        gains = [(*tree, interval(partial(self.gain, roots=tree[0], children=tree[1]), prompts)) for tree in trees]
+        return max(gains, key=lambda each: each[-1].low)
+
+
+def _share(between: Floats, within: Floats) -> Floats:
+    """[...], within/(between + within) of means over [..., P]; not a number where both are 0."""
+    between, within = (np.maximum(part.mean(axis=-1), 0.0) for part in (between, within))
+    total = between + within
+    share: Floats = np.divide(within, total, out=np.full_like(total, np.nan), where=total > 0.0)
+    return share
 
 
 def interval(of: Callable[[Ints], Floats], prompts: int) -> Interval:
