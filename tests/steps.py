@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,7 @@ from megatron_dppo.parallel.world import World, initialize
 from megatron_dppo.rl.families import LEAST_SHARED, shared_lengths
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan, no_forks
+from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 from megatron_dppo.trainer.learner import Learner
 
@@ -89,6 +91,25 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         window=float(QUERIES + 3),
     )
     return metadata, groups
+
+
+def step_of_one_group(ranks: int) -> tuple[StepMetadata, list[Group]]:
+    """64 completions of a prompt of one token, the rewards of which are mixed."""
+    rng = np.random.default_rng(5)
+    completions = tuple(
+        Completion(
+            rng.integers(3, VOCAB, length).astype(np.int32),
+            rng.normal(-3.0, 1.0, length).astype(np.float32),
+            loss_mask(length, given=False),
+            (VersionSpan(0, int(length)),),
+            "stop",
+        )
+        for length in rng.integers(1, 12, 64)
+    )
+    rewards = (rng.random(64) < 0.3).astype(np.float64)
+    group = Group(Prompt(0, np.array([7], np.int32), "", ""), completions, rewards)
+    metadata = metadata_of([group], np.ones(1), samples=64, levels=0, owner=0)
+    return dataclasses.replace(metadata, window=1.0), [group]
 
 
 def loss_mask(length: int, *, given: bool) -> np.ndarray:

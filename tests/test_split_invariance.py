@@ -16,11 +16,23 @@ from typing import Literal
 import pytest
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
-from megatron_dppo.rl.types import Ints, StepPlan
+from megatron_dppo.rl.types import Group, Ints, StepMetadata, StepPlan
 from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe
 from tests.policies import write_policy
 from tests.ranks import RankPool
-from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
+from tests.steps import (
+    VOCAB,
+    Weights,
+    build,
+    config_for,
+    held_by,
+    plan_for,
+    step_of_groups,
+    step_of_one_group,
+    weights_of,
+)
+
+Step = tuple[StepMetadata, list[Group]]
 
 
 def reverse_order(plan: StepPlan) -> StepPlan:
@@ -44,10 +56,12 @@ def reverse_order(plan: StepPlan) -> StepPlan:
     return dataclasses.replace(plan, minibatches=tuple(minibatches))
 
 
-def learned(rank: int, size: int, config: Config, backwards: bool) -> tuple[dict[str, float], Weights]:
+def learned(
+    rank: int, size: int, config: Config, backwards: bool, step: Callable[[int], Step] = step_of_groups
+) -> tuple[dict[str, float], Weights]:
     """Loss and metrics of one update, and the weights after it."""
     world, learner, policy = build(config)
-    metadata, groups = step_of_groups(size)
+    metadata, groups = step(size)
     plan = plan_for(world, config, metadata)
     result = learner.learn(
         reverse_order(plan) if backwards else plan, held_by(rank, metadata, groups), step=1, version=0
@@ -156,6 +170,30 @@ def test_an_update_depends_on_no_layout_no_order_and_no_size_of_packs(
         found |= {name: of_ranks[0] for name, of_ranks in zip(names, results, strict=True)}
     (_, start), reference = found.pop("start"), found.pop("reference")
     assert found.keys() >= set(layouts)
+    for name, update in found.items():
+        assert_same_update(update, reference, start, name)
+
+
+def test_a_family_of_64_and_a_prompt_of_one_token_are_trained_on_alike_shared_and_apart(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """In one pack, and in many on two replicas, each of which begins with the prompt anew."""
+    write_policy(tmp_path)
+    alone = config_for(tmp_path, ONE, GRPO, 1024, distributed=False, share="off")
+    calls = {
+        "start": replace(alone, optimizer=replace(alone.optimizer, lr=1e-30)),
+        "reference": alone,
+        "one pack": config_for(tmp_path, ONE, GRPO, 1024, distributed=True),
+        "cp2": config_for(tmp_path, LAYOUTS["cp2"], GRPO, 64, distributed=True),
+        "dp2": config_for(tmp_path, LAYOUTS["dp2"], GRPO, 64, distributed=True),
+        "tp2 sp": config_for(tmp_path, LAYOUTS["tp2 sp"], GRPO, 64, distributed=True),
+    }
+    found: dict[str, Update] = {}
+    for size in (1, 2):
+        names = [name for name, config in calls.items() if size_of(config.layout) == size]
+        each = ((learned, calls[name], False, step_of_one_group) for name in names)
+        found |= {name: of_ranks[0] for name, of_ranks in zip(names, ranks.in_turn(size, *each), strict=True)}
+    (_, start), reference = found.pop("start"), found.pop("reference")
     for name, update in found.items():
         assert_same_update(update, reference, start, name)
 
