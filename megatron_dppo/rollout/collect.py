@@ -165,6 +165,8 @@ class Collector:
         answers = self.answers(begun.asked, of_all=total)
         if self._routing is not None:
             self._world.together(lambda: self._check_routing(answers), what="look at the rollouts' routing")
+        if self._config.rollout.tree.branches:
+            self._world.together(lambda: self._check_forks(answers), what="look at where the rollouts fork")
         groups, part = self._share(answers, selection.inclusion[self._mine], begun.asked.samples)
         parts = self._world.gather(part)
         self.check_failures(parts, total)
@@ -238,6 +240,17 @@ class Collector:
             problem = "wants to know which experts made every token, and a completion came without"
             remedy = f"Have {rollout.conversation or rollout.engine} return its turns as client.generate returned them"
             raise UserError("loss.replay_routing", self._config.loss.replay_routing, problem, remedy)
+
+    def _check_forks(self, answers: Answers) -> None:
+        """Only an engine that does not know of trees leaves them out."""
+        rollout = self._config.rollout
+        levels = len(rollout.tree.branches)
+        if any(len(completion.forks) != levels for group in answers.completions for completion in group):
+            problem = f"has {levels} levels, and completions came from the engine {rollout.engine} that did not fork"
+            remedy = (
+                "Have the engine read Sampling.branches, as docs/trees.md describes, or set rollout.tree.branches=[]"
+            )
+            raise UserError("rollout.tree.branches", levels, problem, remedy)
 
     def _share(self, answers: Answers, inclusions: Floats, samples: int) -> tuple[list[Group], _Part]:
         groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []

@@ -229,7 +229,8 @@ def test_the_planner_knows_where_every_path_of_a_tree_forks(bench: Bench) -> Non
     p = np.linspace(0.1, 0.8, 8)
     long = [Said("score 1", p, forks=(3, 6), fork_weights=(1.0, 2.5)), *[Said("score 1", p, forks=(3, 6))] * 3]
     short = [Said("score 0", p, forks=(3, 8))] * 4
-    forks = bench.collect({6: long + short, 2: BROKEN}, config=config).metadata.forks
+    broken = [Said("broken", forks=(3, 6))] * 8
+    forks = bench.collect({6: long + short, 2: broken}, config=config).metadata.forks
     assert forks.shape == (1, 8, 2)
     assert forks["at"][0].tolist() == [[3, 6]] * 4 + [[3, 8]] * 4
     assert forks["weight"][0, :2].tolist() == [[1.0, 2.5], [1.0, 1.0]]
@@ -240,7 +241,9 @@ def test_the_planner_knows_where_every_path_of_a_tree_forks(bench: Bench) -> Non
     np.testing.assert_allclose(forks["norm"][0, 0], [norm(p[3:6]), norm(p[6:])], rtol=1e-6)
     np.testing.assert_allclose(forks["norm"][0, 7], [norm(p[3:]), 0.0], rtol=1e-6)
     np.testing.assert_allclose(forks["logprob"][0, 0], [np.log(p[3:6]).sum(), np.log(p[6:]).sum()], rtol=1e-6)
-    assert bench.collect({2: BROKEN}, config=config).metadata.forks.shape == (0, 8, 2), "as on the other ranks"
+    assert bench.collect({2: broken}, config=config).metadata.forks.shape == (0, 8, 2), "as on the other ranks"
+    with pytest.raises(UserError, match="that did not fork"):
+        bench.collect({2: [Said("score 1")] * 8}, config=config)
 
 
 def test_metrics_of_a_step_written_out(bench: Bench) -> None:
