@@ -247,9 +247,7 @@ class Collector:
         levels = len(rollout.tree.branches)
         if any(len(completion.forks) != levels for group in answers.completions for completion in group):
             problem = f"has {levels} levels, and completions came from the engine {rollout.engine} that did not fork"
-            remedy = (
-                "Have the engine read Sampling.branches, as docs/trees.md describes, or set rollout.tree.branches=[]"
-            )
+            remedy = "Have it grow what Sampling.branches asks for (rollout/tree.py), or set rollout.tree.branches=[]"
             raise UserError("rollout.tree.branches", levels, problem, remedy)
 
     def _share(self, answers: Answers, inclusions: Floats, samples: int) -> tuple[list[Group], _Part]:
