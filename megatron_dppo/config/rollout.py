@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le, MinLen
+from annotated_types import Ge, Le
 from pydantic import field_validator
 
 from megatron_dppo.config.types import AboveZero, AtLeastOne, Count, Fraction, NonNegative, Positive, Seconds, Section
@@ -111,9 +111,9 @@ class TreeConfig(Section):
     """What a segment's value (the mean reward of the leaves below it) is held against. Unbiased: siblings (the mean of
     the others that begin at the same fork), roots (of the other roots), mixed (of both). Biased: depth (BranchGRPO's:
     mean and standard deviation of all segments of its level)."""
-    depths: Annotated[tuple[Count, ...], MinLen(1)] | None = None
-    """Segments that are trained on, by the number of forks before them; null: all. Others are what BranchGRPO prunes in
-    depth, which is biased."""
+    depths: tuple[Count, ...] = ()
+    """Segments that are trained on, by the number of forks before them; empty: all. To leave others out is BranchGRPO's
+    pruning in depth, which is biased."""
     fusion: Literal["mean", "probability"] = "mean"
     """How children make their parent's value. ``mean``: each counts alike; ``probability``: by the softmax of their
     log-probabilities (BranchGRPO's option), which is biased."""

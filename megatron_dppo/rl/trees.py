@@ -51,7 +51,7 @@ def biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
     if tree.branches and tree.baseline == "depth":
         why = "a segment's own reward is in its depth's mean, and each depth is divided by a deviation of its own"
         yield "rollout.tree.baseline = depth", why
-    if tree.branches and tree.depths is not None:
+    if tree.branches and tree.depths:
         yield "rollout.tree.depths", "segments of other depths have a gradient, which nothing makes up for"
     if tree.branches and tree.fusion == "probability":
         yield (
@@ -91,7 +91,7 @@ def segment_advantages(rewards: Floats, lengths: Ints, forks: Forks, tree: TreeC
     slots = np.stack([np.repeat(a, rewards.shape[1] // a.shape[1], axis=1) for a in segments], axis=-1)
     slots[(tokens == 0) | (np.abs(slots) <= ROUNDING * spread)] = 0.0
     slots[..., 1:] *= np.cumprod(forks["weight"], axis=-1)
-    if tree.depths is not None:
+    if tree.depths:
         slots[..., np.setdiff1d(np.arange(slots.shape[-1]), tree.depths)] = 0.0
     once = np.zeros_like(slots)
     np.add.at(once, (np.arange(len(rewards))[:, None], first_slots(lengths, forks, tree)), slots)
