@@ -135,16 +135,19 @@ def test_balance_counts_attention_and_not_tokens_alone():
 
 
 def test_a_hundred_thousand_sequences_are_planned_in_a_second():
-    """Three are allowed: what runs beside a test takes caches from it, and not from a loop of additions."""
+    """In one of three tries: what runs beside a test takes caches from it, and not from a loop of additions."""
     lengths = lognormal_lengths(100_000, 0)
-    start = time.process_time()
-    packing = pack_sequences(lengths, ranks=64, max_tokens=16384)
-    planned = time.process_time()
-    additions = 0
-    for length in lengths.tolist() * 10:
-        additions += length
-    second = 25 * (time.process_time() - planned)  # in which a usual processor does 25 times these million additions
-    assert planned - start < 3.0 * second
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        packing = pack_sequences(lengths, ranks=64, max_tokens=16384)
+        planned = time.process_time()
+        additions = 0
+        for length in lengths.tolist() * 10:
+            additions += length
+        second = 25 * (time.process_time() - planned)  # a usual processor does 25 times these million additions in it
+        seconds.append((planned - start) / second)
+    assert min(seconds) < 1.0
     assert packing.fill >= 0.97
     assert packing.imbalance <= 1.05
 
