@@ -182,12 +182,11 @@ def leaves_of(paths: Iterable[TreePath], branches: Branches) -> tuple[Completion
         leaves |= dict.fromkeys(range(path.slot, path.slot + below), path.completion)
     for level in reversed(range(len(branches))):  # so that what is copied is complete
         width = leaves_below(branches, level + 1)
-        for first in range(0, len(leaves), width * branches[level].children):
+        for child in range(0, len(leaves), width):
+            first = child - child % (width * branches[level].children)
             own = leaves[first]
-            for child in range(first + width, first + width * branches[level].children, width):
-                if leaves[child] is own and own.forks[level] < len(own.token_ids):
-                    copies = (_not_generated(leaves[first + leaf], level) for leaf in range(width))
-                    leaves |= zip(range(child, child + width), copies, strict=True)
+            if child > first and leaves[child] is own and own.forks[level] < len(own.token_ids):
+                leaves |= {child + leaf: _not_generated(leaves[first + leaf], level) for leaf in range(width)}
     return tuple(leaves[slot] for slot in sorted(leaves))
 
 
@@ -201,7 +200,7 @@ def unique_tokens(group: Sequence[Completion], branches: Branches) -> int:
     """Tokens of a group that the policy sampled, those that its leaves share counted once."""
     total = 0
     for slot, completion in enumerate(group):
-        if 0.0 in completion.fork_weights:
+        if 0.0 in completion.fork_weights:  # a copy
             continue
         level = next(level for level in range(len(branches) + 1) if slot % leaves_below(branches, level) == 0)
         total += int(completion.loss_mask[completion.forks[level - 1] if level else 0 :].sum())
