@@ -100,9 +100,11 @@ class _Probe:
         for p, prompt in enumerate(known):
             group = groups[prompt]
             samples = [self._sample(group, slot) for slot in range(len(group.completions))]
-            by_response = [samples[k * shape[1] : (k + 1) * shape[1]] for k in range(shape[0])]
-            paths[p] = [[self._square([sample]) for sample in each] for each in by_response]
-            responses[p] = [self._square(each) for each in by_response]
+            for k in range(probe.roots):
+                each = samples[k * probe.continuations : (k + 1) * probe.continuations]
+                ended = len(each[0].response_ids) <= place  # one path in the place of all continuations
+                paths[p, k] = self._square(each[:1]) if ended else [self._square([sample]) for sample in each]
+                responses[p, k] = self._square(each)
             prompts[p] = self._square(samples)
             rewards[p] = group.rewards.reshape(shape)
             lengths = np.array([len(path.token_ids) for path in group.completions])

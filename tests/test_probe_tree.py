@@ -95,3 +95,5 @@ def test_the_command_line_is_short_for_settings(capsys: pytest.CaptureFixture[st
     assert re.search(r"at:\s*(\[0\.25, 0\.75\]|\n *- 0\.25\n *- 0\.75)", capsys.readouterr().out)
     assert main([*words[:2], "rollout.conversation=a.py:b"]) == 2
     assert "cannot fork" in capsys.readouterr().err
+    assert main([*words[:2], "pack.max_tokens=64"]) == 2
+    assert "pack.max_tokens" in capsys.readouterr().err

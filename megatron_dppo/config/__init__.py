@@ -69,6 +69,8 @@ class Config(Section):
             self.data.check(self.rollout.prompts_per_step)
             self.pruning.check()
         if command == "probe-tree":
+            longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+            self.pack.check(longest, self.layout.pack_multiple)
             self._check_forks()
         elif command != "sft":
             self.eval.check()

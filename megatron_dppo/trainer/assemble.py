@@ -222,6 +222,7 @@ def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem]]:
 
 
 def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
+    """The prompts that training draws from, each with a label that the reward can read. Collective."""
     config = parts.config
 
     def load() -> PromptPool:
