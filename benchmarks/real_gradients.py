@@ -7,14 +7,16 @@ of draws then need the inner products K = G Gᵀ, and no further pass through th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from megatron_dppo.models.actor import Actor, Loss, Microbatch
+from megatron_dppo.parallel.exchange import deliver
+from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.pack import TrainingSample, build_pack
-from megatron_dppo.rl.types import Floats, Group, Pack
+from megatron_dppo.rl.types import Floats, Group, MinibatchPlan, Pack
 
 BLOCK = 1 << 16
 """Parameters whose products are formed at a time, in fp64."""
@@ -43,6 +45,14 @@ def single_packs(groups: Sequence[Group], advantage: Floats, pad_id: int) -> lis
             tokens = len(row.prompt_ids) + len(row.response_ids)
             packs.append(build_pack([row], capacity=tokens, pad_id=pad_id, align=1))
     return packs
+
+
+def planned(minibatch: MinibatchPlan, held: Mapping[int, Group], world: World, pad_id: int) -> list[Microbatch]:
+    """The packs of a plan, on-policy. One rank, which holds the groups of ``held`` by their index in the plan."""
+    return [
+        Microbatch(build_pack(samples, minibatch.capacity, pad_id, align=1))
+        for samples in deliver(world, minibatch, held)
+    ]
 
 
 def gradient(actor: Actor, microbatches: Sequence[Microbatch], loss: Loss) -> torch.Tensor:

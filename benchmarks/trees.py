@@ -1,7 +1,7 @@
 """What trees of completions are worth, over flat groups of as many leaves: by the variance of their gradients, and by
 the time to an accuracy.
 
-    python benchmarks/trees.py [--json] [--tasks sums ending] [--prompts 24] [--draws 12] [--seeds 3] [--folder DIR]
+    python benchmarks/trees.py [--json] [--tasks sums ending] [--prompts 32] [--draws 8] [--seeds 3] [--folder DIR]
 
 Two tasks, whose policies are warmed up by a teacher who forgets carries. ``sums`` is the quickstart's: errors arise all
 along an answer. ``ending`` has an answer copy its question four times before it adds (``347+8=``, always with a
@@ -29,19 +29,16 @@ from typing import Any
 import numpy as np
 import pruning_speedup
 import torch
-from real_gradients import gradient
+from real_gradients import gradient, planned
 from training_stages import alone
 
-from megatron_dppo.config import Config, LossConfig
+from megatron_dppo.config import BranchConfig, Config, LossConfig, TreeConfig, replace
 from megatron_dppo.data.generators import Sum
 from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Actor
-from megatron_dppo.models.microbatch import Microbatch
-from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.plan import plan_step, take_groups
 from megatron_dppo.rl.tree_gain import Interval, interval
 from megatron_dppo.rl.types import Floats, Group, Selection, StepMetadata
@@ -85,8 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--draws", type=int, default=12, help="groups of each prompt, for the variance")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--draws", type=int, default=8, help="groups of each prompt, for the variance")
     parser.add_argument("--seeds", type=int, default=3, help="of the trainings; 0: none")
     parser.add_argument("--steps", type=int, default=40, help="of a training")
     parser.add_argument("--folder", type=Path, help="where warmed-up policies are, or are left for the next time")
@@ -221,10 +218,7 @@ class Laboratory:
                 unique_tokens(group.completions, config.rollout.tree.branches),
                 (of.prompt_length + of.response_length - of.shared_length).sum(),
             )
-            packs = [
-                Microbatch(build_pack(samples, minibatch.capacity, self._parts.pad_id, align=1))
-                for samples in deliver(self._parts.world, minibatch, {0: group})
-            ]
+            packs = planned(minibatch, {0: group}, self._parts.world, self._parts.pad_id)
             rows.append(unbiased * gradient(self._parts.actor, packs, loss()) if packs else None)
         size = next(len(row) for row in rows if row is not None)
         return torch.stack([torch.zeros(size) if row is None else row for row in rows]), tokens
@@ -235,8 +229,8 @@ def loss() -> PolicyLoss:
 
 
 def with_tree(config: Config, forks: Sequence[tuple[int, int]]) -> Config:
-    tree = config.rollout.tree.model_validate({"branches": [{"at": at, "children": m} for at, m in forks]})
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"tree": tree})})
+    tree = TreeConfig(branches=tuple(BranchConfig(at=at, children=children) for at, children in forks))
+    return replace(config, rollout=replace(config.rollout, tree=tree))
 
 
 def compared(flat: Measured, tree: Measured) -> dict[str, Any]:

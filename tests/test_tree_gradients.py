@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from benchmarks.real_gradients import gradient
+from benchmarks.real_gradients import gradient, planned
 from megatron_dppo.config import (
     ArithmeticConfig,
     BranchConfig,
@@ -35,10 +35,7 @@ from megatron_dppo.config import (
     TreeConfig,
 )
 from megatron_dppo.init import write_model
-from megatron_dppo.models.microbatch import Microbatch
-from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.trees import node_values
 from megatron_dppo.rl.types import Floats, Forks, Group, Ints, Selection, StepPlan
 from megatron_dppo.train import Trainer
@@ -103,10 +100,7 @@ def measure(rank: int, size: int, folder: Path, tree: TreeConfig, pruned: bool) 
 
 def planned_gradient(trainer: Trainer, plan: StepPlan, held: Mapping[int, Group]) -> Floats:
     (minibatch,) = plan.minibatches
-    packs = [
-        Microbatch(build_pack(samples, minibatch.capacity, trainer.policy.pad_id, align=1))
-        for samples in deliver(trainer.world, minibatch, held)
-    ]
+    packs = planned(minibatch, held, trainer.world, trainer.policy.pad_id)
     loss = PolicyLoss(objective_for(trainer.config.loss), kl_coef=0.0, tis_cap=None, version=0)
     return gradient(trainer.policy.actor, packs, loss).double().numpy()
 
