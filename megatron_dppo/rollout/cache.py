@@ -1,12 +1,11 @@
-"""The key-value cache of the local engine: storage made once, a prompt's keys stored for each of its samples, rows that
-leave. Hugging Face's own dynamic cache copies all of itself at every token."""
+"""The key-value cache of the local engine: storage made once, rows that come and go, a prompt's keys copied for each of
+its samples."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,68 +28,40 @@ class Departure:
         vacant = leaves[:remaining].nonzero()[:, 0]
         return cls(vacant, (~leaves[remaining:]).nonzero()[:, 0] + remaining, remaining)
 
-    def apply(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` ([rows, …], overwritten) without those that left: a view of its first ``remaining`` rows."""
+    def apply(self, rows: torch.Tensor) -> None:
+        """Move rows of ``rows`` ([rows, …], overwritten), of which the first ``remaining`` are left."""
         if len(self.vacant):
             rows[self.vacant] = rows[self.movers]
-        return rows[: self.remaining]
 
 
-class RolloutLayer(DynamicLayer):
-    """One layer's keys and values, [rows, heads, capacity, head size]; the first ``length`` positions are filled.
-
-    The first update is the prefill of the prompts: it is stored ``samples`` times over.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def __init__(self, samples: int, capacity: int) -> None:
-        super().__init__()
-        self.samples, self.capacity, self.length = samples, capacity, 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        rows, heads, _, size = key_states.shape
-        self.keys = key_states.new_empty(rows * self.samples, heads, self.capacity, size)
-        self.values = value_states.new_empty(rows * self.samples, heads, self.capacity, size)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        start, self.length = self.length, self.length + key_states.shape[2]
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.keys[:, :, : self.length] = key_states.repeat_interleave(self.samples, dim=0)
-            self.values[:, :, : self.length] = value_states.repeat_interleave(self.samples, dim=0)
-            return key_states, value_states
-        self.keys[:, :, start : self.length] = key_states
-        self.values[:, :, start : self.length] = value_states
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
-
-    def depart(self, departure: Departure) -> None:
-        departure.apply(self.keys[:, :, : self.length])
-        departure.apply(self.values[:, :, : self.length])
-        self.keys, self.values = self.keys[: departure.remaining], self.values[: departure.remaining]
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-
-class RolloutCache(Cache):
-    """What Qwen3's forward writes keys and values into while a batch of completions is decoded.
+class RolloutCache:
+    """Keys and values that a batch's rows have read, from position 0 of each row.
 
     Args:
-        layers: layers of the model.
-        samples: completions per prompt; the batch grows by this factor after the prefill.
-        capacity: positions of the longest row, prompt and completion.
+        layers: of the model.
+        rows: most rows at a time.
+        heads: of keys and values.
+        capacity: positions of a row.
+        size: of a head.
+        like: a tensor of the device and type of keys and values.
     """
 
-    def __init__(self, layers: int, samples: int, capacity: int) -> None:
-        self._layers = [RolloutLayer(samples, capacity) for _ in range(layers)]
-        super().__init__(layers=list(self._layers))
+    def __init__(self, layers: int, rows: int, heads: int, capacity: int, size: int, *, like: torch.Tensor) -> None:
+        # Zeros: what a row has not read is masked, and a mask does not hide what is no number.
+        self._stored = like.new_zeros(layers, 2, rows, heads, capacity, size)
 
-    def depart(self, departure: Departure) -> None:
-        """Let rows leave, in every layer."""
-        for layer in self._layers:
-            layer.depart(departure)
+    def layer(self, index: int, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer for ``rows`` rows from ``first`` on: views, [rows, heads, capacity, size]."""
+        keys, values = self._stored[index, :, first : first + rows]
+        return keys, values
+
+    def copy(self, sources: torch.Tensor, first: int, width: int) -> None:
+        """Let the rows from ``first`` on begin with the first ``width`` positions of the rows ``sources`` ([rows])."""
+        span = slice(first, first + len(sources))
+        self._stored[:, :, span, :, :width] = self._stored[:, :, sources, :, :width]
+
+    def depart(self, departure: Departure, width: int) -> None:
+        """Let rows leave, of which none has read more than ``width`` positions."""
+        if len(departure.vacant):
+            moved = self._stored[:, :, departure.movers, :, :width]
+            self._stored[:, :, departure.vacant, :, :width] = moved

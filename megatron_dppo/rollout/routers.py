@@ -25,19 +25,16 @@ class Routers:
         if self._heard is not None:
             self._heard.append(output[2])
 
-    def listen(
-        self, shape: RoutingShape | None, lengths: Sequence[int], samples: int, limit: int
-    ) -> RoutingRecord | None:
-        """Begin to record the batch that is decoded next; None if its routing is not asked for.
+    def listen(self, shape: RoutingShape | None, count: int, width: int) -> RoutingRecord | None:
+        """Begin to record what is decoded next; None if its routing is not asked for.
 
         Args:
             shape: of the routing that is asked for.
-            lengths: of what is prefilled.
-            samples: completions of each.
-            limit: most tokens of one of them.
+            count: continuations that are decoded.
+            width: most tokens of one of them.
         """
         self._heard = None if shape is None else []
-        return None if shape is None else RoutingRecord(self, shape, lengths, samples, limit)
+        return None if shape is None else RoutingRecord(self, shape, count, width)
 
     def take(self) -> torch.Tensor:
         """[tokens, layers, k] int16, of the forward since the last call."""
@@ -48,30 +45,34 @@ class Routers:
 
 
 class RoutingRecord:
-    """The routing of a batch of completions, [rows, tokens], of prompts that are padded on the left."""
+    """The routing of what is decoded, [continuations, tokens], and of what they go on from."""
 
-    def __init__(self, routers: Routers, shape: RoutingShape, lengths: Sequence[int], samples: int, limit: int) -> None:
+    def __init__(self, routers: Routers, shape: RoutingShape, count: int, width: int) -> None:
         self._routers, self._shape = routers, shape
-        self._lengths, self._samples, self._limit = lengths, samples, limit
-        self._read: torch.Tensor
-        self._of_prompts: np.ndarray
+        self._stems: list[np.ndarray] = [np.zeros((0, shape.layers, shape.per_token), np.int16)] * count
+        self._read: torch.Tensor | None = None
+        self._size = count, width
 
-    def prefilled(self) -> None:
-        """The model has read all prompts."""
+    def prefilled(self, lengths: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
+        """The model has read stems of these lengths, padded to the longest; each has some of the continuations."""
         heard = self._routers.take()
-        self._of_prompts = heard.unflatten(0, (len(self._lengths), -1)).cpu().numpy()
-        rows = len(self._lengths) * self._samples
-        self._read = heard.new_zeros(rows, self._limit, self._shape.layers, self._shape.per_token)
+        if self._read is None:
+            self._read = heard.new_zeros(*self._size, self._shape.layers, self._shape.per_token)
+        of_stems = heard.unflatten(0, (len(lengths), -1)).cpu().numpy()
+        for stem, length, own in zip(of_stems, lengths, continuations, strict=True):
+            for continuation in own:
+                self._stems[continuation] = stem[:length]
 
-    def read(self, rows: torch.Tensor, step: int) -> None:
-        """The model has read token ``step`` of the completions ``rows``."""
-        self._read[rows, step] = self._routers.take()
+    def read(self, continuations: torch.Tensor, tokens: torch.Tensor) -> None:
+        """The model has read one token of each of these continuations ([rows]): the one of this number ([rows])."""
+        assert self._read is not None
+        self._read[continuations, tokens] = self._routers.take()
 
     def of_rows(self, lengths: Sequence[int]) -> list[Routing]:
-        """Of each row's prompt and of its completion but for the last token, which is never read."""
-        read, tables = self._read.cpu().numpy(), []
-        for row, length in enumerate(lengths):
-            prompt = row // self._samples
-            own = self._of_prompts[prompt, -self._lengths[prompt] :]
-            tables.append(np.concatenate([own, read[row, : length - 1]]).astype(self._shape.dtype))
-        return tables
+        """Of each continuation's stem, and of itself but for its last token, which is never read."""
+        assert self._read is not None
+        read = self._read.cpu().numpy()
+        return [
+            np.concatenate([stem, read[row, : length - 1]]).astype(self._shape.dtype)
+            for row, (stem, length) in enumerate(zip(self._stems, lengths, strict=True))
+        ]

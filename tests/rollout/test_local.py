@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rollout import decoding
+from megatron_dppo.rollout.cache import RolloutCache
+from megatron_dppo.rollout.decoder import Decoder
 from megatron_dppo.rollout.engine import Bucket, Sampling, WeightSource, generate
 from megatron_dppo.rollout.local import LocalEngine
 from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe
@@ -218,20 +222,42 @@ def test_small_batches_give_the_same_completions_in_the_order_asked(tmp_path: Pa
     assert tokens_of(generate(wide, prompts, sampling_of())) == tokens_of(generate(narrow, prompts, sampling_of()))
 
 
-def test_no_batch_is_larger_than_asked_and_every_prompt_is_prefilled_once(tmp_path: Path) -> None:
-    engine = make_engine(make_policy(), tmp_path, max_batch=9)
+def shapes_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows and tokens of every call of the decoder, as they come."""
     shapes: list[tuple[int, int]] = []
+    read = Decoder.read
 
-    def note(_module: object, _arguments: object, keywords: dict[str, torch.Tensor]) -> None:
-        shapes.append((keywords["input_ids"].shape[0], keywords["input_ids"].shape[1]))
+    def noted(decoder: Decoder, cache: RolloutCache, tokens: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        rows, count = tokens.shape
+        shapes.append((rows, count))
+        return read(decoder, cache, tokens, *rest, **more)
 
-    engine._model.register_forward_pre_hook(note, with_kwargs=True)
+    monkeypatch.setattr(Decoder, "read", noted)
+    return shapes
+
+
+def test_no_batch_is_larger_than_asked_and_every_prompt_is_prefilled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(make_policy(), tmp_path, max_batch=9)
+    shapes = shapes_read(monkeypatch)
     groups = generate(engine, make_prompts(3, 11, 2, 6, 6), sampling_of())
     lengths = [len(completion.token_ids) for group in groups for completion in group]
     assert sum(rows for rows, width in shapes if width > 1) == 5
-    assert max(rows for rows, _ in shapes) == 8
+    assert 8 <= max(rows for rows, _ in shapes) <= 9
     # A completion's first token comes from the prefill; one that has ended is not decoded any further.
     assert sum(rows for rows, width in shapes if width == 1) == sum(lengths) - len(lengths)
+
+
+def test_looking_seldom_for_ended_rows_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host looks at every 16th token only; what rows have made past their end by then is cut off."""
+    engine = make_engine(make_policy(dtype=torch.float64), tmp_path, dtype=torch.float64, max_batch=9)
+    prompts = make_prompts(3, 11, 2, 6, 6)
+    always = tokens_of(generate(engine, prompts, sampling_of()))
+    monkeypatch.setitem(decoding.ROUND, "cpu", 5)
+    seldom = generate(engine, prompts, sampling_of())
+    assert tokens_of(seldom) == always
+    assert {completion.finish_reason for group in seldom for completion in group} == {"stop", "length"}
 
 
 def test_the_seed_decides(tmp_path: Path) -> None:

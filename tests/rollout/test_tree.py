@@ -28,6 +28,7 @@ from tests.rollout.test_local import (
     one_thread,  # noqa: F401
     plain_logprobs,
     sampling_of,
+    shapes_read,
     source_of,
     tokens_of,
 )
@@ -173,11 +174,8 @@ def test_a_tree_does_not_depend_on_its_company_or_on_the_batch(name: str, tmp_pa
     assert roots == [[group[slot] for slot in range(0, len(group), width)] for group in flat]
 
 
-def test_what_leaves_share_is_decoded_once_and_counted_once(tmp_path: Path) -> None:
-    engine, shapes = make_engine(make_policy(), tmp_path, max_batch=19), []
-    engine._model.register_forward_pre_hook(
-        lambda _module, _arguments, keywords: shapes.append(tuple(keywords["input_ids"].shape)), with_kwargs=True
-    )
+def test_what_leaves_share_is_decoded_once_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, shapes = make_engine(make_policy(), tmp_path, max_batch=19), shapes_read(monkeypatch)
     groups = generate(engine, make_prompts(3, 11, 2, 6, 6), tree_of(FIXED))
     paths = sum(len({id(leaf) for leaf in group}) for group in groups)
     unique = sum(unique_tokens(group, FIXED) for group in groups)

@@ -1,0 +1,219 @@
+"""The local engine's forward: what Hugging Face's modules compute, for rows of a cache, in few operations.
+
+A policy of a million parameters spends half of a decoding step between its matrix products. Here the projections to
+queries, keys and values are one product, and those to gate and up are another. Hugging Face's modules hold the weights,
+and run what is theirs alone: experts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.cache import RolloutCache
+
+
+def empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of undefined weights. It is laid out without memory first: no time goes into random weights, and torch's
+    random state, which is the trainer's, stays as it is.
+
+    Raises:
+        UserError: there is no config.json, or the model has layers with a sliding window.
+    """
+    if not (path / "config.json").is_file():
+        raise UserError("model.path", path, "there is no config.json in it", "Name a Hugging Face directory")
+    config = AutoConfig.from_pretrained(path)
+    if config.use_sliding_window:
+        problem, remedy = "sliding windows are not implemented", "Use a Qwen model without them"
+        raise UserError(f"{path / 'config.json'}: use_sliding_window", True, problem, remedy)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.to_empty(device=device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    model.tie_weights()
+    return model.requires_grad_(False).eval()
+
+
+class Decoder:
+    """Reads tokens into a cache, and says what comes next.
+
+    Args:
+        model: a causal Qwen2, Qwen3 or Qwen3-MoE. Parameters of projections that are one product here become views.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        body, config = model.model, model.config
+        self._embedding, self._rotary, self._norm, self._head = (
+            body.embed_tokens,
+            body.rotary_emb,
+            body.norm,
+            model.lm_head,
+        )
+        self._layers = [_Layer(layer, config) for layer in body.layers]
+        self._cos = self._sin = self._embedding.weight.new_empty(0, 1, 0)
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.weight.device
+
+    def weights_changed(self) -> None:
+        """To be called once new weights stand in the model."""
+        for layer in self._layers:
+            layer.weights_changed()
+
+    def new_cache(self, rows: int, capacity: int) -> RolloutCache:
+        """An empty cache for so many rows, of ``capacity`` tokens each."""
+        weight, layer = self._embedding.weight, self._layers[0]
+        if len(self._cos) < capacity:
+            positions = torch.arange(capacity, device=weight.device)
+            self._cos, self._sin = (table.transpose(0, 1) for table in self._rotary(weight, positions[None]))
+        return RolloutCache(len(self._layers), rows, layer.kv_heads, capacity, layer.size, like=weight)
+
+    def read(
+        self, cache: RolloutCache, tokens: torch.Tensor, positions: torch.Tensor, *, first: int, width: int
+    ) -> torch.Tensor:
+        """Read tokens into rows of a cache. Each attends to itself and to its row before it.
+
+        What comes after a row's last real token is padding. It is written past the row's end, where the next real
+        tokens are written over it.
+
+        Args:
+            cache: of :meth:`new_cache`.
+            tokens: [rows, n]
+            positions: [rows, n], of the tokens in their rows.
+            first: the first of the rows.
+            width: all positions are below it.
+
+        Returns:
+            [rows, n, hidden], for :meth:`logits`.
+        """
+        rows, count = tokens.shape
+        hidden = self._embedding(tokens.reshape(-1))
+        here = positions.reshape(-1)
+        rotary = self._cos[here], self._sin[here]
+        later = torch.arange(width, device=tokens.device) > positions.unsqueeze(-1)
+        mask = torch.zeros(later.shape, dtype=hidden.dtype, device=hidden.device).masked_fill_(later, float("-inf"))
+        mask = mask.unsqueeze(1)
+        row = torch.arange(rows, device=tokens.device).unsqueeze(-1)
+        for number, layer in enumerate(self._layers):
+            keys, values = cache.layer(number, first, rows)
+            shape = rows, count, -1, layer.size
+            queries, new_keys, new_values = (part.view(shape) for part in layer.project(hidden, rotary))
+            keys[row, :, positions], values[row, :, positions] = new_keys, new_values
+            attended = attend(queries, keys[:, :, :width], values[:, :, :width], mask)
+            hidden = layer.finish(hidden, attended.view(rows * count, -1))
+        return hidden.view(rows, count, -1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, vocabulary] of what follows tokens of these hidden states, [rows, hidden]."""
+        logits: torch.Tensor = self._head(_rms(hidden, self._norm.weight, self._norm.variance_epsilon))
+        return logits
+
+
+class _Layer:
+    """A transformer layer without its attention proper."""
+
+    def __init__(self, layer: Any, config: Any) -> None:
+        attention = layer.self_attn
+        self.size, self.kv_heads = attention.head_dim, config.num_key_value_heads
+        self._heads, self._eps = config.num_attention_heads, config.rms_norm_eps
+        self._before_attention, self._before_mlp = layer.input_layernorm, layer.post_attention_layernorm
+        self._qkv = _fused(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+        self._head_weights = torch.empty(0)
+        self._out = attention.o_proj
+        self._experts = None if hasattr(layer.mlp, "gate_proj") else layer.mlp
+        if self._experts is None:
+            self._gate_up, self._down = _fused(layer.mlp.gate_proj, layer.mlp.up_proj), layer.mlp.down_proj
+
+    def weights_changed(self) -> None:
+        """Renew what is derived from weights."""
+        counts = (self._heads, self.kv_heads)
+        parts = [norm.weight.expand(count, -1) for norm, count in zip(self._head_norms, counts, strict=False)]
+        self._head_weights = torch.cat(parts) if parts else torch.empty(0)
+
+    def project(
+        self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [tokens, heads, size], keys and values [tokens, kv_heads, size] of ``hidden`` [tokens, hidden]."""
+        projected = F.linear(_rms(hidden, self._before_attention.weight, self._eps), *self._qkv)
+        both, values = projected.view(len(hidden), -1, self.size).split(
+            [self._heads + self.kv_heads, self.kv_heads], dim=1
+        )
+        if self._head_norms:
+            both = _rms(both, self._head_weights, self._eps)
+        queries, keys = rotate(both, *rotary).split([self._heads, self.kv_heads], dim=1)
+        return queries, keys, values
+
+    def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden], of the layer's input and what its heads have attended to, [tokens, heads · size]."""
+        hidden = self._out(attended).add_(hidden)
+        normed = _rms(hidden, self._before_mlp.weight, self._eps)
+        if self._experts is not None:
+            return self._experts(normed.unsqueeze(0)).squeeze(0) + hidden
+        gate, up = F.linear(normed, *self._gate_up).chunk(2, dim=-1)
+        return self._down(F.silu(gate).mul_(up)).add_(hidden)
+
+
+def _fused(*projections: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias of several projections of the same input as one, of which theirs become parts."""
+    parts = {}
+    for name in ("weight", "bias"):
+        own = [getattr(projection, name) for projection in projections]
+        whole = None if own[0] is None else torch.cat([parameter.data for parameter in own])
+        if whole is not None:
+            for parameter, part in zip(own, whole.split([len(parameter) for parameter in own]), strict=True):
+                parameter.data = part
+        parts[name] = whole
+    assert parts["weight"] is not None
+    return parts["weight"], parts["bias"]
+
+
+def _rms(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension, in fp32 but for the product with its weight, as Hugging Face has it.
+
+    On a CPU torch's own takes twice as long for a step's few rows.
+    """
+    size, exact = hidden.shape[-1], hidden.float()
+    squares = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_()
+    return exact.mul(squares.div_(size).add_(eps).rsqrt_()).to(hidden.dtype).mul_(weight)
+
+
+def rotate(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions: of [tokens, heads, size] the first half of each head and its second half make the pairs.
+
+    Args:
+        vectors: to be rotated.
+        cos, sin: [tokens, 1, size], of which both halves are the same.
+    """
+    half = vectors.shape[-1] // 2
+    rotated, sin = vectors * cos, sin[..., :half]
+    rotated[..., :half].addcmul_(vectors[..., half:], sin, value=-1)
+    rotated[..., half:].addcmul_(vectors[..., :half], sin)
+    return rotated
+
+
+def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Attention of grouped queries.
+
+    Args:
+        queries: [rows, n, heads, size]
+        keys, values: [rows, kv_heads, width, size]
+        mask: [rows, 1, n, width], to be added to the scores.
+
+    Returns:
+        [rows, n, heads, size], contiguous.
+    """
+    rows, count, heads, size = queries.shape
+    if count == 1 and keys.device.type == "cpu" and keys.dtype != torch.bfloat16:
+        # For single queries two batched products take two thirds of the time of torch's fused attention.
+        grouped = queries.view(rows, keys.shape[1], -1, size)
+        scores = torch.matmul(grouped, keys.transpose(-1, -2)).mul_(size**-0.5).add_(mask)
+        return torch.matmul(torch.softmax(scores, dim=-1), values).view(rows, 1, heads, size)
+    attended = F.scaled_dot_product_attention(queries.transpose(1, 2), keys, values, mask, enable_gqa=True)
+    return attended.transpose(1, 2).contiguous()

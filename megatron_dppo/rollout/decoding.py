@@ -1,0 +1,191 @@
+"""Continuous decoding: stems wait for room in a batch, their continuations leave it as they end, and others follow.
+
+Tokens are drawn and written on the device. The host looks at them when it wants to know who has ended: at every token
+on a CPU, where that costs nothing, and every few tokens on a GPU, which it would keep waiting. What a row has generated
+past its end by then is cut off.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megatron_dppo.rl.types import Completion, Routing, VersionSpan
+from megatron_dppo.rollout.cache import Departure
+from megatron_dppo.rollout.decoder import Decoder
+from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.routers import Routers
+from megatron_dppo.rollout.sampling import draw_tokens, entropies_of, uniforms_of
+from megatron_dppo.rollout.tree import Entropies, Stem, wants_entropies
+
+Part = tuple[Completion, Entropies | None]
+"""What was decoded after a stem, and where they are asked for the entropies of its tokens."""
+PREFILL_TOKENS = 16384
+"""Most tokens of stems that are read at once, padding included."""
+ROUND = {"cpu": 1, "cuda": 16}
+"""Tokens between two looks at who has ended."""
+COMPLETION, TOKEN, POSITION, MADE, LIMIT, FIELDS = range(6)
+"""Columns of the rows' state: which completion a row makes; its last token, which it has not read yet, and where that
+stands; how many tokens of the completion there are, and may be."""
+
+
+class Decoding:
+    """The continuations of stems, while they are made.
+
+    Args:
+        decoder: of the policy.
+        routers: of the same model, which tell its choice of experts.
+        stems: to be continued, each as often as it has slots, in this order.
+        sampling: how.
+        most_rows: continuations in the batch at a time; as many as any stem has at least.
+    """
+
+    def __init__(
+        self, decoder: Decoder, routers: Routers, stems: Sequence[Stem], sampling: Sampling, *, most_rows: int
+    ) -> None:
+        self._decoder, self._stems, self._sampling = decoder, stems, sampling
+        self._limits = [sampling.max_tokens - stem.length for stem in stems]
+        self._ends = np.cumsum([len(stem.slots) for stem in stems])
+        device, count = decoder.device, int(self._ends[-1])
+        self._round = ROUND[device.type]
+        width, rows = max(self._limits) + self._round, min(count, most_rows)
+        longest = max(len(stem.token_ids) + limit for stem, limit in zip(stems, self._limits, strict=True))
+        self._cache = decoder.new_cache(rows, longest + self._round)
+        self._uniforms = torch.from_numpy(uniforms_of(stems, sampling, width)).to(device)
+        self._tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(count, width, dtype=torch.float32, device=device)
+        self._entropies = torch.zeros_like(self._logprobs) if wants_entropies(sampling.branches) else None
+        self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+        self._record = routers.listen(sampling.routing, count, width)
+        self._rows = torch.zeros(rows, FIELDS, dtype=torch.int64, device=device)
+        self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._waiting = deque(range(len(stems)))
+        self._active, self._reach = 0, 0
+        """How many rows there are, and a bound on their positions."""
+
+    def run(self) -> None:
+        """Until every continuation has ended."""
+        while self._waiting or self._active:
+            if lump := self._next():
+                self._admit(lump)
+            else:
+                for _ in range(self._round):
+                    self._step()
+            self._retire()
+
+    def _next(self) -> list[int]:
+        """The stems to admit now: none where there is no room for a quarter of the rows, since it pays to read many."""
+        lump: list[int] = []
+        room, longest = len(self._rows) - self._active, 0
+        if self._active and room < len(self._rows) // 4:
+            return lump
+        while self._waiting:
+            stem = self._stems[self._waiting[0]]
+            room, longest = room - len(stem.slots), max(longest, len(stem.token_ids))
+            if room < 0 or (lump and longest * (len(lump) + 1) > PREFILL_TOKENS):
+                break
+            lump.append(self._waiting.popleft())
+        return lump
+
+    def _admit(self, lump: Sequence[int]) -> None:
+        """Read stems, padded on the right, and draw the first token of each of their continuations."""
+        stems, first = [self._stems[index] for index in lump], self._active
+        lengths = np.array([len(stem.token_ids) for stem in stems])
+        ids = np.zeros((len(stems), int(lengths.max())), np.int64)
+        for row, stem in enumerate(stems):
+            ids[row, : lengths[row]] = stem.token_ids
+        tokens = self._to_device(ids)
+        positions = torch.arange(ids.shape[1], device=tokens.device).expand(ids.shape)
+        hidden = self._decoder.read(self._cache, tokens, positions, first=first, width=ids.shape[1])
+        ends = self._ends[lump].tolist()
+        continuations = [range(end - len(stem.slots), end) for stem, end in zip(stems, ends, strict=True)]
+        if self._record is not None:
+            self._record.prefilled(lengths.tolist(), continuations)
+        source = np.repeat(np.arange(len(stems)), [len(each) for each in continuations])
+        new = np.zeros((len(source), FIELDS), np.int64)
+        new[:, COMPLETION], new[:, POSITION] = np.concatenate(continuations), lengths[source]
+        new[:, LIMIT] = np.array(self._limits)[lump][source]
+        self._active = first + len(source)
+        self._reach = max(self._reach, int(lengths.max()))
+        self._rows[first : self._active], self._ended[first : self._active] = self._to_device(new), False
+        of_stem = self._to_device(source)
+        self._cache.copy(of_stem + first, first, ids.shape[1])
+        last = hidden[torch.arange(len(stems), device=tokens.device), self._to_device(lengths) - 1]
+        self._draw(first, self._decoder.logits(last)[of_stem])
+
+    def _step(self) -> None:
+        """Read each row's last token, and draw its next one."""
+        rows = self._rows[: self._active]
+        hidden = self._decoder.read(
+            self._cache, rows[:, TOKEN, None], rows[:, POSITION, None], first=0, width=self._reach + 1
+        )
+        if self._record is not None:
+            self._record.read(rows[:, COMPLETION], rows[:, MADE] - 1)
+        rows[:, POSITION] += 1
+        self._reach += 1
+        self._draw(0, self._decoder.logits(hidden[:, 0]))
+
+    def _draw(self, first: int, logits: torch.Tensor) -> None:
+        """Draw the next token of the rows from ``first`` on, of which ``logits`` are [rows, vocabulary]."""
+        span = slice(first, first + len(logits))
+        rows, temperature = self._rows[span], self._sampling.temperature
+        place = rows[:, COMPLETION], rows[:, MADE]
+        drawn, self._logprobs[place] = draw_tokens(logits, self._uniforms[place], temperature)
+        self._tokens[place] = drawn
+        if self._entropies is not None:
+            self._entropies[place] = entropies_of(logits, temperature)
+        rows[:, TOKEN] = drawn
+        rows[:, MADE] += 1
+        self._ended[span] |= torch.isin(drawn, self._stops) | (rows[:, MADE] >= rows[:, LIMIT])
+
+    def _retire(self) -> None:
+        """Let the rows leave that have ended."""
+        ended = self._ended[: self._active]
+        if not ended.any():
+            return
+        departure, rows = Departure.of(ended), self._rows[: self._active]
+        departure.apply(rows)
+        self._cache.depart(departure, self._reach)
+        self._active = departure.remaining
+        self._ended[: self._active] = False
+        self._reach = int(rows[: self._active, POSITION].max()) if self._active else 0
+
+    def parts(self, version: int) -> list[list[Part]]:
+        """The continuations of each stem, made by weights of this version.
+
+        Raises:
+            RuntimeError: a log-probability is not finite.
+        """
+        limits = np.repeat(self._limits, np.diff(self._ends, prepend=0))
+        stopping = torch.isin(self._tokens, self._stops)
+        never = torch.full((len(limits), 1), True, device=stopping.device)
+        first_stop = torch.cat([stopping, never], dim=1).int().argmax(dim=1).cpu().numpy()
+        lengths = np.minimum(first_stop + 1, limits)
+        tokens, logprobs = self._tokens.to(torch.int32).cpu().numpy(), self._logprobs.cpu().numpy()
+        if not np.isfinite(logprobs).all():
+            raise RuntimeError(f"The weights of version {version} give log-probabilities that are not finite.")
+        entropies = None if self._entropies is None else self._entropies.cpu().numpy()
+        routing: Sequence[Routing | None] = [None] * len(limits)
+        if self._record is not None:
+            routing = self._record.of_rows(lengths.tolist())
+        parts: list[Part] = [
+            (
+                Completion(
+                    token_ids=tokens[row, :length].copy(),
+                    logprobs=logprobs[row, :length].copy(),
+                    loss_mask=np.ones(length, bool),
+                    versions=(VersionSpan(version, length),),
+                    finish_reason="stop" if first_stop[row] < limits[row] else "length",
+                    routing=routing[row],
+                ),
+                None if entropies is None else entropies[row, :length].copy(),
+            )
+            for row, length in enumerate(lengths.tolist())
+        ]
+        return [parts[end - len(stem.slots) : end] for stem, end in zip(self._stems, self._ends.tolist(), strict=True)]
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._rows.device)
