@@ -3,6 +3,10 @@
 Tokens are drawn and written on the device. The host looks at them when it wants to know who has ended: at every token
 on a CPU, where that costs nothing, and every few tokens on a GPU, which it would keep waiting. What a row has generated
 past its end by then is cut off.
+
+With drafts a row reads several tokens in a step: its last one, and a guess at those that follow. Each is followed by a
+draw. As far as the draws are what was guessed, they are tokens, and the first that is not is the next one. What was
+read after it will be written over.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch
 from megatron_dppo.rl.types import Completion, Routing, VersionSpan
 from megatron_dppo.rollout.cache import Departure
 from megatron_dppo.rollout.decoder import Decoder
+from megatron_dppo.rollout.drafts import ORDER, DraftIndex
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.routers import Routers
 from megatron_dppo.rollout.sampling import draw_tokens, entropies_of, uniforms_of
@@ -27,6 +32,8 @@ PREFILL_TOKENS = 16384
 """Most tokens of stems that are read at once, padding included."""
 ROUND = {"cpu": 1, "cuda": 16}
 """Tokens between two looks at who has ended."""
+DRAFT_ROWS = {"cpu": 16, "cuda": 64}
+"""Most rows for which guesses are made: of more, a step takes as long as it has tokens."""
 COMPLETION, TOKEN, POSITION, MADE, LIMIT, FIELDS = range(6)
 """Columns of the rows' state: which completion a row makes; its last token, which it has not read yet, and where that
 stands; how many tokens of the completion there are, and may be."""
@@ -41,19 +48,31 @@ class Decoding:
         stems: to be continued, each as often as it has slots, in this order.
         sampling: how.
         most_rows: continuations in the batch at a time; as many as any stem has at least.
+        drafts: where guesses come from.
+        draft_tokens: most tokens of a guess; 0: none is made.
     """
 
     def __init__(
-        self, decoder: Decoder, routers: Routers, stems: Sequence[Stem], sampling: Sampling, *, most_rows: int
+        self,
+        decoder: Decoder,
+        routers: Routers,
+        stems: Sequence[Stem],
+        sampling: Sampling,
+        *,
+        most_rows: int,
+        drafts: DraftIndex,
+        draft_tokens: int,
     ) -> None:
         self._decoder, self._stems, self._sampling = decoder, stems, sampling
-        self._limits = [sampling.max_tokens - stem.length for stem in stems]
-        self._ends = np.cumsum([len(stem.slots) for stem in stems])
+        each, limits = [len(stem.slots) for stem in stems], [sampling.max_tokens - stem.length for stem in stems]
+        self._ends, self._limits_of = np.cumsum(each), np.repeat(limits, each)
         device, count = decoder.device, int(self._ends[-1])
-        self._round = ROUND[device.type]
-        width, rows = max(self._limits) + self._round, min(count, most_rows)
-        longest = max(len(stem.token_ids) + limit for stem, limit in zip(stems, self._limits, strict=True))
-        self._cache = decoder.new_cache(rows, longest + self._round)
+        self._drafts, self._draft_tokens = drafts, draft_tokens
+        self._round = 1 if draft_tokens else ROUND[device.type]
+        beyond = self._round + draft_tokens  # how far a row may go past its end
+        width, rows = max(limits) + beyond, min(count, most_rows)
+        longest = max(len(stem.token_ids) + limit for stem, limit in zip(stems, limits, strict=True))
+        self._cache = decoder.new_cache(rows, longest + beyond)
         self._uniforms = torch.from_numpy(uniforms_of(stems, sampling, width)).to(device)
         self._tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(count, width, dtype=torch.float32, device=device)
@@ -64,7 +83,7 @@ class Decoding:
         self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
         self._waiting = deque(range(len(stems)))
         self._active, self._reach = 0, 0
-        """How many rows there are, and a bound on their positions."""
+        """How many rows there are, and a bound on the positions of their last tokens, which is above them."""
 
     def run(self) -> None:
         """Until every continuation has ended."""
@@ -106,52 +125,88 @@ class Decoding:
             self._record.prefilled(lengths.tolist(), continuations)
         source = np.repeat(np.arange(len(stems)), [len(each) for each in continuations])
         new = np.zeros((len(source), FIELDS), np.int64)
-        new[:, COMPLETION], new[:, POSITION] = np.concatenate(continuations), lengths[source]
-        new[:, LIMIT] = np.array(self._limits)[lump][source]
-        self._active = first + len(source)
-        self._reach = max(self._reach, int(lengths.max()))
+        new[:, COMPLETION], new[:, POSITION] = np.concatenate(continuations), lengths[source] - 1
+        new[:, LIMIT] = self._limits_of[np.concatenate(continuations)]
+        self._active, self._reach = first + len(source), max(self._reach, ids.shape[1] + 1)
         self._rows[first : self._active], self._ended[first : self._active] = self._to_device(new), False
         of_stem = self._to_device(source)
         self._cache.copy(of_stem + first, first, ids.shape[1])
         last = hidden[torch.arange(len(stems), device=tokens.device), self._to_device(lengths) - 1]
-        self._draw(first, self._decoder.logits(last)[of_stem])
+        self._draw(first, self._decoder.logits(last)[of_stem, None], self._rows[first : self._active, :0])
 
     def _step(self) -> None:
-        """Read each row's last token, and draw its next one."""
-        rows = self._rows[: self._active]
-        hidden = self._decoder.read(
-            self._cache, rows[:, TOKEN, None], rows[:, POSITION, None], first=0, width=self._reach + 1
-        )
+        """Read each row's last token, and a guess at what follows, and draw the next ones."""
+        rows, guesses = self._rows[: self._active], self._guesses()
+        count = 1 + guesses.shape[1]
+        ahead = torch.arange(count, device=rows.device)
+        tokens = torch.cat([rows[:, TOKEN, None], guesses], dim=1)
+        positions = rows[:, POSITION, None] + ahead
+        hidden = self._decoder.read(self._cache, tokens, positions, first=0, width=self._reach + count - 1)
         if self._record is not None:
-            self._record.read(rows[:, COMPLETION], rows[:, MADE] - 1)
-        rows[:, POSITION] += 1
-        self._reach += 1
-        self._draw(0, self._decoder.logits(hidden[:, 0]))
+            self._record.read(rows[:, COMPLETION, None], rows[:, MADE, None] - 1 + ahead)
+        self._reach += count
+        self._draw(0, self._decoder.logits(hidden), guesses)
 
-    def _draw(self, first: int, logits: torch.Tensor) -> None:
-        """Draw the next token of the rows from ``first`` on, of which ``logits`` are [rows, vocabulary]."""
+    def _draw(self, first: int, logits: torch.Tensor, guesses: torch.Tensor) -> None:
+        """Draw the next tokens of the rows from ``first`` on: one, and as many more as were guessed right.
+
+        Args:
+            first: row.
+            logits: [rows, n, vocabulary], after the last token and after each that was guessed.
+            guesses: [rows, n − 1]
+        """
         span = slice(first, first + len(logits))
-        rows, temperature = self._rows[span], self._sampling.temperature
-        place = rows[:, COMPLETION], rows[:, MADE]
-        drawn, self._logprobs[place] = draw_tokens(logits, self._uniforms[place], temperature)
-        self._tokens[place] = drawn
+        rows, temperature, shape = self._rows[span], self._sampling.temperature, logits.shape[:2]
+        ahead = torch.arange(shape[1], device=rows.device)
+        place = rows[:, COMPLETION, None], rows[:, MADE, None] + ahead
+        drawn, logprobs = draw_tokens(logits.flatten(0, 1), self._uniforms[place].flatten(), temperature)
+        drawn = drawn.view(shape)
+        self._tokens[place], self._logprobs[place] = drawn, logprobs.view(shape)
         if self._entropies is not None:
             self._entropies[place] = entropies_of(logits, temperature)
-        rows[:, TOKEN] = drawn
-        rows[:, MADE] += 1
-        self._ended[span] |= torch.isin(drawn, self._stops) | (rows[:, MADE] >= rows[:, LIMIT])
+        right = (drawn[:, :-1] == guesses).long().cumprod(dim=1).sum(dim=1, keepdim=True)
+        rows[:, TOKEN, None] = drawn.gather(1, right)
+        rows[:, MADE, None] += right + 1
+        rows[:, POSITION, None] += right + 1
+        ends = (torch.isin(drawn, self._stops) & (ahead <= right)).any(dim=1)
+        self._ended[span] |= ends | (rows[:, MADE] >= rows[:, LIMIT])
+
+    def _guesses(self) -> torch.Tensor:
+        """[active, n], at what follows each row's last token; n is 0 where none are made. Any number will do for a row
+        of which nothing is known: it is held against what is drawn."""
+        rows = self._rows[: self._active]
+        if not self._draft_tokens or self._active > DRAFT_ROWS[rows.device.type]:
+            return rows[:, :0]
+        guesses, longest = np.zeros((self._active, self._draft_tokens), np.int64), 0
+        for row, (completion, made) in enumerate(rows[:, [COMPLETION, MADE]].tolist()):
+            stem = self._stem_of(completion)
+            said = self._tokens[completion, max(made - ORDER, 0) : made].tolist()
+            guess = self._drafts.after(stem.prompt.token_ids.tobytes(), _tail(stem, said), self._draft_tokens)
+            guesses[row, : len(guess)], longest = guess, max(longest, len(guess))
+        return self._to_device(guesses[:, :longest])
+
+    def _stem_of(self, completion: int) -> Stem:
+        return self._stems[int(np.searchsorted(self._ends, completion, side="right"))]
+
+    def _remember(self, completions: Sequence[int]) -> None:
+        """Let what these completions said be guesses for others."""
+        for completion in completions:
+            stem, tokens = self._stem_of(completion), self._tokens[completion, : self._limits_of[completion]].tolist()
+            end = next((place for place, token in enumerate(tokens, 1) if token in self._sampling.stop_token_ids), None)
+            self._drafts.add(stem.prompt.token_ids.tobytes(), _tail(stem, tokens[:end]))
 
     def _retire(self) -> None:
         """Let the rows leave that have ended."""
-        ended = self._ended[: self._active]
-        if not ended.any():
-            return
-        departure, rows = Departure.of(ended), self._rows[: self._active]
-        departure.apply(rows)
-        self._cache.depart(departure, self._reach)
-        self._active = departure.remaining
-        self._ended[: self._active] = False
-        self._reach = int(rows[: self._active, POSITION].max()) if self._active else 0
+        rows, ended = self._rows[: self._active], self._ended[: self._active]
+        if ended.any():
+            if self._draft_tokens:
+                self._remember(rows[ended, COMPLETION].tolist())
+            departure = Departure.of(ended)
+            departure.apply(rows)
+            self._cache.depart(departure, self._reach)
+            self._active = departure.remaining
+            self._ended[: self._active] = False
+        self._reach = int(rows[: self._active, POSITION].max()) + 1 if self._active else 0
 
     def parts(self, version: int) -> list[list[Part]]:
         """The continuations of each stem, made by weights of this version.
@@ -159,7 +214,7 @@ class Decoding:
         Raises:
             RuntimeError: a log-probability is not finite.
         """
-        limits = np.repeat(self._limits, np.diff(self._ends, prepend=0))
+        limits = self._limits_of
         stopping = torch.isin(self._tokens, self._stops)
         never = torch.full((len(limits), 1), True, device=stopping.device)
         first_stop = torch.cat([stopping, never], dim=1).int().argmax(dim=1).cpu().numpy()
@@ -189,3 +244,8 @@ class Decoding:
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._rows.device)
+
+
+def _tail(stem: Stem, tokens: list[int]) -> list[int]:
+    """What was said of a completion, after as much of its stem as guesses look back."""
+    return [*stem.token_ids[-ORDER:].tolist(), *tokens]

@@ -18,6 +18,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.decoder import Decoder, empty_model
 from megatron_dppo.rollout.decoding import Decoding, Part
+from megatron_dppo.rollout.drafts import DraftIndex
 from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling, WeightSource
 from megatron_dppo.rollout.routers import Routers
 from megatron_dppo.rollout.tree import Stem, TreePath, forks_of, grown, leaves_of, root_of
@@ -43,7 +44,8 @@ class LocalEngine(RolloutEngine[Generated]):
         path: Hugging Face directory; only config.json is read.
         device: where the weights, the cache and the forward are.
         dtype: of weights and cache; log-probabilities are fp32.
-        max_batch: completions decoded at once. Groups stay together, so it must hold one.
+        max_batch: completions decoded at once. Those of a prompt begin together, so it must hold one prompt's.
+        draft_tokens: most tokens that are guessed at once from what the same prompt was answered; 0: none.
         world: the ranks that have an engine each and meet where the protocol says so; None: this process is alone.
 
     Raises:
@@ -57,9 +59,11 @@ class LocalEngine(RolloutEngine[Generated]):
         device: torch.device,
         dtype: torch.dtype,
         max_batch: int,
+        draft_tokens: int = 0,
         world: World | None = None,
     ) -> None:
-        self._device, self._max_batch, self._world = device, max_batch, world
+        self._max_batch, self._world = max_batch, world
+        self._drafts, self._draft_tokens = DraftIndex(), draft_tokens
         model = empty_model(Path(path), device, dtype)
         self._weights = _weights_by_name(model)
         self._decoder, self._routers = Decoder(model), Routers(model)
@@ -163,7 +167,15 @@ class LocalEngine(RolloutEngine[Generated]):
     @torch.inference_mode()
     def _continue(self, stems: Sequence[Stem], sampling: Sampling, version: int) -> list[list[Part]]:
         """The continuations of each stem."""
-        decoding = Decoding(self._decoder, self._routers, stems, sampling, most_rows=self._max_batch)
+        decoding = Decoding(
+            self._decoder,
+            self._routers,
+            stems,
+            sampling,
+            most_rows=self._max_batch,
+            drafts=self._drafts,
+            draft_tokens=self._draft_tokens,
+        )
         decoding.run()
         return decoding.parts(version)
 

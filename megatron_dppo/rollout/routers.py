@@ -64,9 +64,9 @@ class RoutingRecord:
                 self._stems[continuation] = stem[:length]
 
     def read(self, continuations: torch.Tensor, tokens: torch.Tensor) -> None:
-        """The model has read one token of each of these continuations ([rows]): the one of this number ([rows])."""
+        """The model has read n ``tokens`` ([rows, n], their numbers) of each of these continuations ([rows, 1])."""
         assert self._read is not None
-        self._read[continuations, tokens] = self._routers.take()
+        self._read[continuations, tokens] = self._routers.take().unflatten(0, tokens.shape)
 
     def of_rows(self, lengths: Sequence[int]) -> list[Routing]:
         """Of each continuation's stem, and of itself but for its last token, which is never read."""

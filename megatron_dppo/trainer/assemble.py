@@ -89,6 +89,7 @@ class PolicyParts(Generic[P_co]):
             device=self.world.device,
             dtype=DTYPES[model.dtype],
             max_batch=rollout.max_batch,
+            draft_tokens=rollout.draft_tokens,
             world=self.world,
         )
 
