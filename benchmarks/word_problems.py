@@ -207,7 +207,7 @@ class Prepared:
             "data.max_prompt_tokens=96",
             "rollout.prompts_per_step=48",
             "rollout.max_response_tokens=96",
-            "optimizer.lr=1e-4",
+            "optimizer.lr=7e-5",
             "eval.problems=400",
             "layout.tp=1",
         ]
@@ -225,8 +225,9 @@ def prepared(folder: Path) -> Prepared:
         _write(train, problems[HELD_OUT : HELD_OUT + POOL])  # last: where it is, the others are
     if not (made.policy / "config.json").exists():
         initial = folder / "initial"
-        size = {"hidden": 224, "layers": 3, "vocab_size": 512}
-        write_model(initial, tokenizer="bpe", corpus=lessons, std=0.05, overwrite=True, **size)
+        write_model(
+            initial, hidden=224, layers=3, std=0.05, tokenizer="bpe", corpus=lessons, vocab_size=512, overwrite=True
+        )
         command = [sys.executable, "-m", "megatron_dppo", "sft", "configs/quickstart.yaml", *made.settings]
         command += [f"data.train={lessons}", "data.response_key=response", f"model.path={initial}", "sft.steps=700"]
         command += [f"sft.out={made.policy}", f"run.dir={folder / 'sft'}"]
