@@ -1,11 +1,12 @@
-"""What each pruning rule buys on the quickstart's task: seconds and tokens to a held-out accuracy, unpruned over it.
+"""What each pruning rule buys on a task: seconds and tokens to a held-out accuracy, unpruned over it.
 
-All arms start from one warmed-up policy and differ in ``pruning.*`` alone; seed by seed they run in turn, so that a
-noisy machine treats them alike. Seconds are those of the steps: evaluations, checkpoints, start-up are left out. Where
-an accuracy lies between two evaluations, the time to it is interpolated. Intervals are of the geometric mean of the
-paired ratios over seeds (Student's t).
+The task is the quickstart's ``sums``, whose policy ``scripts/quickstart.sh`` warms up, or ``word_problems``, which
+``word_problems.py`` makes in ``runs/word_problems`` at the first call. All arms start from one warmed-up policy and
+differ in ``pruning.*`` alone; seed by seed they run in turn, so that a noisy machine treats them alike. Seconds are
+those of the steps: evaluations, checkpoints, start-up are left out. Where an accuracy lies between two evaluations, the
+time to it is interpolated. Intervals are of the geometric mean of the paired ratios over seeds (Student's t).
 
-    python benchmarks/pruning_speedup.py --policy runs/quickstart/warm [--seeds 3] [--arms neyman top_k] [--json]
+    python benchmarks/pruning_speedup.py [--task word_problems] [--seeds 3] [--arms neyman top_k] [--json]
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from word_problems import prepared
 
 from megatron_dppo.observe.metrics import read_metrics
 from megatron_dppo.observe.timers import breakdown
@@ -47,6 +50,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "greso": arm("greso", "none"),
     "dynamic_sampling": arm("dynamic_sampling", "none"),
 }
+SUMS, WORD_PROBLEMS = "sums", "word_problems"
 T_975 = {
     1: 12.706,
     2: 4.303,
@@ -61,6 +65,25 @@ T_975 = {
     11: 2.201,
 }
 """Student's t at 97.5%, by degrees of freedom."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What all arms have in common."""
+
+    policy: Path
+    settings: Sequence[str]
+    """What is set over the configuration."""
+    accuracy: float
+    """The held-out accuracy to be reached."""
+
+    @classmethod
+    def named(cls, name: str) -> Task:
+        """The task by its name, with what it needs made where it is not there yet."""
+        if name == SUMS:
+            return cls(Path("runs/quickstart/warm"), settings=(), accuracy=0.6)
+        made = prepared(Path("runs/word_problems"))
+        return cls(made.policy, made.settings, accuracy=0.65)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,27 +222,30 @@ def print_table(report: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=(SUMS, WORD_PROBLEMS), default=SUMS)
     parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
-    parser.add_argument("--policy", type=Path, default=Path("runs/quickstart/warm"), help="all arms start from it")
+    parser.add_argument("--policy", type=Path, help="all arms start from it; by default the task's own")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--eval-every", type=int, default=4)
-    parser.add_argument("--accuracy", type=float, default=0.6, help="held-out accuracy to be reached")
+    parser.add_argument("--accuracy", type=float, help="held-out accuracy to be reached; by default the task's")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, where cores suffice for their ranks")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
     parser.add_argument("--set", dest="settings", nargs="*", default=[], help="more settings, for all arms")
     options = parser.parse_args()
+    task = Task.named(options.task)
+    accuracy = task.accuracy if options.accuracy is None else options.accuracy
     names = [BASELINE, *(name for name in options.arms if name != BASELINE)]
     folder = Path(tempfile.mkdtemp(prefix="pruning-speedup-"))
-    words = [str(options.config), f"run.steps={options.steps}", f"eval.every={options.eval_every}"]
-    words.append(f"model.path={options.policy}")
+    words = [str(options.config), *task.settings, f"model.path={options.policy or task.policy}"]
+    words += [f"run.steps={options.steps}", f"eval.every={options.eval_every}"]
 
     def trained(name: str, number: int) -> Run:
         settings = [*words, *ARMS[name], *options.settings]
         place = folder / f"{names.index(name)}-{number}"
-        run = train(name, options.first_seed + number, settings, place, accuracy=options.accuracy)
+        run = train(name, options.first_seed + number, settings, place, accuracy=accuracy)
         if not options.json:
             print(run, flush=True)
         return run
@@ -230,7 +256,7 @@ def main() -> None:
             runs = list(pool.map(lambda each: trained(*each), wanted))
     finally:
         shutil.rmtree(folder)
-    report = compare(runs, options.accuracy)
+    report = {"task": options.task, **compare(runs, accuracy)}
     if not options.json:
         print_table(report)
     print(json.dumps(report))
