@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, PackConfig, PruningConfig, RolloutConfig
 from megatron_dppo.rl.families import prompts_shared
-from megatron_dppo.rl.types import StepMetadata, no_forks
+from megatron_dppo.rl.types import Prompt, StepMetadata, no_forks
 
 
 def step_metadata(
@@ -44,3 +44,11 @@ def step_config(
         pruning=PruningConfig(completions=CompletionPruningConfig(rule=rule, keep=keep), max_weight=max_weight),
         pack=pack or PackConfig(),
     )
+
+
+def made_up_pool(size: int) -> list[Prompt]:
+    """Prompts whose text says nothing of how hard they are: each asks for its own number."""
+    return [
+        Prompt(id=i, token_ids=np.array([i % 7, i % 5, 3], np.int32), text=f"say {i}", label=str(i))
+        for i in range(size)
+    ]

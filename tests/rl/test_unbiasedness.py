@@ -165,6 +165,7 @@ def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Sele
         PromptCandidates(
             world.history.last_magnitude(window),
             world.history.expected_square(window, group_size=SAMPLES, normalised=True),
+            world.history.expected_tokens(window),
             world.history.equal_visits(window),
             world.history.explore(window),
             config.floor,

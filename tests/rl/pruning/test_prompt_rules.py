@@ -12,12 +12,21 @@ from megatron_dppo.rl.types import Selection
 
 
 def inclusion(
-    rule: str, keep: float, *, magnitude=None, square=None, equal_visits=None, explore=None, floor: float = 0.2
+    rule: str,
+    keep: float,
+    *,
+    magnitude=None,
+    square=None,
+    tokens=None,
+    equal_visits=None,
+    explore=None,
+    floor: float = 0.2,
 ) -> np.ndarray:
     given = magnitude if magnitude is not None else square
     candidates = PromptCandidates(
         last_magnitude=np.array(magnitude if magnitude is not None else np.full(len(given), np.nan)),
         expected_square=np.array(square if square is not None else np.ones(len(given))),
+        expected_tokens=np.ones(len(given)) if tokens is None else np.array(tokens),
         equal_visits=np.array([0] * len(given) if equal_visits is None else equal_visits),
         explore=np.array([0.5] * len(given) if explore is None else explore),
         floor=floor,
