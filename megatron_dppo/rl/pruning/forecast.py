@@ -25,9 +25,9 @@ LOSS_DECAY = 0.9
 BINS = 10
 """Of predicted probabilities, for the reliability curve."""
 Foreseen = tuple[str, int, int, float, float]
-"""Who predicted (``model``, ``record``), the tenth of [0, 1] in which the predictions lie, how many groups are there, the
-sum of their predicted chances, and the sum of the shares that turned out right. Where rewards are not 0 and 1 a chance
-is that of a group whose rewards differ."""
+"""Who predicted (``model``, ``record``), the tenth of [0, 1] in which the predictions lie, how many groups are there,
+the sum of their predicted chances, and the sum of the shares that turned out right. Where rewards are not 0 and 1, a
+chance is that of a group whose rewards differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,29 +123,25 @@ class PromptForecast(PromptHistory):
         if self.binary and not is_binary(visits.rewards):
             self.binary = False  # from now on what is predicted is whether a group's rewards differ
             self._start()
+        judgement = self._judge(visits)
+        self._learn(visits)
+        return judgement
+
+    def _judge(self, visits: Visits) -> Judgement:
+        right, trials = self._outcomes(visits)
+        chance = self._success.predict(visits.prompt_ids, self._features.of(visits.prompt_ids))
+        alpha, beta = self.posterior(visits.prompt_ids)
+        losses = {
+            "model": -float(chance.log_likelihood(right, trials).mean()),
+            "record": -float(beta_log_likelihood(right, trials, alpha, beta).mean()),
+        }
         before = self.used
-        features = self._features.of(visits.prompt_ids)
-        differ = (visits.rewards != visits.rewards[:, :1]).any(axis=1)
-        right = (visits.rewards == 1.0).sum(axis=1).astype(np.float64) if self.binary else differ.astype(np.float64)
-        trials = np.full(len(right), float(visits.rewards.shape[1]) if self.binary else 1.0)
-        chance, (alpha, beta) = self._success.predict(visits.prompt_ids, features), self.posterior(visits.prompt_ids)
+        self._losses = {name: LOSS_DECAY * self._losses[name] + loss for name, loss in losses.items()}
         predicted = {
             "model": chance.mean(),
             "record": alpha / (alpha + beta),
             "pool": np.full(len(right), self.pool_mean),
         }
-        losses = {
-            "model": -float(chance.log_likelihood(right, trials).mean()),
-            "record": -float(beta_log_likelihood(right, trials, alpha, beta).mean()),
-        }
-        self._losses = {name: LOSS_DECAY * self._losses[name] + loss for name, loss in losses.items()}
-
-        self._success.learn(visits.prompt_ids, features, right, trials)
-        sized = differ & (visits.squares > 0.0)
-        self._size.learn(features[sized], visits.squares[sized])
-        self._tokens.learn(features, visits.tokens)
-        self.update(visits.prompt_ids, visits.rewards, visits.advantages)
-
         observed = right / trials
         metrics = {f"prune/brier_{name}": float(((p - observed) ** 2).mean()) for name, p in predicted.items()}
         metrics |= {f"prune/log_loss_{name}": loss for name, loss in losses.items()}
@@ -153,15 +149,29 @@ class PromptForecast(PromptHistory):
         curves = [row for name in losses for row in _reliability(name, predicted[name], observed)]
         return Judgement(metrics, self._change(before), tuple(curves))
 
+    def _learn(self, visits: Visits) -> None:
+        features = self._features.of(visits.prompt_ids)
+        sized = (visits.advantages != 0.0).any(axis=1) & (visits.squares > 0.0)
+        self._success.learn(visits.prompt_ids, features, *self._outcomes(visits))
+        self._size.learn(features[sized], visits.squares[sized])
+        self._tokens.learn(features, visits.tokens)
+        self.update(visits.prompt_ids, visits.rewards, visits.advantages)
+
+    def _outcomes(self, visits: Visits) -> tuple[Floats, Floats]:
+        """[Q] and [Q]: successes and trials: right answers of all, or whether the rewards of the group differ."""
+        if self.binary:
+            right, trials = (visits.rewards == 1.0).sum(axis=1), visits.rewards.shape[1]
+        else:
+            right, trials = (visits.rewards != visits.rewards[:, :1]).any(axis=1), 1
+        return right.astype(np.float64), np.full(len(right), float(trials))
+
     def _change(self, before: str) -> tuple[str, ...]:
         if self.used == before:
             return ()
         other = "record" if self.used == "model" else "model"
         won, lost = self._losses[self.used], self._losses[other]
-        lead = f"its log-loss of late is {100 * (1.0 - won / lost):.1f}% below that of the {other}"
-        return (
-            f"pruning.prompts.predictor = auto: prompts are predicted by the {self.used} from now on, since {lead}",
-        )
+        change = f"pruning.prompts.predictor = auto: from now on the {self.used} predicts prompts"
+        return (f"{change}, whose log-loss of late is {100 * (1.0 - won / lost):.1f}% below that of the {other}",)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, for JSON: Python writes floats so that they read back bit for bit."""

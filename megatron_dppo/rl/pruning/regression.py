@@ -42,11 +42,11 @@ class Weights:
 
     def condition(self, features: Floats, values: Floats, variance: Floats) -> None:
         """Learn that the weighted sums of features [Q, D] were seen as values [Q] with noise of this variance [Q]."""
-        covered = features @ self.covariance
-        gain = np.linalg.solve(covered @ features.T + np.diag(variance), covered).T
-        self.mean = self.mean + gain @ (values - features @ self.mean)
-        covariance = self.covariance - gain @ covered
+        told = features.T / variance
+        precision = np.linalg.inv(self.covariance)
+        covariance = np.linalg.inv(precision + told @ features)
         self.covariance = (covariance + covariance.T) / 2.0  # rounding would let it drift away from symmetry
+        self.mean = self.mean + self.covariance @ (told @ (values - features @ self.mean))
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""

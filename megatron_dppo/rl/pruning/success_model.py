@@ -23,6 +23,7 @@ USUAL_SPREAD = 0.4
 """τ² before anything is known."""
 EVIDENCE_DECAY = 0.95
 """Per update, of the evidence for each τ²."""
+NEWTON_STEPS = 8
 NODES, _HERMITE = np.polynomial.hermite_e.hermegauss(24)
 SHARES = _HERMITE / _HERMITE.sum()
 
@@ -118,7 +119,7 @@ class SuccessModel:
             self._weigh_spreads(features, mean, share, right, trials)
             prior = share * self.spread
             self._fit_weights(features, mean, prior, right, trials)
-            offset = self._weights.predict(features)[0] + mean
+            offset = features @ self._weights.mean + mean
             moved, information = _shift(offset, prior, right, trials)
             left = 1.0 / (1.0 + prior * information)
             for row, prompt_id in enumerate(prompt_ids.tolist()):
@@ -136,15 +137,15 @@ class SuccessModel:
     def _fit_weights(self, features: Floats, mean: Floats, prior: Floats, right: Floats, trials: Floats) -> None:
         """Newton's steps to the weights' mode, intercepts integrated out by Laplace's approximation.
 
-        Near a logit a group says as much as a Gaussian observation of its own mode, whose variance is that of the
-        intercept and of the answers. Each step takes the belief from before the step's groups.
+        Near the present weights a group says as much as a Gaussian observation of its logit, whose variance is that of
+        the intercept and that of the answers. Each step starts from the belief before these groups.
         """
         mean_before, covariance_before = self._weights.mean, self._weights.covariance
         for _ in range(NEWTON_STEPS):
             offset = features @ self._weights.mean + mean
             moved, information = _shift(offset, prior, right, trials)
             variance = prior + 1.0 / np.maximum(information, 1e-3)
-            seen = offset - mean + moved * variance / prior  # from g = moved / prior, the slope of the likelihood
+            seen = offset - mean + moved * variance / prior  # moved / prior is the slope of the group's likelihood
             self._weights.mean, self._weights.covariance = mean_before, covariance_before
             self._weights.condition(features, seen, variance)
 
@@ -169,9 +170,6 @@ class SuccessModel:
         self._weights.load_state_dict(state["weights"])
         self._evidence, self._update = np.array(state["evidence"]), int(state["update"])
         self._intercepts = {int(prompt_id): Intercept(*known) for prompt_id, known in state["intercepts"].items()}
-
-
-NEWTON_STEPS = 8
 
 
 def _shift(offset: Floats, prior: Floats, right: Floats, trials: Floats) -> tuple[Floats, Floats]:
