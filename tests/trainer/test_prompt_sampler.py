@@ -18,7 +18,9 @@ from megatron_dppo.config import (
     replace,
 )
 from megatron_dppo.errors import UserError
+from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.plan import gather_metadata
+from megatron_dppo.rl.pruning.forecast import PromptForecast, Visits
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Selection, StepMetadata
 from megatron_dppo.trainer.prompt_sampler import PromptOrder, PromptSampler
@@ -63,15 +65,18 @@ def inclusion_by_prompt(selection: Selection) -> dict[int, float]:
     return dict(zip(selection.prompt_ids.tolist(), selection.inclusion.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("rule", ["threshold", "neyman"])
-def test_selection_knows_earlier_visits_only(rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "predictor"), [("threshold", "auto"), ("neyman", "auto"), ("neyman", "record"), ("neyman", "model")]
+)
+def test_selection_knows_earlier_visits_only(rule: str, predictor: str) -> None:
     """The same selections until rewards are remembered, whatever they are, and others from then on."""
     right = np.zeros(WINDOW)
     right[::2] = 1.0
-    one, other = (PromptSampler(sampler_config(rule=rule), made_up_pool(WINDOW)) for _ in range(2))
+    config = sampler_config(rule=rule, predictor=predictor)
+    one, other = (PromptSampler(config, made_up_pool(WINDOW)) for _ in range(2))
     first, again = one.select(0), other.select(0)
     assert_same(first, again)
-    assert len(set(first.inclusion)) == 1, "nothing is known of any prompt"
+    assert np.ptp(first.inclusion) < 0.1, "nothing is known of any prompt"
     one.remember(rolled_out(first, np.full(WINDOW, 0.5)))
     other.remember(rolled_out(again, right))
     assert set(one.select(1).inclusion) != set(other.select(1).inclusion)
@@ -133,6 +138,17 @@ def test_resumed_sampler_draws_what_the_first_would_have(rule: str, predictor: s
         for sampler, selection in zip((first, resumed), selections, strict=True):
             sampler.remember(rolled_out(selection, accuracy, seed=step))
     assert first.state_dict() == resumed.state_dict()
+
+
+def test_what_is_learned_of_a_gradient_has_no_weight_of_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Σ_i (A_i·c_i·s_i)² with c = 1/L, whatever the chance with which the prompt was drawn; tokens per completion."""
+    learned: list[Visits] = []
+    monkeypatch.setattr(PromptForecast, "judge_and_learn", lambda self, visits: learned.append(visits))
+    step = step_metadata(6, SAMPLES, prompt_ids=np.arange(6), prompt_inclusion=np.linspace(0.2, 1.0, 6))
+    PromptSampler(sampler_config(), made_up_pool(WINDOW)).remember(step)
+    terms = advantages(step.rewards, normalise=True) * step.score_norms / step.sampled_lengths
+    np.testing.assert_allclose(learned[0].squares, (terms**2).sum(axis=1))
+    np.testing.assert_allclose(learned[0].tokens, step.sampled_lengths.mean(axis=1))
 
 
 def test_a_step_has_draws_of_its_own() -> None:

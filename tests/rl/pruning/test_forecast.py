@@ -9,9 +9,9 @@ import pytest
 
 from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.pruning.features import PromptFeatures
-from megatron_dppo.rl.pruning.forecast import PromptForecast, Visits, beta_log_likelihood
+from megatron_dppo.rl.pruning.forecast import Judgement, PromptForecast, Visits, beta_log_likelihood
 from megatron_dppo.rl.pruning.history import PromptHistory
-from megatron_dppo.rl.types import Floats, Ints, Prompt
+from megatron_dppo.rl.types import Census, Floats, Ints, Prompt, StepPlan
 from tests.rl.steps import made_up_pool
 
 POOL, WINDOW, GROUP = 384, 32, 8
@@ -172,6 +172,16 @@ def test_groups_are_counted_by_the_chance_they_were_given() -> None:
         assert sum(seen for *_, seen in mine) == pytest.approx(rewards.mean(axis=1).sum(), abs=1e-4)
         for _, tenth, count, said, _ in mine:
             assert tenth / 10 - 1e-6 <= said / count <= (tenth + 1) / 10 + 1e-6
+
+
+def test_what_was_foreseen_is_in_the_steps_log_and_census() -> None:
+    counts = Census((1, 5), (0, 0), (0, 0), binary=True, by_group=(), by_reward=(), by_cause=())
+    plan = StepPlan((), {"pack/fill": 1.0}, notes=("first",), census=counts)
+    rows = (("model", 3, 2, 0.7, 0.5),)
+    judged = Judgement({"prune/brier_model": 0.1}, ("second",), rows).added_to(plan)
+    assert judged.metrics == {"pack/fill": 1.0, "prune/brier_model": 0.1}
+    assert judged.notes == ("first", "second")
+    assert judged.census is not None and judged.census.by_prediction == rows
 
 
 def test_a_step_without_groups_teaches_nothing() -> None:

@@ -89,6 +89,15 @@ def draw(rule: str, history: PromptHistory, step: int, keep: float = 0.7) -> tup
     return window, selection
 
 
+def test_neyman_spends_a_budget_of_tokens_where_they_buy_most():
+    """π is proportional to √(E[Σ h²]/E[tokens]), and Σ π·tokens is the share of the window's."""
+    square, tokens = np.array([4.0, 4.0, 1.0, 1.0, 9.0, 2.0]), np.array([10.0, 40.0, 10.0, 40.0, 90.0, 20.0])
+    pi = inclusion("neyman", 1 / 3, square=square, tokens=tokens, floor=0.01)
+    assert (pi < 1.0).all()
+    np.testing.assert_allclose(pi / pi[0], np.sqrt(square / tokens) / np.sqrt(0.4))
+    assert pi @ tokens == pytest.approx(tokens.sum() / 3)
+
+
 @pytest.mark.parametrize("history", [PromptHistory(0.9), seen_history(100), seen_history(200)])
 def test_neyman_rolls_out_the_same_number_of_prompts_at_every_step(history: PromptHistory):
     assert {len(draw("neyman", history, step)[1].prompt_ids) for step in range(20)} == {round(0.7 * 64)}
