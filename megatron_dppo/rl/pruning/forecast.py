@@ -137,16 +137,17 @@ class PromptForecast(PromptHistory):
         }
         before = self.used
         self._losses = {name: LOSS_DECAY * self._losses[name] + loss for name, loss in losses.items()}
-        predicted = {
-            "model": chance.mean(),
-            "record": alpha / (alpha + beta),
-            "pool": np.full(len(right), self.pool_mean),
-        }
         observed = right / trials
-        metrics = {f"prune/brier_{name}": float(((p - observed) ** 2).mean()) for name, p in predicted.items()}
-        metrics |= {f"prune/log_loss_{name}": loss for name, loss in losses.items()}
-        metrics["prune/predicted_by_model"] = float(before == "model")
-        curves = [row for name in losses for row in _reliability(name, predicted[name], observed)]
+        predicted = {"model": chance.mean(), "record": alpha / (alpha + beta)}
+        metrics = {
+            "prune/brier_model": float(((predicted["model"] - observed) ** 2).mean()),
+            "prune/brier_record": float(((predicted["record"] - observed) ** 2).mean()),
+            "prune/brier_pool": float(((self.pool_mean - observed) ** 2).mean()),
+            "prune/log_loss_model": losses["model"],
+            "prune/log_loss_record": losses["record"],
+            "prune/predicted_by_model": float(before == "model"),
+        }
+        curves = [row for name, said in predicted.items() for row in _reliability(name, said, observed)]
         return Judgement(metrics, self._change(before), tuple(curves))
 
     def _learn(self, visits: Visits) -> None:
