@@ -32,7 +32,7 @@ class PromptFeatures:
     data source, and hashed tokens and pairs of tokens. A prompt is read when it is first asked for. The scale comes
     from the pool alone, so that a resumed run has the same features without any state.
 
-    Of "2+3=" the plain features are, before they are scaled, [4, 1.39, 1.61, 2, 1.10, 5, 1.79, 3, 1.39]: 4 tokens, two
+    Of "2+3=" the plain features are, before they are scaled, [4, 1.61, 1.61, 2, 1.10, 5, 1.79, 3, 1.39]: 4 tokens, two
     numbers of sum 5, the largest 3.
     """
 

@@ -112,8 +112,10 @@ class PromptForecast(PromptHistory):
         return mixed * self._size.predict(features)
 
     def expected_tokens(self, prompt_ids: Ints) -> Floats:
-        """[N], the tokens that a completion of each prompt takes to generate, by its features, whichever predictor is
-        used; 1 for all before anything is known."""
+        """[N], the tokens that a completion of each prompt takes to generate, by its features; 1 for all before
+        anything is known, and where records alone were asked for."""
+        if self._predictor == "record":
+            return super().expected_tokens(prompt_ids)
         return self._tokens.predict(self._features.of(prompt_ids))
 
     def judge_and_learn(self, visits: Visits) -> Judgement:

@@ -135,16 +135,19 @@ def test_the_square_is_that_of_a_group_whose_rewards_differ_times_their_chance()
     assert square[terms >= 5].mean() < 0.2 * square[terms == 3].mean()
 
 
-def test_the_tokens_of_a_completion_are_predicted_whoever_predicts_rewards() -> None:
+@pytest.mark.parametrize("predictor", ["auto", "model", "record"])
+def test_the_tokens_of_a_completion_are_predicted_by_the_prompt(predictor: str) -> None:
+    """By the model, also where records predict rewards better; records alone say nothing."""
     pool = sums_pool()
     tokens = 4.0 + 2.0 * np.array([len(prompt.token_ids) for prompt in pool])
-    known = forecast(pool, "record")
+    known = forecast(pool, predictor)
     unseen, rng = np.arange(320, POOL), np.random.default_rng(0)
     np.testing.assert_array_equal(known.expected_tokens(unseen), 1.0)
     for ids in np.arange(320).reshape(-1, WINDOW):
         rewards = rolled_out(ids, np.full(POOL, 0.5), rng)
         known.judge_and_learn(visits(ids, rewards, tokens=tokens[ids]))
-    np.testing.assert_allclose(known.expected_tokens(unseen), tokens[unseen], rtol=0.1)
+    expected_tokens = np.ones(len(unseen)) if predictor == "record" else tokens[unseen]
+    np.testing.assert_allclose(known.expected_tokens(unseen), expected_tokens, rtol=0.1)
 
 
 def test_where_rewards_are_graded_it_is_predicted_whether_they_differ() -> None:
