@@ -85,7 +85,7 @@ class Trainer:
         self.collector = self.policy.collector(self.engine, workers)
         verifiers = open_verifiers(config, world, self.held_out, to_close, {config.reward.function: workers})
         self.evaluator = Evaluator(config, world, self.policy.collectors(self.engine, verifiers))
-        self.sampler = PromptSampler(config, len(self.pool))
+        self.sampler = PromptSampler(config, self.pool)
         self.checkpoints = Checkpoints(config, world)
         self.guard = CollapseGuard(config.run)
         if config.run.export:
@@ -192,8 +192,7 @@ class Trainer:
 
         def decide() -> StepPlan:
             plan = plan_with(metadata, config)
-            self.sampler.remember(metadata)
-            return plan
+            return self.sampler.remember(metadata).added_to(plan)
 
         with self.timers("plan"):
             return self.world.from_leader(decide)

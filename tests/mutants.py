@@ -246,6 +246,36 @@ MUTANTS = [
         "weighted = inclusion",
         "rl/pruning/test_prompt_rules.py",
     ),
+    Mutant(
+        "pruning/budget of prompts in place of tokens",
+        "cost = candidates.expected_tokens / candidates.expected_tokens.mean()",
+        "cost = np.ones_like(candidates.expected_tokens)",
+        "rl/pruning/test_prompt_rules.py",
+    ),
+    Mutant(
+        "pruning/a step is learned before it is predicted",
+        "judgement = self._judge(visits)",
+        "self._learn(visits); judgement = self._judge(visits)",
+        "rl/pruning/test_forecast.py::test_a_step_is_predicted_before_it_is_learned",
+    ),
+    Mutant(
+        "pruning/visits fade with visits",
+        "self._update - intercept.update for intercept in found",
+        "1 for intercept in found",
+        "rl/pruning/test_success_model.py::test_a_visit_counts_less_the_more_the_policy_was_updated",
+    ),
+    Mutant(
+        "pruning/what was predicted is not resumed",
+        'super().state_dict() | {"models": models, ',
+        "super().state_dict() | {",
+        "rl/pruning/test_forecast.py trainer/test_prompt_sampler.py",
+    ),
+    Mutant(
+        "pruning/squares with the draw's weight",
+        "(score * metadata.prompt_inclusion[:, None]) ** 2",
+        "score**2",
+        "trainer/test_prompt_sampler.py::test_what_is_learned_of_a_gradient_has_no_weight_of_the_draw",
+    ),
     Mutant("pruning/evidence never fades", "self.decay * old.right", "old.right", "rl/pruning/test_history.py"),
     Mutant(
         "pruning/a step less of full training",

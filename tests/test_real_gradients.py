@@ -44,6 +44,7 @@ from tests.real_windows import (
     warm_up,
 )
 from tests.rl.integration import FixedOffset, outcomes
+from tests.rl.steps import Foretold
 
 Windows = dict[tuple[str, str], Measured]
 CASES = [*((stage, objective) for stage in ("warm", "half-way") for objective in LOSSES), ("graded", "grpo")]
@@ -203,6 +204,18 @@ def test_the_half_way_window_has_ratios_past_the_clip(measurements):
     assert measurements.clipped > 0.02
     assert apart("warm") < 1e-5
     assert apart("half-way") > 0.1
+
+
+@pytest.mark.parametrize("said", ["the inverse of the truth", "random numbers"])
+def test_no_predictor_however_bad_biases_the_gradient(windows, said):
+    """Neither what it says of the gradients nor what it says of the tokens: probabilities cost variance at worst."""
+    window, rng = windows["warm", "grpo"], np.random.default_rng(0)
+    truth = (advantages(window.metadata.rewards, normalise=True) ** 2).sum(axis=1) + 0.1
+    squares = 1.0 / truth if said == "the inverse of the truth" else rng.lognormal(0.0, 2.0, PROMPTS)
+    foretold = dataclasses.replace(window, history=Foretold(squares, rng.lognormal(0.0, 1.0, PROMPTS)))
+    assert len(set(inclusion_of(foretold, PromptPruningConfig(rule="neyman", keep=0.6)))) > 3
+    error, allowed = bias(foretold, Way("neyman", "neyman"))
+    assert error <= allowed == 1e-6
 
 
 def unbiased(cases: list[tuple[str, str]], levels: list[tuple[str, str]]) -> list[tuple[str, str, str, str]]:

@@ -76,10 +76,15 @@ class PromptPruningConfig(Section):
     """Unbiased: none, threshold (the paper's), neyman (least variance). Biased: greso (skips prompts that gave equal
     rewards again and again), dynamic_sampling (DAPO's: groups of equal reward are replaced)."""
     keep: Fraction = 0.7
-    """neyman: share of the window's prompts that is rolled out; threshold: 1 − r, the chance of a low-scored one.
-    greso and dynamic_sampling have no budget and do not look at it."""
+    """neyman: share of the window that is rolled out, by the tokens that its prompts are expected to take; threshold:
+    1 − r, the chance of a low-scored prompt. greso and dynamic_sampling have no budget and do not look at it."""
     floor: Fraction = 0.2
     """neyman: least inclusion probability of a prompt."""
+    predictor: Literal["auto", "record", "model"] = "auto"
+    """neyman: what predicts a prompt's gradient and tokens. ``record``: its own visits, which know nothing of tokens;
+    ``model``: its text as well (lengths, numbers, data source, tokens), by a regression that learns as the run goes, so
+    that prompts never seen are told apart; ``auto``: the model for tokens, and for the gradient whichever has predicted
+    rewards better of late, by log-loss."""
     decay: Fraction = 0.9
     """Weight that a visit's evidence keeps at the prompt's next visit."""
     draw: Literal["systematic", "bernoulli"] | None = None
@@ -88,7 +93,7 @@ class PromptPruningConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
 
     def kept(self, prompts: int) -> int:
-        """Fewest of a window's prompts that are rolled out, by the rules with a budget."""
+        """How many of a window's prompts the rules with a budget roll out, where all take as many tokens."""
         return math.floor(prompts * self.keep) if self.rule in ("threshold", "neyman") else prompts
 
     def check(self, max_weight: float) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from megatron_dppo.report.axes import Form
 from megatron_dppo.report.parts import Part, Plots, Section
 from megatron_dppo.report.plot import Key, Layer, Line, Mark, Plot, boxes, line_plot, stack_plot
+from megatron_dppo.report.predictions import brier_plot, reliability_plot
 from megatron_dppo.report.run import Run
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
@@ -39,6 +40,7 @@ def pruning(runs: Sequence[Run]) -> Section:
         parts.append(Plots(plots))
     for run in measured:
         plots = [tokens_plot(run), answers_plot(run), causes_plot(run), noise_plot(run)]
+        plots += [reliability_plot(run), brier_plot(run)]
         parts.append(Plots([plot for plot in plots if not plot.empty], run.name, _rules(run)))
     return Section("pruning", "What was pruned, and why", lead, parts, "No step of these runs says what was kept.")
 

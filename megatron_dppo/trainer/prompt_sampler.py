@@ -6,6 +6,7 @@ Only the leader has it, and it is part of every checkpoint.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,13 @@ import numpy as np
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.objectives import advantages, objective_for
-from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.pruning.features import PromptFeatures
+from megatron_dppo.rl.pruning.forecast import Judgement, PromptForecast, Visits
+from megatron_dppo.rl.pruning.minibatch import advantages_of_segments, completion_candidates
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
-from megatron_dppo.rl.types import Ints, Selection, StepMetadata
+from megatron_dppo.rl.types import Ints, Prompt, Selection, StepMetadata
 
 
 class PromptOrder:
@@ -102,13 +105,18 @@ class PromptOrder:
 
 
 class PromptSampler:
-    """The data order and the pruning history. The history learns of a step after its plan is made."""
+    """The data order and what is known of prompts. Of a step it learns after the step's plan is made."""
 
-    def __init__(self, config: Config, pool_size: int) -> None:
+    def __init__(self, config: Config, pool: Sequence[Prompt]) -> None:
         """
+        Args:
+            config: of the run.
+            pool: ``pool[i].id == i``; of its prompts the features are read, and never a label.
+
         Raises:
             UserError: if a window would need more prompts than the pool has.
         """
+        pool_size = len(pool)
         ramp = round(config.pruning.completions.schedule.ramp * config.run.steps)
         if (widest := max(window_size(config, step) for step in (0, ramp))) > pool_size:
             grown = f"makes windows of {widest} with pruning.refill, which" if config.pruning.refill != "none" else ""
@@ -119,9 +127,10 @@ class PromptSampler:
                 "Lower it, or give more prompts",
             )
         self._config, self._pool_size = config, pool_size
-        self._normalised = objective_for(config.loss).normalise
+        self._objective = objective_for(config.loss)
         self._order = PromptOrder(pool_size, config.run.seed)
-        self._history = PromptHistory(config.pruning.prompts.decay)
+        prompts = config.pruning.prompts
+        self._history = PromptForecast(prompts.decay, PromptFeatures(pool), prompts.predictor)
 
     def select(self, step: int) -> Selection:
         """Draw the prompts of a step from the next window of candidates."""
@@ -152,15 +161,25 @@ class PromptSampler:
             self._history,
             pruning,
             group_size=self._config.rollout.samples_per_prompt,
-            normalised=self._normalised,
+            normalised=self._objective.normalise,
             keep=scheduled_keep(pruning.keep, pruning.schedule, step, self._config.run.steps),
             rng=generator(self._config.run.seed, step, Purpose.PROMPTS, again),
         )
 
-    def remember(self, metadata: StepMetadata) -> None:
-        """Learn from a step's full groups, once nothing of that step is left to be drawn."""
-        values = advantages(metadata.rewards, normalise=self._normalised)
-        self._history.update(metadata.prompt_ids, metadata.rewards, values)
+    def remember(self, metadata: StepMetadata) -> Judgement:
+        """Learn from a step's full groups, once nothing of that step is left to be drawn, and say how well they had
+        been predicted."""
+        segments = advantages_of_segments(metadata, self._config, self._objective)
+        score = completion_candidates(metadata, self._config, self._objective, segments).score
+        return self._history.judge_and_learn(
+            Visits(
+                prompt_ids=metadata.prompt_ids,
+                rewards=metadata.rewards,
+                advantages=advantages(metadata.rewards, normalise=self._objective.normalise),
+                squares=((score * metadata.prompt_inclusion[:, None]) ** 2).sum(axis=1),
+                tokens=np.maximum(metadata.sampled_lengths, 1).mean(axis=1),
+            )
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; floats survive exactly."""

@@ -8,7 +8,8 @@ import numpy as np
 
 from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, PackConfig, PruningConfig, RolloutConfig
 from megatron_dppo.rl.families import prompts_shared
-from megatron_dppo.rl.types import StepMetadata, no_forks
+from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.types import Prompt, StepMetadata, no_forks
 
 
 def step_metadata(
@@ -44,3 +45,25 @@ def step_config(
         pruning=PruningConfig(completions=CompletionPruningConfig(rule=rule, keep=keep), max_weight=max_weight),
         pack=pack or PackConfig(),
     )
+
+
+def made_up_pool(size: int) -> list[Prompt]:
+    """Prompts whose text says nothing of how hard they are: each asks for its own number."""
+    return [
+        Prompt(id=i, token_ids=np.array([i % 7, i % 5, 3], np.int32), text=f"say {i}", label=str(i))
+        for i in range(size)
+    ]
+
+
+class Foretold(PromptHistory):
+    """What some predictor says of the window, true or not; it has not seen the step's rollouts."""
+
+    def __init__(self, squares: np.ndarray, tokens: np.ndarray) -> None:
+        super().__init__(0.9)
+        self._squares, self._tokens = squares, tokens
+
+    def expected_square(self, prompt_ids: np.ndarray, *, group_size: int, normalised: bool) -> np.ndarray:
+        return self._squares[prompt_ids]
+
+    def expected_tokens(self, prompt_ids: np.ndarray) -> np.ndarray:
+        return self._tokens[prompt_ids]

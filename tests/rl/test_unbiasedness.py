@@ -27,7 +27,7 @@ from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates, select
 from megatron_dppo.rl.types import MinibatchPlan, Selection, StepMetadata, TrainingSamples, no_forks
 from tests.rl.integration import FixedMask, FixedOffset, outcomes
-from tests.rl.steps import step_config
+from tests.rl.steps import Foretold, step_config
 
 VOCABULARY, PROMPTS, SAMPLES = 7, 5, 4
 SETTINGS = {"replicas": 2, "align": 2, "capacity_multiple": 1, "step": 0, "pipeline": 1}
@@ -165,6 +165,7 @@ def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Sele
         PromptCandidates(
             world.history.last_magnitude(window),
             world.history.expected_square(window, group_size=SAMPLES, normalised=True),
+            world.history.expected_tokens(window),
             world.history.equal_visits(window),
             world.history.explore(window),
             config.floor,
@@ -248,6 +249,23 @@ def settings(prompts: str, completions: str, **loss) -> Config:
 )
 def test_the_expected_pruned_gradient_is_the_full_gradient(world, monkeypatch, prompts, completions, loss):
     assert relative_error(world, settings(prompts, completions, **loss), monkeypatch) < 1e-6
+
+
+@pytest.mark.parametrize("said", ["the same of all", "the inverse of the truth", "random numbers", "nothing of some"])
+@pytest.mark.parametrize("lengths", ["alike", "random"])
+def test_no_predictor_however_bad_biases_the_gradient(world, monkeypatch, said, lengths):
+    """Probabilities that know nothing of a step's rollouts cost variance at worst."""
+    rng = np.random.default_rng(1)
+    truth = (advantages(world.rewards, normalise=True) ** 2).sum(axis=1) + 0.1
+    squares = {
+        "the same of all": np.ones(PROMPTS),
+        "the inverse of the truth": 1.0 / truth**2,
+        "random numbers": rng.lognormal(0.0, 2.0, PROMPTS),
+        "nothing of some": np.array([0.0, 0.0, 1.0, 1.0, 0.0]),
+    }[said]
+    tokens = np.ones(PROMPTS) if lengths == "alike" else rng.lognormal(0.0, 1.0, PROMPTS)
+    foretold = dataclasses.replace(world, history=Foretold(squares, tokens))
+    assert relative_error(foretold, settings("neyman", "neyman", name="grpo"), monkeypatch) < 1e-6
 
 
 def test_the_papers_rule_is_unbiased_over_all_of_its_masks(world, monkeypatch):

@@ -38,6 +38,7 @@ TINY = (
     f"rollout.samples_per_prompt={SAMPLES}",
     "rollout.prompts_per_step=8",
     f"pruning.prompts.keep={KEPT / 8}",
+    "pruning.prompts.predictor=record",
     "rollout.max_response_tokens=16",
     "rollout.timeout_s=200",
     "rollout.sync.timeout_s=60",
@@ -45,7 +46,7 @@ TINY = (
     "reward.workers=1",
     "run.export=false",
 )
-"""On top of configs/quickstart.yaml."""
+"""On top of configs/quickstart.yaml. By records as many prompts are kept at every step, whatever an engine answers."""
 
 
 @dataclass(frozen=True, slots=True)

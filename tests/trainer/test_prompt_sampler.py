@@ -18,33 +18,41 @@ from megatron_dppo.config import (
     replace,
 )
 from megatron_dppo.errors import UserError
+from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.plan import gather_metadata
+from megatron_dppo.rl.pruning.forecast import PromptForecast, Visits
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Selection, StepMetadata
 from megatron_dppo.trainer.prompt_sampler import PromptOrder, PromptSampler
-from tests.rl.steps import step_metadata
+from tests.rl.steps import made_up_pool, step_metadata
 
 WINDOW, SAMPLES = 24, 8
 
 
-def sampler_config(*, rule: str = "neyman", keep: float = 0.5, steps: int = 20, **schedule: object) -> Config:
+def sampler_config(
+    *, rule: str = "neyman", keep: float = 0.5, steps: int = 20, predictor: str = "auto", **schedule: object
+) -> Config:
     return Config(
         run=RunConfig(seed=3, steps=steps),
         rollout=RolloutConfig(prompts_per_step=WINDOW, samples_per_prompt=SAMPLES),
         loss=LossConfig(),
         pruning=PruningConfig(
-            prompts=PromptPruningConfig(rule=rule, keep=keep, floor=0.1, schedule=ScheduleConfig(**schedule))
+            prompts=PromptPruningConfig(
+                rule=rule, keep=keep, floor=0.1, predictor=predictor, schedule=ScheduleConfig(**schedule)
+            )
         ),
     )
 
 
 def rolled_out(selection: Selection, accuracy: np.ndarray, *, seed: int = 0) -> StepMetadata:
-    """What rolling out the selection gives, where prompt i is answered rightly with probability accuracy[i]."""
+    """What rolling out the selection gives, where prompt i is answered rightly with probability accuracy[i], always in
+    20 tokens that are equally surprising."""
     ids = np.sort(selection.prompt_ids)
     draws = np.random.default_rng([seed, *ids.tolist()]).random((len(ids), SAMPLES))
     rewards = (draws < accuracy[ids][:, None]).astype(float)
     inclusion = selection.inclusion[np.argsort(selection.prompt_ids)]
-    return step_metadata(len(ids), SAMPLES, prompt_ids=ids, prompt_inclusion=inclusion, rewards=rewards)
+    alike = {"response_lengths": np.full(rewards.shape, 20), "score_norms": np.ones(rewards.shape)}
+    return step_metadata(len(ids), SAMPLES, prompt_ids=ids, prompt_inclusion=inclusion, rewards=rewards, **alike)
 
 
 def assert_same(one: Selection, other: Selection) -> None:
@@ -57,15 +65,18 @@ def inclusion_by_prompt(selection: Selection) -> dict[int, float]:
     return dict(zip(selection.prompt_ids.tolist(), selection.inclusion.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("rule", ["threshold", "neyman"])
-def test_selection_knows_earlier_visits_only(rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "predictor"), [("threshold", "auto"), ("neyman", "auto"), ("neyman", "record"), ("neyman", "model")]
+)
+def test_selection_knows_earlier_visits_only(rule: str, predictor: str) -> None:
     """The same selections until rewards are remembered, whatever they are, and others from then on."""
     right = np.zeros(WINDOW)
     right[::2] = 1.0
-    one, other = (PromptSampler(sampler_config(rule=rule), WINDOW) for _ in range(2))
+    config = sampler_config(rule=rule, predictor=predictor)
+    one, other = (PromptSampler(config, made_up_pool(WINDOW)) for _ in range(2))
     first, again = one.select(0), other.select(0)
     assert_same(first, again)
-    assert len(set(first.inclusion)) == 1, "nothing is known of any prompt"
+    assert np.ptp(first.inclusion) < 0.1, "nothing is known of any prompt"
     one.remember(rolled_out(first, np.full(WINDOW, 0.5)))
     other.remember(rolled_out(again, right))
     assert set(one.select(1).inclusion) != set(other.select(1).inclusion)
@@ -73,25 +84,29 @@ def test_selection_knows_earlier_visits_only(rule: str) -> None:
 
 def test_selecting_teaches_nothing() -> None:
     """Two steps of which nothing is remembered leave every prompt as unknown as it was."""
-    sampler = PromptSampler(sampler_config(), WINDOW)
+    sampler = PromptSampler(sampler_config(), made_up_pool(WINDOW))
     for step in range(2):
         np.testing.assert_allclose(sampler.select(step).inclusion, 0.5, rtol=1e-12)
 
 
-def test_prompts_that_taught_nothing_come_back_less_often() -> None:
-    """Even prompts are always right, odd ones mixed: in the next pass over the pool the odd ones are likelier."""
+@pytest.mark.parametrize("predictor", ["auto", "record", "model"])
+def test_prompts_that_taught_nothing_come_back_less_often(predictor: str) -> None:
+    """Even prompts are always right, odd ones mixed: in the next pass over the pool the odd ones are likelier. A record
+    tells each of them apart, the model draws one that had luck to the others."""
     accuracy = np.where(np.arange(WINDOW) % 2 == 0, 1.0, 0.5)
-    sampler = PromptSampler(sampler_config(shape="linear", ramp=1.0, steps=2), WINDOW)
+    sampler = PromptSampler(
+        sampler_config(predictor=predictor, shape="linear", ramp=1.0, steps=2), made_up_pool(WINDOW)
+    )
     sampler.remember(rolled_out(sampler.select(0), accuracy))
     inclusion = inclusion_by_prompt(sampler.select(1))
     even = [pi for prompt, pi in inclusion.items() if prompt % 2 == 0]
     odd = [pi for prompt, pi in inclusion.items() if prompt % 2 == 1]
-    assert max(even, default=0.0) < min(odd)
+    assert max(even, default=0.0) < min(odd) if predictor == "record" else np.mean(even) < 0.95 * np.mean(odd)
 
 
 def test_paper_rule_scores_a_prompt_by_its_normalised_advantages() -> None:
     """Of groups one in eight and four in eight right, |A| is 0.66 and 1 with the objective's normalisation."""
-    sampler = PromptSampler(sampler_config(rule="threshold", keep=0.3), WINDOW)
+    sampler = PromptSampler(sampler_config(rule="threshold", keep=0.3), made_up_pool(WINDOW))
     ids = np.arange(WINDOW)
     rewards = (np.arange(SAMPLES) < np.where(ids % 2 == 0, 1, 4)[:, None]).astype(float)
     sampler.remember(step_metadata(WINDOW, SAMPLES, prompt_ids=ids, rewards=rewards * 100.0))
@@ -104,16 +119,18 @@ def test_paper_rule_scores_a_prompt_by_its_normalised_advantages() -> None:
     assert 1 in inclusion
 
 
-@pytest.mark.parametrize("rule", ["threshold", "neyman"])
-def test_resumed_sampler_draws_what_the_first_would_have(rule: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "predictor"), [("threshold", "auto"), ("neyman", "auto"), ("neyman", "record"), ("neyman", "model")]
+)
+def test_resumed_sampler_draws_what_the_first_would_have(rule: str, predictor: str) -> None:
     """Over several epochs, windows across their ends; the state has travelled through JSON in between."""
     pool = 2 * WINDOW - 7
     accuracy = np.random.default_rng(0).random(pool)
-    config = sampler_config(rule=rule)
-    first = PromptSampler(config, pool)
+    config = sampler_config(rule=rule, predictor=predictor)
+    first = PromptSampler(config, made_up_pool(pool))
     for step in range(5):
         first.remember(rolled_out(first.select(step), accuracy, seed=step))
-    resumed = PromptSampler(config, pool)
+    resumed = PromptSampler(config, made_up_pool(pool))
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for step in range(5, 10):
         selections = first.select(step), resumed.select(step)
@@ -123,17 +140,28 @@ def test_resumed_sampler_draws_what_the_first_would_have(rule: str) -> None:
     assert first.state_dict() == resumed.state_dict()
 
 
+def test_what_is_learned_of_a_gradient_has_no_weight_of_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Σ_i (A_i·c_i·s_i)² with c = 1/L, whatever the chance with which the prompt was drawn; tokens per completion."""
+    learned: list[Visits] = []
+    monkeypatch.setattr(PromptForecast, "judge_and_learn", lambda self, visits: learned.append(visits))
+    step = step_metadata(6, SAMPLES, prompt_ids=np.arange(6), prompt_inclusion=np.linspace(0.2, 1.0, 6))
+    PromptSampler(sampler_config(), made_up_pool(WINDOW)).remember(step)
+    terms = advantages(step.rewards, normalise=True) * step.score_norms / step.sampled_lengths
+    np.testing.assert_allclose(learned[0].squares, (terms**2).sum(axis=1))
+    np.testing.assert_allclose(learned[0].tokens, step.sampled_lengths.mean(axis=1))
+
+
 def test_a_step_has_draws_of_its_own() -> None:
     """Which places of the window are kept differs from step to step, and is a function of the step alone."""
-    order, sampler = PromptOrder(WINDOW, 3), PromptSampler(sampler_config(), WINDOW)
+    order, sampler = PromptOrder(WINDOW, 3), PromptSampler(sampler_config(), made_up_pool(WINDOW))
     places = [np.isin(order.next_window(WINDOW), sampler.select(step).prompt_ids).tobytes() for step in range(8)]
     assert len(set(places)) > 1
-    assert_same(*(PromptSampler(sampler_config(), WINDOW).select(4) for _ in range(2)))
+    assert_same(*(PromptSampler(sampler_config(), made_up_pool(WINDOW)).select(4) for _ in range(2)))
 
 
 def test_schedule_of_the_prompts_is_obeyed() -> None:
     """Linear over half of twenty steps down to 0.5, then constant, and nothing is pruned in the last tenth."""
-    sampler = PromptSampler(sampler_config(shape="linear", ramp=0.5, off_last=0.1), 4 * WINDOW)
+    sampler = PromptSampler(sampler_config(shape="linear", ramp=0.5, off_last=0.1), made_up_pool(4 * WINDOW))
     selections = [sampler.select(step) for step in range(20)]
     kept = [len(selection.prompt_ids) for selection in selections]
     assert kept[:11:2] == [round(WINDOW * share) for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)]
@@ -145,12 +173,12 @@ def test_schedule_of_the_prompts_is_obeyed() -> None:
 
 def test_pool_smaller_than_a_window_is_refused_before_the_first_step() -> None:
     with pytest.raises(UserError, match=rf"rollout\.prompts_per_step = {WINDOW}"):
-        PromptSampler(sampler_config(), WINDOW - 1)
+        PromptSampler(sampler_config(), made_up_pool(WINDOW - 1))
 
 
 def refilling(**pruning: object) -> PromptSampler:
     config = sampler_config(rule="dynamic_sampling")
-    return PromptSampler(replace(config, pruning=replace(config.pruning, **pruning)), pool_size=3 * WINDOW)
+    return PromptSampler(replace(config, pruning=replace(config.pruning, **pruning)), made_up_pool(3 * WINDOW))
 
 
 def test_a_step_rolls_out_more_prompts_until_it_has_a_window_of_mixed_groups() -> None:
@@ -182,17 +210,17 @@ def test_a_step_gives_up_when_rounds_or_the_pool_are_exhausted() -> None:
 
 def test_no_other_rule_goes_on_rolling_out() -> None:
     for rule in ("none", "threshold", "neyman", "greso"):
-        sampler = PromptSampler(sampler_config(rule=rule), WINDOW)
+        sampler = PromptSampler(sampler_config(rule=rule), made_up_pool(WINDOW))
         assert sampler.select_more(0, rolled_out(sampler.select(0), np.ones(WINDOW)), 1) is None
 
 
 def test_greso_explores_easy_and_hard_prompts_apart_and_remembers_over_a_resume() -> None:
     """All right: easy prompts come too often, so their p falls by 0.01 a step while that of hard ones rises."""
-    sampler = PromptSampler(sampler_config(rule="greso"), WINDOW)
+    sampler = PromptSampler(sampler_config(rule="greso"), made_up_pool(WINDOW))
     for step in range(3):
         selection = sampler.select(step)
         sampler.remember(rolled_out(selection, np.ones(WINDOW), seed=step))
-    resumed = PromptSampler(sampler_config(rule="greso"), WINDOW)
+    resumed = PromptSampler(sampler_config(rule="greso"), made_up_pool(WINDOW))
     resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
     assert_same(sampler.select(3), resumed.select(3))
     assert resumed.state_dict()["history"]["exploration"] == pytest.approx([0.47, 0.53])
@@ -202,4 +230,4 @@ def test_a_window_that_grows_past_the_pool_is_refused_in_words() -> None:
     config = sampler_config()
     config = replace(config, pruning=replace(config.pruning, refill="prompts"))
     with pytest.raises(UserError, match="windows of 48"):
-        PromptSampler(config, WINDOW + 1)
+        PromptSampler(config, made_up_pool(WINDOW + 1))

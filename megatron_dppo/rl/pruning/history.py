@@ -37,6 +37,8 @@ class Record:
     """Latest visits, without a break, whose rewards were all equal."""
     easy: float = 0.0
     """1 where the last visit's rewards were all 1."""
+    mixed: float = 0.0
+    """Visits whose rewards were not all equal."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,11 @@ class Exploration:
     def _moved(self, p: float, up: bool) -> float:
         low, high = self.LIMITS
         return min(max(p + (self.STEP if up else -self.STEP), low), high)
+
+
+def is_binary(rewards: Floats) -> bool:
+    """Whether all are 0 or 1, so that answers are right or wrong."""
+    return bool(np.isin(rewards, (0.0, 1.0)).all())
 
 
 class PromptHistory:
@@ -92,7 +99,7 @@ class PromptHistory:
             rewards: [Q, G]. Once any reward is neither 0 nor 1, prompts are judged by Σ A² instead of by accuracy.
             advantages: [Q, G], of the full groups.
         """
-        self.binary = self.binary and bool(np.isin(rewards, (0.0, 1.0)).all())
+        self.binary = self.binary and is_binary(rewards)
         right = (rewards == 1.0).sum(axis=1)
         square, magnitude = (advantages**2).sum(axis=1), np.abs(advantages).mean(axis=1)
         equal, easy = (rewards == rewards[:, :1]).all(axis=1), right == rewards.shape[1]
@@ -108,6 +115,7 @@ class PromptHistory:
                 magnitude=float(magnitude[row]),
                 equal_visits=old.equal_visits + 1.0 if equal[row] else 0.0,
                 easy=float(easy[row]),
+                mixed=self.decay * old.mixed + float(not equal[row]),
             )
 
     def last_magnitude(self, prompt_ids: Ints) -> Floats:
@@ -139,15 +147,11 @@ class PromptHistory:
         Returns:
             [N], not negative.
         """
-        records = self._of(prompt_ids)
         if not self.binary:
             pool = self._sum(lambda r: r.square) / self._sum(lambda r: r.visits)
-            return np.array([r.square / r.visits if r.visits else pool for r in records])
+            return np.array([r.square / r.visits if r.visits else pool for r in self._of(prompt_ids)])
 
-        right, wrong = self._sum(lambda r: r.right), self._sum(lambda r: r.wrong)
-        mean = (right + 1.0) / (right + wrong + 2.0)
-        alpha = np.array([r.right for r in records]) + PRIOR_COUNT * mean
-        beta = np.array([r.wrong for r in records]) + PRIOR_COUNT * (1.0 - mean)
+        alpha, beta = self.posterior(prompt_ids)
         if not normalised:
             return group_size * alpha * beta / ((alpha + beta) * (alpha + beta + 1.0))
         later = np.arange(group_size)
@@ -156,6 +160,26 @@ class PromptHistory:
         all_wrong = ((beta[:, None] + later) / seen).prod(axis=1)
         mixed: Floats = np.maximum(1.0 - all_right - all_wrong, 0.0)
         return group_size * mixed
+
+    def expected_tokens(self, prompt_ids: Ints) -> Floats:
+        """[N], the tokens that a completion of each prompt takes to generate, up to a factor common to all. Records
+        say nothing of it: all are alike."""
+        return np.ones(len(prompt_ids))
+
+    def posterior(self, prompt_ids: Ints) -> tuple[Floats, Floats]:
+        """[N] and [N]: α and β of each prompt's Beta distribution, around the pool's mean. It is that of the chance of
+        a right answer; where rewards are not 0 and 1, of a group whose rewards differ."""
+        right = [r.right if self.binary else r.mixed for r in self._of(prompt_ids)]
+        wrong = [r.wrong if self.binary else r.visits - r.mixed for r in self._of(prompt_ids)]
+        mean = self.pool_mean
+        return np.array(right) + PRIOR_COUNT * mean, np.array(wrong) + PRIOR_COUNT * (1.0 - mean)
+
+    @property
+    def pool_mean(self) -> float:
+        """The share of right answers, or of groups whose rewards differ, over the records of all prompts."""
+        right = self._sum(lambda r: r.right if self.binary else r.mixed)
+        wrong = self._sum(lambda r: r.wrong if self.binary else r.visits - r.mixed)
+        return (right + 1.0) / (right + wrong + 2.0)
 
     def _of(self, prompt_ids: Ints) -> list[Record]:
         """Each prompt's record; an empty one where it was never rolled out."""

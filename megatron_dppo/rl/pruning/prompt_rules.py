@@ -29,7 +29,9 @@ class PromptCandidates:
     last_magnitude: Floats
     """[N], mean |A| of the last visit; NaN for prompts never seen."""
     expected_square: Floats
-    """[N], E[Σ_i A_i²] of the next group, up to a common factor; the prior's for prompts never seen."""
+    """[N], E[Σ_i h_i²] of the next group, up to a common factor, h a proxy of the norm of a completion's term."""
+    expected_tokens: Floats
+    """[N], positive: what a completion takes to generate, up to a common factor."""
     equal_visits: Ints
     """[N], how many of the latest visits, without a break, gave equal rewards."""
     explore: Floats
@@ -57,13 +59,14 @@ def threshold(candidates: PromptCandidates, keep: float) -> Floats:
 
 
 def neyman(candidates: PromptCandidates, keep: float) -> Floats:
-    """The least variance at a number of prompts: proportional to √E[Σ A²], between the floor and 1.
+    """The least variance at a budget of generated tokens: proportional to √(E[Σ h²]/E[tokens]), between floor and 1.
 
-    Σ π is the whole number nearest to keep·N, and at least 1. A systematic draw keeps exactly that number.
+    In units of a prompt of mean length, the budget is the whole number nearest to keep·N, and at least 1. Where all
+    are expected to take as many tokens, a systematic draw keeps exactly that number.
     """
     budget = max(1, round(keep * len(candidates.expected_square)))
-    score = np.sqrt(candidates.expected_square)
-    return capped_proportional(score, np.ones_like(score), budget, candidates.floor)
+    cost = candidates.expected_tokens / candidates.expected_tokens.mean()
+    return capped_proportional(np.sqrt(candidates.expected_square), cost, budget, candidates.floor)
 
 
 def greso(candidates: PromptCandidates, keep: float) -> Floats:
@@ -111,7 +114,7 @@ def select(
 
     Args:
         window: [N], ids of the candidate prompts, in the epoch's order.
-        history: of earlier visits, without this step's.
+        history: of earlier visits, without this step's; or a ``PromptForecast``.
         config: names the rule and its floor.
         group_size: G, completions per prompt.
         normalised: whether the objective divides advantages by their standard deviation.
@@ -126,6 +129,7 @@ def select(
     candidates = PromptCandidates(
         last_magnitude=history.last_magnitude(window),
         expected_square=history.expected_square(window, group_size=group_size, normalised=normalised),
+        expected_tokens=history.expected_tokens(window),
         equal_visits=history.equal_visits(window),
         explore=history.explore(window),
         floor=config.floor,

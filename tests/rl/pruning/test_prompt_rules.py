@@ -12,12 +12,21 @@ from megatron_dppo.rl.types import Selection
 
 
 def inclusion(
-    rule: str, keep: float, *, magnitude=None, square=None, equal_visits=None, explore=None, floor: float = 0.2
+    rule: str,
+    keep: float,
+    *,
+    magnitude=None,
+    square=None,
+    tokens=None,
+    equal_visits=None,
+    explore=None,
+    floor: float = 0.2,
 ) -> np.ndarray:
     given = magnitude if magnitude is not None else square
     candidates = PromptCandidates(
         last_magnitude=np.array(magnitude if magnitude is not None else np.full(len(given), np.nan)),
         expected_square=np.array(square if square is not None else np.ones(len(given))),
+        expected_tokens=np.ones(len(given)) if tokens is None else np.array(tokens),
         equal_visits=np.array([0] * len(given) if equal_visits is None else equal_visits),
         explore=np.array([0.5] * len(given) if explore is None else explore),
         floor=floor,
@@ -78,6 +87,15 @@ def draw(rule: str, history: PromptHistory, step: int, keep: float = 0.7) -> tup
         rng=generator(1, step, Purpose.PROMPTS),
     )
     return window, selection
+
+
+def test_neyman_spends_a_budget_of_tokens_where_they_buy_most():
+    """π is proportional to √(E[Σ h²]/E[tokens]), and Σ π·tokens is the share of the window's."""
+    square, tokens = np.array([4.0, 4.0, 1.0, 1.0, 9.0, 2.0]), np.array([10.0, 40.0, 10.0, 40.0, 90.0, 20.0])
+    pi = inclusion("neyman", 1 / 3, square=square, tokens=tokens, floor=0.01)
+    assert (pi < 1.0).all()
+    np.testing.assert_allclose(pi / pi[0], np.sqrt(square / tokens) / np.sqrt(0.4))
+    assert pi @ tokens == pytest.approx(tokens.sum() / 3)
 
 
 @pytest.mark.parametrize("history", [PromptHistory(0.9), seen_history(100), seen_history(200)])

@@ -1,0 +1,213 @@
+"""What a prompt's next group promises, also where the prompt was never seen: a model's answer, or the record's.
+
+Any predictor that has not seen a step's rollouts may set its inclusion probabilities: the gradient stays unbiased, and
+the better the prediction, the less its variance. So both predict every group before they learn of it, and the one that
+did better sets the next step's probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_dppo.rl.pruning.features import PromptFeatures
+from megatron_dppo.rl.pruning.history import PromptHistory, is_binary
+from megatron_dppo.rl.pruning.regression import SizeModel
+from megatron_dppo.rl.pruning.success_model import SuccessModel
+from megatron_dppo.rl.types import Floats, Ints, StepPlan
+
+Predictor = Literal["auto", "record", "model"]
+LOSS_DECAY = 0.9
+"""Per step, of the losses by which ``auto`` chooses."""
+BINS = 10
+"""Of predicted probabilities, for the reliability curve."""
+Foreseen = tuple[str, int, int, float, float]
+"""Who predicted (``model``, ``record``), the tenth of [0, 1] in which the predictions lie, how many groups are there,
+the sum of their predicted chances, and the sum of the shares that turned out right. Where rewards are not 0 and 1, a
+chance is that of a group whose rewards differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visits:
+    """A step's Q groups, as its predictions are held against them.
+
+        Visits(prompt_ids=[7], rewards=[[1, 0]], advantages=[[1, -1]], squares=[0.3], tokens=[2.5])
+
+    is one group with a right and a wrong answer. The lists stand for arrays.
+    """
+
+    prompt_ids: Ints
+    """[Q]"""
+    rewards: Floats
+    """[Q, G]"""
+    advantages: Floats
+    """[Q, G], of the full groups."""
+    squares: Floats
+    """[Q], Σ_i h_i², h a proxy of the norm of a completion's term in the sum, without any 1/π."""
+    tokens: Floats
+    """[Q], mean tokens generated for a completion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """How well a step was predicted.
+
+        Judgement({"prune/brier_model": 0.05, ...}, notes=(), reliability=(("model", 3, 12, 4.1, 4.4), ...))
+
+    gave 12 groups chances between 0.3 and 0.4, of which 4.4 groups' worth of answers turned out right.
+    """
+
+    metrics: Mapping[str, float]
+    notes: tuple[str, ...]
+    reliability: tuple[Foreseen, ...]
+
+    def added_to(self, plan: StepPlan) -> StepPlan:
+        """The step's plan, with what its log and its census have of this."""
+        census = plan.census and replace(plan.census, by_prediction=self.reliability)
+        return replace(plan, metrics={**plan.metrics, **self.metrics}, notes=plan.notes + self.notes, census=census)
+
+
+class PromptForecast(PromptHistory):
+    """The records of prompts, and models that know a prompt by its features.
+
+    E[Σ h²] of a prompt's next group is P(its rewards differ) · E[Σ h² | they do]. The first factor comes from the
+    chance of a right answer where rewards are 0 and 1, else it is predicted itself. The second, and the tokens, are
+    regressions of their logarithms on the features: what two visits to a prompt have in common beyond these was
+    measured to be nothing.
+
+    Args:
+        decay: ``pruning.prompts.decay``, of the records.
+        features: of the pool.
+        predictor: ``pruning.prompts.predictor``.
+    """
+
+    def __init__(self, decay: float, features: PromptFeatures, predictor: Predictor) -> None:
+        super().__init__(decay)
+        self._features, self._predictor = features, predictor
+        self._size, self._tokens = SizeModel(features.size), SizeModel(features.size)
+        self._start()
+
+    def _start(self) -> None:
+        self._success = SuccessModel(self._features.size)
+        self._losses = {"model": 0.0, "record": 0.0}
+
+    @property
+    def used(self) -> Literal["record", "model"]:
+        """What sets the next step's probabilities."""
+        if self._predictor != "auto":
+            return self._predictor
+        return "model" if self._losses["model"] < self._losses["record"] else "record"
+
+    def expected_square(self, prompt_ids: Ints, *, group_size: int, normalised: bool) -> Floats:
+        """E[Σ_i h_i²] of the next group of each prompt by the model, or E[Σ_i A_i²] by its record; [N], up to a factor
+        common to all."""
+        if self.used == "record":
+            return super().expected_square(prompt_ids, group_size=group_size, normalised=normalised)
+        features = self._features.of(prompt_ids)
+        chance = self._success.predict(prompt_ids, features)
+        mixed = chance.mixed(group_size) if self.binary else chance.mean()
+        return mixed * self._size.predict(features)
+
+    def expected_tokens(self, prompt_ids: Ints) -> Floats:
+        """[N], the tokens that a completion of each prompt takes to generate, by its features; 1 for all before
+        anything is known, and where records alone were asked for."""
+        if self._predictor == "record":
+            return super().expected_tokens(prompt_ids)
+        return self._tokens.predict(self._features.of(prompt_ids))
+
+    def judge_and_learn(self, visits: Visits) -> Judgement:
+        """Hold the predictions against a step's groups; only then learn of them."""
+        if not len(visits.prompt_ids):
+            return Judgement({}, (), ())
+        if self.binary and not is_binary(visits.rewards):
+            self.binary = False  # from now on what is predicted is whether a group's rewards differ
+            self._start()
+        judgement = self._judge(visits)
+        self._learn(visits)
+        return judgement
+
+    def _judge(self, visits: Visits) -> Judgement:
+        right, trials = self._outcomes(visits)
+        chance = self._success.predict(visits.prompt_ids, self._features.of(visits.prompt_ids))
+        alpha, beta = self.posterior(visits.prompt_ids)
+        losses = {
+            "model": -float(chance.log_likelihood(right, trials).mean()),
+            "record": -float(beta_log_likelihood(right, trials, alpha, beta).mean()),
+        }
+        before = self.used
+        self._losses = {name: LOSS_DECAY * self._losses[name] + loss for name, loss in losses.items()}
+        observed = right / trials
+        predicted = {"model": chance.mean(), "record": alpha / (alpha + beta)}
+        metrics = {
+            "prune/brier_model": float(((predicted["model"] - observed) ** 2).mean()),
+            "prune/brier_record": float(((predicted["record"] - observed) ** 2).mean()),
+            "prune/brier_pool": float(((self.pool_mean - observed) ** 2).mean()),
+            "prune/log_loss_model": losses["model"],
+            "prune/log_loss_record": losses["record"],
+            "prune/predicted_by_model": float(before == "model"),
+        }
+        curves = [row for name, said in predicted.items() for row in _reliability(name, said, observed)]
+        return Judgement(metrics, self._change(before), tuple(curves))
+
+    def _learn(self, visits: Visits) -> None:
+        features = self._features.of(visits.prompt_ids)
+        sized = (visits.advantages != 0.0).any(axis=1) & (visits.squares > 0.0)
+        self._success.learn(visits.prompt_ids, features, *self._outcomes(visits))
+        self._size.learn(features[sized], visits.squares[sized])
+        self._tokens.learn(features, visits.tokens)
+        self.update(visits.prompt_ids, visits.rewards, visits.advantages)
+
+    def _outcomes(self, visits: Visits) -> tuple[Floats, Floats]:
+        """[Q] and [Q]: successes and trials: right answers of all, or whether the rewards of the group differ."""
+        if self.binary:
+            right, trials = (visits.rewards == 1.0).sum(axis=1), visits.rewards.shape[1]
+        else:
+            right, trials = (visits.rewards != visits.rewards[:, :1]).any(axis=1), 1
+        return right.astype(np.float64), np.full(len(right), float(trials))
+
+    def _change(self, before: str) -> tuple[str, ...]:
+        if self.used == before:
+            return ()
+        other = "record" if self.used == "model" else "model"
+        won, lost = self._losses[self.used], self._losses[other]
+        change = f"pruning.prompts.predictor = auto: from now on the {self.used} predicts prompts"
+        return (f"{change}, whose log-loss of late is {100 * (1.0 - won / lost):.1f}% below that of the {other}",)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, for JSON: Python writes floats so that they read back bit for bit."""
+        models = {name: model.state_dict() for name, model in self._models().items()}
+        return super().state_dict() | {"models": models, "losses": dict(self._losses)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` returned, before or after it was written as JSON. From a checkpoint that has
+        records only, models begin anew."""
+        super().load_state_dict(state)
+        for name, model in self._models().items() if "models" in state else ():
+            model.load_state_dict(state["models"][name])
+        self._losses = dict(state.get("losses", self._losses))
+
+    def _models(self) -> dict[str, SuccessModel | SizeModel]:
+        return {"success": self._success, "size": self._size, "tokens": self._tokens}
+
+
+def beta_log_likelihood(right: Floats, trials: Floats, alpha: Floats, beta: Floats) -> Floats:
+    """[N], of one order of so many right ones among the trials, whose probability has a Beta distribution. All [N]."""
+    before = np.arange(int(trials.max(initial=0.0)))
+
+    def rising(start: Floats, length: Floats) -> Floats:
+        """log of start·(start + 1)·…, so many factors."""
+        logs = np.log(start[:, None] + before)
+        total: Floats = np.where(before < length[:, None], logs, 0.0).sum(axis=1)
+        return total
+
+    return rising(alpha, right) + rising(beta, trials - right) - rising(alpha + beta, trials)
+
+
+def _reliability(name: str, predicted: Floats, observed: Floats) -> list[Foreseen]:
+    """A row for each bin of predictions that has groups."""
+    bins = np.minimum((BINS * predicted).astype(np.int64), BINS - 1)
+    counts, said, seen = (np.bincount(bins, weights, BINS) for weights in (None, predicted, observed))
+    return [(name, int(b), int(counts[b]), round(said[b], 6), round(seen[b], 6)) for b in np.flatnonzero(counts)]

@@ -1,0 +1,184 @@
+"""How likely a prompt's next answers are right: from its features, and from its own visits.
+
+An online Bayesian logistic regression with a random intercept for each prompt (a generalised linear mixed model).
+Approximations are Laplace's; expectations are taken by Gauss-Hermite quadrature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_dppo.rl.pruning.regression import Weights
+from megatron_dppo.rl.types import Floats, Ints
+
+INTERCEPT_KEPT = 0.97
+"""What a prompt's intercept keeps from one update of the policy to the next: a visit 23 updates ago counts half."""
+SPREADS = 0.05 * 2.0 ** np.arange(8)
+"""τ², from 0.05 to 6.4: candidates for the variance of intercepts, that is how much prompts of like features differ."""
+USUAL_SPREAD = 0.4
+"""τ² before anything is known."""
+EVIDENCE_DECAY = 0.95
+"""Per update, of the evidence for each τ²."""
+NEWTON_STEPS = 8
+NODES, _HERMITE = np.polynomial.hermite_e.hermegauss(24)
+SHARES = _HERMITE / _HERMITE.sum()
+
+
+def sigmoid(logits: Floats) -> Floats:
+    clipped: Floats = 1.0 / (1.0 + np.exp(-np.clip(logits, -30.0, 30.0)))
+    return clipped
+
+
+@dataclass(frozen=True, slots=True)
+class Chance:
+    """What is believed of N probabilities, whose logits are Gaussian.
+
+        Chance(logit=np.array([0.0]), variance=np.array([1.0]))
+
+    has the mean 0.5; of four answers all are right with a probability of 0.13, not 0.06.
+    """
+
+    logit: Floats
+    """[N], mean of the logit."""
+    variance: Floats
+    """[N], of the logit."""
+
+    def mean(self) -> Floats:
+        """[N], E[p]"""
+        expected: Floats = self._nodes() @ SHARES
+        return expected
+
+    def mixed(self, group_size: int) -> Floats:
+        """[N], the probability that of so many answers some are right and some are wrong."""
+        p = self._nodes()
+        expected: Floats = (1.0 - p**group_size - (1.0 - p) ** group_size) @ SHARES
+        return expected
+
+    def log_likelihood(self, right: Floats, trials: Floats) -> Floats:
+        """[N], of one order of so many right ones among the trials, both [N]."""
+        p = self._nodes()
+        each = right[:, None] * np.log(p) + (trials - right)[:, None] * np.log1p(-p)
+        largest = each.max(axis=1)
+        total: Floats = largest + np.log(np.exp(each - largest[:, None]) @ SHARES)
+        return total
+
+    def _nodes(self) -> Floats:
+        """[N, nodes]"""
+        return sigmoid(self.logit[:, None] + np.sqrt(self.variance)[:, None] * NODES)
+
+
+@dataclass(frozen=True, slots=True)
+class Intercept:
+    """What a prompt's visits said of it beyond its features.
+
+        Intercept(mean=0.6, share=0.4, update=12)
+
+    was last learned before the policy's 13th update. The prompt is easier than its features say; 0.4 of τ² is unknown.
+    """
+
+    mean: float
+    share: float
+    update: int
+
+
+class SuccessModel:
+    """logit P(right) = weights · features + the prompt's own intercept. Weights and intercepts fade with the policy's
+    updates, and not with visits: a policy that has moved on has made all of them uncertain.
+
+    An intercept is N(0, τ²) before the prompt's first visit, and goes back there. τ² is the candidate under which the
+    groups had the highest likelihood when they were predicted.
+    """
+
+    def __init__(self, size: int) -> None:
+        """``size`` is D, the number of features."""
+        self._weights = Weights(size)
+        self._evidence = -0.5 * np.log(SPREADS / USUAL_SPREAD) ** 2
+        self._intercepts: dict[int, Intercept] = {}
+        self._update = 0
+
+    @property
+    def spread(self) -> float:
+        """τ²"""
+        return float(SPREADS[self._evidence.argmax()])
+
+    def predict(self, prompt_ids: Ints, features: Floats) -> Chance:
+        """Of N prompts with features [N, D]."""
+        logit, variance = self._weights.predict(features)
+        mean, share = self._intercepts_of(prompt_ids)
+        return Chance(logit + mean, variance + share * self.spread)
+
+    def learn(self, prompt_ids: Ints, features: Floats, right: Floats, trials: Floats) -> None:
+        """What was seen of Q prompts with features [Q, D]: so many right ones of so many trials. One update of the
+        policy follows."""
+        if len(prompt_ids):
+            mean, share = self._intercepts_of(prompt_ids)
+            self._weigh_spreads(features, mean, share, right, trials)
+            prior = share * self.spread
+            self._fit_weights(features, mean, prior, right, trials)
+            offset = features @ self._weights.mean + mean
+            moved, information = _shift(offset, prior, right, trials)
+            left = 1.0 / (1.0 + prior * information)
+            for row, prompt_id in enumerate(prompt_ids.tolist()):
+                known = Intercept(float(mean[row] + moved[row]), float(share[row] * left[row]), self._update)
+                self._intercepts[prompt_id] = known
+        self._weights.fade()
+        self._update += 1
+
+    def _weigh_spreads(self, features: Floats, mean: Floats, share: Floats, right: Floats, trials: Floats) -> None:
+        logit, variance = self._weights.predict(features)
+        chances = [Chance(logit + mean, variance + share * spread) for spread in SPREADS]
+        likelihood = [chance.log_likelihood(right, trials).sum() for chance in chances]
+        self._evidence = EVIDENCE_DECAY * self._evidence + np.array(likelihood)
+
+    def _fit_weights(self, features: Floats, mean: Floats, prior: Floats, right: Floats, trials: Floats) -> None:
+        """Newton's steps to the weights' mode, intercepts integrated out by Laplace's approximation.
+
+        Near the present weights a group says as much as a Gaussian observation of its logit, whose variance is that of
+        the intercept and that of the answers. Each step starts from the belief before these groups.
+        """
+        mean_before, covariance_before = self._weights.mean, self._weights.covariance
+        for _ in range(NEWTON_STEPS):
+            offset = features @ self._weights.mean + mean
+            moved, information = _shift(offset, prior, right, trials)
+            variance = prior + 1.0 / np.maximum(information, 1e-3)
+            seen = offset - mean + moved * variance / prior  # moved / prior is the slope of the group's likelihood
+            self._weights.mean, self._weights.covariance = mean_before, covariance_before
+            self._weights.condition(features, seen, variance)
+
+    def _intercepts_of(self, prompt_ids: Ints) -> tuple[Floats, Floats]:
+        """[N] and [N]: mean, and the variance as a share of τ², as of now."""
+        unknown = Intercept(0.0, 1.0, self._update)
+        found = [self._intercepts.get(prompt_id, unknown) for prompt_id in prompt_ids.tolist()]
+        kept = INTERCEPT_KEPT ** np.array([self._update - intercept.update for intercept in found], np.float64)
+        mean, share = (np.array([getattr(i, name) for i in found], np.float64) for name in ("mean", "share"))
+        return kept * mean, 1.0 - kept**2 * (1.0 - share)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; floats survive exactly."""
+        return {
+            "weights": self._weights.state_dict(),
+            "evidence": self._evidence.tolist(),
+            "intercepts": {str(prompt_id): [i.mean, i.share, i.update] for prompt_id, i in self._intercepts.items()},
+            "update": self._update,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._weights.load_state_dict(state["weights"])
+        self._evidence, self._update = np.array(state["evidence"]), int(state["update"])
+        self._intercepts = {int(prompt_id): Intercept(*known) for prompt_id, known in state["intercepts"].items()}
+
+
+def _shift(offset: Floats, prior: Floats, right: Floats, trials: Floats) -> tuple[Floats, Floats]:
+    """[Q] and [Q]: by how much each group moves its intercept, N(0, prior), from the logit ``offset``; and the
+    information of its answers there."""
+    moved = np.zeros_like(offset)
+    for _ in range(2 * NEWTON_STEPS):
+        p = sigmoid(offset + moved)
+        slope, information = right - trials * p - moved / prior, trials * p * (1.0 - p)
+        moved = moved + np.clip(slope / (information + 1.0 / prior), -2.0, 2.0)  # an unbounded step can diverge
+    p = sigmoid(offset + moved)
+    return moved, trials * p * (1.0 - p)

@@ -1,0 +1,35 @@
+"""The page shows what was foreseen of a run's groups against what came."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dppo.report.predictions import brier_plot, reliability_plot
+from megatron_dppo.report.run import read_run
+from tests.report.made_up import write_run
+
+
+def test_predicted_chances_are_held_against_what_came_over_all_steps(tmp_path: Path) -> None:
+    """6 groups with 0.9 predicted and 1.2 observed in sum are a point at 0.15 and 0.2, in each of six steps."""
+    plot = reliability_plot(read_run(write_run(tmp_path / "run"), "run"))
+    assert [key.name for key in plot.key] == ["by the model, 0.050", "by its record, 0.090", "as predicted"]
+    model = next(mark for mark in plot.marks if mark.kind == "line" and mark.colour == "good")
+    np.testing.assert_allclose(model.shapes[0], [[0.15, 0.2], [0.84, 0.79]])
+
+
+def test_errors_of_all_predictors_are_shown_by_step(tmp_path: Path) -> None:
+    plot = brier_plot(read_run(write_run(tmp_path / "run"), "run"))
+    assert {key.name for key in plot.key} == {"by the model", "by its record", "by the pool's mean"}
+
+
+def test_runs_from_before_anything_was_predicted_show_nothing(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for file, gone in (("pruning.jsonl", "by_prediction"), ("metrics.jsonl", "prune/brier")):
+        rows = [json.loads(line) for line in (run / file).read_text().splitlines()]
+        kept = [{key: value for key, value in row.items() if not key.startswith(gone)} for row in rows]
+        (run / file).write_text("".join(json.dumps(row) + "\n" for row in kept))
+    read = read_run(run, "run")
+    assert reliability_plot(read).empty and brier_plot(read).empty
