@@ -709,6 +709,24 @@ MUTANTS = [
     ),
     # The estimate of what a run needs.
     Mutant(
+        "estimate/a step ahead takes both of its parts",
+        "max(rollouts, training) if levers.ahead else rollouts + training",
+        "rollouts + training",
+        "estimate/test_levers.py",
+    ),
+    Mutant(
+        "estimate/pruning is cheaper than what prunes as much",
+        "p.prompts <= levers.prompts and p.completions <= levers.completions",
+        "p.prompts <= levers.prompts or p.completions <= levers.completions",
+        "estimate/test_levers.py",
+    ),
+    Mutant(
+        "estimate/what has no gradient is trained on without pruning",
+        "min(levers.completions, mixed) / mixed",
+        "levers.completions",
+        "estimate/test_levers.py",
+    ),
+    Mutant(
         "estimate/no master copy",
         "state = 12 if ",
         "state = 8 if ",
