@@ -555,6 +555,18 @@ MUTANTS = [
     ),
     # Servers, without real ones.
     Mutant(
+        "servers/the shortest first",
+        "np.argsort(-expected_tokens",
+        "np.argsort(expected_tokens",
+        "trainer/test_prompt_sampler.py",
+    ),
+    Mutant(
+        "resume/lengths are forgotten",
+        'self._lengths.load_state_dict(state.get("lengths", {}))',
+        "pass",
+        "trainer/test_prompt_sampler.py",
+    ),
+    Mutant(
         "servers/a continuation has all tokens anew",
         "max_tokens=sampling.max_tokens - first.length",
         "max_tokens=sampling.max_tokens",

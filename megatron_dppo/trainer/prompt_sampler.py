@@ -14,6 +14,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.objectives import advantages, objective_for
 from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.pruning.lengths import ResponseLengths
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
@@ -122,6 +123,7 @@ class PromptSampler:
         self._normalised = objective_for(config.loss).normalise
         self._order = PromptOrder(pool_size, config.run.seed)
         self._history = PromptHistory(config.pruning.prompts.decay)
+        self._lengths = ResponseLengths(config.pruning.prompts.decay)
 
     def select(self, step: int) -> Selection:
         """Draw the prompts of a step from the next window of candidates."""
@@ -155,17 +157,21 @@ class PromptSampler:
             normalised=self._normalised,
             keep=scheduled_keep(pruning.keep, pruning.schedule, step, self._config.run.steps),
             rng=generator(self._config.run.seed, step, Purpose.PROMPTS, again),
+            expected_tokens=self._lengths.expected_tokens(window),
         )
 
     def remember(self, metadata: StepMetadata) -> None:
         """Learn from a step's full groups, once nothing of that step is left to be drawn."""
         values = advantages(metadata.rewards, normalise=self._normalised)
         self._history.update(metadata.prompt_ids, metadata.rewards, values)
+        self._lengths.update(metadata.prompt_ids, metadata.response_lengths)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; floats survive exactly."""
-        return {"order": self._order.state_dict(), "history": self._history.state_dict()}
+        learned = {"history": self._history.state_dict(), "lengths": self._lengths.state_dict()}
+        return {"order": self._order.state_dict(), **learned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._order.load_state_dict(state["order"])
         self._history.load_state_dict(state["history"])
+        self._lengths.load_state_dict(state.get("lengths", {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -203,3 +204,35 @@ def test_a_window_that_grows_past_the_pool_is_refused_in_words() -> None:
     config = replace(config, pruning=replace(config.pruning, refill="prompts"))
     with pytest.raises(UserError, match="windows of 48"):
         PromptSampler(config, WINDOW + 1)
+
+
+def with_lengths(metadata: StepMetadata) -> StepMetadata:
+    """Answers to prompt i have i tokens more than 10."""
+    lengths = np.broadcast_to(metadata.prompt_ids[:, None] + 10, metadata.rewards.shape)
+    return dataclasses.replace(metadata, response_lengths=lengths, sampled_lengths=lengths)
+
+
+def test_prompts_are_asked_longest_expected_first_and_drawn_as_before() -> None:
+    """Another order of the same prompts with the same probabilities; those of an epoch nobody has seen stay in its."""
+    accuracy = np.full(WINDOW, 0.5)
+    told, untold = (PromptSampler(sampler_config(), WINDOW) for _ in range(2))
+    first = told.select(0)
+    assert_same(first, untold.select(0))
+    told.remember(with_lengths(rolled_out(first, accuracy)))
+    untold.remember(rolled_out(first, accuracy))  # all of one length
+    longest, plain = told.select(1), untold.select(1)
+    assert inclusion_by_prompt(longest) == inclusion_by_prompt(plain)
+    assert longest.prompt_ids.tolist() != plain.prompt_ids.tolist()
+    seen = [prompt for prompt in longest.prompt_ids.tolist() if prompt in first.prompt_ids]
+    assert len(seen) > 2 and seen == sorted(seen, reverse=True)
+
+
+def test_the_order_of_asking_goes_on_after_a_restart_and_old_checkpoints_have_none() -> None:
+    sampler, resumed, old = (PromptSampler(sampler_config(), WINDOW) for _ in range(3))
+    sampler.remember(with_lengths(rolled_out(sampler.select(0), np.full(WINDOW, 0.5))))
+    state = json.loads(json.dumps(sampler.state_dict()))
+    resumed.load_state_dict(state)
+    old.load_state_dict({key: value for key, value in state.items() if key != "lengths"})
+    expected, unordered = sampler.select(1), old.select(1)
+    assert_same(resumed.select(1), expected)
+    assert inclusion_by_prompt(unordered) == inclusion_by_prompt(expected)

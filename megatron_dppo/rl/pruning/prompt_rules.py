@@ -106,6 +106,7 @@ def select(
     normalised: bool,
     keep: float,
     rng: np.random.Generator,
+    expected_tokens: Floats | None = None,
 ) -> Selection:
     """Draw the prompts of a step.
 
@@ -117,10 +118,13 @@ def select(
         normalised: whether the objective divides advantages by their standard deviation.
         keep: the share to keep at this step, that is ``config.keep`` under its schedule.
         rng: the step's generator for ``Purpose.PROMPTS``.
+        expected_tokens: [N], of a response of each candidate, by what is known before the step; None: alike.
 
     Returns:
-        The prompts kept, in the window's order, each with its inclusion probability. Under a biased rule, which weighs
-        nothing up, the probabilities are given as 1.
+        The prompts kept, longest expected first, else in the window's order, each with its inclusion probability. They
+        are asked in this order, so that no long one begins when the others are done (longest processing time first;
+        Graham, 1969). The draw does not depend on it. Under a biased rule, which weighs nothing up, the probabilities
+        are given as 1.
     """
     rule = PROMPT_RULES[config.rule]
     candidates = PromptCandidates(
@@ -137,4 +141,6 @@ def select(
     inclusion = rule.inclusion(candidates, keep)
     kept = (DRAWS[config.draw] if config.draw else rule.draw)(inclusion, rng)
     weighted = np.ones_like(inclusion) if rule.biased else inclusion
-    return Selection(prompt_ids=window[kept], inclusion=weighted[kept], window=len(window))
+    order = np.arange(len(window)) if expected_tokens is None else np.argsort(-expected_tokens, kind="stable")
+    asked = order[kept[order]]
+    return Selection(prompt_ids=window[asked], inclusion=weighted[asked], window=len(window))
