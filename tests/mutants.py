@@ -555,6 +555,18 @@ MUTANTS = [
     ),
     # Servers, without real ones.
     Mutant(
+        "servers/what goes on waits behind what was not begun",
+        "sorted(self._waiting, key=lambda waits: waits[0])",
+        "self._waiting[::-1]",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
+        "servers/others take the place of what goes on",
+        "asyncio.get_running_loop().call_soon(self._next)",
+        "self._next()",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
         "servers/the shortest first",
         "np.argsort(-expected_tokens",
         "np.argsort(expected_tokens",

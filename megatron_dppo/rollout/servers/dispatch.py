@@ -12,6 +12,7 @@ their forks another one, as soon as they have ended: no prompt waits for another
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import Counter
@@ -95,8 +96,8 @@ class PartialCompletion:
 class Batch:
     """Prompts under way. The main thread waits for it, and reads how far it is."""
 
-    def __init__(self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int) -> None:
-        self.prompts, self.sampling = prompts, sampling
+    def __init__(self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int, number: int) -> None:
+        self.prompts, self.sampling, self.number = prompts, sampling, number
         self.oldest = oldest
         """Version before which no token may have been made."""
         self.paths: list[list[TreePath]] = [[] for _ in prompts]
@@ -120,14 +121,14 @@ class Batch:
         return [leaves_of(paths, self.sampling.branches) for paths in self.paths]
 
     def some_ended(self, index: int, samples: Sequence[PartialCompletion]) -> list[list[PartialCompletion]]:
-        """Samples of a prompt have ended.
+        """Samples of a prompt have ended, or none of them.
 
         Returns:
             what is to be continued after their forks: for each fork, samples that have the same tokens so far.
         """
-        self.progressed = time.monotonic()
         continued = []
         for sample in samples:
+            self.progressed = time.monotonic()
             self.paths[index].append(path := sample.path(self.sampling.branches))
             for stem in forks_of(path, self.sampling.branches, self.sampling.seed):
                 continued.append([PartialCompletion(stem, slot, server=sample.server) for slot in stem.slots])
@@ -170,9 +171,11 @@ class Dispatcher:
         self._failures = Counter[ServerClient]()
         """In a row."""
         self._lost: dict[str, str] = {}
-        self._changed = asyncio.Event()
+        self._waiting: list[tuple[tuple[int, int], asyncio.Future[None]]] = []
+        """Those that wait for room or for a server, with their places."""
+        self._numbers = itertools.count()
         self.resubmitted = 0
-        """Prompts that were asked again, since the beginning."""
+        """Requests that were asked again, since the beginning."""
 
     def take_lost(self) -> dict[str, str]:
         """Servers that this rank found unfit since the last call, by URL, and why."""
@@ -186,11 +189,11 @@ class Dispatcher:
         """Ask for all of these prompts, and return at once.
 
         Args:
-            prompts: in whose order the groups come back.
+            prompts: in whose order they are asked, and the groups come back.
             sampling: the same for all.
             oldest: version before which no token may have been made; a server that gives an older one is lost.
         """
-        batch = Batch(prompts, sampling, oldest)
+        batch = Batch(prompts, sampling, oldest, next(self._numbers))
         self._http.start(self._run(batch)).add_done_callback(lambda future: batch.over(_outcome(future)))
         return batch
 
@@ -215,24 +218,38 @@ class Dispatcher:
         await self._samples(batch, index, [PartialCompletion(stem, slot) for slot in stem.slots])
         batch.finished += 1
 
-    async def _samples(self, batch: Batch, index: int, samples: Sequence[PartialCompletion]) -> None:
-        """See samples through that have one stem, and what continues after their forks."""
-        prompt, attempt, last = batch.prompts[index], 0, ""
-        failed: set[ServerClient] = set()
-        while open_samples := [sample for sample in samples if not sample.ended]:
+    async def _samples(
+        self,
+        batch: Batch,
+        index: int,
+        samples: Sequence[PartialCompletion],
+        attempt: int = 0,
+        failed: frozenset[ServerClient] = frozenset(),
+    ) -> None:
+        """See samples through that have the same tokens so far, and what continues after their forks.
+
+        Samples that were aborted at different tokens, and forks, go on each by itself: none waits for another.
+
+        Args:
+            attempt: how often a server has failed them.
+            failed: those servers.
+        """
+        prompt, avoided, last = batch.prompts[index], set(failed), ""
+        alike: list[Sequence[PartialCompletion]] = [samples]
+        while alike == [samples]:
             if attempt >= self._attempts:
                 raise PromptFailedError(f"prompt {prompt.id} was asked {attempt} times, the last time {last}")
-            fresh = [sample for sample in open_samples if sample.fresh]
-            parts = [[sample] for sample in open_samples if not sample.fresh] + ([fresh] if fresh else [])
-            before = sum(sample.length for sample in open_samples)
-            results = await asyncio.gather(*(self._part(batch, index, part, attempt, failed) for part in parts))
-            if failures := [failure for failure in results if failure]:
-                attempt, last = attempt + 1, failures[0]
+            before = sum(sample.length for sample in samples)
+            if failure := await self._part(batch, index, samples, attempt, avoided):
+                attempt, last = attempt + 1, failure
                 self.resubmitted += 1
-            others = bool(failures) and not failed >= set(self._asked)
-            if sum(sample.length for sample in open_samples) == before and not others:
+            alike = _alike([sample for sample in samples if not sample.ended])
+            others = bool(failure) and not avoided >= set(self._asked)
+            if alike and sum(sample.length for sample in samples) == before and not others:
                 await asyncio.sleep(PAUSE_S)  # whoever could be asked has just failed, or is paused and aborts all
-        await _all(self._samples(batch, index, each) for each in batch.some_ended(index, samples))
+        forks = batch.some_ended(index, [sample for sample in samples if sample.ended])
+        continued = [self._samples(batch, index, each, attempt, frozenset(avoided)) for each in alike]
+        await _all([*continued, *(self._samples(batch, index, each) for each in forks)])
 
     async def _part(
         self, batch: Batch, index: int, samples: Sequence[PartialCompletion], attempt: int, failed: set[ServerClient]
@@ -245,7 +262,8 @@ class Dispatcher:
         Returns:
             None, or why it has to be asked again.
         """
-        client = await self._server(failed, samples[0].server if samples[0].fresh else None)
+        place = (batch.number, index)
+        client = await self._server(place, failed, samples[0].server if samples[0].fresh else None)
         read_versions = partial(self._spans, client, batch.oldest)
         answer: Coroutine[Any, Any, Sequence[GenerateResult | Completion]]
         if self._conversations is not None:
@@ -329,9 +347,12 @@ class Dispatcher:
         for task in self._asked.pop(client):
             task.cancel()
 
-    async def _server(self, avoided: set[ServerClient], preferred: ServerClient | None) -> ServerClient:
+    async def _server(
+        self, place: tuple[int, int], avoided: set[ServerClient], preferred: ServerClient | None
+    ) -> ServerClient:
         """A server with room, as soon as there is one: the preferred one, or else the least busy one. An avoided one is
-        returned only where there is no other."""
+        returned only where there is no other. Who comes first by its place, of a batch and of a prompt in it, is served
+        first: what is asked again, or continues, does not wait behind prompts that were not begun."""
         while True:
             clients = [client for client in self._asked if client not in avoided] or list(self._asked)
             first = self._first % max(len(clients), 1)
@@ -341,12 +362,25 @@ class Dispatcher:
                 return preferred
             if free:
                 return min(free, key=lambda client: len(self._asked[client]))
-            await self._changed.wait()
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append((place, turn))
+            await turn
 
     def _wake(self) -> None:
-        """Let those look again that wait for room or for a server."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Let those look again that wait for room or for a server, once what has just ended could go on there."""
+        asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        waiting, self._waiting = sorted(self._waiting, key=lambda waits: waits[0]), []
+        for _, turn in waiting:
+            if not turn.done():  # else whoever waited was cancelled
+                turn.set_result(None)
+
+
+def _alike(samples: Sequence[PartialCompletion]) -> list[Sequence[PartialCompletion]]:
+    """Samples that have the same tokens so far, and can be one request: those that have their stem's alone."""
+    fresh = [sample for sample in samples if sample.fresh]
+    return [*([fresh] if fresh else []), *([sample] for sample in samples if not sample.fresh)]
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
