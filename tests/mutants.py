@@ -553,7 +553,25 @@ MUTANTS = [
         "if False:",
         "process/test_lock.py",
     ),
+    Mutant(
+        "rewards/scores in the order in which groups came",
+        "[scores[place] for place in places]",
+        "[*scores.values()]",
+        "rollout/test_scoring.py",
+    ),
+    Mutant(
+        "rewards/nothing is given out before the end",
+        "return self._scoring.advance()",
+        "return False",
+        "rollout/test_scoring.py",
+    ),
     # Servers, without real ones.
+    Mutant(
+        "servers/complete groups are looked at when all are",
+        "busy = look is not None and look(batch.take_complete())",
+        "busy = batch.is_over and look is not None and look(batch.take_complete())",
+        "servers/test_dispatch.py",
+    ),
     Mutant(
         "servers/what goes on waits behind what was not begun",
         "sorted(self._waiting, key=lambda waits: waits[0])",

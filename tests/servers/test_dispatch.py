@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.types import Prompt, RoutingShape, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt, RoutingShape, VersionSpan
 from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.servers.batch import Batch, wait
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
-from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher, PromptFailedError
+from megatron_dppo.rollout.servers.dispatch import Dispatcher, PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sglang import SglangClient
 
@@ -345,3 +346,28 @@ def test_prompts_are_asked_in_the_order_in_which_they_were_given(http: Http) -> 
     server = Script("http://a:1", http, _answers, delay_s=0.001)
     _assert_answered(_ask(_dispatcher(http, server, max_in_flight=2), 9), 9)
     assert [ask.token_ids[0] for ask in server.asks] == list(range(1, 10))
+
+
+def test_groups_can_be_taken_while_others_are_waited_for(http: Http) -> None:
+    server = Slow(http, _answers, lambda ask: 1.0 if ask.token_ids[0] == 1 else 0.0)
+    batch = _dispatcher(http, server).begin(_prompts(3), SAMPLING, 5)
+    taken: dict[int, bool] = {}
+
+    def look(groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
+        for place, group in groups:
+            assert place not in taken and len(group) == SAMPLES
+            taken[place] = batch.is_over
+        return False
+
+    wait(batch, 20.0, look)
+    assert batch.is_over and not taken[1] and not taken[2]
+    _assert_answered(batch, 3)
+
+
+def test_a_wait_goes_on_while_groups_are_worked_on_and_no_longer_than_it_may(http: Http) -> None:
+    batch = _ask(_dispatcher(http, Script("http://a:1", http, _answers)), 2)
+    looks = iter([True, True, False])
+    began = time.monotonic()
+    wait(batch, 20.0, lambda groups: next(looks))
+    assert next(looks, None) is None and time.monotonic() - began < 10.0
+    wait(batch, 0.2, lambda groups: True)

@@ -1,6 +1,6 @@
 """One rank's prompts, spread over the servers that serve, until every sample of every prompt is there exactly once.
 
-Everything here runs in the HTTP thread but :class:`Batch`, which the main thread waits for. A prompt is one request for
+Everything here runs in the HTTP thread; the main thread waits for a :class:`Batch`. A prompt is one request for
 all its samples. A request that a server breaks off is sent again to another one, whole. A request that a server aborts
 is continued from the tokens that it gave. No group is left out because it is slow: slow ones are the long ones, and
 without them the gradient would be biased.
@@ -13,31 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
-from megatron_dppo.rollout.conversation import joined
-from megatron_dppo.rollout.engine import Completions, Sampling
+from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.servers.batch import Batch, PartialCompletion, alike_so_far
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.conversations import ConversationError, Conversations, completion_of
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable
 from megatron_dppo.rollout.tree import (
-    Branches,
-    Entropies,
-    Stem,
-    TreePath,
-    forks_of,
-    grown,
-    leaves_of,
     root_of,
     wants_entropies,
 )
@@ -55,88 +44,6 @@ ReadVersion = Callable[[str], int | None]
 
 class PromptFailedError(Exception):
     """One prompt could not be answered by any server."""
-
-
-@dataclass(slots=True, eq=False)
-class PartialCompletion:
-    """A completion of which some tokens are there."""
-
-    stem: Stem
-    """What it began with."""
-    slot: int
-    """Of the stem's."""
-    parts: list[Completion] = field(default_factory=list)
-    """What servers gave after that, in order."""
-    entropies: list[Entropies] = field(default_factory=list)
-    """Of the parts, where they are asked for."""
-    server: ServerClient | None = None
-    """That gave the last part, or before there is one the stem, which is in its cache; None: no server has."""
-    ended: bool = False
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Of the prompt and of the response so far."""
-        return [*self.stem.token_ids.tolist(), *(token for part in self.parts for token in part.token_ids.tolist())]
-
-    @property
-    def length(self) -> int:
-        """Tokens of the response."""
-        return self.stem.length + sum(len(part.token_ids) for part in self.parts)
-
-    @property
-    def fresh(self) -> bool:
-        """Whether it has no tokens but its stem's, which others begin with, too."""
-        return self.length == self.stem.length
-
-    def path(self, branches: Branches) -> TreePath:
-        entropies = np.concatenate(self.entropies) if self.entropies else None
-        return grown(self.stem, self.slot, joined(self.parts), entropies, branches)
-
-
-class Batch:
-    """Prompts under way. The main thread waits for it, and reads how far it is."""
-
-    def __init__(self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int, number: int) -> None:
-        self.prompts, self.sampling, self.number = prompts, sampling, number
-        self.oldest = oldest
-        """Version before which no token may have been made."""
-        self.paths: list[list[TreePath]] = [[] for _ in prompts]
-        """Those of each prompt that have ended."""
-        self.finished = 0
-        self.progressed = time.monotonic()
-        """When the last prompt was finished, or a path of it."""
-        self.error: Exception | None = None
-        """Why it will never be finished."""
-        self._over = threading.Event()
-
-    @property
-    def unfinished(self) -> int:
-        return len(self.prompts) - self.finished
-
-    def wait(self, seconds: float) -> None:
-        """Until it is finished or has failed, for so long at most."""
-        self._over.wait(seconds)
-
-    def groups(self) -> Completions:
-        return [leaves_of(paths, self.sampling.branches) for paths in self.paths]
-
-    def some_ended(self, index: int, samples: Sequence[PartialCompletion]) -> list[list[PartialCompletion]]:
-        """Samples of a prompt have ended, or none of them.
-
-        Returns:
-            what is to be continued after their forks: for each fork, samples that have the same tokens so far.
-        """
-        continued = []
-        for sample in samples:
-            self.progressed = time.monotonic()
-            self.paths[index].append(path := sample.path(self.sampling.branches))
-            for stem in forks_of(path, self.sampling.branches, self.sampling.seed):
-                continued.append([PartialCompletion(stem, slot, server=sample.server) for slot in stem.slots])
-        return continued
-
-    def over(self, error: Exception | None) -> None:
-        self.error = self.error or error
-        self._over.set()
 
 
 class Dispatcher:
@@ -216,7 +123,7 @@ class Dispatcher:
         """See one prompt through."""
         stem = root_of(batch.prompts[index], batch.sampling.samples, batch.sampling.branches)
         await self._samples(batch, index, [PartialCompletion(stem, slot) for slot in stem.slots])
-        batch.finished += 1
+        batch.prompt_ended(index)
 
     async def _samples(
         self,
@@ -243,7 +150,7 @@ class Dispatcher:
             if failure := await self._part(batch, index, samples, attempt, avoided):
                 attempt, last = attempt + 1, failure
                 self.resubmitted += 1
-            alike = _alike([sample for sample in samples if not sample.ended])
+            alike = alike_so_far([sample for sample in samples if not sample.ended])
             others = bool(failure) and not avoided >= set(self._asked)
             if alike and sum(sample.length for sample in samples) == before and not others:
                 await asyncio.sleep(PAUSE_S)  # whoever could be asked has just failed, or is paused and aborts all
@@ -375,12 +282,6 @@ class Dispatcher:
         for _, turn in waiting:
             if not turn.done():  # else whoever waited was cancelled
                 turn.set_result(None)
-
-
-def _alike(samples: Sequence[PartialCompletion]) -> list[Sequence[PartialCompletion]]:
-    """Samples that have the same tokens so far, and can be one request: those that have their stem's alone."""
-    fresh = [sample for sample in samples if sample.fresh]
-    return [*([fresh] if fresh else []), *([sample] for sample in samples if not sample.fresh)]
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
