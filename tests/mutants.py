@@ -585,6 +585,12 @@ MUTANTS = [
         "servers/test_dispatch.py",
     ),
     Mutant(
+        "servers/drafts that change what is sampled",
+        'part in flag.replace("_", "-") for part',
+        "part in flag for part",
+        "trainer/test_preflight_servers.py",
+    ),
+    Mutant(
         "servers/the shortest first",
         "np.argsort(-expected_tokens",
         "np.argsort(expected_tokens",
