@@ -151,6 +151,30 @@ class Window:
 
         return draw
 
+    def importance(self, budget: float) -> Draw:
+        """Importance sampling with replacement, ∝ |A|·c/√cost: Cost-Aware GRPO (arXiv:2604.28020), with c as the loss
+        has it, 1 for ``token_mean``. What is drawn several times is trained on once, with all of its weight, and costs
+        its tokens once. Where all that has an advantage fits into the budget, all of it is kept."""
+        probability = np.abs(self.advantage) * np.abs(self.full.reshape(self.cost.shape)) / np.sqrt(self.cost)
+        live = probability > 0.0
+        probability = (probability / probability.sum()).ravel()
+
+        def at(draws: float) -> Draw:
+            def draw(rng: np.random.Generator) -> tuple[Floats, float]:
+                count = rng.multinomial(round(draws), probability)
+                weight = np.divide(count, round(draws) * probability, out=np.zeros_like(probability), where=count > 0)
+                return self.full * weight, float(self.cost.ravel()[count > 0].sum())
+
+            return draw
+
+        if self.cost[live].sum() <= budget * self.cost.sum():
+            return lambda rng: (self.full * live.ravel(), float(self.cost[live].sum()))
+        low, high = 1.0, 1e3 * self.cost.size
+        while high - low > 1.0:
+            middle = (low + high) / 2
+            low, high = (middle, high) if expected_tokens(self, at(middle)) < budget else (low, middle)
+        return at(high)
+
     def prompts(self, pruning: PruningConfig, keep: float) -> Draw:
         """Draws of a rule for prompts, then of the completions of what they keep."""
         config, rule = self.config(pruning), pruning.prompts
@@ -205,6 +229,7 @@ def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
     for budget in BUDGETS:
         for all_of_them, name in ((True, "uniform"), (False, "uniform without A=0")):
             yield row("completions", name, math.inf, budget, window.uniform(budget, all_of_them=all_of_them))
+        yield row("completions", "importance", math.inf, budget, window.importance(budget))
         for weight in (5.0, 20.0):
             for name, metadata in told.items():
                 pruning = _rules("none", "neyman", max_weight=weight)

@@ -583,7 +583,55 @@ MUTANTS = [
         "if False:",
         "process/test_lock.py",
     ),
+    Mutant(
+        "rewards/scores in the order in which groups came",
+        "[scores[place] for place in places]",
+        "[*scores.values()]",
+        "rollout/test_scoring.py",
+    ),
+    Mutant(
+        "rewards/nothing is given out before the end",
+        "return self._scoring.advance()",
+        "return False",
+        "rollout/test_scoring.py",
+    ),
     # Servers, without real ones.
+    Mutant(
+        "servers/complete groups are looked at when all are",
+        "busy = look is not None and look(batch.take_complete())",
+        "busy = batch.is_over and look is not None and look(batch.take_complete())",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
+        "servers/what goes on waits behind what was not begun",
+        "sorted(self._waiting, key=lambda waits: waits[0])",
+        "self._waiting[::-1]",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
+        "servers/others take the place of what goes on",
+        "asyncio.get_running_loop().call_soon(self._next)",
+        "self._next()",
+        "servers/test_dispatch.py",
+    ),
+    Mutant(
+        "servers/drafts that change what is sampled",
+        'part in flag.replace("_", "-") for part',
+        "part in flag for part",
+        "trainer/test_preflight_servers.py",
+    ),
+    Mutant(
+        "servers/the shortest first",
+        "np.argsort(-expected_tokens",
+        "np.argsort(expected_tokens",
+        "trainer/test_prompt_sampler.py",
+    ),
+    Mutant(
+        "resume/lengths are forgotten",
+        'self._lengths.load_state_dict(state.get("lengths", {}))',
+        "pass",
+        "trainer/test_prompt_sampler.py",
+    ),
     Mutant(
         "servers/a continuation has all tokens anew",
         "max_tokens=sampling.max_tokens - first.length",
@@ -738,6 +786,24 @@ MUTANTS = [
         "trainer/test_collapse.py::test_only_steps_in_a_row_count",
     ),
     # The estimate of what a run needs.
+    Mutant(
+        "estimate/a step ahead takes both of its parts",
+        "max(rollouts, training) if levers.ahead else rollouts + training",
+        "rollouts + training",
+        "estimate/test_levers.py",
+    ),
+    Mutant(
+        "estimate/pruning is cheaper than what prunes as much",
+        "p.prompts <= levers.prompts and p.completions <= levers.completions",
+        "p.prompts <= levers.prompts or p.completions <= levers.completions",
+        "estimate/test_levers.py",
+    ),
+    Mutant(
+        "estimate/what has no gradient is trained on without pruning",
+        "min(levers.completions, mixed) / mixed",
+        "levers.completions",
+        "estimate/test_levers.py",
+    ),
     Mutant(
         "estimate/no master copy",
         "state = 12 if ",

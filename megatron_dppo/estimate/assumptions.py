@@ -57,6 +57,9 @@ class Assumptions:
     mixed_share: float = 0.6
     """Share of prompts whose answers differ in reward: all that is trained on without a KL term, pruned or not, and
     what dynamic_sampling and greso roll out for. A guess; 1 - ``prune/zero_advantage_fraction`` of a run is better."""
+    steps_ratio: float | None = None
+    """Steps without pruning over steps with it, to the same accuracy: what the run's pruning costs in steps. None: what
+    was measured of as much pruning on sums (estimate/levers.py); a run of your own task is better."""
     low_share: float = 0.5
     """Share of scores below the mean, which the rules called threshold prune. A guess."""
     pack_fill: float = 0.97

@@ -13,6 +13,7 @@ from pydantic_core import to_jsonable_python
 from megatron_dppo.config import Config, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.levers import SHARES, LeverRow, lever_table, measured_price, pruning_of
 from megatron_dppo.estimate.memory import (
     Memory,
     Parameters,
@@ -158,6 +159,35 @@ class Plan:
         """Seconds of a step without pruning over those with it."""
         return self.unpruned.seconds / self.pruned.seconds
 
+    @property
+    def steps_ratio(self) -> float | None:
+        """Steps without pruning over steps with it: assumed, or measured of as much pruning; None if neither."""
+        if self.assumptions.steps_ratio is not None:
+            return self.assumptions.steps_ratio
+        pruning = pruning_of(self.config)
+        price = measured_price(pruning) if pruning else None
+        return price and price.steps_ratio
+
+    @property
+    def speed_up_to_accuracy(self) -> float | None:
+        """Times as fast to the same accuracy as without pruning; None if the price in steps is not known."""
+        return self.steps_ratio and self.speed_up * self.steps_ratio
+
+    @property
+    def lever_shares(self) -> tuple[tuple[float, float], ...]:
+        """The share of a step that rollouts take, and that no lever shortens: of this run without pruning, its phases
+        one after the other, and then of three others, of which the second is not known and counts as none."""
+        phases = self.unpruned.phases
+        total = sum(phases.values())
+        fixed = sum(phases[phase] for phase in ("gradient reduction", "weight sync", "overhead"))
+        return (phases["generation"] / total, fixed / total), *((share, 0.0) for share in SHARES)
+
+    @property
+    def levers(self) -> tuple[LeverRow, ...]:
+        """What each lever brings at each of ``lever_shares``."""
+        mixed = self.assumptions.mixed_share if self.config.loss.kl_coef == 0.0 else 1.0
+        return tuple(lever_table(self.lever_shares, mixed=mixed))
+
 
 def make_plan(config: Config, assume: Assumptions) -> Plan:
     """Plan a run.
@@ -209,4 +239,5 @@ def as_json(plan: Plan) -> dict[str, Any]:
     found = to_jsonable_python(plan)
     for part, memory in ((found["actor"], plan.actor), (found["server"]["memory"], plan.server.memory)):
         part |= {"total": memory.total, "fits": memory.fits}
-    return found | {"speed_up": plan.speed_up}
+    names = ("speed_up", "steps_ratio", "speed_up_to_accuracy", "lever_shares", "levers")
+    return found | {name: to_jsonable_python(getattr(plan, name)) for name in names}

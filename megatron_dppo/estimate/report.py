@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from megatron_dppo.config import Config
 from megatron_dppo.estimate.assumptions import GIB, PREFIX, read_assumptions
+from megatron_dppo.estimate.levers import Gain, LeverRow
 from megatron_dppo.estimate.memory import Memory
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan
 from megatron_dppo.parallel.layout import layout_text
@@ -53,10 +54,13 @@ def as_text(made: Plan) -> Iterator[str]:
     yield ""
     yield from _times(made)
     yield ""
+    yield from _levers(made)
+    yield ""
     yield from _costs(made)
     yield ""
     yield f"assumed (set with {PREFIX}NAME=VALUE; estimate/assumptions.py says where each is from):"
-    yield from (f"  {name} = {value:g}" for name, value in asdict(made.assumptions).items())
+    for name, value in asdict(made.assumptions).items():
+        yield f"  {name} = " + ("as measured" if value is None else f"{value:g}")
 
 
 def _servers(made: Plan) -> str:
@@ -90,6 +94,30 @@ def _times(made: Plan) -> Iterator[str]:
     ]
     for what, left, right in rows:
         yield f"{what:<32}{left:>12}{right:>12}"
+
+
+def _levers(made: Plan) -> Iterator[str]:
+    if made.speed_up_to_accuracy is not None:
+        ratio = f"pruning costs steps (ratio {made.steps_ratio:.2f})"
+        yield f"to the same accuracy {made.speed_up_to_accuracy:.2f}x: {ratio}"
+    yield "what a lever brings where rollouts take such a share of an unpruned step: steps, and to the same accuracy"
+    (own, _), *others = made.lever_shares
+    heads = [f"this run {own:.0%}", *(f"{share:.0%}" for share, _ in others)]
+    yield f"{'':<50}{'steps ratio':>11}" + "".join(f"{head:>15}" for head in heads)
+    for row in made.levers:
+        yield f"  {row.levers.words:<48}{ratio_text(row):>11}" + "".join(f"{gain_text(g):>15}" for g in row.gains)
+    if any(row.steps_ratio and not row.exact for row in made.levers):
+        yield "  * measured of the least pruning that leaves out as much or more"
+
+
+def ratio_text(row: LeverRow) -> str:
+    """What a lever costs in steps, with a star where something else was measured that prunes more."""
+    return "unknown" if row.steps_ratio is None else f"{row.steps_ratio:.2f}" + "*" * (not row.exact)
+
+
+def gain_text(gain: Gain) -> str:
+    """Times as many steps in the same time, and times as fast to the same accuracy."""
+    return f"{gain.step:.2f}x " + ("?" if gain.accuracy is None else f"{gain.accuracy:.2f}x")
 
 
 def _costs(made: Plan) -> Iterator[str]:

@@ -10,6 +10,7 @@ clock, which are counted here: a machine that is busy with something else makes 
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
@@ -122,7 +123,17 @@ class RewardWorkers:
         Raises:
             UserError: as ``wait_ready``.
         """
-        return _Scoring(self, items, len(items) if most_failures is None else most_failures).run()
+        scoring = self.begin(len(items) if most_failures is None else most_failures)
+        scoring.add(items)
+        return scoring.finish()
+
+    def begin(self, most_failures: int) -> Scoring:
+        """Score items as they come up; nothing else may be scored before its end.
+
+        Args:
+            most_failures: as in ``score``.
+        """
+        return Scoring(self, most_failures)
 
     def close(self) -> None:
         """Kill the workers, and all that they have started. Safe to call twice."""
@@ -159,36 +170,73 @@ class RewardWorkers:
         return ON_THE_CLOCK * self._timeout_s
 
 
-class _Scoring:
-    """The state of one call of ``RewardWorkers.score``."""
+class Scoring:
+    """Items under way in a set of workers."""
 
-    def __init__(self, owner: RewardWorkers, items: Sequence[ScoreItem], most_failures: int) -> None:
-        self._owner, self._items, self._most_failures = owner, items, most_failures
-        self._queue = deque(range(len(items)))
-        self._scored = Scored([None] * len(items))
+    def __init__(self, owner: RewardWorkers, most_failures: int) -> None:
+        self._owner, self._most_failures = owner, most_failures
+        self._items: list[ScoreItem] = []
+        self._queue: deque[int] = deque()
+        self._scored = Scored([])
         self._lost_once: set[int] = set()
-        # Small enough that the last chunks leave no worker idle for long.
-        self._chunk = max(1, min(CHUNK, len(items) // (4 * len(owner._workers))))
 
-    def run(self) -> Scored:
+    def add(self, items: Sequence[ScoreItem]) -> None:
+        """Have these scored, too."""
+        self._queue.extend(range(len(self._items), len(self._items) + len(items)))
+        self._items.extend(items)
+        self._scored.scores.extend([None] * len(items))
+
+    def advance(self, wait_s: float = 0.0) -> bool:
+        """Give out what waits, and take what is done.
+
+        Args:
+            wait_s: how long to wait for an answer.
+
+        Returns:
+            whether there is more to wait for. There is none past ``most_failures``.
+
+        Raises:
+            UserError: as ``RewardWorkers.wait_ready``.
+        """
         workers = self._owner._workers  # whose dead are replaced in place
-        while self._scored.timeouts + self._scored.errors <= self._most_failures:
-            for worker in list(workers):
-                if worker.ready and not worker.pending:
-                    self._send_chunk(worker)
-            if not self._queue and not any(worker.pending for worker in workers):
-                return self._scored
-            busy = [w for w in workers if w.pending or not w.ready]
-            soonest = min(w.deadline for w in busy)
-            wait([w.pipe for w in busy], timeout=max(soonest - time.monotonic(), 0.0))
-            for worker in busy:
-                self._receive(worker)
-        for worker in [w for w in workers if w.pending]:  # given up: what they are doing is of no use
-            self._owner._replace(worker)
+        if self._too_many_failed:
+            return False
+        for worker in list(workers):
+            if worker.ready and not worker.pending:
+                self._send_chunk(worker)
+        if not self._queue and not any(worker.pending for worker in workers):
+            return False
+        busy = [w for w in workers if w.pending or not w.ready]
+        soonest = min(w.deadline for w in busy)
+        wait([w.pipe for w in busy], timeout=min(max(soonest - time.monotonic(), 0.0), wait_s))
+        for worker in busy:
+            self._receive(worker)
+        return True
+
+    def finish(self) -> Scored:
+        """Wait for all of them.
+
+        Raises:
+            UserError: as ``advance``.
+        """
+        while self.advance(math.inf):
+            pass
+        self.abandon()
         return self._scored
 
+    def abandon(self) -> None:
+        """End what is under way: it is of no use any more."""
+        for worker in [w for w in self._owner._workers if w.pending]:
+            self._owner._replace(worker)
+
+    @property
+    def _too_many_failed(self) -> bool:
+        return self._scored.timeouts + self._scored.errors > self._most_failures
+
     def _send_chunk(self, worker: _Worker) -> None:
-        chunk = [self._queue.popleft() for _ in range(min(self._chunk, len(self._queue)))]
+        # Small enough that the last chunks leave no worker idle for long.
+        size = max(1, min(CHUNK, len(self._items) // (4 * len(self._owner._workers))))
+        chunk = [self._queue.popleft() for _ in range(min(size, len(self._queue)))]
         if not chunk:
             return
         worker.pending.extend(chunk)

@@ -174,7 +174,7 @@ class Selection:
     """
 
     prompt_ids: Ints
-    """[Q], in the epoch's order."""
+    """[Q], in the order in which they are asked: longest expected first, else in the epoch's order."""
     inclusion: Floats
     """[Q], the probability with which each prompt was selected; 1 where nothing was pruned."""
     window: int

@@ -18,7 +18,6 @@ from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers
 from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
@@ -26,6 +25,7 @@ from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, RoutingShape, Score, Selection, StepMetadata
 from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import metadata_of
+from megatron_dppo.rollout.scoring import GroupScoring
 from megatron_dppo.rollout.tree import unique_tokens
 
 
@@ -212,26 +212,21 @@ class Collector:
         return Asked(prompts, samples, self._engine.begin(prompts, sampling))
 
     def answers(self, asked: Asked, *, of_all: int) -> Answers:
-        """Wait for the completions of this rank's prompts, and score them. Collective.
+        """Wait for the completions of this rank's prompts, and score them as they come. Collective.
 
         Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of all ranks, the rest is
         left unscored: :meth:`check_failures` is then about to stop the run.
         """
-        completions = self._engine.finish(asked.pending)
-        return self._world.together(lambda: self._score(asked, completions, of_all), what="scores")
-
-    def _score(self, asked: Asked, completions: Completions, of_all: int) -> Answers:
-        prompts, samples = asked.prompts, asked.samples
-        texts = [
-            self._tokenizer.batch_decode([c.token_ids for c in group], skip_special_tokens=True)
-            for group in completions
-        ]
-        scored = self.workers.score(
-            [ScoreItem.of(prompt, text) for prompt, group in zip(prompts, texts, strict=True) for text in group],
-            most_failures=math.floor(self._config.reward.max_failures * of_all),
-        )
-        scores = [list(scored.scores[i * samples : (i + 1) * samples]) for i in range(len(completions))]
-        return Answers(prompts, completions, texts, scores, scored.timeouts, scored.errors, tuple(scored.tracebacks))
+        most_failures = math.floor(self._config.reward.max_failures * of_all)
+        scoring = GroupScoring(self.workers, self._tokenizer, asked.prompts, most_failures)
+        try:
+            completions = self._engine.finish(asked.pending, scoring.look)
+        except BaseException:
+            scoring.abandon()
+            raise
+        scored = self._world.together(lambda: scoring.finish(completions), what="scores")
+        failures = scored.timeouts, scored.errors, scored.tracebacks
+        return Answers(asked.prompts, completions, scored.texts, scored.scores, *failures)
 
     def _check_routing(self, answers: Answers) -> None:
         """Only a conversation that puts its completion together by itself can leave it out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -18,6 +18,10 @@ Bucket = Mapping[str, torch.Tensor]
 
 Completions = list[tuple[Completion, ...]]
 """One tuple of completions per prompt, in the order of the prompts."""
+
+Look = Callable[[Iterable[tuple[int, tuple[Completion, ...]]]], bool]
+"""Takes groups that are complete while others are waited for, each with the place of its prompt, and says whether it is
+still at work on them."""
 
 Pending = TypeVar("Pending")
 
@@ -69,8 +73,14 @@ class RolloutEngine(Protocol[Pending]):
         """
         ...
 
-    def finish(self, pending: Pending) -> Completions:
-        """Wait for what was begun. Collective: if it fails on one rank, it fails on all of them."""
+    def finish(self, pending: Pending, look: Look | None = None) -> Completions:
+        """Wait for what was begun. Collective: if it fails on one rank, it fails on all of them.
+
+        Args:
+            pending: what ``begin`` returned.
+            look: called in between, on this thread, by an engine that completes groups one by one. No group comes
+                twice, and some may not come at all. It may not raise, and meets no other rank.
+        """
         ...
 
     def pause(self) -> None:

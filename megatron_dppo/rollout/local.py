@@ -19,7 +19,7 @@ from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.decoder import Decoder, empty_model
 from megatron_dppo.rollout.decoding import Decoding, Part
 from megatron_dppo.rollout.drafts import DraftIndex
-from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling, WeightSource
+from megatron_dppo.rollout.engine import Completions, Look, RolloutEngine, Sampling, WeightSource
 from megatron_dppo.rollout.routers import Routers
 from megatron_dppo.rollout.tree import Stem, TreePath, forks_of, grown, leaves_of, root_of
 
@@ -120,8 +120,9 @@ class LocalEngine(RolloutEngine[Generated]):
         except Exception as error:
             return Generated([], error)
 
-    def finish(self, pending: Generated) -> Completions:
-        """
+    def finish(self, pending: Generated, look: Look | None = None) -> Completions:
+        """All was generated when ``begin`` returned: there is nothing to look at in between.
+
         Raises:
             UserError: ``max_batch`` does not hold one prompt's samples.
             ValueError: a prompt has no tokens.

@@ -46,6 +46,28 @@ def test_scores_come_back_in_order_however_the_work_is_spread() -> None:
     assert (scored.timeouts, scored.errors, scored.tracebacks) == (0, 0, [])
 
 
+def test_what_comes_up_later_is_scored_too_and_what_came_first_does_not_wait_for_it(workers: RewardWorkers) -> None:
+    workers.wait_ready()
+    scoring = workers.begin(most_failures=9)
+    scoring.add(items("score 1", "raise", "score 2"))
+    while scoring.advance(5.0):
+        pass
+    assert rewards(scoring._scored.scores) == [1.0, None, 2.0]
+    scoring.add(items("score 3"))
+    scored = scoring.finish()
+    assert rewards(scored.scores) == [1.0, None, 2.0, 3.0] and scored.errors == 1
+    assert rewards(workers.score(items("score 4")).scores) == [4.0]
+
+
+def test_what_is_abandoned_leaves_no_trace(workers: RewardWorkers) -> None:
+    scoring = workers.begin(most_failures=9)
+    scoring.add(items("sleep 1", "score 1"))
+    while not any(worker.pending for worker in workers._workers):
+        scoring.advance(0.1)
+    scoring.abandon()
+    assert rewards(workers.score(items("score 4", "score 5")).scores) == [4.0, 5.0]
+
+
 def test_all_that_a_function_is_given_reaches_it(workers: RewardWorkers) -> None:
     item = ScoreItem("here", "echo", "40", {"add": 2})
     assert workers.score([item]).scores == [Score(42.0, True)]

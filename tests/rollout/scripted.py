@@ -19,7 +19,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import Scored
 from megatron_dppo.rl.types import Completion, Prompt, Score, VersionSpan
-from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
+from megatron_dppo.rollout.engine import Completions, Look, RolloutEngine, Sampling
 
 T = TypeVar("T")
 FAILING = f"{Path(__file__).parents[1] / 'rewards' / 'rewards_that_fail.py'}:compute_score"
@@ -60,8 +60,12 @@ class ScriptedEngine(RolloutEngine[Completions]):
         self.asked.append(([prompt.id for prompt in prompts], sampling))
         return [tuple(map(self._complete, self._script[p.id][: sampling.samples])) for p in prompts]
 
-    def finish(self, pending: Completions) -> Completions:
+    def finish(self, pending: Completions, look: Look | None = None) -> Completions:
+        """All groups but the last can be looked at before the end."""
         self.finished += 1
+        for place, group in enumerate(pending[:-1]):
+            if look is not None:
+                look([(place, group)])
         return pending
 
     def _complete(self, said: Said) -> Completion:
@@ -84,10 +88,30 @@ class ScriptedEngine(RolloutEngine[Completions]):
 class ScriptedWorkers:
     """Scores "score 1", times out at "sleep" and raises at all else, where processes would cost more than they show."""
 
-    def score(self, items: Sequence[ScoreItem], *, most_failures: int) -> Scored:
-        scores: list[Score | None] = [None] * len(items)
+    def begin(self, most_failures: int) -> ScriptedScoring:
+        return ScriptedScoring(most_failures)
+
+
+class ScriptedScoring:
+    """All of it at the end."""
+
+    def __init__(self, most_failures: int) -> None:
+        self._most_failures = most_failures
+        self._items: list[ScoreItem] = []
+
+    def add(self, items: Sequence[ScoreItem]) -> None:
+        self._items.extend(items)
+
+    def advance(self) -> bool:
+        return False
+
+    def abandon(self) -> None:
+        pass
+
+    def finish(self) -> Scored:
+        scores: list[Score | None] = [None] * len(self._items)
         timeouts, errors = 0, []
-        for number, item in enumerate(items):
+        for number, item in enumerate(self._items):
             match item.solution.split():
                 case ["score", reward]:
                     scores[number] = Score(float(reward), float(reward) >= 1.0)
@@ -95,7 +119,7 @@ class ScriptedWorkers:
                     timeouts += 1
                 case _:
                     errors.append(item.solution)
-            if timeouts + len(errors) > most_failures:
+            if timeouts + len(errors) > self._most_failures:
                 break
         return Scored(scores, timeouts, len(errors), list(dict.fromkeys(errors)))
 

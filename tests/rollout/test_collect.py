@@ -19,7 +19,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt, RoutingShape, Score, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.collect import Collected, Collector
-from megatron_dppo.rollout.engine import Completions, Sampling
+from megatron_dppo.rollout.engine import Completions, Look, Sampling
 from megatron_dppo.rollout.metadata import staleness
 from tests.rollout.scripted import (
     FAILING,
@@ -351,7 +351,7 @@ def test_a_completion_is_as_old_as_its_oldest_token(bench: Bench) -> None:
 
 def test_what_fails_in_the_engine_of_one_rank_stops_all_of_them(tokenizer: Tokenizer) -> None:
     class Failing(ScriptedEngine):
-        def finish(self, pending: Completions) -> Completions:
+        def finish(self, pending: Completions, look: Look | None = None) -> Completions:
             super().finish(pending)
             raise RuntimeError("no server is left")  # on every rank, as the protocol has it
 

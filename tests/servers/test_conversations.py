@@ -21,8 +21,9 @@ from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.plugins.slime import Sample
 from megatron_dppo.rl.types import Prompt, VersionSpan
 from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.servers.batch import Batch
 from megatron_dppo.rollout.servers.custom import conversations_of
-from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher, PromptFailedError
+from megatron_dppo.rollout.servers.dispatch import Dispatcher, PromptFailedError
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.sglang import SglangClient
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.types import Prompt, RoutingShape, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt, RoutingShape, VersionSpan
 from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.servers.batch import Batch, wait
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
-from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher, PromptFailedError
+from megatron_dppo.rollout.servers.dispatch import Dispatcher, PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sglang import SglangClient
 
@@ -292,3 +293,81 @@ def test_a_server_that_is_served_from_again_is_not_held_to_what_it_did_before(ht
     _assert_answered(_ask(dispatcher, 3), 3)
     dispatcher.serve_from([Script("http://a:1", http, _answers)])
     assert dispatcher.take_lost() == {}
+
+
+TakesS = Callable[[GenerateRequest], float]
+
+
+class Slow(Script):
+    """A server that takes longer over some requests."""
+
+    def __init__(self, http: Http, answer: Callable[[Script, GenerateRequest], list[GenerateResult]], takes_s: TakesS):
+        super().__init__("http://a:1", http, answer)
+        self._takes_s = takes_s
+        self.ended: list[tuple[int, ...]] = []
+
+    async def generate(self, ask: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
+        self._delay_s = self._takes_s(ask)
+        pieces = await super().generate(ask, timeout_s=timeout_s)
+        self.ended.append(tuple(ask.token_ids))
+        return pieces
+
+
+def test_an_aborted_completion_does_not_wait_for_the_others_of_its_prompt(http: Http) -> None:
+    """The first has a token after the abort, and is aborted once more, while the second takes its time."""
+
+    def aborts(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
+        made = list(ask.token_ids[2:])
+        if len(server.asks) == 1:
+            return [_piece([3], reason="abort"), _piece([4], reason="abort")]
+        return [_piece([3], reason="abort") if made == [3] else _piece([0])]
+
+    server = Slow(http, aborts, lambda ask: 0.5 if 4 in ask.token_ids else 0.0)
+    batch = _dispatcher(http, server).begin(_prompts(1), replace(SAMPLING, samples=2), 5)
+    batch.wait(20.0)
+    assert [c.token_ids.tolist() for c in batch.groups()[0]] == [[3, 3, 0], [4, 0]]
+    assert server.ended.index((1, 7, 3, 3)) < server.ended.index((1, 7, 4))
+
+
+def test_a_prompt_that_goes_on_is_asked_before_those_that_were_not_begun(http: Http) -> None:
+    def aborts_once(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
+        first = ask.token_ids[0]
+        if len(ask.token_ids) == 2:
+            return [_piece([first], reason="abort") for _ in range(ask.samples)]
+        return [_piece([first, 0])]
+
+    server = Script("http://a:1", http, aborts_once)
+    _assert_answered(_ask(_dispatcher(http, server, max_in_flight=1), 4), 4)
+    prompts = [ask.token_ids[0] for ask in server.asks]
+    assert prompts == sorted(prompts) and len(prompts) == 4 * (1 + SAMPLES)
+
+
+def test_prompts_are_asked_in_the_order_in_which_they_were_given(http: Http) -> None:
+    server = Script("http://a:1", http, _answers, delay_s=0.001)
+    _assert_answered(_ask(_dispatcher(http, server, max_in_flight=2), 9), 9)
+    assert [ask.token_ids[0] for ask in server.asks] == list(range(1, 10))
+
+
+def test_groups_can_be_taken_while_others_are_waited_for(http: Http) -> None:
+    server = Slow(http, _answers, lambda ask: 1.0 if ask.token_ids[0] == 1 else 0.0)
+    batch = _dispatcher(http, server).begin(_prompts(3), SAMPLING, 5)
+    taken: dict[int, bool] = {}
+
+    def look(groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
+        for place, group in groups:
+            assert place not in taken and len(group) == SAMPLES
+            taken[place] = batch.is_over
+        return False
+
+    wait(batch, 20.0, look)
+    assert batch.is_over and not taken[1] and not taken[2]
+    _assert_answered(batch, 3)
+
+
+def test_a_wait_goes_on_while_groups_are_worked_on_and_no_longer_than_it_may(http: Http) -> None:
+    batch = _ask(_dispatcher(http, Script("http://a:1", http, _answers)), 2)
+    looks = iter([True, True, False])
+    began = time.monotonic()
+    wait(batch, 20.0, lambda groups: next(looks))
+    assert next(looks, None) is None and time.monotonic() - began < 10.0
+    wait(batch, 0.2, lambda groups: True)

@@ -12,8 +12,9 @@ import pytest
 from megatron_dppo.config import BranchConfig
 from megatron_dppo.rl.types import Completion, Prompt, RoutingShape, VersionSpan
 from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.servers.batch import Batch
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, least_entropies
-from megatron_dppo.rollout.servers.dispatch import Batch, PromptFailedError
+from megatron_dppo.rollout.servers.dispatch import PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from tests.servers.test_dispatch import Script, _dispatcher
 

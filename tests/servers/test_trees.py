@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_dppo.config import BranchConfig
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.servers.batch import Batch
 from megatron_dppo.rollout.servers.client import (
     TOP_LOGPROBS,
     GenerateRequest,
@@ -21,7 +22,7 @@ from megatron_dppo.rollout.servers.client import (
     ServerClient,
     least_entropies,
 )
-from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher
+from megatron_dppo.rollout.servers.dispatch import Dispatcher
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from tests.servers.real import Kind, RealServer, RealServers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -231,3 +232,26 @@ def test_a_window_that_grows_past_the_pool_is_refused_in_words() -> None:
     config = replace(config, pruning=replace(config.pruning, refill="prompts"))
     with pytest.raises(UserError, match="windows of 48"):
         PromptSampler(config, made_up_pool(WINDOW + 1))
+
+
+def with_lengths(metadata: StepMetadata) -> StepMetadata:
+    """Answers to prompt i have i tokens more than 10."""
+    lengths = np.broadcast_to(metadata.prompt_ids[:, None] + 10, metadata.rewards.shape)
+    return dataclasses.replace(metadata, response_lengths=lengths, sampled_lengths=lengths)
+
+
+def test_prompts_are_asked_longest_expected_first_and_drawn_as_before() -> None:
+    """Another order of the same prompts with the same probabilities, which stays in the checkpoint."""
+    accuracy = np.full(WINDOW, 0.5)
+    told, untold = (PromptSampler(sampler_config(rule="none"), made_up_pool(WINDOW)) for _ in range(2))
+    for step in range(4):
+        selection = told.select(step)
+        told.remember(with_lengths(rolled_out(selection, accuracy, seed=step)))
+        untold.select(step)
+    resumed = PromptSampler(sampler_config(rule="none"), made_up_pool(WINDOW))
+    resumed.load_state_dict(json.loads(json.dumps(told.state_dict())))
+    longest, plain = told.select(4), untold.select(4)
+    assert inclusion_by_prompt(longest) == inclusion_by_prompt(plain)
+    assert_same(resumed.select(4), longest)
+    places = np.arange(WINDOW)
+    assert np.corrcoef(longest.prompt_ids, places)[0, 1] < -0.8 < np.corrcoef(plain.prompt_ids, places)[0, 1]

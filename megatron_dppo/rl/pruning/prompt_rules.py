@@ -122,8 +122,10 @@ def select(
         rng: the step's generator for ``Purpose.PROMPTS``.
 
     Returns:
-        The prompts kept, in the window's order, each with its inclusion probability. Under a biased rule, which weighs
-        nothing up, the probabilities are given as 1.
+        The prompts kept, longest expected first, else in the window's order, each with its inclusion probability. They
+        are asked in this order, so that no long one begins when the others are done (longest processing time first;
+        Graham, 1969). The draw does not depend on it. Under a biased rule, which weighs nothing up, the probabilities
+        are given as 1.
     """
     rule = PROMPT_RULES[config.rule]
     candidates = PromptCandidates(
@@ -141,4 +143,6 @@ def select(
     inclusion = rule.inclusion(candidates, keep)
     kept = (DRAWS[config.draw] if config.draw else rule.draw)(inclusion, rng)
     weighted = np.ones_like(inclusion) if rule.biased else inclusion
-    return Selection(prompt_ids=window[kept], inclusion=weighted[kept], window=len(window))
+    order = np.argsort(-candidates.expected_tokens, kind="stable")
+    asked = order[kept[order]]
+    return Selection(prompt_ids=window[asked], inclusion=weighted[asked], window=len(window))

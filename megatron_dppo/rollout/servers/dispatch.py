@@ -1,6 +1,6 @@
 """One rank's prompts, spread over the servers that serve, until every sample of every prompt is there exactly once.
 
-Everything here runs in the HTTP thread but :class:`Batch`, which the main thread waits for. A prompt is one request for
+Everything here runs in the HTTP thread; the main thread waits for a :class:`Batch`. A prompt is one request for
 all its samples. A request that a server breaks off is sent again to another one, whole. A request that a server aborts
 is continued from the tokens that it gave. No group is left out because it is slow: slow ones are the long ones, and
 without them the gradient would be biased.
@@ -12,31 +12,21 @@ their forks another one, as soon as they have ended: no prompt waits for another
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
+import itertools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
-from megatron_dppo.rollout.conversation import joined
-from megatron_dppo.rollout.engine import Completions, Sampling
+from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.servers.batch import Batch, PartialCompletion, alike_so_far
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.conversations import ConversationError, Conversations, completion_of
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable
 from megatron_dppo.rollout.tree import (
-    Branches,
-    Entropies,
-    Stem,
-    TreePath,
-    forks_of,
-    grown,
-    leaves_of,
     root_of,
     wants_entropies,
 )
@@ -54,88 +44,6 @@ ReadVersion = Callable[[str], int | None]
 
 class PromptFailedError(Exception):
     """One prompt could not be answered by any server."""
-
-
-@dataclass(slots=True, eq=False)
-class PartialCompletion:
-    """A completion of which some tokens are there."""
-
-    stem: Stem
-    """What it began with."""
-    slot: int
-    """Of the stem's."""
-    parts: list[Completion] = field(default_factory=list)
-    """What servers gave after that, in order."""
-    entropies: list[Entropies] = field(default_factory=list)
-    """Of the parts, where they are asked for."""
-    server: ServerClient | None = None
-    """That gave the last part, or before there is one the stem, which is in its cache; None: no server has."""
-    ended: bool = False
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Of the prompt and of the response so far."""
-        return [*self.stem.token_ids.tolist(), *(token for part in self.parts for token in part.token_ids.tolist())]
-
-    @property
-    def length(self) -> int:
-        """Tokens of the response."""
-        return self.stem.length + sum(len(part.token_ids) for part in self.parts)
-
-    @property
-    def fresh(self) -> bool:
-        """Whether it has no tokens but its stem's, which others begin with, too."""
-        return self.length == self.stem.length
-
-    def path(self, branches: Branches) -> TreePath:
-        entropies = np.concatenate(self.entropies) if self.entropies else None
-        return grown(self.stem, self.slot, joined(self.parts), entropies, branches)
-
-
-class Batch:
-    """Prompts under way. The main thread waits for it, and reads how far it is."""
-
-    def __init__(self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int) -> None:
-        self.prompts, self.sampling = prompts, sampling
-        self.oldest = oldest
-        """Version before which no token may have been made."""
-        self.paths: list[list[TreePath]] = [[] for _ in prompts]
-        """Those of each prompt that have ended."""
-        self.finished = 0
-        self.progressed = time.monotonic()
-        """When the last prompt was finished, or a path of it."""
-        self.error: Exception | None = None
-        """Why it will never be finished."""
-        self._over = threading.Event()
-
-    @property
-    def unfinished(self) -> int:
-        return len(self.prompts) - self.finished
-
-    def wait(self, seconds: float) -> None:
-        """Until it is finished or has failed, for so long at most."""
-        self._over.wait(seconds)
-
-    def groups(self) -> Completions:
-        return [leaves_of(paths, self.sampling.branches) for paths in self.paths]
-
-    def some_ended(self, index: int, samples: Sequence[PartialCompletion]) -> list[list[PartialCompletion]]:
-        """Samples of a prompt have ended.
-
-        Returns:
-            what is to be continued after their forks: for each fork, samples that have the same tokens so far.
-        """
-        self.progressed = time.monotonic()
-        continued = []
-        for sample in samples:
-            self.paths[index].append(path := sample.path(self.sampling.branches))
-            for stem in forks_of(path, self.sampling.branches, self.sampling.seed):
-                continued.append([PartialCompletion(stem, slot, server=sample.server) for slot in stem.slots])
-        return continued
-
-    def over(self, error: Exception | None) -> None:
-        self.error = self.error or error
-        self._over.set()
 
 
 class Dispatcher:
@@ -170,9 +78,11 @@ class Dispatcher:
         self._failures = Counter[ServerClient]()
         """In a row."""
         self._lost: dict[str, str] = {}
-        self._changed = asyncio.Event()
+        self._waiting: list[tuple[tuple[int, int], asyncio.Future[None]]] = []
+        """Those that wait for room or for a server, with their places."""
+        self._numbers = itertools.count()
         self.resubmitted = 0
-        """Prompts that were asked again, since the beginning."""
+        """Requests that were asked again, since the beginning."""
 
     def take_lost(self) -> dict[str, str]:
         """Servers that this rank found unfit since the last call, by URL, and why."""
@@ -186,11 +96,11 @@ class Dispatcher:
         """Ask for all of these prompts, and return at once.
 
         Args:
-            prompts: in whose order the groups come back.
+            prompts: in whose order they are asked, and the groups come back.
             sampling: the same for all.
             oldest: version before which no token may have been made; a server that gives an older one is lost.
         """
-        batch = Batch(prompts, sampling, oldest)
+        batch = Batch(prompts, sampling, oldest, next(self._numbers))
         self._http.start(self._run(batch)).add_done_callback(lambda future: batch.over(_outcome(future)))
         return batch
 
@@ -213,26 +123,40 @@ class Dispatcher:
         """See one prompt through."""
         stem = root_of(batch.prompts[index], batch.sampling.samples, batch.sampling.branches)
         await self._samples(batch, index, [PartialCompletion(stem, slot) for slot in stem.slots])
-        batch.finished += 1
+        batch.prompt_ended(index)
 
-    async def _samples(self, batch: Batch, index: int, samples: Sequence[PartialCompletion]) -> None:
-        """See samples through that have one stem, and what continues after their forks."""
-        prompt, attempt, last = batch.prompts[index], 0, ""
-        failed: set[ServerClient] = set()
-        while open_samples := [sample for sample in samples if not sample.ended]:
+    async def _samples(
+        self,
+        batch: Batch,
+        index: int,
+        samples: Sequence[PartialCompletion],
+        attempt: int = 0,
+        failed: frozenset[ServerClient] = frozenset(),
+    ) -> None:
+        """See samples through that have the same tokens so far, and what continues after their forks.
+
+        Samples that were aborted at different tokens, and forks, go on each by itself: none waits for another.
+
+        Args:
+            attempt: how often a server has failed them.
+            failed: those servers.
+        """
+        prompt, avoided, last = batch.prompts[index], set(failed), ""
+        alike: list[Sequence[PartialCompletion]] = [samples]
+        while alike == [samples]:
             if attempt >= self._attempts:
                 raise PromptFailedError(f"prompt {prompt.id} was asked {attempt} times, the last time {last}")
-            fresh = [sample for sample in open_samples if sample.fresh]
-            parts = [[sample] for sample in open_samples if not sample.fresh] + ([fresh] if fresh else [])
-            before = sum(sample.length for sample in open_samples)
-            results = await asyncio.gather(*(self._part(batch, index, part, attempt, failed) for part in parts))
-            if failures := [failure for failure in results if failure]:
-                attempt, last = attempt + 1, failures[0]
+            before = sum(sample.length for sample in samples)
+            if failure := await self._part(batch, index, samples, attempt, avoided):
+                attempt, last = attempt + 1, failure
                 self.resubmitted += 1
-            others = bool(failures) and not failed >= set(self._asked)
-            if sum(sample.length for sample in open_samples) == before and not others:
+            alike = alike_so_far([sample for sample in samples if not sample.ended])
+            others = bool(failure) and not avoided >= set(self._asked)
+            if alike and sum(sample.length for sample in samples) == before and not others:
                 await asyncio.sleep(PAUSE_S)  # whoever could be asked has just failed, or is paused and aborts all
-        await _all(self._samples(batch, index, each) for each in batch.some_ended(index, samples))
+        forks = batch.some_ended(index, [sample for sample in samples if sample.ended])
+        continued = [self._samples(batch, index, each, attempt, frozenset(avoided)) for each in alike]
+        await _all([*continued, *(self._samples(batch, index, each) for each in forks)])
 
     async def _part(
         self, batch: Batch, index: int, samples: Sequence[PartialCompletion], attempt: int, failed: set[ServerClient]
@@ -245,7 +169,8 @@ class Dispatcher:
         Returns:
             None, or why it has to be asked again.
         """
-        client = await self._server(failed, samples[0].server if samples[0].fresh else None)
+        place = (batch.number, index)
+        client = await self._server(place, failed, samples[0].server if samples[0].fresh else None)
         read_versions = partial(self._spans, client, batch.oldest)
         answer: Coroutine[Any, Any, Sequence[GenerateResult | Completion]]
         if self._conversations is not None:
@@ -329,9 +254,12 @@ class Dispatcher:
         for task in self._asked.pop(client):
             task.cancel()
 
-    async def _server(self, avoided: set[ServerClient], preferred: ServerClient | None) -> ServerClient:
+    async def _server(
+        self, place: tuple[int, int], avoided: set[ServerClient], preferred: ServerClient | None
+    ) -> ServerClient:
         """A server with room, as soon as there is one: the preferred one, or else the least busy one. An avoided one is
-        returned only where there is no other."""
+        returned only where there is no other. Who comes first by its place, of a batch and of a prompt in it, is served
+        first: what is asked again, or continues, does not wait behind prompts that were not begun."""
         while True:
             clients = [client for client in self._asked if client not in avoided] or list(self._asked)
             first = self._first % max(len(clients), 1)
@@ -341,12 +269,19 @@ class Dispatcher:
                 return preferred
             if free:
                 return min(free, key=lambda client: len(self._asked[client]))
-            await self._changed.wait()
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append((place, turn))
+            await turn
 
     def _wake(self) -> None:
-        """Let those look again that wait for room or for a server."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Let those look again that wait for room or for a server, once what has just ended could go on there."""
+        asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        waiting, self._waiting = sorted(self._waiting, key=lambda waits: waits[0]), []
+        for _, turn in waiting:
+            if not turn.done():  # else whoever waited was cancelled
+                turn.set_result(None)
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:

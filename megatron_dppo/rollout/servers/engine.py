@@ -18,11 +18,12 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import Completions, Sampling, WeightSource
+from megatron_dppo.rollout.engine import Completions, Look, Sampling, WeightSource
+from megatron_dppo.rollout.servers.batch import Batch, wait
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.conversations import Conversations
 from megatron_dppo.rollout.servers.custom import conversations_of
-from megatron_dppo.rollout.servers.dispatch import Batch, Dispatcher
+from megatron_dppo.rollout.servers.dispatch import Dispatcher
 from megatron_dppo.rollout.servers.http import EXCHANGE_S, Http
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.rollout.servers.nccl import loaded
@@ -108,7 +109,7 @@ class ServerEngine:
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
-    def finish(self, pending: Batch) -> Completions:
+    def finish(self, pending: Batch, look: Look | None = None) -> Completions:
         """Wait until the prompts of all ranks are answered. Ranks exchange how far they are, at least once a second.
 
         Raises:
@@ -119,7 +120,7 @@ class ServerEngine:
         self._checking = None  # of an earlier wait; a sync may have come between
         wait_s = 0.05
         while True:
-            pending.wait(wait_s)
+            wait(pending, wait_s, look)
             wait_s = min(2 * wait_s, EXCHANGE_S)
             reports = self._world.gather(self._report(pending, began))
             if error := next((report.error for report in reports if report.error), None):

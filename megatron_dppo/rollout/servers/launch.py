@@ -35,6 +35,13 @@ OUR_FLAGS = {
 }  # fmt: skip
 """Flags that ``rollout.launch.flags`` may not have: they would contradict what the run knows, or show the secret."""
 
+LOSSY_FLAGS = {
+    "sglang": ("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
+    "vllm": ("synthetic",),
+}
+"""Parts of flags with which drafts of speculative decoding change what is sampled. The log-probabilities of the tokens
+stay right, so that no comparison of them shows it."""
+
 MEMORY_FLAGS = {
     "sglang": ("--mem-fraction-static", "a share of what is free when it starts"),
     "vllm": ("--gpu-memory-utilization", "a share of the whole GPU"),

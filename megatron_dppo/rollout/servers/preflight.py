@@ -12,7 +12,14 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.rollout.servers import nccl
-from megatron_dppo.rollout.servers.launch import MEMORY_FLAGS, OUR_FLAGS, server_urls, sync_folder, tensor_parallel
+from megatron_dppo.rollout.servers.launch import (
+    LOSSY_FLAGS,
+    MEMORY_FLAGS,
+    OUR_FLAGS,
+    server_urls,
+    sync_folder,
+    tensor_parallel,
+)
 from megatron_dppo.rollout.servers.vllm import ADAPTER_RANKS
 
 LAST_PORT = 65535
@@ -205,6 +212,10 @@ def _check_launch(config: Config) -> None:
         if flag.partition("=")[0] in OUR_FLAGS[engine]:
             problem = "is set by the run itself: for all servers, for each, or where nobody can read it"
             raise UserError("rollout.launch.flags", flag, problem, "Leave it out; see the settings of rollout.launch")
+        if any(part in flag.replace("_", "-") for part in LOSSY_FLAGS[engine]):
+            problem = "takes drafts more often than the policy would sample them, and no log-probability shows it"
+            remedy = "Leave it out: the engine's own default samples as without drafts"
+            raise UserError("rollout.launch.flags", flag, problem, remedy)
 
 
 def _check_both_ends(config: Config, environ: Mapping[str, str]) -> None:

@@ -1,0 +1,94 @@
+"""Scoring of groups as they are completed: a verifier does not wait for the longest completion of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_dppo.data.tokenizer import Tokenizer
+from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rl.types import Completion, Prompt, Score
+from megatron_dppo.rollout.engine import Completions
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroups:
+    """What the verifier said of P groups, in the order of their prompts."""
+
+    texts: list[list[str]]
+    """[P][G], special tokens left out."""
+    scores: list[list[Score | None]]
+    """[P][G], None where scoring failed."""
+    timeouts: int
+    errors: int
+    tracebacks: tuple[str, ...]
+
+
+class GroupScoring:
+    """The groups of one rank, scored in the order in which they come.
+
+    Args:
+        workers: that score them, and nothing else until ``finish`` returns.
+        tokenizer: of the policy.
+        prompts: P.
+        most_failures: past so many the rest is left unscored.
+    """
+
+    def __init__(
+        self, workers: RewardWorkers, tokenizer: Tokenizer, prompts: Sequence[Prompt], most_failures: int
+    ) -> None:
+        self._scoring, self._tokenizer, self._prompts = workers.begin(most_failures), tokenizer, prompts
+        self._texts: dict[int, list[str]] = {}
+        """By the place of the prompt, in the order in which they are scored."""
+        self._failure: Exception | None = None
+
+    def look(self, groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
+        """Take groups that are complete, and go on with those that are there; waits for nothing.
+
+        What fails here is raised by ``finish``: ranks that wait for rollouts must not miss one another.
+        """
+        if self._failure is not None:
+            return False
+        try:
+            for place, group in groups:
+                self._add(place, group)
+            return self._scoring.advance()
+        except Exception as error:
+            self._failure = error
+            return False
+
+    def finish(self, completions: Completions) -> ScoredGroups:
+        """Score what is left.
+
+        Args:
+            completions: P, those included that were taken before.
+
+        Raises:
+            UserError: as :meth:`RewardWorkers.score`.
+        """
+        if self._failure is not None:
+            raise self._failure
+        for place, group in enumerate(completions):
+            if place not in self._texts:
+                self._add(place, group)
+        scored = self._scoring.finish()
+        given = iter(scored.scores)
+        scores = {place: [next(given) for _ in texts] for place, texts in self._texts.items()}
+        places = range(len(completions))
+        return ScoredGroups(
+            [self._texts[place] for place in places],
+            [scores[place] for place in places],
+            scored.timeouts,
+            scored.errors,
+            tuple(scored.tracebacks),
+        )
+
+    def abandon(self) -> None:
+        """The groups will not be complete: nobody needs their scores."""
+        self._scoring.abandon()
+
+    def _add(self, place: int, group: Sequence[Completion]) -> None:
+        texts = self._tokenizer.batch_decode([c.token_ids for c in group], skip_special_tokens=True)
+        self._texts[place] = texts
+        self._scoring.add([ScoreItem.of(self._prompts[place], text) for text in texts])

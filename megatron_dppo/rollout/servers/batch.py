@@ -1,0 +1,137 @@
+"""Prompts that servers are at work on, and their completions so far."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_dppo.rl.types import Completion, Prompt
+from megatron_dppo.rollout.conversation import joined
+from megatron_dppo.rollout.engine import Completions, Look, Sampling
+from megatron_dppo.rollout.servers.client import ServerClient
+from megatron_dppo.rollout.tree import Branches, Entropies, Stem, TreePath, forks_of, grown, leaves_of
+
+LOOK_S = 0.05
+"""How often groups that are complete are looked at, while others are waited for."""
+
+
+@dataclass(slots=True, eq=False)
+class PartialCompletion:
+    """A completion of which some tokens are there."""
+
+    stem: Stem
+    """What it began with."""
+    slot: int
+    """Of the stem's."""
+    parts: list[Completion] = field(default_factory=list)
+    """What servers gave after that, in order."""
+    entropies: list[Entropies] = field(default_factory=list)
+    """Of the parts, where they are asked for."""
+    server: ServerClient | None = None
+    """That gave the last part, or before there is one the stem, which is in its cache; None: no server has."""
+    ended: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the prompt and of the response so far."""
+        return [*self.stem.token_ids.tolist(), *(token for part in self.parts for token in part.token_ids.tolist())]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the response."""
+        return self.stem.length + sum(len(part.token_ids) for part in self.parts)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it has no tokens but its stem's, which others begin with, too."""
+        return self.length == self.stem.length
+
+    def path(self, branches: Branches) -> TreePath:
+        entropies = np.concatenate(self.entropies) if self.entropies else None
+        return grown(self.stem, self.slot, joined(self.parts), entropies, branches)
+
+
+class Batch:
+    """Prompts under way. The main thread waits for it, and reads how far it is."""
+
+    def __init__(self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int, number: int) -> None:
+        self.prompts, self.sampling, self.number = prompts, sampling, number
+        self.oldest = oldest
+        """Version before which no token may have been made."""
+        self.paths: list[list[TreePath]] = [[] for _ in prompts]
+        """Those of each prompt that have ended."""
+        self.finished = 0
+        self.progressed = time.monotonic()
+        """When the last prompt was finished, or a path of it."""
+        self.error: Exception | None = None
+        """Why it will never be finished."""
+        self._over = threading.Event()
+        self._complete: deque[int] = deque()
+        """Prompts that are finished, and were not taken yet."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is finished or has failed."""
+        return self._over.is_set()
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.prompts) - self.finished
+
+    def wait(self, seconds: float) -> None:
+        """Until it is finished or has failed, for so long at most."""
+        self._over.wait(seconds)
+
+    def groups(self) -> Completions:
+        return [leaves_of(paths, self.sampling.branches) for paths in self.paths]
+
+    def take_complete(self) -> Iterator[tuple[int, tuple[Completion, ...]]]:
+        """Groups that were completed since the last call, each with the place of its prompt."""
+        while self._complete:
+            index = self._complete.popleft()
+            yield index, leaves_of(self.paths[index], self.sampling.branches)
+
+    def prompt_ended(self, index: int) -> None:
+        self.finished += 1
+        self._complete.append(index)
+
+    def some_ended(self, index: int, samples: Sequence[PartialCompletion]) -> list[list[PartialCompletion]]:
+        """Samples of a prompt have ended, or none of them.
+
+        Returns:
+            what is to be continued after their forks: for each fork, samples that have the same tokens so far.
+        """
+        continued = []
+        for sample in samples:
+            self.progressed = time.monotonic()
+            self.paths[index].append(path := sample.path(self.sampling.branches))
+            for stem in forks_of(path, self.sampling.branches, self.sampling.seed):
+                continued.append([PartialCompletion(stem, slot, server=sample.server) for slot in stem.slots])
+        return continued
+
+    def over(self, error: Exception | None) -> None:
+        self.error = self.error or error
+        self._over.set()
+
+
+def alike_so_far(samples: Sequence[PartialCompletion]) -> list[Sequence[PartialCompletion]]:
+    """Samples that have the same tokens so far, and can be one request: those that have their stem's alone."""
+    fresh = [sample for sample in samples if sample.fresh]
+    return [*([fresh] if fresh else []), *([sample] for sample in samples if not sample.fresh)]
+
+
+def wait(batch: Batch, seconds: float, look: Look | None) -> None:
+    """Until a batch is over and nobody is at work on its groups, for so long at most."""
+    until = time.monotonic() + seconds
+    while (left_s := until - time.monotonic()) > 0.0:
+        batch.wait(left_s if look is None else min(left_s, LOOK_S))
+        busy = look is not None and look(batch.take_complete())
+        if batch.is_over and not busy:
+            return
+        if batch.is_over:
+            time.sleep(min(left_s, LOOK_S))

@@ -1,0 +1,77 @@
+"""Groups are scored as they are completed, and their scores come in the order of their prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rollout.scoring import GroupScoring
+from tests.rollout.scripted import FAILING, LIMIT_S
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(character_tokenizer(), folder, max_tokens=512)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture
+def workers() -> Iterator[RewardWorkers]:
+    pool = RewardWorkers(FAILING, workers=1, timeout_s=LIMIT_S)
+    pool.wait_ready()
+    yield pool
+    pool.close()
+
+
+def group(tokenizer: Tokenizer, *texts: str) -> tuple[Completion, ...]:
+    def completion(text: str) -> Completion:
+        ids = np.array(tokenizer([text], add_special_tokens=False)["input_ids"][0], np.int32)
+        spans = (VersionSpan(0, len(ids)),)
+        return Completion(ids, np.zeros(len(ids), np.float32), np.ones(len(ids), np.bool_), spans, "stop")
+
+    return tuple(map(completion, texts))
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(i, np.array([3], np.int32), "", "1", "here") for i in range(count)]
+
+
+def test_scores_are_the_prompts_whatever_is_complete_first(workers: RewardWorkers, tokenizer: Tokenizer) -> None:
+    groups = [group(tokenizer, f"score {2 * i}", f"score {2 * i + 1}") for i in range(4)]
+    scoring = GroupScoring(workers, tokenizer, prompts(4), most_failures=0)
+    for place in (2, 0):
+        scoring.look([(place, groups[place])])
+    found = scoring.finish(groups)
+    assert found.texts == [[f"score {2 * i}", f"score {2 * i + 1}"] for i in range(4)]
+    assert [[score and score.reward for score in scores] for scores in found.scores] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_what_was_complete_early_is_scored_by_the_time_that_the_last_group_comes(
+    workers: RewardWorkers, tokenizer: Tokenizer
+) -> None:
+    groups = [group(tokenizer, "sleep 1"), group(tokenizer, "score 1")]
+    scoring = GroupScoring(workers, tokenizer, prompts(2), most_failures=0)
+    busy = scoring.look([(0, groups[0])])
+    while busy:  # as long as an engine waits for others
+        time.sleep(0.02)
+        busy = scoring.look([])
+    began = time.monotonic()
+    found = scoring.finish(groups)
+    assert found.scores[0][0] is not None and found.scores[1][0] is not None
+    assert time.monotonic() - began < 0.9, "the first group's second was not waited for again"
+
+
+def test_what_fails_while_others_generate_is_raised_at_the_end(workers: RewardWorkers, tokenizer: Tokenizer) -> None:
+    scoring = GroupScoring(workers, tokenizer, prompts(1), most_failures=0)
+    broken = group(tokenizer, "score 1")
+    assert scoring.look([(7, broken)]) is False  # of a prompt that there is not
+    with pytest.raises(IndexError):
+        scoring.finish([broken])
