@@ -104,13 +104,13 @@ MUTANTS = [
     ),
     Mutant(
         "loss/normaliser of what was rolled out",
-        "return float(prompts * sampled_lengths.shape[1])",
-        "return float(sampled_lengths.size)",
+        "return float(prompts * group_size)",
+        "return float(len(sampled_lengths) * group_size)",
         "rl/test_objectives.py",
     ),
     Mutant(
         "loss/tokens of pruned prompts forgotten",
-        "(sampled_lengths.sum(axis=1) / prompt_inclusion).sum()",
+        "(sampled_lengths.sum(axis=1) * share[:, 0] / prompt_inclusion).sum()",
         "sampled_lengths.sum()",
         "rl/test_objectives.py",
     ),

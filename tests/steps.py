@@ -80,6 +80,7 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         prompt_ids=np.arange(QUERIES),
         prompt_inclusion=np.array([1.0, 0.5, 0.25, 0.2, 0.7, 1.0]),
         prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups]),
+        samples=np.full(QUERIES, SAMPLES),
         response_lengths=lengths,
         shared_lengths=np.array([shared_lengths(len(g.prompt.token_ids), g.completions) for g in groups]),
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups]),

@@ -151,7 +151,7 @@ class LocalEngine(RolloutEngine[Generated]):
         """The groups, level by level: what begins at the prompts, then what continues after the forks of a level."""
         branches = sampling.branches
         trees: list[list[TreePath]] = [[] for _ in prompts]
-        roots = [root_of(prompt, sampling.samples, branches) for prompt in prompts]
+        roots = [root_of(prompt, sampling.count(index), branches) for index, prompt in enumerate(prompts)]
         stems = list(zip(trees, roots, strict=True))
         while stems:
             # Together: those of the first level that there is, with as many continuations each.

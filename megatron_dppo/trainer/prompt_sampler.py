@@ -6,13 +6,16 @@ Only the leader has it, and it is part of every checkpoint.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import advantages, objective_for
+from megatron_dppo.rl.group_sizes import compared_size, group_advantages
+from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.pruning.allocation import allocate
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, scheduled_keep, window_size
@@ -120,6 +123,7 @@ class PromptSampler:
             )
         self._config, self._pool_size = config, pool_size
         self._normalised = objective_for(config.loss).normalise
+        self._as_of = compared_size(config.rollout, objective_for(config.loss))
         self._order = PromptOrder(pool_size, config.run.seed)
         self._history = PromptHistory(config.pruning.prompts.decay)
 
@@ -147,7 +151,7 @@ class PromptSampler:
 
     def _draw(self, step: int, window: Ints, again: int = 0) -> Selection:
         pruning = self._config.pruning.prompts
-        return select(
+        selection = select(
             window,
             self._history,
             pruning,
@@ -156,11 +160,31 @@ class PromptSampler:
             keep=scheduled_keep(pruning.keep, pruning.schedule, step, self._config.run.steps),
             rng=generator(self._config.run.seed, step, Purpose.PROMPTS, again),
         )
+        return self.with_sizes(selection)
+
+    def with_sizes(self, selection: Selection) -> Selection:
+        """The same prompts with the number of completions of each, by what is now known of them."""
+        allocation, ids = self._config.rollout.allocation, selection.prompt_ids
+        if self._as_of is None:
+            return replace(selection, samples=None)
+        square = self._history.expected_square(ids, group_size=self._as_of, normalised=self._normalised)
+        samples = allocate(
+            square / selection.inclusion**2,
+            np.ones(len(ids)),  # all prompts are taken to have responses of one length
+            mean=self._config.rollout.samples_per_prompt,
+            least=allocation.least,
+            most=allocation.most,
+        )
+        return replace(selection, samples=samples)
 
     def remember(self, metadata: StepMetadata) -> None:
         """Learn from a step's full groups, once nothing of that step is left to be drawn."""
-        values = advantages(metadata.rewards, normalise=self._normalised)
-        self._history.update(metadata.prompt_ids, metadata.rewards, values)
+        ids, rewards, samples = metadata.prompt_ids, metadata.rewards, metadata.samples
+        values = group_advantages(rewards, samples, normalise=self._normalised, as_of=self._as_of)
+        for size in np.unique(samples).tolist():
+            rows = np.flatnonzero(samples == size)
+            of_size = rewards[rows, :size], values[rows, :size]
+            self._history.update(ids[rows], *of_size, counts_as=self._config.rollout.samples_per_prompt)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; floats survive exactly."""

@@ -67,6 +67,7 @@ class World:
             prompt_ids=ids,
             prompt_inclusion=selection.inclusion,
             prompt_lengths=np.array([len(self.prompts[q]) for q in ids]),
+            samples=np.full(len(ids), SAMPLES),
             response_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
             shared_lengths=prompts_shared(np.array([len(self.prompts[q]) for q in ids]), SAMPLES),
             sampled_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),

@@ -51,6 +51,7 @@ def batch_of(world: World, *, routed: bool = False) -> RolloutsInFlight:
         prompt_ids=np.array(list(groups), np.int64),
         prompt_inclusion=np.array(list(groups)) / 7.0,
         prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups.values()], np.int64),
+        samples=np.full(len(groups), 3),
         response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups.values()]).reshape(shape),
         shared_lengths=np.arange(3 * len(groups)).reshape(shape),
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups.values()]).reshape(shape),
