@@ -94,6 +94,17 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
     return metadata, groups
 
 
+def step_of_unequal_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
+    """The same with two to four completions in a group, the first of each."""
+    metadata, groups = step_of_groups(ranks)
+    some = [
+        dataclasses.replace(group, completions=group.completions[:size], rewards=group.rewards[:size])
+        for group, size in zip(groups, (4, 2, 3, 4, 3, 2), strict=True)
+    ]
+    padded = metadata_of(some, metadata.prompt_inclusion, samples=SAMPLES + 2, levels=0, owner=0)
+    return dataclasses.replace(padded, owners=metadata.owners, window=metadata.window), some
+
+
 def step_of_one_group(ranks: int) -> tuple[StepMetadata, list[Group]]:
     """64 completions of a prompt of one token, the rewards of which are mixed."""
     rng = np.random.default_rng(5)
