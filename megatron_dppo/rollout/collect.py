@@ -147,7 +147,7 @@ class Collector:
         rollout, counts = self._config.rollout, selection.samples
         asked = self.ask(
             [pool[int(prompt)] for prompt in selection.prompt_ids[self._mine]],
-            samples=rollout.most_samples,
+            samples=rollout.samples_per_prompt if counts is None else rollout.most_samples,
             counts=() if counts is None else tuple(counts[self._mine].tolist()),
             temperature=rollout.temperature,
             seed=engine_seed(self._config.run.seed, step, Purpose.SAMPLING, again),

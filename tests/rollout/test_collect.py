@@ -273,6 +273,8 @@ def test_prompts_are_given_as_many_completions_as_their_selection_says_and_no_fi
     assert metrics["rollout/generated_tokens"] == 50.0
     sizes = [metrics[f"rollout/samples_per_prompt/{of}"] for of in ("min", "max", "mean")]
     assert sizes == [2.0, 3.0, 2.5]
+    collect(collector, pool_of(10), Selection(np.array([6, 3]), np.ones(2), 2), step=5)
+    assert [(asked.samples, asked.counts) for _, asked in bench.engine.asked] == [(5, (3, 2)), (2, ())]
 
 
 def test_metrics_of_a_step_written_out(bench: Bench) -> None:
