@@ -67,6 +67,7 @@ def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
         prompt_ids=np.arange(groups),
         prompt_inclusion=np.ones(groups),
         prompt_lengths=prompts,
+        samples=np.full(groups, GROUP),
         response_lengths=responses,
         shared_lengths=prompts_shared(prompts, GROUP),
         sampled_lengths=responses,

@@ -264,7 +264,8 @@ class Trainer:
             # whose rollouts came before their routing was asked for, or before a tree.
             routed = self.policy.routing is None or all(self.world.gather(in_flight.routed))
             usable = routed and in_flight.made_for(self.config.rollout)
-            self.next = in_flight if self.config.rollout.ahead and usable else in_flight.selection
+            again = self.world.from_leader(lambda: self.sampler.with_sizes(in_flight.selection))
+            self.next = in_flight if self.config.rollout.ahead and usable else again
 
 
 def _is_older(file: Path, than: Path) -> bool:

@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.config import BranchConfig, Config, LayoutConfig, LossConfig, TreeConfig, replace
+from megatron_dppo.config import (
+    AllocationConfig,
+    BranchConfig,
+    Config,
+    LayoutConfig,
+    LossConfig,
+    PromptPruningConfig,
+    TreeConfig,
+    replace,
+)
 from megatron_dppo.rl.types import Selection, StepPlan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.train import Trainer, train
@@ -101,6 +110,24 @@ def test_a_run_that_dies_with_trees_in_flight_goes_on_bit_by_bit(policy: Path, r
     assert rows(tmp_path / "run") == undisturbed
     for row in undisturbed[1:]:
         assert row["rollout/unique_tokens"] < row["rollout/generated_tokens"] and row["train/grad_norm"] > 0
+
+
+def test_a_run_that_dies_with_unequal_groups_in_flight_goes_on_bit_by_bit(
+    policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    def allocates(run: Path) -> Config:
+        config = configure(policy, run, ONE, ahead=1)
+        allocation = AllocationConfig(rule="neyman", least=2, most=3 * config.rollout.samples_per_prompt)
+        pruning = replace(config.pruning, prompts=PromptPruningConfig(rule="none"))
+        return replace(config, rollout=replace(config.rollout, allocation=allocation), pruning=pruning)
+
+    ranks.run(1, live, allocates(tmp_path / "undisturbed"))
+    ranks.run(1, die, allocates(tmp_path / "run"))
+    ranks.run(1, live, allocates(tmp_path / "run"))
+    undisturbed = rows(tmp_path / "undisturbed")
+    assert rows(tmp_path / "run") == undisturbed
+    last = undisturbed[-1]
+    assert last["rollout/samples_per_prompt/min"] < last["rollout/samples_per_prompt/max"]
 
 
 def test_a_batch_in_flight_goes_to_another_number_of_ranks(

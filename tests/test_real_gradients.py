@@ -448,6 +448,8 @@ def test_the_bias_of_token_means_with_pruned_prompts_shrinks_as_one_over_their_n
             estimated = normaliser(
                 "token_mean",
                 sampled_lengths=lengths[rows],
+                share=np.ones_like(lengths[rows], float),
+                group_size=SAMPLES,
                 prompt_inclusion=inclusion[rows],
                 prompts=PROMPTS * copies,
                 max_response_tokens=LIMIT,

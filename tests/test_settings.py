@@ -188,6 +188,25 @@ def test_what_a_tree_cannot_go_with_is_refused(override: str, setting: str) -> N
     assert caught.value.setting == setting
 
 
+@pytest.mark.parametrize(
+    ("overrides", "setting"),
+    [
+        (["rollout.allocation.least=9"], "rollout.allocation.least"),
+        (["rollout.allocation.most=7"], "rollout.allocation.most"),
+        (["loss.name=dr_grpo", TREE], "rollout.allocation.rule"),
+        (["pruning.prompts.rule=greso"], "rollout.allocation.rule"),
+        (["pruning.prompts.rule=dynamic_sampling"], "rollout.allocation.rule"),
+    ],
+)
+def test_what_unequal_groups_cannot_go_with_is_refused(overrides: list[str], setting: str) -> None:
+    load_config(None, overrides).check()  # no concern of equal groups
+    load_config(None, ["rollout.allocation.rule=neyman"]).check()
+    with pytest.raises(UserError) as caught:
+        load_config(None, ["rollout.allocation.rule=neyman", *overrides]).check()
+    assert caught.value.setting == setting
+    assert _refused(["rollout.allocation.least=1"]).setting == "rollout.allocation.least"
+
+
 def test_a_tree_is_of_no_concern_where_nothing_is_trained() -> None:
     load_config(None, [TREE, "loss.name=grpo"]).check("eval")
 

@@ -21,7 +21,14 @@ from megatron_dppo.config.model import (
     ModelConfig,
     OptimizerConfig,
 )
-from megatron_dppo.config.rollout import BranchConfig, LaunchConfig, RolloutConfig, SyncConfig, TreeConfig
+from megatron_dppo.config.rollout import (
+    AllocationConfig,
+    BranchConfig,
+    LaunchConfig,
+    RolloutConfig,
+    SyncConfig,
+    TreeConfig,
+)
 from megatron_dppo.config.run import ClusterConfig, EvalConfig, ProbeConfig, RunConfig, SftConfig
 from megatron_dppo.config.types import Command, Section, replace
 from megatron_dppo.errors import UserError
@@ -62,7 +69,11 @@ class Config(Section):
             self.pack.check(self.data.max_prompt_tokens + limit, self.layout.pack_multiple)
             self.reward.check(limit)
             self.loss.check()
-            if self.rollout.tree.branches:
+            tree = bool(self.rollout.tree.branches)
+            self.rollout.allocation.check(
+                self.rollout.samples_per_prompt, tree=tree, prompts_rule=self.pruning.prompts.rule
+            )
+            if tree:
                 self.rollout.tree.check(self.rollout.samples_per_prompt, limit)
                 self._check_tree()
             self._check_updates()

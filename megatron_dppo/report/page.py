@@ -102,7 +102,10 @@ def _what(run: Run) -> str:
     if not run.config:
         return "no settings are recorded"
     model, data = (PurePath(str(run.setting(key))).name for key in ("model.path", "data.train"))
-    window = f"{run.setting('rollout.prompts_per_step')} prompts × {run.setting('rollout.samples_per_prompt')} samples"
+    samples, allocation = run.setting("rollout.samples_per_prompt"), "rollout.allocation"
+    window = f"{run.setting('rollout.prompts_per_step')} prompts × {samples} samples"
+    if run.setting(f"{allocation}.rule") != "equal":
+        window += f" ({run.setting(f'{allocation}.least')} to {run.setting(f'{allocation}.most')})"
     return f"{model or 'a policy'} on {data} · {run.setting('loss.name')} · {window} · seed {run.setting('run.seed')}"
 
 

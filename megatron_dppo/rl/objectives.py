@@ -107,23 +107,45 @@ def soft_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> Flo
     return np.clip((limit - buffer - lengths) / buffer, -1.0, 0.0)
 
 
-def coefficient(aggregation: Aggregation, sampled_lengths: Ints) -> Floats:
-    """c of each completion, in the shape of ``sampled_lengths`` (tokens): 1/L for ``seq_mean``, else 1."""
+def coefficient(aggregation: Aggregation, sampled_lengths: Ints, share: Floats) -> Floats:
+    """c of each completion, in the shape of ``sampled_lengths``: 1/L for ``seq_mean``, else 1; times its share.
+
+    Args:
+        aggregation: the objective's.
+        sampled_lengths: [Q, G], tokens that the policy sampled.
+        share: [Q, G], by which a prompt counts alike however many completions it has, see ``shares``.
+    """
     lengths = sampled_lengths.astype(np.float64)
-    return 1.0 / lengths if aggregation == "seq_mean" else np.ones_like(lengths)
+    each = 1.0 / np.maximum(lengths, 1.0) if aggregation == "seq_mean" else np.ones_like(lengths)
+    return share * each
 
 
-def kept_share(aggregation: Aggregation, *, sampled_lengths: Ints, prompt_inclusion: Floats, kept: Bools) -> float:
+def shares(samples: Ints, present: Bools, group_size: int) -> Floats:
+    """[Q, G], how many completions of a group of ``group_size`` each stands for: ``group_size``/G_q; 0 for padding.
+
+    Args:
+        samples: [Q], G_q of each group.
+        present: [Q, G], what is no padding.
+        group_size: the G in Z.
+    """
+    return np.where(present, (group_size / samples)[:, None], 0.0)
+
+
+def kept_share(
+    aggregation: Aggregation, *, sampled_lengths: Ints, share: Floats, prompt_inclusion: Floats, kept: Bools
+) -> float:
     """The share of Z that belongs to the kept completions [Q, G]: Z times it is what CPPO divides by."""
     size = sampled_lengths if aggregation == "token_mean" else np.ones_like(sampled_lengths)
-    parts = size / prompt_inclusion[:, None]
-    return float(parts[kept].sum() / parts.sum()) if kept.any() else 1.0
+    parts = share * size / prompt_inclusion[:, None]
+    return float(parts[kept].sum() / parts[share > 0.0].sum()) if kept.any() else 1.0
 
 
 def normaliser(
     aggregation: Aggregation,
     *,
     sampled_lengths: Ints,
+    share: Floats,
+    group_size: int,
     prompt_inclusion: Floats,
     prompts: float,
     max_response_tokens: int,
@@ -132,19 +154,22 @@ def normaliser(
 
     If prompts were pruned, the tokens that ``token_mean`` divides by are known of the rolled-out prompts only. Their
     sum is then estimated with each prompt's tokens times 1/π. The objective becomes a ratio of two unbiased estimates,
-    whose bias vanishes as 1/(number of prompts).
+    whose bias vanishes as 1/(number of prompts). So does that of groups of unequal size, whose tokens count by their
+    share: Z is what groups of ``group_size`` would have had.
 
     Args:
         aggregation: the objective's.
         sampled_lengths: [Q, G] of the rolled-out groups, tokens that the policy sampled.
+        share: [Q, G], as in ``coefficient``.
+        group_size: G, as how many completions each prompt counts.
         prompt_inclusion: [Q], their inclusion probabilities.
         prompts: number of candidate prompts that the minibatch stands for, the pruned ones included.
         max_response_tokens: L_max, the longest response allowed.
     """
     match aggregation:
         case "seq_mean":
-            return float(prompts * sampled_lengths.shape[1])
+            return float(prompts * group_size)
         case "token_mean":
-            return float((sampled_lengths.sum(axis=1) / prompt_inclusion).sum())
+            return float((sampled_lengths.sum(axis=1) * share[:, 0] / prompt_inclusion).sum())
         case "constant":
-            return float(prompts * sampled_lengths.shape[1] * max_response_tokens)
+            return float(prompts * group_size * max_response_tokens)

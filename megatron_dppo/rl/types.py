@@ -1,7 +1,5 @@
-"""The types of a step, in plain NumPy: each can be made, sent and tested without a process group.
-
-The examples follow one step: a window of N = 2 candidate prompts, Q = 1 of them rolled out with G = 2 completions. L is
-the number of tokens of a response.
+"""The types of a step, in plain NumPy. The examples follow one step: a window of N = 2 candidate prompts, Q = 1 of them
+rolled out with G = 2 completions. L is the number of tokens of a response.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ Routing = NDArray[np.unsignedinteger[Any]]
 Forks = NDArray[np.void]
 """[…, B], of dtype :data:`FORK`: the path of a completion at each of the B levels of forks of ``rollout.tree``."""
 FORK = np.dtype([("at", np.int64), ("norm", np.float64), ("logprob", np.float64), ("weight", np.float64)])
-"""``at``: after how many tokens of the response the path forks; all of them where it ended before. ``norm`` and
-``logprob``: the score norm and the log-probability of the segment that begins there. ``weight``: of the branch that the
-path takes there, 1/(the probability with which it was generated), and 0 where it was not; see ``rl/trees.py``."""
+"""``at``: after how many tokens of the response the path forks; all of them where it ended before. ``norm``,
+``logprob``: of the segment that begins there, its score's and its own. ``weight``: of the branch that it takes there,
+1/(the probability with which it was generated), and 0 where it was not; see ``rl/trees.py``."""
 Label = str | dict[str, Any] | list[Any]
 """A reference answer: a text, or what a data set keeps in its place, such as the tests that a program has to pass."""
 
@@ -107,24 +105,21 @@ class Completion:
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    """The engine's log-probability of each token under the temperature-scaled distribution. It is not read where
-    ``loss_mask`` is False."""
+    """The engine's, of each token under the temperature-scaled distribution; not read where ``loss_mask`` is False."""
     loss_mask: Bools
-    """True for the tokens that the policy sampled: those that are trained on. False for those that it was given, for
-    example a tool's answer."""
+    """True for tokens that the policy sampled, which are trained on; False for what it was given, as by a tool."""
     versions: tuple[VersionSpan, ...]
     """In order; the counts sum to L."""
     finish_reason: Literal["stop", "length"]
     routing: Routing | None = None
-    """Of the first tokens of prompt and response, in all layers: P + L − 1 of them, since no engine reads the last one,
-    or fewer where the policy read less. None where it was not asked for."""
+    """Of the first tokens of prompt and response, in all layers: P + L − 1 of them (no engine reads the last one), or
+    fewer where the policy read less. None where it was not asked for."""
     forks: tuple[int, ...] = ()
-    """In a tree: after how many tokens the path to this leaf has forked, for each level of ``rollout.tree.branches``; L
-    where it ended before. The group has all its leaves in order, so that the siblings of a level stand together, and a
-    path that ended early in the place of each leaf that it stands for."""
+    """In a tree: after how many tokens the path to this leaf has forked, at each level; L where it ended before. The
+    group has all its leaves in order, and a path that ended early in the place of each leaf that it stands for."""
     fork_weights: tuple[float, ...] = ()
-    """In a tree whose branches are pruned before they are generated: ``weight`` of each level, see :data:`FORK`. A
-    branch that was not generated is in the group as a copy of its first sibling, with the weight 0. Empty: ones."""
+    """In a tree whose branches are pruned beforehand: ``weight`` of each level, see :data:`FORK`. A branch that was not
+    generated is in the group as a copy of its first sibling, with the weight 0. Empty: ones."""
 
     @property
     def oldest_version(self) -> int:
@@ -179,15 +174,19 @@ class Selection:
     """[Q], the probability with which each prompt was selected; 1 where nothing was pruned."""
     window: int
     """N, the number of candidates."""
+    samples: Ints | None = None
+    """[Q], completions of each prompt; None: ``rollout.samples_per_prompt`` of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
     """All that the planner knows of a step: no tokens. Groups are sorted by prompt id.
 
-    The example's group has ``prompt_ids`` [7], ``prompt_inclusion`` [0.5], ``prompt_lengths`` [2], ``response_lengths``
-    and ``sampled_lengths`` [[2, 3]], ``shared_lengths`` [[0, 2]], ``rewards`` [[1, 0]], ``owners`` [0] if rank 0
-    generated it, and ``window`` 2.
+    The example's group has ``prompt_ids`` [7], ``prompt_inclusion`` [0.5], ``prompt_lengths`` [2], ``samples`` [2],
+    ``response_lengths`` and ``sampled_lengths`` [[2, 3]], ``shared_lengths`` [[0, 2]], ``rewards`` [[1, 0]], ``owners``
+    [0] if rank 0 generated it, and ``window`` 2.
+
+    In [Q, G] a group's completions come first. Behind those of smaller groups is padding, which nothing may count.
     """
 
     prompt_ids: Ints
@@ -196,6 +195,8 @@ class StepMetadata:
     """[Q]"""
     prompt_lengths: Ints
     """[Q], tokens."""
+    samples: Ints
+    """[Q], completions of each group."""
     response_lengths: Ints
     """[Q, G], all tokens of a response."""
     shared_lengths: Ints
@@ -205,8 +206,7 @@ class StepMetadata:
     rewards: Floats
     """[Q, G]"""
     score_norms: Floats
-    """[Q, G], a proxy of the norm of each completion's score ∇ log π: √Σ_t (1 − p_t)², p_t the engine's probabilities;
-    ones where an engine reports none."""
+    """[Q, G], a proxy of the norm of each score ∇ log π: √Σ_t (1 − p_t)², p_t the engine's; ones without these."""
     forks: Forks
     """[Q, G, B], of completions that are the leaves of a tree; B = 0 without one."""
     versions: Ints
@@ -219,7 +219,12 @@ class StepMetadata:
     @property
     def tokens(self) -> Ints:
         """[Q, G], what each completion takes up in a pack by itself: the tokens of its prompt and of its response."""
-        return self.prompt_lengths[:, None] + self.response_lengths
+        return np.where(self.present, self.prompt_lengths[:, None] + self.response_lengths, 0)
+
+    @property
+    def present(self) -> Bools:
+        """[Q, G], True for completions, False for padding."""
+        return np.arange(self.rewards.shape[1]) < self.samples[:, None]
 
 
 def no_forks(completions: tuple[int, ...]) -> Forks:
@@ -246,8 +251,7 @@ class TrainingSamples:
     prompt_length: Ints
     response_length: Ints
     shared_length: Ints
-    """[K], tokens of prompt and response that a pack holds already with the sample before, which is in the same pack;
-    0 where it holds all of them anew."""
+    """[K], tokens that the pack holds already with the sample before; 0 where it holds all of them anew."""
     advantage: Floats
     """[K]; in a tree that of the tokens before the first fork."""
     weight: Floats
@@ -301,12 +305,11 @@ class Census:
     pruned: tuple[int, int]
     """Those that were not, although they have a gradient."""
     zero_advantage: tuple[int, int]
-    """Those that were not, and have none: A = 0 and no KL term, or a group that a rule left out."""
+    """Those that have none: A = 0 and no KL term, or a group that a rule left out."""
     binary: bool
-    """Whether no group has more than two different rewards, so that its answers are right or wrong."""
+    """Whether no group has more than two different rewards."""
     by_group: tuple[Cell, ...]
-    """By the share of the group's answers that are better than its mean (where rewards are 0 and 1: its accuracy), and
-    by the answer's own side, 1 or −1."""
+    """By the share of the group's answers that are better than its mean, and by the answer's own side, 1 or −1."""
     by_reward: tuple[Cell, ...]
     """By the reward's distance from the group's mean in its standard deviations, and by side."""
     by_cause: tuple[Cell, ...]

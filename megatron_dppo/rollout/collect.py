@@ -21,6 +21,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers
 from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
+from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, RoutingShape, Score, Selection, StepMetadata
 from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
@@ -34,7 +35,6 @@ class Asked:
     """Prompts that the engine is at work on for this rank."""
 
     prompts: Sequence[Prompt]
-    samples: int
     pending: Any
     """The engine's own."""
 
@@ -64,7 +64,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """One rank's completions with what the verifier said of them, P prompts with G samples each."""
+    """One rank's completions with what the verifier said of them, of P prompts."""
 
     prompts: Sequence[Prompt]
     completions: Completions
@@ -143,14 +143,15 @@ class Collector:
 
     def begin(self, pool: PromptPool, selection: Selection, step: int, again: int = 0) -> Begun:
         """Ask the engine for this rank's share of a selection; ``again`` counts the earlier ones of the step."""
-        rollout = self._config.rollout
+        rollout, counts = self._config.rollout, selection.samples
         asked = self.ask(
             [pool[int(prompt)] for prompt in selection.prompt_ids[self._mine]],
-            samples=rollout.samples_per_prompt,
+            samples=rollout.samples_per_prompt if counts is None else rollout.most_samples,
+            counts=() if counts is None else tuple(counts[self._mine].tolist()),
             temperature=rollout.temperature,
             seed=engine_seed(self._config.run.seed, step, Purpose.SAMPLING, again),
             routing=self._routing,
-            branches=self._config.rollout.tree.branches,
+            branches=rollout.tree.branches,
         )
         return Begun(selection, asked)
 
@@ -161,13 +162,14 @@ class Collector:
             UserError: on every rank, if more than ``reward.max_failures`` of the completions could not be scored.
         """
         selection = begun.selection
-        total = len(selection.prompt_ids) * begun.asked.samples
+        each = self._config.rollout.samples_per_prompt
+        total = len(selection.prompt_ids) * each if selection.samples is None else int(selection.samples.sum())
         answers = self.answers(begun.asked, of_all=total)
         if self._routing is not None:
             self._world.together(lambda: self._check_routing(answers), what="look at the rollouts' routing")
         if self._config.rollout.tree.branches:
             self._world.together(lambda: self._check_forks(answers), what="look at where the rollouts fork")
-        groups, part = self._share(answers, selection.inclusion[self._mine], begun.asked.samples)
+        groups, part = self._share(answers, selection.inclusion[self._mine])
         parts = self._world.gather(part)
         self.check_failures(parts, total)
         return Round(groups, parts, _window_left(selection.window, parts))
@@ -194,6 +196,7 @@ class Collector:
         prompts: Sequence[Prompt],
         *,
         samples: int,
+        counts: tuple[int, ...] = (),
         temperature: float,
         seed: int,
         routing: RoutingShape | None = None,
@@ -208,8 +211,9 @@ class Collector:
             seed=seed,
             routing=routing,
             branches=branches,
+            counts=counts,
         )
-        return Asked(prompts, samples, self._engine.begin(prompts, sampling))
+        return Asked(prompts, self._engine.begin(prompts, sampling))
 
     def answers(self, asked: Asked, *, of_all: int) -> Answers:
         """Wait for the completions of this rank's prompts, and score them as they come. Collective.
@@ -245,7 +249,7 @@ class Collector:
             remedy = "Have it grow what Sampling.branches asks for (rollout/tree.py), or set rollout.tree.branches=[]"
             raise UserError("rollout.tree.branches", levels, problem, remedy)
 
-    def _share(self, answers: Answers, inclusions: Floats, samples: int) -> tuple[list[Group], _Part]:
+    def _share(self, answers: Answers, inclusions: Floats) -> tuple[list[Group], _Part]:
         groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []
         for prompt, pi, completions, scores in zip(
             answers.prompts, inclusions, answers.completions, answers.scores, strict=True
@@ -260,7 +264,8 @@ class Collector:
             truncated += sum(c.finish_reason == "length" for c in completions)
             groups.append(Group(prompt, completions, rewards + self._penalty(completions)))
             inclusion.append(pi)
-        branches = self._config.rollout.tree.branches
+        rollout = self._config.rollout
+        branches, samples = rollout.tree.branches, rollout.most_samples
         part = _Part(
             metadata=metadata_of(groups, np.array(inclusion), samples, len(branches), self._world.rank),
             raw_reward=float(raw),
@@ -305,20 +310,23 @@ class Collector:
             )
 
     def _metrics(self, parts: Sequence[_Part], metadata: StepMetadata) -> dict[str, float]:
-        rewards, lengths = metadata.rewards, metadata.response_lengths
+        lengths, groups = metadata.response_lengths, metadata.samples
         sampled = float(metadata.sampled_lengths.sum())
-        count = max(rewards.size, 1)
+        count = max(int(groups.sum()), 1)
         return {
             "rollout/raw_reward": sum(p.raw_reward for p in parts) / count,
-            "rollout/reward": float(rewards.sum()) / count,
+            "rollout/reward": float(metadata.rewards[metadata.present].sum()) / count,
             "rollout/accuracy": sum(p.correct for p in parts) / count,
             "rollout/response_len/mean": float(lengths.sum()) / count,
             "rollout/response_len/max": float(lengths.max(initial=0)),
             "rollout/truncated_ratio": sum(p.truncated for p in parts) / count,
-            "rollout/zero_std/ratio": float((rewards == rewards[:, :1]).all(axis=1).sum()) / max(len(rewards), 1),
+            "rollout/zero_std/ratio": (len(groups) - len(mixed(metadata))) / max(len(groups), 1),
             "rollout/generated_tokens": sampled,
             "rollout/unique_tokens": float(sum(p.unique_tokens for p in parts)),
             "rollout/entropy": sum(p.negative_logprob for p in parts) / max(sampled, 1.0),
+            "rollout/samples_per_prompt/min": float(groups.min(initial=count)),
+            "rollout/samples_per_prompt/max": float(groups.max(initial=0)),
+            "rollout/samples_per_prompt/mean": float(groups.sum()) / max(len(groups), 1),
             "rollout/dropped_groups": float(sum(p.failed_groups for p in parts)),
             "reward/timeouts": float(sum(p.timeouts for p in parts)),
             "reward/errors": float(sum(p.errors for p in parts)),

@@ -10,7 +10,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import BadZipFile
@@ -39,8 +39,9 @@ class RolloutsInFlight:
 
     def made_for(self, rollout: RolloutConfig) -> bool:
         """Whether these are as many completions to a prompt, with as many levels of forks, as ``rollout`` asks for."""
-        levels = len(rollout.tree.branches)
-        return self.rollouts.metadata.forks.shape[1:] == (rollout.samples_per_prompt, levels)
+        known, levels = self.rollouts.metadata, len(rollout.tree.branches)
+        fits = (known.samples >= rollout.least_samples) & (known.samples <= rollout.most_samples)
+        return bool(fits.all()) and known.forks.shape[2] == levels
 
     @property
     def routed(self) -> bool:
@@ -55,7 +56,8 @@ def write_in_flight(place: Path, in_flight: RolloutsInFlight, world: World) -> N
     _save(_file(folder, world.rank), _tokens(rollouts.held))
     if world.leads:
         words = json.dumps({"metrics": rollouts.metrics, "notes": rollouts.notes, "ranks": world.size})
-        chosen = {_CHOSEN + name: value for name, value in asdict(in_flight.selection).items()}
+        selection = asdict(in_flight.selection)
+        chosen = {_CHOSEN + name: value for name, value in selection.items() if value is not None}
         _save(folder / _STEP, {"words": np.array(words), **asdict(rollouts.metadata), **chosen})
 
 
@@ -77,11 +79,12 @@ def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> Rollout
         return None
     if "surprise" in stored:  # the score norms' name in checkpoints before they were called that
         stored["score_norms"] = stored.pop("surprise")
-    if stored.keys() >= {"rewards", "prompt_lengths"}:  # for those from before prefixes were shared, and trees
+    if stored.keys() >= {"rewards", "prompt_lengths"}:  # from before prefixes were shared, trees, groups of any size
         shape = stored["rewards"].shape
         stored = {
             "shared_lengths": prompts_shared(stored["prompt_lengths"], shape[1]),
             "forks": no_forks(shape),
+            "samples": np.full(shape[0], shape[1]),
         } | stored
     words = json.loads(str(stored["words"]))
     chosen = {name.removeprefix(_CHOSEN): value for name, value in stored.items() if name.startswith(_CHOSEN)}
@@ -147,16 +150,11 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
 def _groups(stored: dict[str, Any], metadata: StepMetadata, prompts: dict[int, Prompt]) -> dict[int, Group]:
     """The stored groups of these prompts, by row of the metadata."""
     rows = stored["rows"]
-    lengths, samples = metadata.response_lengths[rows], metadata.response_lengths.shape[1]
-    completions = list(_completions(stored, lengths.ravel()))
+    completions = _completions(stored, metadata.response_lengths[rows][metadata.present[rows]])
+    sizes = metadata.samples[rows].tolist()
+    groups = [(row, tuple(islice(completions, size))) for row, size in zip(rows.tolist(), sizes, strict=True)]
     return {
-        row: Group(
-            prompts[row],
-            tuple(completions[number * samples : (number + 1) * samples]),
-            metadata.rewards[row],
-        )
-        for number, row in enumerate(rows.tolist())
-        if row in prompts
+        row: Group(prompts[row], each, metadata.rewards[row, : len(each)]) for row, each in groups if row in prompts
     }
 
 

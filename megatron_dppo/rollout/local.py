@@ -152,9 +152,8 @@ class LocalEngine(RolloutEngine[Generated]):
         """The groups: what begins at the prompts, then what continues after its forks, and after theirs."""
         branches = sampling.branches
         trees: list[list[TreePath]] = [[] for _ in prompts]
-        stems = [
-            (tree, root_of(prompt, sampling.samples, branches)) for tree, prompt in zip(trees, prompts, strict=True)
-        ]
+        roots = [root_of(prompt, sampling.count(index), branches) for index, prompt in enumerate(prompts)]
+        stems = list(zip(trees, roots, strict=True))
         while stems:
             now, stems = stems, []
             for (tree, stem), parts in zip(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_dppo.rl.families import shared_lengths
 from megatron_dppo.rl.types import FORK, Completion, Floats, Group, StepMetadata, no_forks
@@ -16,7 +18,7 @@ def metadata_of(groups: Sequence[Group], inclusion: Floats, samples: int, levels
     Args:
         groups: Q of them; there may be none.
         inclusion: [Q], of their prompts.
-        samples: G, completions of each.
+        samples: G, completions of the largest group that any rank may have.
         levels: B, those at which completions may have forked.
         owner: the rank.
     """
@@ -24,19 +26,25 @@ def metadata_of(groups: Sequence[Group], inclusion: Floats, samples: int, levels
     forks = no_forks(shape)
     if levels:
         forks = np.array([[_forks(c) for c in g.completions] for g in groups], FORK).reshape(*shape, levels)
+
+    def table(row: Callable[[Group], Sequence[float] | Floats], dtype: type = np.int64) -> NDArray[Any]:
+        padded: NDArray[Any] = np.zeros(shape, dtype)
+        for into, group in zip(padded, groups, strict=True):
+            into[: len(group.completions)] = row(group)
+        return padded
+
     return StepMetadata(
         prompt_ids=np.array([g.prompt.id for g in groups], np.int64),
         prompt_inclusion=inclusion.astype(np.float64),
         prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups], np.int64),
-        response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups], np.int64).reshape(shape),
-        shared_lengths=np.array(
-            [shared_lengths(len(g.prompt.token_ids), g.completions) for g in groups], np.int64
-        ).reshape(shape),
-        sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups], np.int64).reshape(shape),
-        rewards=np.array([g.rewards for g in groups], np.float64).reshape(shape),
-        score_norms=np.array([[_score_norm(c) for c in g.completions] for g in groups], np.float64).reshape(shape),
+        samples=np.array([len(g.completions) for g in groups], np.int64),
+        response_lengths=table(lambda g: [len(c.token_ids) for c in g.completions]),
+        shared_lengths=table(lambda g: shared_lengths(len(g.prompt.token_ids), g.completions)),
+        sampled_lengths=table(lambda g: [int(c.loss_mask.sum()) for c in g.completions]),
+        rewards=table(lambda g: g.rewards, np.float64),
+        score_norms=table(lambda g: [_score_norm(c) for c in g.completions], np.float64),
         forks=forks,
-        versions=np.array([[c.oldest_version for c in g.completions] for g in groups], np.int64).reshape(shape),
+        versions=table(lambda g: [c.oldest_version for c in g.completions]),
         owners=np.full(len(groups), owner, np.int64),
         window=0.0,
     )
@@ -70,7 +78,8 @@ def staleness(metadata: StepMetadata, version: int) -> dict[str, float]:
         ``rollout/stale_tokens``, the share of tokens in completions that older weights have made, if only in part; and
         ``rollout/version_lag``, the mean over completions of how many versions older the oldest of these weights are.
     """
-    lag, lengths = version - metadata.versions, metadata.sampled_lengths
+    present = metadata.present
+    lag, lengths = version - metadata.versions[present], metadata.sampled_lengths[present]
     return {
         "rollout/stale_tokens": float(lengths[lag != 0].sum()) / max(float(lengths.sum()), 1.0),
         "rollout/version_lag": float(lag.sum()) / max(np.size(lag), 1),

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import advantages, objective_for
+from megatron_dppo.rl.group_sizes import compared_size, counted_size, group_advantages
+from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.pruning.allocation import allocate
 from megatron_dppo.rl.pruning.features import PromptFeatures
 from megatron_dppo.rl.pruning.forecast import Judgement, PromptForecast, Visits
 from megatron_dppo.rl.pruning.minibatch import advantages_of_segments, completion_candidates
@@ -128,6 +131,7 @@ class PromptSampler:
             )
         self._config, self._pool_size = config, pool_size
         self._objective = objective_for(config.loss)
+        self._as_of = compared_size(config.rollout, self._objective)
         self._order = PromptOrder(pool_size, config.run.seed)
         prompts = config.pruning.prompts
         self._history = PromptForecast(prompts.decay, PromptFeatures(pool), prompts.predictor)
@@ -156,7 +160,7 @@ class PromptSampler:
 
     def _draw(self, step: int, window: Ints, again: int = 0) -> Selection:
         pruning = self._config.pruning.prompts
-        return select(
+        selection = select(
             window,
             self._history,
             pruning,
@@ -165,19 +169,40 @@ class PromptSampler:
             keep=scheduled_keep(pruning.keep, pruning.schedule, step, self._config.run.steps),
             rng=generator(self._config.run.seed, step, Purpose.PROMPTS, again),
         )
+        return self.with_sizes(selection)
+
+    def with_sizes(self, selection: Selection) -> Selection:
+        """The same prompts with the number of completions of each, by what is now known of them."""
+        allocation, ids = self._config.rollout.allocation, selection.prompt_ids
+        if self._as_of is None:
+            return replace(selection, samples=None)
+        square = self._history.expected_square(ids, group_size=self._as_of, normalised=self._objective.normalise)
+        samples = allocate(
+            square / selection.inclusion**2,
+            self._history.expected_tokens(ids),
+            mean=self._config.rollout.samples_per_prompt,
+            least=allocation.least,
+            most=allocation.most,
+        )
+        return replace(selection, samples=samples)
 
     def remember(self, metadata: StepMetadata) -> Judgement:
         """Learn from a step's full groups, once nothing of that step is left to be drawn, and say how well they had
         been predicted."""
+        rewards, samples, normalise = metadata.rewards, metadata.samples, self._objective.normalise
         segments = advantages_of_segments(metadata, self._config, self._objective)
-        score = completion_candidates(metadata, self._config, self._objective, segments).score
+        terms = completion_candidates(metadata, self._config, self._objective, segments).score
+        terms *= metadata.prompt_inclusion[:, None]
+        group_size = counted_size(samples, self._config.rollout)
         return self._history.judge_and_learn(
             Visits(
                 prompt_ids=metadata.prompt_ids,
-                rewards=metadata.rewards,
-                advantages=advantages(metadata.rewards, normalise=self._objective.normalise),
-                squares=((score * metadata.prompt_inclusion[:, None]) ** 2).sum(axis=1),
-                tokens=np.maximum(metadata.sampled_lengths, 1).mean(axis=1),
+                samples=samples,
+                group_size=group_size,
+                rewards=rewards,
+                advantages=group_advantages(rewards, samples, normalise=normalise, as_of=self._as_of),
+                squares=(terms**2).sum(axis=1) * samples / group_size,
+                tokens=np.maximum(metadata.sampled_lengths.sum(axis=1) / samples, 1.0),
             )
         )
 

@@ -60,6 +60,14 @@ def test_a_run_has_every_section_with_its_figures(tmp_path: Path) -> None:
     assert shown.values("data-axis") == ["1", "2", "3", "4"]
 
 
+def test_a_run_says_within_which_bounds_prompts_were_given_completions(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert "64 prompts × 8 samples · seed" in write(folder).text
+    settings = folder / "config.yaml"
+    settings.write_text(settings.read_text().replace("    rule: equal", "    rule: neyman"))
+    assert "64 prompts × 8 samples (4 to 16) · seed" in write(folder).text
+
+
 def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     shown = write(write_run(tmp_path / "a"), write_run(tmp_path / "b", pruning=UNPRUNED))
     after = shown.text[shown.text.index("Only what differs") : shown.text.index("All settings of a")]

@@ -22,6 +22,7 @@ def step_metadata(
         "prompt_ids": np.sort(rng.permutation(1000)[:groups]),
         "prompt_inclusion": np.ones(groups),
         "prompt_lengths": rng.integers(5, 30, groups),
+        "samples": np.full(groups, samples),
         "response_lengths": lengths,
         "sampled_lengths": fields.get("response_lengths", lengths),
         "rewards": (rng.random((groups, samples)) < rng.random((groups, 1))).astype(float),

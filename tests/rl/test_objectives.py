@@ -53,6 +53,8 @@ def test_no_buffer_means_no_penalty():
 
 
 LENGTHS = np.array([[2, 4], [5, 10]])
+WHOLE = np.ones((2, 2))
+"""Each completion stands for itself."""
 
 
 @pytest.mark.parametrize(
@@ -64,9 +66,15 @@ LENGTHS = np.array([[2, 4], [5, 10]])
     ],
 )
 def test_coefficients_and_normalisers_are_those_of_the_table(aggregation: Aggregation, c: list[list[float]], z: float):
-    np.testing.assert_array_equal(coefficient(aggregation, LENGTHS), c)
+    np.testing.assert_array_equal(coefficient(aggregation, LENGTHS, WHOLE), c)
     whole = normaliser(
-        aggregation, sampled_lengths=LENGTHS, prompt_inclusion=np.ones(2), prompts=2, max_response_tokens=16
+        aggregation,
+        sampled_lengths=LENGTHS,
+        share=WHOLE,
+        group_size=2,
+        prompt_inclusion=np.ones(2),
+        prompts=2,
+        max_response_tokens=16,
     )
     assert whole == z
 
@@ -74,13 +82,13 @@ def test_coefficients_and_normalisers_are_those_of_the_table(aggregation: Aggreg
 @pytest.mark.parametrize(("aggregation", "share"), [("seq_mean", 3 / 4), ("token_mean", 17 / 21), ("constant", 3 / 4)])
 def test_the_kept_normaliser_counts_what_is_kept(aggregation: Aggregation, share: float):
     kept = np.array([[True, False], [True, True]])
-    given = {"sampled_lengths": LENGTHS, "prompt_inclusion": np.ones(2)}
+    given = {"sampled_lengths": LENGTHS, "share": WHOLE, "prompt_inclusion": np.ones(2)}
     assert kept_share(aggregation, **given, kept=kept) == pytest.approx(share)
 
 
 def test_the_kept_normaliser_counts_a_pruned_prompt_for_those_it_stands_for():
     kept = np.array([[True, False], [True, True]])
-    seldom = {"sampled_lengths": LENGTHS, "prompt_inclusion": np.array([0.5, 1.0])}
+    seldom = {"sampled_lengths": LENGTHS, "share": WHOLE, "prompt_inclusion": np.array([0.5, 1.0])}
     assert kept_share("seq_mean", **seldom, kept=kept) == pytest.approx((2 + 2) / (4 + 2))
 
 
@@ -90,6 +98,8 @@ def test_unrolled_prompts_count_in_every_normaliser():
         aggregation: normaliser(
             aggregation,
             sampled_lengths=LENGTHS,
+            share=WHOLE,
+            group_size=2,
             prompt_inclusion=np.array([0.5, 0.1]),
             prompts=10,
             max_response_tokens=16,

@@ -41,6 +41,7 @@ def metadata_of(given: Forests, groups: slice = slice(None)) -> StepMetadata:
         prompt_ids=np.arange(count),
         prompt_inclusion=np.ones(count),
         prompt_lengths=np.full(count, 2),
+        samples=np.full(count, given.lengths.shape[1]),
         response_lengths=given.lengths[groups],
         shared_lengths=prompts_shared(np.full(count, 2), given.lengths.shape[1]),
         sampled_lengths=given.lengths[groups],

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.config import Config, PackConfig, PromptPruningConfig, replace
+from megatron_dppo.config import AllocationConfig, Config, PackConfig, PromptPruningConfig, replace
 from megatron_dppo.rl import plan as planning
 from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.losses import token_losses
@@ -59,14 +59,17 @@ class World:
     engine_logprobs: list[list[np.ndarray]]
     rewards: np.ndarray
     history: PromptHistory = field(default_factory=lambda: PromptHistory(0.9))
+    samples: np.ndarray = field(default_factory=lambda: np.full(PROMPTS, SAMPLES))
+    """Completions that each prompt is given, the first of its ``responses``."""
 
     def metadata(self, selection: Selection) -> StepMetadata:
         ids = selection.prompt_ids
         logprobs = [[self.engine_logprobs[q][i] for i in range(SAMPLES)] for q in ids]
-        return StepMetadata(
+        whole = StepMetadata(
             prompt_ids=ids,
             prompt_inclusion=selection.inclusion,
             prompt_lengths=np.array([len(self.prompts[q]) for q in ids]),
+            samples=self.samples[ids],
             response_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
             shared_lengths=prompts_shared(np.array([len(self.prompts[q]) for q in ids]), SAMPLES),
             sampled_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
@@ -77,6 +80,9 @@ class World:
             owners=np.zeros(len(ids), dtype=np.int64),
             window=float(selection.window),
         )
+        padded = ("response_lengths", "shared_lengths", "sampled_lengths", "rewards", "score_norms")
+        zeroed = {name: np.where(whole.present, getattr(whole, name), 0) for name in padded}
+        return dataclasses.replace(whole, **zeroed)
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +197,9 @@ def draws(metadata: StepMetadata, config: Config) -> Iterator[tuple[FixedOffset 
     """Every outcome of the draw of completions, as the generator that brings it about, with its probability."""
     rule = config.pruning.completions
     known = prune_minibatch(metadata, config, objective_for(config.loss), keep=rule.keep, rng=np.random.default_rng())
-    groups = np.repeat(np.arange(len(known.advantage)), SAMPLES)
-    inclusion = known.inclusion.ravel()[np.lexsort((known.advantage.ravel(), groups))]
+    groups, _ = np.nonzero(metadata.present)
+    order = np.lexsort((known.advantage[metadata.present], groups))
+    inclusion = known.inclusion[metadata.present][order]
     if rule.rule != "threshold":
         yield from ((FixedOffset(offset), length) for offset, length in outcomes(inclusion))
         return
@@ -271,6 +278,16 @@ def test_no_predictor_however_bad_biases_the_gradient(world, monkeypatch, said, 
 def test_the_papers_rule_is_unbiased_over_all_of_its_masks(world, monkeypatch):
     small = dataclasses.replace(world, rewards=np.where(np.arange(PROMPTS)[:, None] < 2, world.rewards, 0.0))
     assert relative_error(small, settings("none", "threshold", name="dapo"), monkeypatch) < 1e-6
+
+
+@pytest.mark.parametrize("loss", [{"name": "grpo"}, {"name": "grpo", "kl_coef": 0.1}, {"name": "dr_grpo"}])
+@pytest.mark.parametrize("prompts", ["none", "neyman"])
+def test_so_it_is_with_groups_of_unequal_size(world, monkeypatch, loss, prompts):
+    given = dataclasses.replace(world, samples=np.array([3, 4, 2, 4, 3]))
+    config = settings(prompts, "neyman", **loss)
+    allocation = AllocationConfig(rule="neyman", least=2, most=SAMPLES)
+    rollout = replace(config.rollout, samples_per_prompt=3, allocation=allocation)
+    assert relative_error(given, replace(config, rollout=rollout), monkeypatch) < 1e-6
 
 
 @pytest.mark.parametrize(

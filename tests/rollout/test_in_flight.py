@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dppo.config import BranchConfig, RolloutConfig, TreeConfig
+from megatron_dppo.config import AllocationConfig, BranchConfig, RolloutConfig, TreeConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.types import FORK, Completion, Group, Selection, StepMetadata, VersionSpan, no_forks
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.rollout.in_flight import RolloutsInFlight, read_in_flight, write_in_flight
+from megatron_dppo.rollout.metadata import metadata_of
 from tests.rollout.scripted import as_ranks, pool_of, world_of
 
 PROMPTS = (8, 1, 5, 3, 7)
@@ -24,11 +25,11 @@ SELECTION = Selection(np.array([*PROMPTS, 2]), np.array([0.1, 0.2, 1 / 3, 0.7, 1
 METRICS = {"rollout/reward": 0.1 + 0.2, "rollout/generated_tokens": 51.0}
 
 
-def group_of(prompt: int, *, routed: bool = False) -> Group:
-    """Three completions, some of one version and some of two, with log-probabilities of every bit."""
+def group_of(prompt: int, *, routed: bool = False, samples: int = 3) -> Group:
+    """Completions, some of one version and some of two, with log-probabilities of every bit."""
     rng = np.random.default_rng(prompt)
     completions = []
-    for sample, length in enumerate(rng.integers(2, 9, 3).tolist()):
+    for sample, length in enumerate(rng.integers(2, 9, samples).tolist()):
         first = int(rng.integers(1, length))
         mixed = (VersionSpan(3, first), VersionSpan(4, length - first))
         completions.append(
@@ -41,7 +42,7 @@ def group_of(prompt: int, *, routed: bool = False) -> Group:
                 rng.integers(0, 300, (length + sample, 3, 2)).astype(np.uint16) if routed else None,
             )
         )
-    return Group(pool_of(10)[prompt], tuple(completions), rng.random(3))
+    return Group(pool_of(10)[prompt], tuple(completions), rng.random(samples))
 
 
 def batch_of(world: World, *, routed: bool = False) -> RolloutsInFlight:
@@ -51,6 +52,7 @@ def batch_of(world: World, *, routed: bool = False) -> RolloutsInFlight:
         prompt_ids=np.array(list(groups), np.int64),
         prompt_inclusion=np.array(list(groups)) / 7.0,
         prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups.values()], np.int64),
+        samples=np.full(len(groups), 3),
         response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups.values()]).reshape(shape),
         shared_lengths=np.arange(3 * len(groups)).reshape(shape),
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups.values()]).reshape(shape),
@@ -174,6 +176,44 @@ def test_rollouts_from_before_there_were_trees_are_read(tmp_path: Path) -> None:
     assert back.rollouts.metadata.forks.shape == (len(PROMPTS), 3, 0)
     for row, group in back.rollouts.held.items():
         assert same_group(group, group_of(int(back.rollouts.metadata.prompt_ids[row])))
+
+
+def unequal_batch_of(world: World) -> RolloutsInFlight:
+    """Of prompt p there are 2 + p % 3 completions, of four that there may be."""
+    mine = PROMPTS[world.rank :: world.size]
+    groups = {prompt: group_of(prompt, samples=2 + prompt % 3) for prompt in mine}
+    part = metadata_of(list(groups.values()), np.ones(len(groups)), samples=4, levels=0, owner=world.rank)
+    metadata = gather_metadata(world.gather(part), window=11.7)
+    held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
+    selection = replace(SELECTION, samples=2 + SELECTION.prompt_ids % 3)
+    return RolloutsInFlight(selection, Collected(held, metadata, METRICS, ()))
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (2, 3), (3, 1)])
+def test_groups_of_unequal_size_come_back_as_they_were(writers: int, readers: int, tmp_path: Path) -> None:
+    as_ranks(writers, lambda world: write_in_flight(tmp_path, unequal_batch_of(world), world))
+    for batch in as_ranks(readers, lambda world: read(world, tmp_path)):
+        known = batch.rollouts.metadata
+        assert known.samples.tolist() == (2 + known.prompt_ids % 3).tolist()
+        np.testing.assert_array_equal(batch.selection.samples, 2 + SELECTION.prompt_ids % 3)
+        for row, group in batch.rollouts.held.items():
+            prompt = int(known.prompt_ids[row])
+            assert same_group(group, group_of(prompt, samples=2 + prompt % 3))
+        for least, most, fits in ((2, 4, True), (2, 3, False), (3, 4, False)):
+            allocation = AllocationConfig(rule="neyman", least=least, most=most)
+            assert batch.made_for(RolloutConfig(samples_per_prompt=3, allocation=allocation)) == fits
+        assert not batch.made_for(RolloutConfig(samples_per_prompt=3))
+
+
+def test_rollouts_from_before_groups_could_differ_in_size_are_read(tmp_path: Path) -> None:
+    wrote(world_of(1, 0), tmp_path)
+    file = tmp_path / "rollouts" / "step.npz"
+    with np.load(file) as stored:
+        np.savez(file, **{name: stored[name] for name in stored.files if name != "samples"})
+    back = read(world_of(1, 0), tmp_path)
+    assert back.rollouts.metadata.samples.tolist() == [3] * len(PROMPTS)
+    assert back.selection.samples is None
+    assert back.made_for(RolloutConfig(samples_per_prompt=3))
 
 
 def test_forks_come_back_with_their_weights(tmp_path: Path) -> None:

@@ -106,6 +106,14 @@ def test_prompts_are_shared_out_and_come_back_in_their_order(http: Http) -> None
     assert sorted(len(server.asks) for server in servers) == [4, 5]
 
 
+def test_every_prompt_is_given_its_own_number_of_samples(http: Http) -> None:
+    server = Script("http://a", http, _answers)
+    batch = _dispatcher(http, server).begin(_prompts(3), replace(SAMPLING, counts=(1, 3, 2)), 5)
+    batch.wait(20.0)
+    assert [len(group) for group in batch.groups()] == [1, 3, 2]
+    assert {ask.token_ids[0]: ask.samples for ask in server.asks} == {1: 1, 2: 3, 3: 2}
+
+
 def test_what_a_dead_server_had_is_asked_again_whole_of_another(http: Http) -> None:
     def dies(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
         server.alive = False

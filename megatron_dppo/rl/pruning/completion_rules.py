@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dppo.rl.pruning.sampling import DRAWS, ROUNDING, Rule, below_mean, capped_proportional, draw_bernoulli
-from megatron_dppo.rl.types import Bools, Floats
+from megatron_dppo.rl.types import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionCandidates:
     """What a rule may know of the completions of one minibatch, whole groups: nothing that depends on the draw. [Q, G].
+
+    Groups may differ in size; padding has the cost, the score and the advantage 0, and no rule may count it.
 
     A group of one right and three wrong answers has ``advantage`` [[1.73, −0.58, −0.58, −0.58]]. With 100 tokens each
     ``cost`` is [[100, 100, 100, 100]]. At ``pruning.max_weight`` 5 ``floor`` is [[0.2, 0.2, 0.2, 0.2]].
@@ -33,7 +35,15 @@ class CompletionCandidates:
     floor: Floats
     """Least inclusion probability. It bounds the weight 1/(π_prompt·π_completion)."""
     zero_advantage: Bools
-    """A = 0 and no KL term: the gradient is exactly 0. Every rule drops these, and weighs nothing up for them."""
+    """A = 0 and no KL term: the gradient is exactly 0. Every rule drops these, and weighs nothing up for them. True for
+    padding, too."""
+    present: Bools
+    """False for padding."""
+
+    @property
+    def samples(self) -> Ints:
+        """[Q, 1], completions of each group."""
+        return self.present.sum(axis=1, keepdims=True)
 
 
 def keep_all(candidates: CompletionCandidates, keep: float) -> Floats:
@@ -41,15 +51,17 @@ def keep_all(candidates: CompletionCandidates, keep: float) -> Floats:
     return np.ones_like(candidates.advantage)
 
 
-def prunable(advantage: Floats) -> Bools:
+def prunable(candidates: CompletionCandidates) -> Bools:
     """[Q, G], True if |A| is strictly below its group's mean |A|, and for all of a group whose |A| are all equal.
 
     For rewards of 0 and 1 that is the majority outcome of each group.
     """
-    magnitude = np.abs(advantage)
-    alike = np.ptp(magnitude, axis=1, keepdims=True) <= ROUNDING * magnitude.max(axis=1, keepdims=True)
-    low: Bools = below_mean(magnitude, magnitude.mean(axis=1, keepdims=True)) | alike
-    return low
+    magnitude = np.abs(candidates.advantage)
+    least = np.where(candidates.present, magnitude, np.inf).min(axis=1, keepdims=True)
+    most = magnitude.max(axis=1, keepdims=True)
+    mean = magnitude.sum(axis=1, keepdims=True) / candidates.samples
+    low: Bools = below_mean(magnitude, mean) | (most - least <= ROUNDING * most)
+    return low & candidates.present
 
 
 def threshold(candidates: CompletionCandidates, keep: float) -> Floats:
@@ -57,7 +69,7 @@ def threshold(candidates: CompletionCandidates, keep: float) -> Floats:
 
     It meets no budget: the share kept follows from the rewards.
     """
-    return np.where(prunable(candidates.advantage), keep, 1.0)
+    return np.where(prunable(candidates), keep, 1.0)
 
 
 def neyman(candidates: CompletionCandidates, keep: float) -> Floats:
@@ -77,7 +89,7 @@ def threshold_deterministic(candidates: CompletionCandidates, keep: float) -> Fl
     |A| those sampled first are dropped first.
     """
     kept = np.ones_like(candidates.advantage)
-    low = prunable(candidates.advantage)
+    low = prunable(candidates)
     for row, group in enumerate(np.abs(candidates.advantage)):
         (members,) = np.nonzero(low[row])
         dropped = math.floor((1.0 - keep) * len(members) + 1e-9)
@@ -87,7 +99,7 @@ def threshold_deterministic(candidates: CompletionCandidates, keep: float) -> Fl
 
 def draws_weight(candidates: CompletionCandidates, keep: float) -> Floats:
     """1/keep for the prunable, else 1: the weights of the paper's draw, although this rule keeps another share."""
-    return np.where(prunable(candidates.advantage), 1.0 / keep, 1.0)
+    return np.where(prunable(candidates), 1.0 / keep, 1.0)
 
 
 def top_k(candidates: CompletionCandidates, keep: float) -> Floats:
@@ -98,10 +110,11 @@ def top_k(candidates: CompletionCandidates, keep: float) -> Floats:
     """
     magnitude = np.abs(candidates.advantage)
     magnitude = np.round(magnitude / max(magnitude.max(initial=0.0), np.finfo(float).tiny), 9)
+    magnitude[~candidates.present] = -1.0
     turn = np.broadcast_to(np.arange(magnitude.shape[1]), magnitude.shape)
     order = np.lexsort((turn.ravel(), -magnitude.ravel()))
     kept = np.zeros(magnitude.size)
-    kept[order[: max(1, round(keep * magnitude.size))]] = 1.0
+    kept[order[: max(1, round(keep * candidates.present.sum()))]] = 1.0
     return kept.reshape(magnitude.shape)
 
 
@@ -110,12 +123,11 @@ def extremes(candidates: CompletionCandidates, keep: float) -> Floats:
 
     Half of ``keep`` of a group, one at least, on either side, and no weights. Of equal A the first are the worst.
     """
-    completions = candidates.advantage.shape[1]
-    each = max(1, round(keep * completions / 2))
-    order = np.argsort(candidates.advantage, axis=1, kind="stable")
     kept = np.zeros_like(candidates.advantage)
-    for side in order[:, :each], order[:, completions - each :]:
-        np.put_along_axis(kept, side, 1.0, axis=1)
+    for row, samples in enumerate(candidates.samples[:, 0].tolist()):
+        each = max(1, round(keep * samples / 2))
+        order = np.argsort(candidates.advantage[row, :samples], kind="stable")
+        kept[row, order[:each]] = kept[row, order[samples - each :]] = 1.0
     return kept
 
 
@@ -165,8 +177,9 @@ def draw_completions(
     each over bad and good completions.
     """
     decide = DRAWS[draw] if draw else COMPLETION_RULES[rule].draw
-    group = np.repeat(np.arange(len(inclusion)), inclusion.shape[1])
-    order = np.lexsort((candidates.advantage.ravel(), group))
-    kept = np.empty(inclusion.size, dtype=np.bool_)
-    kept[order] = decide(inclusion.ravel()[order], rng)
-    return kept.reshape(inclusion.shape)
+    group, sample = np.nonzero(candidates.present)
+    order = np.lexsort((candidates.advantage[group, sample], group))
+    group, sample = group[order], sample[order]
+    kept = np.zeros(inclusion.shape, dtype=np.bool_)
+    kept[group, sample] = decide(inclusion[group, sample], rng)
+    return kept

@@ -14,7 +14,7 @@ from megatron_dppo.rl.types import Bools, Cell, Census, Floats, StepMetadata
 
 # The coordinates of the census's tables are rounded, so that the tables stay small.
 PER_GROUP = 16
-"""The share of a group's answers that are better than its mean is exact for groups up to this size."""
+"""The share of a group's answers that are better than its mean is exact for groups of one size up to this."""
 PER_DEVIATION = 2
 PER_OCTAVE_OF_LENGTH = 4
 PER_OCTAVE_OF_SCORE = 2
@@ -55,13 +55,14 @@ def prune_metrics(
     """
     prompts = sum(len(part.prompt_ids) for part, _ in parts)
     tokens = np.concatenate([part.tokens for part, _ in parts])
+    present = np.concatenate([part.present for part, _ in parts])
     kept, zero_advantage, advantage, weight = _of_all(parts, "kept", "zero_advantage", "advantage", "weight")
     weight = weight[kept]
     metrics = {
         "prune/kept_prompt_fraction": prompts / window if window else 0.0,
-        "prune/kept_completion_fraction": float(kept.mean()) if kept.size else 0.0,
+        "prune/kept_completion_fraction": float(kept[present].mean()) if kept.size else 0.0,
         "prune/kept_token_fraction": float(tokens[kept].sum() / tokens.sum()) if kept.size else 0.0,
-        "prune/zero_advantage_fraction": float((advantage == 0.0).mean()) if kept.size else 0.0,
+        "prune/zero_advantage_fraction": float((advantage[present] == 0.0).mean()) if kept.size else 0.0,
         "prune/max_weight": float(weight.max(initial=0.0)),
         "prune/saved_tokens_prompts": max(window - prompts, 0.0) * float(tokens.sum()) / max(prompts, 1)
         if biased_prompts
@@ -101,7 +102,7 @@ def variance_inflation(parts: Sequence[tuple[StepMetadata, Pruned]]) -> float:
     prompts rolled out. This is the variance of *independent* draws with the same probabilities. A systematic draw has
     less, of which there is no unbiased estimate. 1 if every advantage is 0.
     """
-    squares = [(_squares(part, pruned), pruned.weight) for part, pruned in parts]
+    squares = [(_squares(part, pruned), pruned.weight[part.present]) for part, pruned in parts]
     full = sum(float(square.sum()) for square, _ in squares)
     return sum(float((square * weight).sum()) for square, weight in squares) / full if full > 0.0 else 1.0
 
@@ -134,17 +135,17 @@ def gradient_noise(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Noise:
     """The noise of a step whose weights are 1/(π_prompt·π)."""
     sampling = prompts = completions = 0.0
     for part, pruned in parts:
-        square = _squares(part, pruned)
-        first = 1.0 / part.prompt_inclusion[:, None]
+        square, present = _squares(part, pruned), part.present
+        first = np.broadcast_to(1.0 / part.prompt_inclusion[:, None], present.shape)[present]
         sampling += float(square.sum())
         prompts += float((square * (first - 1.0)).sum())
-        completions += float((square * np.maximum(pruned.weight - first, 0.0)).sum())
+        completions += float((square * np.maximum(pruned.weight[present] - first, 0.0)).sum())
     return Noise(sampling, prompts, completions)
 
 
 def _squares(part: StepMetadata, pruned: Pruned) -> Floats:
-    """[Q, G], h²/π_prompt: a completion's term in the estimate of Σ h² over the window."""
-    squares: Floats = _term_norm(part, pruned) ** 2 / part.prompt_inclusion[:, None]
+    """[n], h²/π_prompt: a completion's term in the estimate of Σ h² over the window."""
+    squares: Floats = (_term_norm(part, pruned) ** 2 / part.prompt_inclusion[:, None])[part.present]
     return squares
 
 
@@ -168,7 +169,9 @@ def _tokens_not_rolled_out(part: StepMetadata) -> float:
 
 def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
     """Count a step's completions: of all its minibatches, and of the groups that were ``left_out``."""
-    rewards, tokens = (np.concatenate([getattr(part, name) for part, _ in parts]) for name in ("rewards", "tokens"))
+    rewards, tokens, present = (
+        np.concatenate([getattr(part, name) for part, _ in parts]) for name in ("rewards", "tokens", "present")
+    )
     lengths = np.concatenate([part.response_lengths for part, _ in parts]).astype(np.float64)
     score = np.concatenate([_term_norm(part, pruned) / part.prompt_inclusion[:, None] for part, pruned in parts])
     kept, zero_advantage, advantage, inclusion = _of_all(parts, "kept", "zero_advantage", "advantage", "inclusion")
@@ -180,18 +183,19 @@ def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
     def table(x: Floats, y: Floats) -> tuple[Cell, ...]:
         return _table(x[has_advantage], y[has_advantage], inclusion[has_advantage], kept[has_advantage])
 
-    low, high = rewards.min(axis=1, keepdims=True), rewards.max(axis=1, keepdims=True)
-    side = np.sign(advantage)
-    better = np.broadcast_to((side > 0.0).sum(axis=1, keepdims=True) / max(side.shape[1], 1), side.shape)
+    low = np.where(present, rewards, np.inf).min(axis=1, keepdims=True)
+    high = np.where(present, rewards, -np.inf).max(axis=1, keepdims=True)
+    side, samples = np.sign(advantage), present.sum(axis=1, keepdims=True)
+    better = np.broadcast_to((side > 0.0).sum(axis=1, keepdims=True) / samples, side.shape)
     typical = float(np.median(score[has_advantage])) if has_advantage.any() else 1.0
     octaves = np.clip(_log2(score / (typical or 1.0)), -WIDEST_SCORE, WIDEST_SCORE)
     return Census(
         kept=total(kept),
         pruned=total(~kept & ~zero_advantage),
-        zero_advantage=total(~kept & zero_advantage),
-        binary=bool(((rewards == low) | (rewards == high)).all()),
-        by_group=table(_rounded(better, min(side.shape[1], PER_GROUP)), side),
-        by_reward=table(_rounded(_deviations(rewards), PER_DEVIATION), side),
+        zero_advantage=total(~kept & zero_advantage & present),
+        binary=bool(((rewards == low) | (rewards == high) | ~present).all()),
+        by_group=table(_rounded(better, min(int(samples.max(initial=1)), PER_GROUP)), side),
+        by_reward=table(_rounded(_deviations(rewards, present), PER_DEVIATION), side),
         by_cause=table(_rounded(_log2(lengths), PER_OCTAVE_OF_LENGTH), _rounded(octaves, PER_OCTAVE_OF_SCORE)),
     )
 
@@ -208,10 +212,12 @@ def _table(x: Floats, y: Floats, inclusion: Floats, kept: Bools) -> tuple[Cell, 
     )
 
 
-def _deviations(rewards: Floats) -> Floats:
+def _deviations(rewards: Floats, present: Bools) -> Floats:
     """[Q, G], (r − mean) / std of its group; 0 where its rewards are equal. Whatever the objective normalises by."""
-    spread = rewards.std(axis=1, keepdims=True)
-    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    samples = present.sum(axis=1, keepdims=True)
+    mean = np.where(present, rewards, 0.0).sum(axis=1, keepdims=True) / samples
+    centred = np.where(present, rewards - mean, 0.0)
+    spread = np.sqrt((centred**2).sum(axis=1, keepdims=True) / samples)
     return np.divide(centred, spread, out=np.zeros_like(centred), where=spread > 0.0)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dppo.config import Config
-from megatron_dppo.rl.objectives import Objective, advantages, coefficient, kept_share, normaliser
+from megatron_dppo.rl.group_sizes import compared_size, counted_size, group_advantages
+from megatron_dppo.rl.objectives import Objective, coefficient, kept_share, normaliser, shares
 from megatron_dppo.rl.pruning.completion_rules import (
     CompletionCandidates,
     completion_inclusion,
@@ -38,7 +39,8 @@ class Pruned:
     weights of its own in place of 1/π."""
     kept: Bools
     zero_advantage: Bools
-    """A = 0 and no KL term: the gradient is exactly 0. No rule trains on these, and none is said to save them."""
+    """A = 0 and no KL term: the gradient is exactly 0. No rule trains on these, and none is said to save them. True for
+    padding, too."""
     segments: Floats
     """[Q, G, B + 1], the advantage of each segment of a path in a tree, of which ``advantage`` is a mean; B = 0, and
     ``advantage`` itself, without one."""
@@ -61,7 +63,8 @@ def prune_minibatch(
         rng: for this one draw.
     """
     pruning = config.pruning.completions
-    c = coefficient(objective.aggregation, part.sampled_lengths)
+    group_size = counted_size(part.samples, config.rollout)
+    share = shares(part.samples, part.present, group_size)
     segments = advantages_of_segments(part, config, objective)
     candidates = completion_candidates(part, config, objective, segments)
     if pruning.schedule.shape == "adaptive":
@@ -76,6 +79,8 @@ def prune_minibatch(
     z = normaliser(
         objective.aggregation,
         sampled_lengths=part.sampled_lengths,
+        share=share,
+        group_size=group_size,
         prompt_inclusion=part.prompt_inclusion,
         prompts=len(part.prompt_ids) if PROMPT_RULES[config.pruning.prompts.rule].biased else part.window,
         max_response_tokens=config.rollout.max_response_tokens,
@@ -84,12 +89,13 @@ def prune_minibatch(
         z *= kept_share(
             objective.aggregation,
             sampled_lengths=part.sampled_lengths,
+            share=share,
             prompt_inclusion=part.prompt_inclusion,
             kept=kept,
         )
     return Pruned(
         advantage=candidates.advantage,
-        coefficient=c,
+        coefficient=coefficient(objective.aggregation, part.sampled_lengths, share),
         inclusion=inclusion,
         weight=completion_weight(pruning.rule, candidates, inclusion, keep) / part.prompt_inclusion[:, None],
         kept=kept,
@@ -103,7 +109,8 @@ def advantages_of_segments(part: StepMetadata, config: Config, objective: Object
     """[Q, G, B + 1], the advantage of each segment of a path in a tree; B = 0, one for a completion, without."""
     tree = config.rollout.tree
     if not tree.branches:
-        return advantages(part.rewards, normalise=objective.normalise)[..., None]
+        as_of = compared_size(config.rollout, objective)
+        return group_advantages(part.rewards, part.samples, normalise=objective.normalise, as_of=as_of)[..., None]
     return segment_advantages(part.rewards, part.response_lengths, part.forks, tree)
 
 
@@ -114,12 +121,15 @@ def completion_candidates(
     advantage = segments[..., 0]
     if part.forks.shape[-1]:
         advantage = path_advantages(segments, part.response_lengths, part.score_norms, part.forks)
-    c, prompt_inclusion = coefficient(objective.aggregation, part.sampled_lengths), part.prompt_inclusion[:, None]
+    present, prompt_inclusion = part.present, part.prompt_inclusion[:, None]
+    share = shares(part.samples, present, counted_size(part.samples, config.rollout))
+    c = coefficient(objective.aggregation, part.sampled_lengths, share)
     score_norms = 1.0 if config.pruning.completions.score == "advantage" else part.score_norms
     return CompletionCandidates(
         advantage=advantage,
         score=np.abs(advantage) * c * score_norms / prompt_inclusion,
         cost=part.tokens.astype(np.float64),
         floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
-        zero_advantage=(advantage == 0.0) & (config.loss.kl_coef == 0.0),
+        zero_advantage=((advantage == 0.0) & (config.loss.kl_coef == 0.0)) | ~present,
+        present=present,
     )

@@ -95,7 +95,8 @@ def in_rounds(pruning: PruningConfig) -> bool:
 
 def mixed(metadata: StepMetadata) -> Ints:
     """The groups, by their index, whose rewards differ."""
-    return np.flatnonzero((metadata.rewards != metadata.rewards[:, :1]).any(axis=1))
+    differs = metadata.rewards != metadata.rewards[:, :1]
+    return np.flatnonzero((differs & metadata.present).any(axis=1))
 
 
 def next_round(wanted: int, found: int, looked_at: int) -> int:

@@ -176,7 +176,7 @@ class Conversations:
     async def __call__(
         self, server: ServerClient, prompt: Prompt, sampling: Sampling, read_versions: ReadVersions
     ) -> list[Completion]:
-        """``sampling.samples`` completions from one server. In the HTTP thread.
+        """``sampling.count(0)`` completions from one server. In the HTTP thread.
 
         Raises:
             ServerError: the server failed.
@@ -185,7 +185,7 @@ class Conversations:
         """
         clients = [
             ConversationClient(server, self._tokenizer, prompt, sampling, number, read_versions, self._timeout_s)
-            for number in range(sampling.samples)
+            for number in range(sampling.count(0))
         ]
         future = self._thread.start(self._converse(clients, prompt))
         try:

@@ -121,7 +121,7 @@ class Dispatcher:
 
     async def _prompt(self, batch: Batch, index: int) -> None:
         """See one prompt through."""
-        stem = root_of(batch.prompts[index], batch.sampling.samples, batch.sampling.branches)
+        stem = root_of(batch.prompts[index], batch.sampling.count(index), batch.sampling.branches)
         await self._samples(batch, index, [PartialCompletion(stem, slot) for slot in stem.slots])
         batch.prompt_ended(index)
 
@@ -174,7 +174,7 @@ class Dispatcher:
         read_versions = partial(self._spans, client, batch.oldest)
         answer: Coroutine[Any, Any, Sequence[GenerateResult | Completion]]
         if self._conversations is not None:
-            sampling = replace(batch.sampling, samples=len(samples))
+            sampling = replace(batch.sampling, counts=(len(samples),))
             answer = self._conversations(client, batch.prompts[index], sampling, read_versions)
         else:
             answer = client.generate(self._request(batch, samples, attempt), timeout_s=self._timeout_s)

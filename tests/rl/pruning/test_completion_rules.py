@@ -19,6 +19,7 @@ def candidates(rewards: np.ndarray, *, floor: float = 0.2, needs_all: bool = Fal
         cost=np.full(advantage.shape, 100.0),
         floor=np.full(advantage.shape, floor),
         zero_advantage=(advantage == 0.0) & (not needs_all),
+        present=np.ones(advantage.shape, bool),
     )
 
 

@@ -95,3 +95,13 @@ def test_equal_visits_are_counted_until_rewards_differ():
     easy, hard = visited((7, [1, 1, 1, 1])), visited((7, [0, 0, 0, 0]))
     assert easy.explore(np.array([7]))[0] < easy.explore(np.array([9]))[0], "easy prompts have come too often"
     assert hard.explore(np.array([7]))[0] == hard.explore(np.array([9]))[0]
+
+
+def test_groups_of_any_size_promise_what_they_would_as_groups_of_one_size():
+    """Rewards that are not binary are judged by Σ A², which grows with the group."""
+    small, large = np.array([[0.2, 0.7]]), np.array([[0.2, 0.7] * 4])
+    history = PromptHistory(0.5)
+    for prompt_id, group in ((1, small), (2, large)):
+        history.update(np.array([prompt_id]), group, advantages(group, normalise=False), counts_as=4)
+    assert expected(history, 1) == pytest.approx(4 * 0.25**2)
+    assert expected(history, 1) == pytest.approx(expected(history, 2))

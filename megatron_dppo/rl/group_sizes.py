@@ -1,0 +1,126 @@
+"""Advantages of groups of unequal size, with the expected gradient of groups of one size.
+
+What GRPO expects of a group depends on its size, since a completion's own reward is part of the mean and of the
+standard deviation that it is held against. For 0/1 rewards of mean p, and without the division, a group of n has
+(n − 1)/n of the gradient ∇p. With it, it has E √(p̂(1 − p̂))/(p(1 − p)) of it, p̂ being the group's own share of right
+answers: no factor known beforehand. If groups of different sizes went into one sum as they are, the larger ones would
+count more, and the objective would depend on who was given how many.
+
+So advantages here are those of groups of m completions. In a larger group they are averaged over the sub-groups of m
+that a completion is in: the group's gradient is then the mean of the gradients of these sub-groups (a U-statistic;
+Hoeffding, 1948), each of which has the expectation of a group of m.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+
+from megatron_dppo.config.rollout import RolloutConfig
+from megatron_dppo.rl.objectives import Objective, advantages
+from megatron_dppo.rl.types import Bools, Floats, Ints
+
+SHUFFLES = 32
+"""Orders of a group of more than two different rewards, in which sub-groups are windows."""
+
+
+def counted_size(samples: Ints, rollout: RolloutConfig) -> int:
+    """G of c and Z: as how many completions each prompt counts, whatever its group has.
+
+    Args:
+        samples: [Q], G_q of each group.
+        rollout: its ``allocation`` says whether they may differ.
+    """
+    if rollout.allocation.rule == "equal" and len(samples):
+        return int(samples.max())
+    return rollout.samples_per_prompt
+
+
+def compared_size(rollout: RolloutConfig, objective: Objective) -> int | None:
+    """m, the size of the groups whose expected gradient a run's advantages have; None: that which they have themselves.
+
+    Without the division by the standard deviation any size can be had from any group. With it a group must be at least
+    as large, so that it is the least that ``rollout.allocation`` gives a prompt.
+    """
+    if rollout.allocation.rule == "equal":
+        return None
+    return rollout.allocation.least if objective.normalise else rollout.samples_per_prompt
+
+
+def group_advantages(rewards: Floats, samples: Ints, *, normalise: bool, as_of: int | None) -> Floats:
+    """How much better each completion was than its group, as groups of ``as_of`` would have had it.
+
+    Args:
+        rewards: [Q, G].
+        samples: [Q], G_q of each group; what is behind is padding.
+        normalise: divide by the standard deviation of the group.
+        as_of: m, or None for each group's own size, which gives GRPO's advantages as they are; with ``normalise`` no
+            group may be smaller.
+
+    Returns:
+        [Q, G]; exactly 0.0 in padding, and in every group whose rewards are all equal.
+
+    Raises:
+        ValueError: a group is too small.
+    """
+    result = np.zeros_like(rewards)
+    for size in np.unique(samples).tolist():
+        rows = np.flatnonzero(samples == size)
+        of_size = np.ascontiguousarray(rewards[rows, :size])  # sums of rows depend on how they lie in memory
+        result[rows, :size] = _of_one_size(of_size, normalise, as_of or size)
+    return result
+
+
+def _of_one_size(rewards: Floats, normalise: bool, m: int) -> Floats:
+    """The same for groups [Q, n] of one size."""
+    n = rewards.shape[1]
+    if n == m:
+        return advantages(rewards, normalise=normalise)
+    if not normalise:
+        return advantages(rewards, normalise=False) * ((m - 1) / m) / ((n - 1) / n)
+    if n < m:
+        raise ValueError(f"A group of {n} completions has no sub-groups of {m}.")
+    lowest, highest = rewards.min(axis=1, keepdims=True), rewards.max(axis=1, keepdims=True)
+    high: Bools = rewards == highest
+    of_low, of_high = two_rewards(n, m)
+    count = high.sum(axis=1, keepdims=True)
+    result = np.where(high, of_high[count], of_low[count])
+    for row in np.flatnonzero(~(high | (rewards == lowest)).all(axis=1)):
+        result[row] = many_rewards(rewards[row], m)
+    return result
+
+
+@cache
+def two_rewards(n: int, m: int) -> tuple[Floats, Floats]:
+    """Mean advantages of the lower and of the higher of two rewards over the sub-groups of m out of n completions.
+
+    A sub-group with k high ones gives these √((m − k)/k) and the low ones −√(k/(m − k)); k has a hypergeometric
+    distribution.
+
+    Returns:
+        [n + 1] and [n + 1], by how many of the n are high; 0 where all are alike.
+    """
+    of_low, of_high = np.zeros(n + 1), np.zeros(n + 1)
+    subgroups = math.comb(n - 1, m - 1)
+    for highs in range(1, n):
+        for k in range(1, m):
+            with_high = math.comb(highs - 1, k - 1) * math.comb(n - highs, m - k)
+            with_low = math.comb(highs, k) * math.comb(n - highs - 1, m - k - 1)
+            of_high[highs] += with_high / subgroups * math.sqrt((m - k) / k)
+            of_low[highs] -= with_low / subgroups * math.sqrt(k / (m - k))
+    return of_low, of_high
+
+
+def many_rewards(rewards: Floats, m: int) -> Floats:
+    """Mean advantages of one group [n] over sub-groups of m: the windows of ``SHUFFLES`` orders closed to circles.
+
+    Every completion is in m windows of each order. The orders are the same for all groups of a size, so that they know
+    nothing of the rewards, and each window has the law of a group of m.
+    """
+    n = len(rewards)
+    orders = np.random.default_rng((n, m)).permuted(np.tile(np.arange(n), (SHUFFLES, 1)), axis=1)
+    windows = orders[:, (np.arange(n)[:, None] + np.arange(m)) % n].reshape(-1, m)
+    values = advantages(rewards[windows], normalise=True)
+    return np.bincount(windows.ravel(), values.ravel(), minlength=n) / (SHUFFLES * m)
