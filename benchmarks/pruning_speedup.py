@@ -36,12 +36,26 @@ def arm(prompts: str, completions: str, *more: str) -> tuple[str, ...]:
 
 
 BASELINE = "unpruned"
+FEW = ("pruning.prompts.keep=0.4", "pruning.completions.keep=0.3", "pruning.max_weight=10")
+RECORDS = ("pruning.prompts.predictor=record",)
+"""Prompts are predicted by their own visits, and not by their text."""
 ARMS: dict[str, tuple[str, ...]] = {
     BASELINE: arm("none", "none"),
     "neyman": (),
     "neyman, 0.3 of the tokens": ("pruning.completions.keep=0.3",),
     "neyman, completions alone, 0.3": arm("none", "neyman", "pruning.completions.keep=0.3"),
     "neyman, half the prompts, 0.3": ("pruning.prompts.keep=0.5", "pruning.completions.keep=0.3"),
+    "neyman, 0.4 of the prompts, 0.3, weights to 10": FEW,
+    "neyman, records alone": RECORDS,
+    "neyman, half the prompts, 0.3, records alone": (
+        "pruning.prompts.keep=0.5",
+        "pruning.completions.keep=0.3",
+        *RECORDS,
+    ),
+    "neyman, 0.4 of the prompts, 0.3, weights to 10, records alone": (*FEW, *RECORDS),
+    "neyman, completions alone, 0.3, unequal groups": arm(
+        "none", "neyman", "pruning.completions.keep=0.3", "rollout.allocation.rule=neyman"
+    ),
     "neyman, completions refilled": arm("none", "neyman", "pruning.refill=prompts"),
     "threshold (the paper)": arm("threshold", "threshold"),
     "threshold_deterministic": arm("none", "threshold_deterministic"),
@@ -166,11 +180,23 @@ def ratio(runs: Sequence[Run], name: str, figure: str) -> dict[str, Any] | None:
     ]
     if not logs:
         return None
-    mean = statistics.fmean(logs)
-    free = len(logs) - 1
-    reach = T_975.get(free, 2.0) * statistics.stdev(logs) / math.sqrt(len(logs)) if free else math.inf
-    interval = [math.exp(mean - reach), math.exp(mean + reach)] if free else None
+    mean, reach = mean_and_reach(logs)
+    interval = [math.exp(mean - reach), math.exp(mean + reach)] if len(logs) > 1 else None
     return {"ratio": math.exp(mean), "interval": interval, "seeds": len(logs), "of": len(seeds)}
+
+
+def mean_and_reach(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and how far its 95% interval reaches (Student's t)."""
+    free = len(values) - 1
+    spread = statistics.stdev(values) / math.sqrt(len(values)) if free else math.inf
+    return statistics.fmean(values), T_975.get(free, 2.0) * spread
+
+
+def accuracy_difference(runs: Sequence[Run], name: str) -> dict[str, Any]:
+    """Final held-out accuracy, the arm's less unpruned, seed by seed."""
+    final = {(run.arm, run.seed): run.final_accuracy for run in runs}
+    mean, reach = mean_and_reach([final[name, run.seed] - run.final_accuracy for run in runs if run.arm == BASELINE])
+    return {"difference": mean, "interval": [mean - reach, mean + reach] if math.isfinite(reach) else None}
 
 
 def compare(runs: Sequence[Run], accuracy: float) -> dict[str, Any]:
@@ -185,6 +211,7 @@ def compare(runs: Sequence[Run], accuracy: float) -> dict[str, Any]:
             "generated_tokens_ratio": ratio(runs, name, "generated_tokens_to_accuracy"),
             "backward_tokens_ratio": ratio(runs, name, "backward_tokens_to_accuracy"),
             "final_accuracy": statistics.fmean(run.final_accuracy for run in own),
+            "final_accuracy_difference": accuracy_difference(runs, name),
             "response_length": statistics.fmean(run.response_length for run in own),
             "rollout_share": statistics.fmean(run.rollout_share for run in own),
             "phases": {phase: statistics.fmean(run.phases.get(phase, 0.0) for run in own) for phase in own[0].phases},
@@ -198,6 +225,7 @@ def compare(runs: Sequence[Run], accuracy: float) -> dict[str, Any]:
         "time_to_accuracy_ratio": full.get("neyman"),
         "best": best,
         "best_time_to_accuracy_ratio": best and reached[best],
+        "best_final_accuracy_difference": best and table[best]["final_accuracy_difference"],
         "arms": table,
         "runs": [asdict(run) for run in runs],
     }
