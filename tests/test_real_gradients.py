@@ -148,7 +148,8 @@ def inclusion_of(window: Measured, rule: PromptPruningConfig) -> Floats:
     """[PROMPTS], the probabilities of a rule for prompts."""
     config = settings(window, "none", "none")
     config = replace(config, pruning=replace(config.pruning, prompts=replace(rule, draw="bernoulli")))
-    return choose(window, config, AllKept()).inclusion
+    kept = choose(window, config, AllKept())
+    return kept.inclusion[np.argsort(kept.prompt_ids)]  # in the window's order, in which prompts are drawn
 
 
 def selections(window: Measured, config: Config) -> Iterator[tuple[Selection, float]]:

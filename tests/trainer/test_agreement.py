@@ -47,7 +47,7 @@ def checked(rank: int, size: int, config: Config, mistake: str) -> tuple[Claims,
     policy.sync(engine, 3)
     before = weights_of(policy, world)
     if mistake == "weights" and rank == size - 1:
-        engine._model.model.norm.weight.mul_(1.01)
+        engine._weights["model.norm.weight"].mul_(1.01)
     servers = TwoServers(engine) if mistake == "one of two servers" else engine
     try:
         claim: Claims = check_agreement(policy, servers, pool_of(9), version=4 if mistake == "version" else 3)
