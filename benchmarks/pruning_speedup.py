@@ -46,6 +46,12 @@ ARMS: dict[str, tuple[str, ...]] = {
     "neyman, completions alone, 0.3": arm("none", "neyman", "pruning.completions.keep=0.3"),
     "neyman, half the prompts, 0.3": ("pruning.prompts.keep=0.5", "pruning.completions.keep=0.3"),
     "neyman, 0.4 of the prompts, 0.3, weights to 10": FEW,
+    "neyman, 0.3 of the prompts, 0.3, weights to 10": (
+        "pruning.prompts.keep=0.3",
+        "pruning.prompts.floor=0.15",
+        "pruning.completions.keep=0.3",
+        "pruning.max_weight=10",
+    ),
     "neyman, records alone": RECORDS,
     "neyman, half the prompts, 0.3, records alone": (
         "pruning.prompts.keep=0.5",

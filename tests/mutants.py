@@ -724,6 +724,24 @@ MUTANTS = [
         "trainer/test_preflight_servers.py",
     ),
     Mutant(
+        "rollout/a guess is taken without its draw",
+        "(drawn[:, :-1] == guesses)",
+        "(guesses == guesses)",
+        "rollout/test_drafts.py",
+    ),
+    Mutant(
+        "rollout/the cache stays where rows have moved",
+        "self._cache.depart(departure, self._reach)",
+        "pass",
+        "rollout/test_local.py",
+    ),
+    Mutant(
+        "rollout/padding is seen by what is decoded",
+        "later = torch.arange(width, device=tokens.device) > positions.unsqueeze(-1)",
+        "later = torch.arange(width, device=tokens.device) >= width + positions.unsqueeze(-1)",
+        "rollout/test_local.py",
+    ),
+    Mutant(
         "servers/the shortest first",
         "np.argsort(-candidates.expected_tokens",
         "np.argsort(candidates.expected_tokens",
