@@ -63,11 +63,12 @@ TABLE = (
     Levers(prompts=0.5),
     Levers(prompts=0.7, completions=0.5),
     Levers(prompts=0.5, completions=0.3),
+    Levers(prompts=0.4, completions=0.3),
     Levers(faster=1.5),
     Levers(faster=2.0),
     Levers(ahead=True),
     Levers(prompts=0.7, completions=0.5, faster=2.0),
-    Levers(prompts=0.5, completions=0.3, faster=2.0),
+    Levers(prompts=0.4, completions=0.3, faster=2.0),
     Levers(prompts=0.7, completions=0.5, ahead=True),
     Levers(prompts=0.7, completions=0.5, faster=2.0, ahead=True),
 )
@@ -84,15 +85,18 @@ class Price(NamedTuple):
     interval: tuple[float, float] | None
     """Of 95%; None where there are too few seeds for one."""
     seeds: int
+    share: float
+    """Of a step without pruning that rollouts took."""
     source: str
 
 
 _SUMS = 'docs/pruning.md, "Time to an accuracy"'
 PRICES = (
-    Price(1.0, 0.3, 0.98, (0.93, 1.04), 3, _SUMS),
-    Price(0.7, 0.5, 0.87, (0.81, 0.94), 3, _SUMS),
-    Price(0.7, 0.3, 0.88, None, 2, _SUMS),
-    Price(0.5, 0.3, 0.74, (0.55, 1.00), 3, _SUMS),
+    Price(1.0, 0.3, 0.98, (0.93, 1.04), 3, 0.34, _SUMS),
+    Price(0.7, 0.5, 0.92, (0.89, 0.94), 5, 0.45, _SUMS),
+    Price(0.7, 0.3, 0.88, None, 2, 0.34, _SUMS),
+    Price(0.5, 0.3, 0.76, (0.65, 0.90), 5, 0.45, _SUMS),
+    Price(0.4, 0.3, 0.84, (0.76, 0.93), 5, 0.45, _SUMS),
 )
 """All that was measured of ``neyman``. Newer figures go in here; the tables follow."""
 
@@ -103,7 +107,7 @@ def measured_price(levers: Levers) -> Price | None:
     Faster rollouts have no price. That of rolling out one step ahead has not been measured, and counts as none.
     """
     if levers.prompts == levers.completions == 1.0:
-        return Price(1.0, 1.0, 1.0, (1.0, 1.0), 0, "nothing is pruned")
+        return Price(1.0, 1.0, 1.0, (1.0, 1.0), 0, 0.0, "nothing is pruned")
     found = [p for p in PRICES if p.prompts <= levers.prompts and p.completions <= levers.completions]
     return max(found, default=None, key=lambda price: (price.prompts, price.completions))
 

@@ -47,7 +47,7 @@ def test_keeping_all_that_has_a_gradient_brings_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("prompts", "completions", "ratio"),
-    [(1.0, 1.0, 1.0), (1.0, 0.3, 0.98), (1.0, 0.5, 0.98), (0.7, 1.0, 0.87), (0.7, 0.5, 0.87), (0.5, 1.0, 0.74)],
+    [(1.0, 1.0, 1.0), (1.0, 0.3, 0.98), (1.0, 0.5, 0.98), (0.7, 1.0, 0.92), (0.7, 0.5, 0.92), (0.5, 1.0, 0.76)],
 )
 def test_a_price_is_that_of_the_least_measured_pruning_that_prunes_as_much(
     prompts: float, completions: float, ratio: float
@@ -87,9 +87,10 @@ def test_the_page_holds_the_formula_against_what_was_measured() -> None:
     page = text_of("docs/scaling.md")
     for price in PRICES:
         levers = Levers(prompts=price.prompts, completions=price.completions)
-        step = step_speed_up(levers, 0.34, mixed=0.6)
-        found = re.findall(rf"^\| {levers.words} \| ([\d.]+)x \| .* \| ([\d.]+)x \| .*$", page, re.MULTILINE)
-        assert found == [(f"{step:.2f}", f"{step * price.steps_ratio:.2f}")]
+        step = step_speed_up(levers, price.share, mixed=0.6)
+        words = rf"^\| {levers.words} \| (\d+)% \| ([\d.]+)x \| .* \| ([\d.]+)x \| .*$"
+        found = re.findall(words, page, re.MULTILINE)
+        assert found == [(f"{100 * price.share:.0f}", f"{step:.2f}", f"{step * price.steps_ratio:.2f}")]
 
 
 def test_a_plan_shows_the_levers_at_its_own_share_and_at_the_three() -> None:
@@ -116,8 +117,8 @@ def test_all_groups_have_a_gradient_with_a_kl_term() -> None:
 
 def test_the_price_in_steps_is_an_input_that_defaults_to_what_was_measured() -> None:
     made = plan()
-    assert made.steps_ratio == 0.87
-    assert made.speed_up_to_accuracy == pytest.approx(0.87 * made.speed_up)
+    assert made.steps_ratio == 0.92
+    assert made.speed_up_to_accuracy == pytest.approx(0.92 * made.speed_up)
     assert plan(steps_ratio=0.95).steps_ratio == 0.95
     assert plan("pruning.completions.rule=top_k").steps_ratio is None
 
