@@ -156,9 +156,8 @@ class LocalEngine(RolloutEngine[Generated]):
         stems = list(zip(trees, roots, strict=True))
         while stems:
             now, stems = stems, []
-            for (tree, stem), parts in zip(
-                now, self._continue([stem for _, stem in now], sampling, version), strict=True
-            ):
+            every = self._continue([stem for _, stem in now], sampling, version)
+            for (tree, stem), parts in zip(now, every, strict=True):
                 for slot, (part, entropies) in zip(stem.slots, parts, strict=True):
                     tree.append(path := grown(stem, slot, part, entropies, branches))
                     stems += [(tree, fork) for fork in forks_of(path, branches, sampling.seed)]
