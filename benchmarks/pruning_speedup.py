@@ -4,7 +4,8 @@ The task is the quickstart's ``sums``, whose policy ``scripts/quickstart.sh`` wa
 ``word_problems.py`` makes in ``runs/word_problems`` at the first call. All arms start from one warmed-up policy and
 differ in ``pruning.*`` alone; seed by seed they run in turn, so that a noisy machine treats them alike. Seconds are
 those of the steps: evaluations, checkpoints, start-up are left out. Where an accuracy lies between two evaluations, the
-time to it is interpolated. Intervals are of the geometric mean of the paired ratios over seeds (Student's t).
+time to it is interpolated. Final accuracies are compared after as many steps, or, with ``--pruned-steps``, after as many
+more as pruning makes affordable: ``run_time_ratio`` is what the whole runs took, unpruned over pruned. Intervals are of the geometric mean of the paired ratios over seeds (Student's t).
 
     python benchmarks/pruning_speedup.py [--task word_problems] [--seeds 3] [--arms neyman top_k] [--json]
 """
@@ -45,6 +46,11 @@ ARMS: dict[str, tuple[str, ...]] = {
     "neyman, 0.3 of the tokens": ("pruning.completions.keep=0.3",),
     "neyman, completions alone, 0.3": arm("none", "neyman", "pruning.completions.keep=0.3"),
     "neyman, half the prompts, 0.3": ("pruning.prompts.keep=0.5", "pruning.completions.keep=0.3"),
+    "neyman, half the prompts, 0.3, weights to 10": (
+        "pruning.prompts.keep=0.5",
+        "pruning.completions.keep=0.3",
+        "pruning.max_weight=10",
+    ),
     "neyman, 0.4 of the prompts, 0.3, weights to 10": FEW,
     "neyman, 0.3 of the prompts, 0.3, weights to 10": (
         "pruning.prompts.keep=0.3",
@@ -112,6 +118,8 @@ class Run:
 
     arm: str
     seed: int
+    seconds: float
+    """Of all its steps."""
     seconds_per_step: float
     phases: dict[str, float]
     """Seconds of a step by phase, means."""
@@ -155,6 +163,7 @@ def measure(name: str, seed: int, rows: Sequence[dict[str, float]], accuracy: fl
     return Run(
         arm=name,
         seed=seed,
+        seconds=sum(row["perf/step_time"] for row in steps),
         seconds_per_step=statistics.median(row["perf/step_time"] for row in steps),
         phases={phase: statistics.fmean(part.get(phase, 0.0) for part in parts) for phase in parts[0]},
         seconds_to_accuracy=to_accuracy("perf/step_time"),
@@ -211,6 +220,7 @@ def compare(runs: Sequence[Run], accuracy: float) -> dict[str, Any]:
     for name in arms:
         own = [run for run in runs if run.arm == name]
         table[name] = {
+            "run_time_ratio": ratio(runs, name, "seconds"),
             "step_time_ratio": ratio(runs, name, "seconds_per_step"),
             "time_to_accuracy_ratio": ratio(runs, name, "seconds_to_accuracy"),
             "steps_to_accuracy_ratio": ratio(runs, name, "steps_to_accuracy"),
@@ -263,6 +273,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--pruned-steps", type=int, help="of all arms but the unpruned one; by default as many")
     parser.add_argument("--eval-every", type=int, default=4)
     parser.add_argument("--accuracy", type=float, help="held-out accuracy to be reached; by default the task's")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, where cores suffice for their ranks")
@@ -274,10 +285,11 @@ def main() -> None:
     names = [BASELINE, *(name for name in options.arms if name != BASELINE)]
     folder = Path(tempfile.mkdtemp(prefix="pruning-speedup-"))
     words = [str(options.config), *task.settings, f"model.path={options.policy or task.policy}"]
-    words += [f"run.steps={options.steps}", f"eval.every={options.eval_every}"]
+    words += [f"eval.every={options.eval_every}"]
 
     def trained(name: str, number: int) -> Run:
-        settings = [*words, *ARMS[name], *options.settings]
+        steps = options.steps if name == BASELINE else options.pruned_steps or options.steps
+        settings = [*words, f"run.steps={steps}", *ARMS[name], *options.settings]
         place = folder / f"{names.index(name)}-{number}"
         run = train(name, options.first_seed + number, settings, place, accuracy=accuracy)
         if not options.json:
