@@ -61,8 +61,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     "fewer_prompts": ("pruning.completions.rule=none", "rollout.prompts_per_step=6"),
 }
 """Arms that prune keep 0.3 of the tokens, but for ``half``. ``half_prompts`` and ``few_prompts`` prune prompts as well,
-``fewer_prompts`` has no more tokens than ``heavy`` and no pruning: that is the noise of a small batch, with no weight in
-it."""
+``fewer_prompts`` has no more tokens than ``heavy`` and no pruning: that is the noise of a small batch, with no
+weight in it."""
 PREDICTS_AFTER = (5, 10, 15, 20, 30)
 """Steps after which the length is held against the outcome."""
 SETTINGS = (
