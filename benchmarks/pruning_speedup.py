@@ -4,8 +4,9 @@ The task is the quickstart's ``sums``, whose policy ``scripts/quickstart.sh`` wa
 ``word_problems.py`` makes in ``runs/word_problems`` at the first call. All arms start from one warmed-up policy and
 differ in ``pruning.*`` alone; seed by seed they run in turn, so that a noisy machine treats them alike. Seconds are
 those of the steps: evaluations, checkpoints, start-up are left out. Where an accuracy lies between two evaluations, the
-time to it is interpolated. Final accuracies are compared after as many steps, or, with ``--pruned-steps``, after as many
-more as pruning makes affordable: ``run_time_ratio`` is what the whole runs took, unpruned over pruned. Intervals are of the geometric mean of the paired ratios over seeds (Student's t).
+time to it is interpolated. Final accuracies are compared after as many steps, or, with ``--pruned-steps``, after as
+many as pruning makes affordable: ``run_time_ratio`` is what the whole runs took, unpruned over pruned. Intervals are of
+the geometric mean of the paired ratios over seeds (Student's t).
 
     python benchmarks/pruning_speedup.py [--task word_problems] [--seeds 3] [--arms neyman top_k] [--json]
 """
