@@ -56,10 +56,13 @@ ARMS: dict[str, tuple[str, ...]] = {
     "light": (*NEYMAN, "pruning.max_weight=5"),
     "by_advantage": (*NEYMAN, "pruning.completions.score=advantage", "pruning.max_weight=20"),
     "half": ("pruning.completions.rule=neyman", "pruning.completions.keep=0.5", "pruning.max_weight=5"),
+    "half_prompts": (*NEYMAN, "pruning.max_weight=10", "pruning.prompts.rule=neyman", "pruning.prompts.keep=0.5"),
+    "few_prompts": (*NEYMAN, "pruning.max_weight=10", "pruning.prompts.rule=neyman", "pruning.prompts.keep=0.4"),
     "fewer_prompts": ("pruning.completions.rule=none", "rollout.prompts_per_step=6"),
 }
-"""Arms that prune keep 0.3 of the tokens, but for ``half``. ``fewer_prompts`` trains on as many without pruning:
-that is the noise of a small batch, with no weight in it."""
+"""Arms that prune keep 0.3 of the tokens, but for ``half``. ``half_prompts`` and ``few_prompts`` prune prompts as well,
+``fewer_prompts`` has no more tokens than ``heavy`` and no pruning: that is the noise of a small batch, with no
+weight in it."""
 PREDICTS_AFTER = (5, 10, 15, 20, 30)
 """Steps after which the length is held against the outcome."""
 SETTINGS = (
@@ -174,7 +177,9 @@ def train(arm: str, seed: int, config: Config, workers: RewardWorkers, folder: P
         accuracy_before=before,
         accuracy_after=after,
         max_weight=max(plan["prune/max_weight"] for plan in plans),
-        effective_sample_size=statistics.mean(plan["prune/effective_sample_size"] for plan in plans),
+        effective_sample_size=statistics.mean(
+            plan["prune/effective_sample_size"] for plan in plans if "prune/effective_sample_size" in plan
+        ),
         kept_token_fraction=statistics.mean(plan["prune/kept_token_fraction"] for plan in plans),
         seconds_per_step=seconds / config.run.steps,
     )
