@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatron_dppo.api import Run as Run
+    from megatron_dppo.api import train as train
+    from megatron_dppo.config import Config as Config
     from megatron_dppo.rl.prune import prune as prune
 
 __version__ = "0.1.0"
 
+_WHERE = {
+    "Config": "megatron_dppo.config",
+    "Run": "megatron_dppo.api",
+    "prune": "megatron_dppo.rl.prune",
+    "train": "megatron_dppo.api",
+}
+__all__ = [*_WHERE, "__version__"]
+
 
 def __getattr__(name: str) -> object:
-    """``prune``, at its first use: commands that only read settings do not wait for NumPy."""
-    if name != "prune":
+    """What is asked for is imported then: ``prune`` wants NumPy alone, and commands that only read settings wait for
+    nothing."""
+    if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron_dppo.rl.prune import prune
-
-    return prune
+    return getattr(importlib.import_module(_WHERE[name]), name)
