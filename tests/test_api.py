@@ -33,7 +33,7 @@ def test_a_run_is_trained_with_ones_own_reward_and_tells_of_every_step(tmp_path:
 
 
 def test_what_is_wrong_is_raised_before_a_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(UserError, match="run.stepz"):
+    with pytest.raises(UserError, match=r"run\.stepz"):
         Config.load(run={"stepz": 3})
     with pytest.raises(UserError, match=r"model\.path"):
         train(Config.load(model={"path": str(tmp_path)}, run={"dir": str(tmp_path / "run")}))
