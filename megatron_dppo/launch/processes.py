@@ -28,7 +28,13 @@ class _EndedError(Exception):
         self.number = number
 
 
-def run_ranks(command: Sequence[str], environ: Mapping[str, str], ranks: int, failure: FirstFailure) -> int:
+def run_ranks(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    ranks: int,
+    failure: FirstFailure,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> int:
     """Run a command as so many ranks, to the end of all of them.
 
     Args:
@@ -36,6 +42,7 @@ def run_ranks(command: Sequence[str], environ: Mapping[str, str], ranks: int, fa
         environ: what all of them are told; their places come on top.
         ranks: how many.
         failure: the marker that a rank which fails and can still speak makes.
+        meanwhile: called between looks at the ranks; what it raises ends them.
 
     Returns:
         0; or the exit code of the rank that failed first; or 128 + the signal that ended a rank or this process.
@@ -65,7 +72,7 @@ def run_ranks(command: Sequence[str], environ: Mapping[str, str], ranks: int, fa
                         start_new_session=True,  # Ctrl-C is this process's to answer
                     )
                 )
-            return _watch(processes, failure)
+            return _watch(processes, failure, meanwhile)
         except _EndedError as ended:
             return 128 + ended.number
         finally:
@@ -73,7 +80,7 @@ def run_ranks(command: Sequence[str], environ: Mapping[str, str], ranks: int, fa
             _end(processes)
 
 
-def _watch(processes: Sequence[subprocess.Popen[bytes]], failure: FirstFailure) -> int:
+def _watch(processes: Sequence[subprocess.Popen[bytes]], failure: FirstFailure, meanwhile: Callable[[], None]) -> int:
     before = time.time()
     while True:
         now = time.time()
@@ -86,6 +93,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], failure: FirstFailure) 
         if all(code == 0 for code in codes.values()):
             return 0
         before = now
+        meanwhile()
         time.sleep(LOOK_S)
 
 

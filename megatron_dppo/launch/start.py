@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import latest_step
@@ -40,15 +40,25 @@ def run(command: Command, config: Config) -> int:
     set_environment(config)  # before anything asks CUDA how many GPUs there are: this process may become a rank
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return rank_main(command, config, first=lambda: _look_first(command, config))
+    ranks = ranks_to_start(command, config)
+    if ranks == 1:
+        os.environ.update(_alone())
+        return rank_main(command, config)
+    return start_ranks(command, config, ranks)
+
+
+def ranks_to_start(command: Command, config: Config) -> int:
+    """How many ranks a command takes on this machine, once all is seen to be well.
+
+    Raises:
+        UserError: for the first thing that is wrong.
+    """
     preflight(config, command)
     if command in TRAINING:
         refuse_if_held(Path(config.run.dir), "run.dir")
     ranks = ranks_of(config.layout, reserved=gpus_to_reserve(config.rollout))
     resolve_layout(config.layout, ranks)
-    if ranks == 1:
-        os.environ.update(_alone())
-        return rank_main(command, config)
-    return start_ranks(command, config, ranks)
+    return ranks
 
 
 def _look_first(command: Command, config: Config) -> None:
@@ -79,7 +89,7 @@ def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
     return ranks
 
 
-def start_ranks(job: str, config: Config, ranks: int) -> int:
+def start_ranks(job: str, config: Config, ranks: int, meanwhile: Callable[[], None] = lambda: None) -> int:
     """Run a job on so many ranks of this machine; returns when all of them have ended.
 
     A rank that fails takes the others with it, and so does a signal to this process, but for the one that asks a run to
@@ -89,6 +99,7 @@ def start_ranks(job: str, config: Config, ranks: int) -> int:
         job: a command, or ``module:function`` of a function that takes a Config.
         config: as the ranks will read it.
         ranks: processes, with LOCAL_RANK 0, 1, …
+        meanwhile: called here, several times a second, while they run.
 
     Returns:
         0; or the exit code of the rank that failed first; or 128 + the signal that ended a rank or this process.
@@ -97,7 +108,7 @@ def start_ranks(job: str, config: Config, ranks: int) -> int:
         marker, settings = Path(folder, "failure"), Path(folder, "config.yaml")
         settings.write_text(as_yaml(config), encoding="utf-8")
         command = [sys.executable, "-m", "megatron_dppo.launch.rank", job, str(settings)]
-        return run_ranks(command, {**os.environ, **_for_ranks(ranks, marker)}, ranks, FirstFailure(marker))
+        return run_ranks(command, {**os.environ, **_for_ranks(ranks, marker)}, ranks, FirstFailure(marker), meanwhile)
 
 
 def _for_ranks(ranks: int, marker: Path) -> dict[str, str]:

@@ -9,13 +9,15 @@ depends on no draw of completions. Divided by what was kept instead, the weighte
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_dppo.config import LossConfig
 from megatron_dppo.rl.types import Bools, Floats, Ints
+
+if TYPE_CHECKING:  # prune() is used where there is no pydantic
+    from megatron_dppo.config import LossConfig
 
 Aggregation = Literal["seq_mean", "token_mean", "constant"]
 

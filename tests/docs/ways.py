@@ -117,6 +117,7 @@ WAYS = (
     Way(r"megatron-dppo report .*"),
     # Checkpoints.
     Way(r"python \w+\.py"),
+    Way(r"python from_python\.py 60", replace={" 60": " 1"}),
     Way(r"python -c '.*'"),
     Way(r"python tools/convert_ckpt/(hf_to_megatron|megatron_to_hf)\.py \S+ \S+ --(verify|dry-run)"),
     # With real servers.

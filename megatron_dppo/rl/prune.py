@@ -1,0 +1,105 @@
+"""The pruning of completions, for trainers of others: what of a batch to train on, and with which weights.
+
+It wants NumPy and nothing else, and no configuration. :func:`~megatron_dppo.rl.plan.plan_step` does the same for a run
+of this project, with both levels, minibatches and packs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from megatron_dppo.rl.objectives import advantages
+from megatron_dppo.rl.pruning.completion_rules import (
+    COMPLETION_RULES,
+    CompletionCandidates,
+    completion_inclusion,
+    completion_weight,
+    draw_completions,
+)
+from megatron_dppo.rl.types import Bools, Floats
+
+
+class Kept(NamedTuple):
+    """What to train on. Arrays are [Q, G].
+
+    Of a group of one right and three wrong answers half the tokens may leave ``mask`` [[True, False, True, False]] and
+    ``weights`` [[1, 0, 3, 0]].
+    """
+
+    mask: Bools
+    """True for what is trained on. Groups of equal reward have no gradient, and are never."""
+    weights: Floats
+    """What the loss of a completion is to be multiplied with; 0 for those that are not trained on."""
+
+
+def prune(
+    lengths: ArrayLike,
+    rewards: ArrayLike,
+    logprobs: Sequence[Sequence[ArrayLike]] | None = None,
+    budget: float = 0.5,
+    *,
+    prompt_lengths: ArrayLike = 0,
+    rule: str = "neyman",
+    normalise: bool = True,
+    sequence_mean: bool = True,
+    max_weight: float = 5.0,
+    seed: int | Sequence[int] | np.random.Generator = 0,
+) -> Kept:
+    """Choose by chance which completions of a batch are trained on, and weigh them so that the gradient stays unbiased.
+
+    With the advantages A and the normaliser Z of the *whole* batch, Σ weights·A·c·(∇ of the tokens' losses)/Z over the
+    completions that are kept has the expectation of the same sum over all of them: DPPO (arXiv:2603.04135), with the
+    probabilities of least variance (Neyman's) for its default rule. Z must not depend on the draw: dividing by what was
+    kept, as a mean over the kept completions does, is biased.
+
+        mask, weights = prune([[12, 30, 18, 25]], [[1.0, 0.0, 0.0, 0.0]], budget=0.5)
+
+    Args:
+        lengths: [Q, G], tokens of each response; G completions of each of Q prompts.
+        rewards: [Q, G].
+        logprobs: of each prompt's completions, the log-probabilities of their tokens at sampling; None: what they would
+            tell of the gradients' norms is not used, and the variance is higher.
+        budget: share of all tokens, prompts' included, that is trained on. Under ``threshold`` it is the chance of the
+            low-scored, 1 − r of the paper; under ``top_k`` and ``extremes``, which are biased, a share of completions.
+        prompt_lengths: [Q] or one for all, tokens that a completion is trained together with.
+        rule: a name in ``COMPLETION_RULES``.
+        normalise: whether advantages are divided by their group's standard deviation (as in GRPO, not in Dr.GRPO).
+        sequence_mean: whether a completion's loss is the mean over its tokens (GRPO), or their sum (DAPO, Dr.GRPO).
+        max_weight: no weight is larger.
+        seed: of the draw; another one in each step.
+
+    Raises:
+        ValueError: an argument has the wrong shape, or is out of range.
+    """
+    length, reward = np.asarray(lengths, np.float64), np.asarray(rewards, np.float64)
+    if length.ndim != 2 or length.shape != reward.shape:
+        raise ValueError(f"lengths {length.shape} and rewards {reward.shape} should both be [prompts, completions].")
+    if rule not in COMPLETION_RULES:
+        raise ValueError(f"rule={rule!r} is none of {', '.join(COMPLETION_RULES)}.")
+    if not (0.0 < budget <= 1.0 <= max_weight and (length > 0).all() and np.isfinite(reward).all()):
+        raise ValueError("0 < budget <= 1 <= max_weight is wanted, lengths of at least 1, and finite rewards.")
+    advantage = advantages(reward, normalise=normalise)
+    norm = np.sqrt(length) if logprobs is None else _score_norms(logprobs, length)
+    candidates = CompletionCandidates(
+        advantage=advantage,
+        score=np.abs(advantage) * norm / (length if sequence_mean else 1.0),
+        cost=length + np.broadcast_to(np.asarray(prompt_lengths, np.float64).reshape(-1, 1), length.shape),
+        floor=np.full_like(length, 1.0 / max_weight),
+        zero_advantage=advantage == 0.0,
+        present=np.ones_like(length, dtype=np.bool_),
+    )
+    inclusion = completion_inclusion(rule, candidates, budget)
+    mask = draw_completions(rule, candidates, inclusion, np.random.default_rng(seed))
+    return Kept(mask, np.where(mask, completion_weight(rule, candidates, inclusion, budget), 0.0))
+
+
+def _score_norms(logprobs: Sequence[Sequence[ArrayLike]], lengths: Floats) -> Floats:
+    """[Q, G], √Σ_t (1 − p_t)², in proportion to which the norm of a completion's score is expected to grow."""
+    own = [[-np.expm1(np.asarray(tokens, np.float64)) for tokens in group] for group in logprobs]
+    if [[len(tokens) for tokens in group] for group in own] != lengths.astype(int).tolist():
+        raise ValueError("logprobs should have a log-probability for each token of each response.")
+    return np.array([[float(np.linalg.norm(tokens)) for tokens in group] for group in own])

@@ -1,0 +1,72 @@
+"""``megatron_dppo.prune``, the part of the algorithm that other trainers can use."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import megatron_dppo
+from megatron_dppo import prune
+from tests.rl.integration import FixedOffset
+
+DRAWS = 1024
+
+
+def batch(prompts: int = 6) -> dict[str, object]:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(5, 60, size=(prompts, 8))
+    logprobs = [[np.log(rng.uniform(0.2, 1.0, size=n)) for n in group] for group in lengths]
+    return {"lengths": lengths, "rewards": rng.integers(0, 2, size=(prompts, 8)), "logprobs": logprobs}
+
+
+def test_it_wants_numpy_alone(tmp_path: Path):
+    for library in Path(np.__file__).parents[1].glob("numpy*"):
+        (tmp_path / library.name).symlink_to(library)
+    places = [str(tmp_path), str(Path(megatron_dppo.__file__).parents[1])]
+
+    def succeeds(code: str) -> bool:
+        words = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path += {places}; {code}"]
+        return subprocess.run(words, stderr=subprocess.DEVNULL).returncode == 0
+
+    assert succeeds("from megatron_dppo import prune; prune([[9, 9]], [[0, 1]])")
+    assert not succeeds("import pydantic")
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_mean": False, "prompt_lengths": 20}, {"logprobs": None}])
+def test_the_mean_weight_of_each_completion_is_one(options: dict[str, object], monkeypatch: pytest.MonkeyPatch):
+    """Law 2 over an even grid of the draw's offset: that misses each probability by at most one part in ``DRAWS``."""
+    given = {**batch(), **options}
+    monkeypatch.setattr(np.random, "default_rng", FixedOffset)
+    draws = [prune(**given, budget=0.4, seed=(draw + 0.5) / DRAWS) for draw in range(DRAWS)]
+    mixed = np.broadcast_to(given["rewards"].std(axis=1, keepdims=True) > 0, draws[0].mask.shape)
+    weights = np.array([kept.weights for kept in draws])
+    np.testing.assert_allclose(weights.mean(axis=0), mixed, atol=2 * 5 / DRAWS)
+    assert weights.max() <= 5 + 1e-9
+    assert all(((kept.weights > 0) == kept.mask).all() for kept in draws[:10])
+
+
+def test_the_budget_is_met_and_the_surprising_are_kept_more_often():
+    given = batch(prompts=60)
+    tokens = [given["lengths"][prune(**given, budget=0.4, seed=step).mask].sum() for step in range(20)]
+    assert np.mean(tokens) == pytest.approx(0.4 * given["lengths"].sum(), rel=0.03)
+    lengths, rewards = np.full((1, 4), 10), [[1, 0, 1, 0]]
+    logprobs = [[np.full(10, -2.0), np.full(10, -2.0), np.full(10, -0.05), np.full(10, -0.05)]]
+    masks = [prune(lengths, rewards, logprobs, 0.5, seed=(step, 1)).mask[0] for step in range(200)]
+    often = np.mean(masks, axis=0)
+    assert often[:2].min() > 0.6 > 0.4 > often[2:].max()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lengths": [3, 4]}, "lengths"),
+        ({"rule": "best"}, "best"),
+        ({"budget": 0.0}, "budget"),
+        ({"logprobs": [[[0.0]] * 8] * 6}, "logprobs"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, object], said: str):
+    with pytest.raises(ValueError, match=said):
+        prune(**{**batch(), **change})

@@ -1,0 +1,72 @@
+"""A run from Python: the ranks are processes of their own, and the process that calls hears of every step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo import Config, train
+from megatron_dppo.api import RunFailedError, _Follower
+from megatron_dppo.config import LayoutConfig, RewardConfig, RunConfig, replace
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch.first_failure import FirstFailure
+from megatron_dppo.launch.processes import run_ranks
+from tests.runs import configure, write_run
+
+
+def test_a_run_is_trained_with_ones_own_reward_and_tells_of_every_step(tmp_path: Path):
+    divisor, told = 3, []
+
+    def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+        return float(len(solution_str) % divisor)  # with what it knows of the place that it was made in
+
+    config = configure(write_run(tmp_path), tmp_path / "run", LayoutConfig(tp=1, dp=1), steps=2)
+    run = train(config, reward=reward, on_step=told.append)
+    assert run.finished and run.folder == tmp_path / "run"
+    assert told == run.metrics and [row["step"] for row in told] == [0, 1, 2]
+    assert 0.0 < told[-1]["rollout/raw_reward"] < 2.0 and told[-1]["reward/errors"] == 0
+    own = replace(config, reward=RewardConfig(function=str(tmp_path / "run" / "reward.py:compute_score")))
+    assert train(own).metrics == told  # at its end: nothing is trained, and its reward was kept
+
+
+def test_what_is_wrong_is_raised_before_a_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UserError, match=r"run\.stepz"):
+        Config.load(run={"stepz": 3})
+    with pytest.raises(UserError, match=r"model\.path"):
+        train(Config.load(model={"path": str(tmp_path)}, run={"dir": str(tmp_path / "run")}))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="RANK"):
+        train(Config())
+    assert RunFailedError(1).code == 1
+
+
+def test_settings_are_given_section_by_section(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {steps: 3, dir: there}\npruning: {completions: {keep: 0.9}}\n")
+    config = Config.load(str(file), run={"dir": tmp_path}, pruning={"completions": {"rule": "top_k"}})
+    assert config.run == RunConfig(steps=3, dir=str(tmp_path))
+    assert (config.pruning.completions.keep, config.pruning.completions.rule) == (0.9, "top_k")
+
+
+def test_ranks_end_with_a_callback_that_fails(tmp_path: Path):
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    started = time.monotonic()
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(ZeroDivisionError):
+        run_ranks(sleep, {}, 2, FirstFailure(tmp_path / "failure"), fail)
+    assert time.monotonic() - started < 90
+
+
+def test_rows_are_told_once_and_whole(tmp_path: Path):
+    told: list[dict[str, float]] = []
+    follower, file = _Follower(tmp_path, told.append), tmp_path / "metrics.jsonl"
+    follower.look()
+    for text in ('{"step": 0}\n{"step"', '{"step": 0}\n{"step": 1}\n', '{"step": 0}\n{"step": 1}\n{"step": 2}\n'):
+        file.write_text(text)
+        follower.look()
+    assert [row["step"] for row in told] == [0, 1, 2]
