@@ -1,8 +1,8 @@
 """A run from Python: a script or a notebook starts it, and hears of every step.
 
-    from megatron_dppo import Config, train
+    from megatron_dppo import load_config, train
 
-    run = train(Config.load("configs/quickstart.yaml", run={"steps": 20}), reward=my_reward, on_step=print)
+    run = train(load_config("configs/quickstart.yaml", run={"steps": 20}), reward=my_reward, on_step=print)
     run.metrics[-1]["eval/accuracy"]
 
 The ranks are processes of their own, as under ``megatron-dppo train``: the process that calls holds no policy, can
@@ -11,9 +11,10 @@ call again, and an interrupt ends them. On several machines ``torchrun`` or ``sr
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ from megatron_dppo.launch.start import ranks_to_start, start_ranks
 from megatron_dppo.observe.metrics import FILE, read_metrics, read_rows
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.process.stop import SAVED
+from megatron_dppo.settings import load_config as load_words
 
 Row = dict[str, float]
 REWARD, PICKLED = "reward.py", "reward.pkl"
@@ -66,6 +68,27 @@ class Run:
         """The rows of ``metrics.jsonl``, one for each step, by the names of docs/metrics.md. ``pandas.DataFrame(…)``
         makes a table of them."""
         return read_metrics(self.folder)
+
+
+def load_config(path: str | Path | None = None, **sections: Mapping[str, Any]) -> Config:
+    """The settings in a YAML file (defaults if None), with others laid over them, section by section.
+
+        load_config("configs/quickstart.yaml", run={"steps": 20}, pruning={"completions": {"keep": 0.3}})
+
+    Raises:
+        UserError: as for the command line.
+    """
+    words = [f"{key}={json.dumps(value)}" for key, value in _leaves(sections, "")]
+    return load_words(None if path is None else str(path), words)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; a mapping is a section."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value) if isinstance(value, Path) else value
 
 
 def train(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo import Config, train
+from megatron_dppo import Config, load_config, train
 from megatron_dppo.api import RunFailedError, _Follower
 from megatron_dppo.config import LayoutConfig, RewardConfig, RunConfig, replace
 from megatron_dppo.errors import UserError
@@ -34,9 +34,9 @@ def test_a_run_is_trained_with_ones_own_reward_and_tells_of_every_step(tmp_path:
 
 def test_what_is_wrong_is_raised_before_a_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UserError, match=r"run\.stepz"):
-        Config.load(run={"stepz": 3})
+        load_config(run={"stepz": 3})
     with pytest.raises(UserError, match=r"model\.path"):
-        train(Config.load(model={"path": str(tmp_path)}, run={"dir": str(tmp_path / "run")}))
+        train(load_config(model={"path": str(tmp_path)}, run={"dir": str(tmp_path / "run")}))
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="RANK"):
         train(Config())
@@ -46,7 +46,7 @@ def test_what_is_wrong_is_raised_before_a_rank_starts(tmp_path: Path, monkeypatc
 def test_settings_are_given_section_by_section(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("run: {steps: 3, dir: there}\npruning: {completions: {keep: 0.9}}\n")
-    config = Config.load(str(file), run={"dir": tmp_path}, pruning={"completions": {"rule": "top_k"}})
+    config = load_config(file, run={"dir": tmp_path}, pruning={"completions": {"rule": "top_k"}})
     assert config.run == RunConfig(steps=3, dir=str(tmp_path))
     assert (config.pruning.completions.keep, config.pruning.completions.rule) == (0.9, "top_k")
 

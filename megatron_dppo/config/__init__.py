@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 from megatron_dppo.config.data import ArithmeticConfig, DataConfig, ReasoningGymConfig, RewardConfig
 from megatron_dppo.config.loss import (
@@ -55,19 +51,6 @@ class Config(Section):
     sft: SftConfig = SftConfig()
     probe: ProbeConfig = ProbeConfig()
     cluster: ClusterConfig = ClusterConfig()
-
-    @classmethod
-    def load(cls, path: str | None = None, **sections: Mapping[str, Any]) -> Config:
-        """The configuration in a YAML file (defaults if None), with settings laid over it, section by section.
-
-            Config.load("configs/quickstart.yaml", run={"steps": 20}, pruning={"completions": {"keep": 0.3}})
-
-        Raises:
-            UserError: as for the command line.
-        """
-        from megatron_dppo.settings import load_config
-
-        return load_config(path, [f"{key}={json.dumps(value)}" for key, value in _leaves(sections, "")])
 
     def check(self, command: Command = "train") -> None:
         """Hold the settings against each other; looks at nothing outside of them.
@@ -142,12 +125,3 @@ class Config(Section):
         if self.rollout.engine == "local" and samples > batch:
             problem = f"cannot hold the eval.samples = {samples} of a single problem"
             raise UserError("rollout.max_batch", batch, problem, f"Raise it to {samples} or more")
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values; a mapping is a section."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", str(value) if isinstance(value, Path) else value
