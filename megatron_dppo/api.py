@@ -1,6 +1,6 @@
 """A run from Python: a script or a notebook starts it, and hears of every step.
 
-    from megatron_dppo import load_config, train
+    from megatron_dppo.api import load_config, train
 
     run = train(load_config("configs/quickstart.yaml", run={"steps": 20}), reward=my_reward, on_step=print)
     run.metrics[-1]["eval/accuracy"]

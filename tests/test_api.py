@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo import Config, load_config, train
-from megatron_dppo.api import RunFailedError, _Follower
-from megatron_dppo.config import LayoutConfig, RewardConfig, RunConfig, replace
+from megatron_dppo.api import RunFailedError, _Follower, load_config, train
+from megatron_dppo.config import Config, LayoutConfig, RewardConfig, RunConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.first_failure import FirstFailure
 from megatron_dppo.launch.processes import run_ranks
