@@ -280,12 +280,14 @@ def test_the_next_step_is_drawn_from_all_that_is_known_and_asked_for_before_this
 def test_where_no_weight_has_moved_tokens_are_fresh_also_after_a_death(
     ahead: int, policy: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Groups of equal rewards keep nothing: there is no sync, and the engine stays at version 0, in flight or not."""
-    ranks.run(1, die, configure(policy, tmp_path, ONE, ahead=ahead, reward="equal"))
+    """Groups of equal rewards keep nothing: there is no sync, and the engine stays at version 0, in flight or not. The
+    first update then makes what is in flight one version old, and not as many as there were steps."""
+    ranks.run(1, die, configure(policy, tmp_path, ONE, ahead=ahead, steps=6, reward="equal"))
     steps = rows(tmp_path)[1:]
     assert [row["train/no_op_updates"] for row in steps] == [1.0] * Mortal.dies_at
-    ranks.run(1, live, configure(policy, tmp_path, ONE, ahead=ahead))
+    ranks.run(1, live, configure(policy, tmp_path, ONE, ahead=ahead, steps=6))
     steps = rows(tmp_path)[1:]
-    assert [row["train/no_op_updates"] for row in steps] == [1.0] * (SAVED + ahead) + [0.0] * (2 - ahead)
-    assert [(row["rollout/stale_tokens"], row["staleness/mean"]) for row in steps] == [(0.0, 0.0)] * 5
-    assert steps[-1]["train/rollout_logprob_abs_diff"] < 1e-5
+    assert [row["train/no_op_updates"] for row in steps] == [1.0] * (SAVED + ahead) + [0.0] * (3 - ahead)
+    ages = [(row["rollout/stale_tokens"], row["staleness/max"]) for row in steps]
+    assert ages == [(0.0, 0.0)] * (6 - ahead) + [(1.0, 1.0)] * ahead
+    assert steps[-1 - ahead]["train/rollout_logprob_abs_diff"] < 1e-5

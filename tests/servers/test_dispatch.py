@@ -138,10 +138,12 @@ def _lengths_of_batches_ahead(http: Http) -> np.ndarray:
     dispatcher = _dispatcher(http, *servers, max_in_flight=192)
     sampling = replace(SAMPLING, max_tokens=LONGEST)
     batches = [dispatcher.begin(_prompts(64), replace(sampling, seed=seed), 5) for seed in range(3)]
+    lengths = []
     for batch in batches:
         batch.wait(20.0)
         assert batch.is_over and batch.error is None
-    return np.array([len(c.token_ids) for batch in batches for group in batch.groups() for c in group])
+        lengths += [len(c.token_ids) for group in batch.groups() for c in group]
+    return np.array(lengths)
 
 
 def _p_of_lengths(lengths: np.ndarray) -> float:
@@ -158,7 +160,6 @@ def test_what_is_trained_on_is_as_long_as_what_is_sampled(http: Http, monkeypatc
     """However late it is. A batch that is closed once three quarters of it are there is not."""
     lengths = _lengths_of_batches_ahead(http)
     assert len(lengths) == 3 * 64 * SAMPLES
-    print("P", _p_of_lengths(lengths))
     assert _p_of_lengths(lengths) > 0.01
 
     async def first_come(self: Dispatcher, batch: Batch) -> None:
@@ -169,8 +170,7 @@ def test_what_is_trained_on_is_as_long_as_what_is_sampled(http: Http, monkeypatc
             prompt.cancel()
 
     monkeypatch.setattr(Dispatcher, "_run", first_come)
-    p = _p_of_lengths(_lengths_of_batches_ahead(http)); print("P", p)
-    assert p < 0.01
+    assert _p_of_lengths(_lengths_of_batches_ahead(http)) < 0.01
 
 
 def test_every_prompt_is_given_its_own_number_of_samples(http: Http) -> None:
