@@ -1,7 +1,7 @@
 """What rollouts ahead bring: steps per hour with ``rollout.ahead`` = 0, 1, 2 and 4, and what idles meanwhile.
 
     source scripts/install_servers.sh
-    python benchmarks/async.py [--json] [--engine sglang] [--steps 14] [--ratio 2] [setting=value …]
+    python benchmarks/async.py [--json] [--engine sglang] [--steps 12] [--ratio 2] [setting=value …]
 
 A real server generates, and is slowed down: ``LANES`` completions are at work, and each takes a fixed time, so that a
 batch takes ``--ratio`` times as long as all the rest of a step does. A first run without the delay measures that rest.
@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--engine", choices=["sglang", "vllm"], default="sglang")
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--ratio", type=float, default=2.0, help="a batch's time at the server over the rest of a step")
     parser.add_argument("settings", nargs="*", metavar="setting=value")
     chosen = parser.parse_args()
@@ -102,7 +102,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder, policy = Path(place), Path(place, "policy")
         os.environ.setdefault("SGLANG_CPU_CANARY", str(folder / "canary"))
-        size = ["--hidden", "256", "--layers", "4", "--heads", "8", "--kv-heads", "2", "--ffn", "768"]
+        size = ["--hidden", "512", "--layers", "6", "--heads", "8", "--kv-heads", "2", "--ffn", "1536"]
         init = [sys.executable, "-m", "megatron_dppo", "init", str(policy), "--tokenizer", "arithmetic", *size]
         subprocess.run(init, check=True, stdout=subprocess.DEVNULL)
 

@@ -104,7 +104,7 @@ PRICES = (
 def measured_price(levers: Levers) -> Price | None:
     """What was measured of the same pruning, or else of the least that prunes as much or more; None if nothing was.
 
-    Faster rollouts have no price. That of rolling out one step ahead has not been measured, and counts as none.
+    Faster rollouts have no price. That of rolling out ahead has not been measured, and counts as none.
     """
     if levers.prompts == levers.completions == 1.0:
         return Price(1.0, 1.0, 1.0, (1.0, 1.0), 0, 0.0, "nothing is pruned")
