@@ -155,9 +155,9 @@ MUTANTS = [
         "test_ahead.py::test_where_no_weight_has_moved_tokens_are_fresh_also_after_a_death",
     ),
     Mutant(
-        "ahead/all that is in flight is saved as the next step's",
-        'return place / (f"{FOLDER}_{number + 1}" if number else FOLDER)',
-        "return place / FOLDER",
+        "ahead/what is in flight for later steps is not read",
+        "takewhile(lambda folder: (folder / _STEP).exists(), folders)",
+        "takewhile(lambda folder: folder.name == FOLDER and (folder / _STEP).exists(), folders)",
         "rollout/test_in_flight.py",
     ),
     Mutant(
