@@ -2,12 +2,14 @@
 
 Every rank runs this same program. Rank 0, the leader, also selects prompts, plans, logs and prints.
 
-With ``rollout.ahead`` the next step's prompts are selected as soon as a step is planned, and servers roll them out
-while it trains: with weights that are one update old, but by a history that lacks nothing.
+With ``rollout.ahead: n`` the prompts of the n-th step from now are selected as soon as a step is planned, and servers
+roll them out while it and those between are trained: with weights that are n updates old at most. Steps are trained on
+in the order in which they were asked for, whichever is answered first.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -91,14 +93,14 @@ class Trainer:
         if config.run.export:
             self.policy.check_export_run()
         self.step, self.version = 0, 0
-        self.next: Selection | Begun | RolloutsInFlight | None = None
-        """The next step's rollouts: selected, asked for, or there already."""
+        self.queue: deque[Selection | Begun | RolloutsInFlight] = deque()
+        """The rollouts of the next steps in their order: selected, asked for, or there already."""
         self._resume()
         self.logger = RunLogger(config, world, step=self.step, dropped_prompts=self.pool.dropped)
 
     def run(self) -> None:
         """All the steps that are left."""
-        last, ahead = self.config.run.steps, self.config.rollout.ahead
+        last = self.config.run.steps
         if self.step >= last:
             self._show()
             return
@@ -109,11 +111,11 @@ class Trainer:
             self.evaluate()
         while self.step < last:
             with self.timers("step"):
-                rollouts = self.roll_out(self.next or self.select(self.step))
+                rollouts = self.roll_out(self.queue.popleft() if self.queue else self.select(self.step))
                 if self.config.rollout.colocated:
                     self.engine.pause()
                 plan = self.plan(rollouts)
-                self.next = self.begin(self.select(self.step + 1)) if ahead and self.step + 1 < last else None
+                self.ask_ahead()
                 metrics = self.train(plan, rollouts)
             self.step += 1
             events, notes = self.engine.take_events()
@@ -150,10 +152,15 @@ class Trainer:
         """Draw a step's prompts from the next window of candidates; the draw's probabilities come with them."""
         return self.world.from_leader(lambda: self.sampler.select(step))
 
-    def begin(self, selection: Selection) -> Begun:
-        """Ask for the next step's rollouts, and wait for nothing."""
-        with self.timers("rollout"):
-            return self.collector.begin(self.pool, selection, self.step + 1)
+    def ask_ahead(self) -> None:
+        """Ask for the rollouts of the next ``rollout.ahead`` steps, and wait for nothing."""
+        for place in range(min(self.config.rollout.ahead, self.config.run.steps - self.step - 1)):
+            step = self.step + 1 + place
+            if place == len(self.queue):
+                self.queue.append(self.select(step))
+            if isinstance(selection := self.queue[place], Selection):
+                with self.timers("rollout"):
+                    self.queue[place] = self.collector.begin(self.pool, selection, step)
 
     def roll_out(self, given: Selection | Begun | RolloutsInFlight) -> Collected:
         """Generate and score; every rank its own share."""
@@ -168,9 +175,9 @@ class Trainer:
         """Wait for a step's rollouts; where its rule replaces prompts that are of no use, roll out more of them."""
         rounds = [self.collector.finish(begun)]
         rollouts = self.collector.collected(rounds)
-        select_more = self.sampler.select_more
-        while more := self.world.from_leader(partial(select_more, self.step, rollouts.metadata, len(rounds))):
-            rounds.append(self.collector.finish(self.collector.begin(self.pool, more, self.step, again=len(rounds))))
+        select_more, step = self.sampler.select_more, begun.step
+        while more := self.world.from_leader(partial(select_more, step, rollouts.metadata, len(rounds))):
+            rounds.append(self.collector.finish(self.collector.begin(self.pool, more, step, again=len(rounds))))
             rollouts = self.collector.collected(rounds)
         return rollouts
 
@@ -200,12 +207,12 @@ class Trainer:
     def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
         """Update the actor as planned, and the engine with it. A plan that keeps nothing leaves their version alone."""
         colocated, every = self.config.rollout.colocated, self.config.rollout.sync.check_every
-        metrics = staleness(rollouts.metadata, self.version)
+        metrics = staleness(rollouts.metadata, self.version, bound=self.config.rollout.ahead)
         learned = self.learner.learn(plan, rollouts.held, self.step, version=self.version)
         self.guard.trained(updated=learned.updated, reward=rollouts.metrics["rollout/raw_reward"])
         if learned.updated or colocated:  # an engine that gave its memory back has no weights left
             with self.timers("update_weights"):
-                self.sync(self.step + 1 if learned.updated else self.version)
+                self.sync(self.version + learned.updated)  # one step's update is one version: the bound counts them
         if learned.updated and _due(self.version, every):
             metrics |= self.check_agreement()
         return metrics | learned.metrics
@@ -230,14 +237,13 @@ class Trainer:
                 self.logger.write(0)
 
     def save(self) -> None:
-        """Write a checkpoint. Rollouts in flight are waited for: they are part of it."""
-        if isinstance(self.next, Begun):
-            self.next = RolloutsInFlight(self.next.selection, self.collect(self.next))
-        write = (
-            partial(write_in_flight, in_flight=self.next, world=self.world)
-            if isinstance(self.next, RolloutsInFlight)
-            else None
-        )
+        """Write a checkpoint. Rollouts in flight are waited for: they are part of it. Begun anew after it, those that
+        are short would be favoured: a batch is rarely unfinished without a long completion."""
+        for place, batch in enumerate(self.queue):
+            if isinstance(batch, Begun):
+                self.queue[place] = RolloutsInFlight(batch.selection, self.collect(batch))
+        steps = [batch for batch in self.queue if not isinstance(batch, Begun)]
+        write = partial(write_in_flight, steps=steps, world=self.world) if steps else None
         best = self.guard.saving(self.step)
         state = {"version": self.version, **self.guard.state_dict(), **self.sampler.state_dict()}
         with self.timers("save"):
@@ -255,17 +261,28 @@ class Trainer:
             if not self.world.from_leader(lambda: same_prompts(self.folder, self.step, self.config)):
                 return  # run.resume=anyway: of other prompts neither the order nor what was learned of each goes on
             self.sampler.load_state_dict(state)
-            in_flight = read_in_flight(place, self.pool, self.world)
+            steps = read_in_flight(place, self.pool, self.world)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # without checksums none knew
             raise damaged(place, "run.dir", f"does not hold a run's state ({error!r})") from error
-        self.next = in_flight
-        if in_flight is not None:
-            # On-policy again, the prompts that were drawn are rolled out by the weights as they now are; so are those
-            # whose rollouts came before their routing was asked for, or before a tree.
-            routed = self.policy.routing is None or all(self.world.gather(in_flight.routed))
-            usable = routed and in_flight.made_for(self.config.rollout)
-            again = self.world.from_leader(lambda: self.sampler.with_sizes(in_flight.selection))
-            self.next = in_flight if self.config.rollout.ahead and usable else again
+        self.queue.extend(self._still_of_use(batch, later) for later, batch in enumerate(steps))
+
+    def _still_of_use(self, batch: Selection | RolloutsInFlight, later: int) -> Selection | RolloutsInFlight:
+        """A checkpoint's batch; or its prompts, to be rolled out anew, where the rollouts are not what this run asks.
+
+        Rollouts may be too old by now (``rollout.ahead`` was lowered), or from before their routing was asked for, or
+        before a tree.
+
+        Args:
+            batch: of ``step + later``.
+            later: steps that are trained before it, each of which may update the weights.
+        """
+        if isinstance(batch, Selection):
+            return batch
+        rollout = self.config.rollout
+        routed = self.policy.routing is None or all(self.world.gather(batch.routed))
+        if routed and batch.made_for(rollout) and self.version + later - batch.oldest_version <= rollout.ahead:
+            return batch
+        return self.world.from_leader(lambda: self.sampler.with_sizes(batch.selection))
 
 
 def _is_older(file: Path, than: Path) -> bool:

@@ -67,8 +67,8 @@ class Configuration:
 CONFIGURATIONS = (
     Configuration("two updates, TP 2", ("layout.tp=2", "loss.updates_per_rollout=2")),
     Configuration(
-        "one step ahead, PP 2, checkpoints in the background",
-        ("layout.pp=2", "rollout.ahead=1", "run.checkpoint_in_background=true"),
+        "two steps ahead, PP 2, checkpoints in the background",
+        ("layout.pp=2", "rollout.ahead=2", "run.checkpoint_in_background=true"),
     ),
     Configuration(
         "distributed optimizer, DP 2, checkpoints in the background",

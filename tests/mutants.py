@@ -55,6 +55,8 @@ class Mutant(NamedTuple):
 
 
 ROUTING = "trainer/test_routing_replay.py::test_what_is_replayed_depends_on_no_layout_and_on_no_recomputation"
+AHEAD = "test_ahead.py::test_several_steps_ahead_a_run_goes_on_bit_by_bit_and_however_far_ahead_with_the_same_prompts"
+WORDS = "test_ahead.py::test_the_next_step_is_drawn_from_all_that_is_known_and_asked_for_before_this_one_trains"
 MUTANTS = [
     # The loss and its sums.
     Mutant(
@@ -125,6 +127,51 @@ MUTANTS = [
         "(limit - buffer - lengths) / buffer",
         "(limit - lengths) / buffer",
         "rl/test_objectives.py",
+    ),
+    # Rollouts ahead.
+    Mutant(
+        "ahead/what was asked for last is trained on first",
+        "self.queue.popleft() if self.queue",
+        "self.queue.pop() if self.queue",
+        f"{AHEAD} {WORDS}",
+    ),
+    Mutant(
+        "ahead/rollouts that are too old by now are trained on",
+        "self.version + later - batch.oldest_version <= rollout.ahead",
+        "batch.oldest_version <= self.version",
+        AHEAD,
+    ),
+    Mutant("ahead/nobody holds the bound", "if oldest > bound:", "if oldest < 0:", "rollout/test_collect.py"),
+    Mutant(
+        "ahead/prompts that were drawn and not asked are not saved",
+        "if not isinstance(batch, Begun)]",
+        "if isinstance(batch, RolloutsInFlight)]",
+        AHEAD,
+    ),
+    Mutant(
+        "ahead/a version is a step",
+        "self.sync(self.version + learned.updated)",
+        "self.sync(self.step + 1 if learned.updated else self.version)",
+        "test_ahead.py::test_where_no_weight_has_moved_tokens_are_fresh_also_after_a_death",
+    ),
+    Mutant(
+        "ahead/what is in flight for later steps is not read",
+        "takewhile(lambda folder: (folder / _STEP).exists(), folders)",
+        "takewhile(lambda folder: folder.name == FOLDER and (folder / _STEP).exists(), folders)",
+        "rollout/test_in_flight.py",
+    ),
+    Mutant(
+        "ahead/a batch is over with three quarters of its prompts",
+        "await _all(self._prompt(batch, index) for index in range(len(batch.prompts)))",
+        "for first in itertools.islice(asyncio.as_completed([self._prompt(batch, index) for index in range(len("
+        "batch.prompts))]), len(batch.prompts) * 3 // 4):\n            await first",
+        "servers/test_dispatch.py::test_what_is_trained_on_is_as_long_as_what_is_sampled",
+    ),
+    Mutant(
+        "ahead/a rank that waits for a judge cannot be ended",
+        "signal.signal(number, signal.SIG_DFL)\n    if LAUNCHER",
+        "signal.signal(number, signal.SIG_IGN)\n    if LAUNCHER",
+        "trainer/test_resume.py::test_a_run_ends_within_two_seconds_though_a_judge_hangs_and_rollouts_are_in_flight",
     ),
     # What sequences share.
     Mutant(

@@ -1,4 +1,4 @@
-"""One step ahead: the order of a step's words, the age of its tokens, and law 6 with a batch in flight.
+"""Rollouts ahead: the order of a step's words, the age of its tokens, and law 6 with batches in flight.
 
 Runs die here by an exception in the middle of a step: what a kill leaves on the disk is ``test_resume.py``'s matter.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def died(left_behind: Path, tmp_path: Path) -> Path:
 def test_tokens_are_one_version_old_but_for_the_first_step(undisturbed: Rows) -> None:
     steps = undisturbed[1:]
     assert [row["rollout/stale_tokens"] for row in steps] == [0.0, 1.0, 1.0, 1.0, 1.0]
-    assert [row["rollout/version_lag"] for row in steps] == [0.0, 1.0, 1.0, 1.0, 1.0]
+    assert [row["staleness/mean"] for row in steps] == [0.0, 1.0, 1.0, 1.0, 1.0]
     assert [row.get("train/rollout_logprob_abs_diff", 1.0) < 1e-5 for row in steps] == [True] + [False] * 4
     assert [row["step"] for row in undisturbed if "rollout/agreement_max_diff" in row] == [0, 3]
     assert all(row["train/grad_norm"] > 0 for row in steps)
@@ -159,6 +160,67 @@ def test_a_run_on_policy_goes_on_one_step_ahead(policy: Path, ranks: RankPool, t
     assert [row["rollout/stale_tokens"] for row in rows(tmp_path)[1:]] == [0.0, 0.0, 0.0, 0.0, 1.0]
 
 
+@dataclass(frozen=True)
+class Life:
+    """What a run did from one start of it to its end or its death."""
+
+    selected: list[int]
+    """Steps whose prompts were drawn."""
+    trained: dict[int, list[int]]
+    """The prompts of each step."""
+
+
+def lived(rank: int, size: int, config: Config, dies_at: int) -> Life:
+    life = Life([], {})
+
+    class Recorded(Mortal):
+        def select(self, step: int) -> Selection:
+            life.selected.append(step)
+            return super().select(step)
+
+        def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
+            metrics = super().train(plan, rollouts)
+            life.trained[self.step] = rollouts.metadata.prompt_ids.tolist()
+            return metrics
+
+    Recorded.dies_at = dies_at
+    with ExitStack() as to_close, suppress(KeyboardInterrupt):
+        begin_run(config, Recorded, to_close).run()
+    return life
+
+
+def test_several_steps_ahead_a_run_goes_on_bit_by_bit_and_however_far_ahead_with_the_same_prompts(
+    policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Three steps are in flight in the checkpoint. With fewer ahead, what is too old by then is rolled out anew, what
+    is not asked for yet is in the next checkpoint, and no prompt is lost or comes twice."""
+
+    def life(run: str, ahead: int, dies_at: int = 9, saves: int = SAVED) -> Life:
+        config = configure(policy, tmp_path / run, ONE, ahead=ahead, steps=6)
+        config = replace(config, run=replace(config.run, checkpoint_every=saves))
+        return ranks.run(1, lived, config, dies_at)[0]
+
+    def lags(run: str) -> list[tuple[float, float]]:
+        return [(row["staleness/max"], row["staleness/mean"]) for row in rows(tmp_path / run)[1:]]
+
+    whole = life("whole", 3)
+    assert lags("whole") == [(float(lag), float(lag)) for lag in (0, 1, 2, 3, 3, 3)]
+    assert {row["staleness/bound"] for row in rows(tmp_path / "whole")[1:]} == {3.0}
+    assert sorted(whole.selected) == sorted(whole.trained) == list(range(6))
+    died = life("died", 3, dies_at=4)
+    assert sorted(died.selected) == list(range(6)) and list(died.trained) == [0, 1, 2, 3]
+    for run in ("same", "fewer"):
+        shutil.copytree(tmp_path / "died", tmp_path / run)
+
+    assert life("same", 3) == Life([], {step: whole.trained[step] for step in (3, 4, 5)})
+    assert rows(tmp_path / "same") == rows(tmp_path / "whole")
+
+    assert life("fewer", 0, dies_at=4, saves=1) == Life([], {3: whole.trained[3]})
+    assert len(list((tmp_path / "fewer/checkpoints/iter_0000004").glob("rollouts*"))) == 2
+    assert life("fewer", 1) == Life([], {step: whole.trained[step] for step in (4, 5)})
+    assert lags("fewer") == [(0.0, 0.0), (1.0, 1.0), (2.0, 2.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0)]
+
+
 def words_of(rank: int, size: int, config: Config) -> list[str]:
     """What a run does, in order: the words of its steps, and the waiting for what the engine was asked."""
     said: list[str] = []
@@ -203,6 +265,11 @@ def test_the_next_step_is_drawn_from_all_that_is_known_and_asked_for_before_this
     assert " ".join(ranks.run(1, words_of, config)[0]) == (
         "sync 0 select 0 begin finish plan 0 select 1 begin train 0 sync 1 finish plan 1 train 1 sync 2"
     )
+    config = configure(policy, tmp_path / "two", ONE, ahead=2, steps=4)
+    assert " ".join(ranks.run(1, words_of, config)[0]) == (
+        "sync 0 select 0 begin finish plan 0 select 1 begin select 2 begin train 0 sync 1 finish plan 1 select 3 begin "
+        "train 1 sync 2 finish plan 2 train 2 sync 3 finish plan 3 train 3 sync 4"
+    )
     config = configure(policy, tmp_path / "on-policy", ONE, steps=2)
     assert " ".join(ranks.run(1, words_of, config)[0]) == (
         "sync 0 select 0 begin finish plan 0 train 0 sync 1 select 1 begin finish plan 1 train 1 sync 2"
@@ -213,12 +280,14 @@ def test_the_next_step_is_drawn_from_all_that_is_known_and_asked_for_before_this
 def test_where_no_weight_has_moved_tokens_are_fresh_also_after_a_death(
     ahead: int, policy: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Groups of equal rewards keep nothing: there is no sync, and the engine stays at version 0, in flight or not."""
-    ranks.run(1, die, configure(policy, tmp_path, ONE, ahead=ahead, reward="equal"))
+    """Groups of equal rewards keep nothing: there is no sync, and the engine stays at version 0, in flight or not. The
+    first update then makes what is in flight one version old, and not as many as there were steps."""
+    ranks.run(1, die, configure(policy, tmp_path, ONE, ahead=ahead, steps=6, reward="equal"))
     steps = rows(tmp_path)[1:]
     assert [row["train/no_op_updates"] for row in steps] == [1.0] * Mortal.dies_at
-    ranks.run(1, live, configure(policy, tmp_path, ONE, ahead=ahead))
+    ranks.run(1, live, configure(policy, tmp_path, ONE, ahead=ahead, steps=6))
     steps = rows(tmp_path)[1:]
-    assert [row["train/no_op_updates"] for row in steps] == [1.0] * (SAVED + ahead) + [0.0] * (2 - ahead)
-    assert [(row["rollout/stale_tokens"], row["rollout/version_lag"]) for row in steps] == [(0.0, 0.0)] * 5
-    assert steps[-1]["train/rollout_logprob_abs_diff"] < 1e-5
+    assert [row["train/no_op_updates"] for row in steps] == [1.0] * (SAVED + ahead) + [0.0] * (3 - ahead)
+    ages = [(row["rollout/stale_tokens"], row["staleness/max"]) for row in steps]
+    assert ages == [(0.0, 0.0)] * (6 - ahead) + [(1.0, 1.0)] * ahead
+    assert steps[-1 - ahead]["train/rollout_logprob_abs_diff"] < 1e-5

@@ -48,8 +48,9 @@ class SyncConfig(Section):
     """Weights that travel at a time; null: 512 from a GPU, 30 from a CPU (of more, fresh memory costs servers more than
     the wire does)."""
     in_flight: Literal["retract", "keep", "abort"] = "retract"
-    """Requests that a sync finds unfinished (rollout.ahead = 1): ``retract`` recomputes what they have with the new
-    weights and goes on; ``keep`` goes on with the old cache; ``abort`` sends them again with the tokens made so far."""
+    """Requests that a sync finds unfinished (with rollout.ahead): ``retract`` recomputes what they have with the new
+    weights and continues; ``keep`` continues with the cache that older weights have made; ``abort`` sends them again
+    with the tokens made so far."""
     timeout_s: Seconds = 120.0
     """How long a server may take for any one request of a sync, and a bucket to travel."""
     retries: Count = 2
@@ -214,9 +215,10 @@ class RolloutConfig(Section):
     custom_generate: str | None = None
     """slime's ``async custom_generate(args, sample, sampling_params)``, in the place of rollout.conversation: it speaks
     to an SGLang server."""
-    ahead: Literal[0, 1] = 0
-    """1: generate the next step's rollouts while a step trains, with weights that are one update old, corrected by
-    truncated importance weights (loss.tis_cap); 0: exactly on-policy."""
+    ahead: Count = 0
+    """Steps whose rollouts are asked for before a step trains, beyond its own: servers generate meanwhile, with weights
+    that are so many updates old at most, corrected by truncated importance weights (loss.tis_cap). Steps train in the
+    order in which they were asked for. 0: exactly on-policy."""
     colocated: bool = False
     """Servers share the trainer's GPUs: they release their memory while it trains, and it gives back its gradients and
     caches while they generate. Wants rollout.sync.transport = disk and rollout.ahead = 0."""

@@ -5,7 +5,7 @@ the servers, scoring, the sum of gradients over replicas), and the rest for trai
 kept, a share ``c`` of the tokens that are trained on kept, and rollouts ``x`` times as fast, it takes
 
     f + r·q/x + (1 − r − f)·q·c              one after the other,
-    f + max(r·q/x, (1 − r − f)·q·c)          rolled out one step ahead (``rollout.ahead=1``).
+    f + max(r·q/x, (1 − r − f)·q·c)          rolled out ahead (``rollout.ahead`` of 1 or more).
 
 Groups of equal reward have no gradient, and a step without pruning leaves them out, too. If the share ``m`` of the
 groups is mixed, keeping ``k`` of the tokens that were rolled out is thus c = min(k, m)/m of those that are trained on.
@@ -44,7 +44,7 @@ class Levers:
     faster: float = 1.0
     """Times as many tokens per second from the rollout engine."""
     ahead: bool = False
-    """Rollouts run one step ahead (``rollout.ahead=1``), on machines of their own."""
+    """Rollouts run ahead (``rollout.ahead`` of 1 or more), on machines of their own."""
 
     @property
     def words(self) -> str:
@@ -104,7 +104,7 @@ PRICES = (
 def measured_price(levers: Levers) -> Price | None:
     """What was measured of the same pruning, or else of the least that prunes as much or more; None if nothing was.
 
-    Faster rollouts have no price. That of rolling out one step ahead has not been measured, and counts as none.
+    Faster rollouts have no price. That of rolling out ahead has not been measured, and counts as none.
     """
     if levers.prompts == levers.completions == 1.0:
         return Price(1.0, 1.0, 1.0, (1.0, 1.0), 0, 0.0, "nothing is pruned")

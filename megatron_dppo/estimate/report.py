@@ -86,7 +86,7 @@ def _times(made: Plan) -> Iterator[str]:
     for phase in off.phases:
         if any(step.phases[phase] for step in steps):
             rows.append((f"  {phase}", *(f"{step.phases[phase]:.1f} s" for step in steps)))
-    ahead = " (generation one step ahead)" if made.config.rollout.ahead else ""
+    ahead = " (generation ahead)" if made.config.rollout.ahead else ""
     rows += [
         ("  seconds", f"{off.seconds:.1f}", f"{on.seconds:>12.1f}   {made.speed_up:.2f}x{ahead}"),
         ("  waiting in the pipeline", f"{off.bubble:.0%}", f"{on.bubble:.0%}"),

@@ -20,7 +20,7 @@ class StepTime:
     phases: dict[str, float]
     """Seconds by phase."""
     seconds: float
-    """Of the step. It is less than the sum of the phases if generation runs one step ahead."""
+    """Of the step. It is less than the sum of the phases if generation runs ahead."""
     packs: int
     """Packs of a minibatch on each replica."""
     bubble: float

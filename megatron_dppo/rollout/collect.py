@@ -47,6 +47,8 @@ class Begun:
     """Of all ranks."""
     asked: Asked
     """This rank's share."""
+    step: int
+    """That is to train on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ class Collector:
             routing=self._routing,
             branches=rollout.tree.branches,
         )
-        return Begun(selection, asked)
+        return Begun(selection, asked, step)
 
     def finish(self, begun: Begun) -> Round:
         """Wait for what was begun, and score it. Collective.

@@ -1,7 +1,8 @@
-"""Rollouts in flight, in a checkpoint: what a run that rolls out one step ahead has not trained on yet.
+"""Rollouts in flight, in a checkpoint: what a run that rolls out ahead has not trained on yet.
 
-``rollouts/`` in a checkpoint's folder holds ``step.npz``, with what every rank knows, and the tokens of each rank's
-groups in a file of its own. A run goes on from it with any number of ranks.
+``rollouts/`` in a checkpoint's folder is the next step's, ``rollouts_2/`` that of the one after it, and so on. Each
+holds ``step.npz``, with what every rank knows, and the tokens of each rank's groups in a file of its own. A step whose
+prompts are drawn and not rolled out has the first alone. A run goes on from them with any number of ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import islice, repeat
+from itertools import count, islice, repeat, takewhile
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import BadZipFile
@@ -44,25 +45,36 @@ class RolloutsInFlight:
         return bool(fits.all()) and known.forks.shape[2] == levels
 
     @property
+    def oldest_version(self) -> int:
+        """Of the weights that have made any of these tokens."""
+        known = self.rollouts.metadata
+        return int(known.versions[known.present].min(initial=np.iinfo(np.int64).max))
+
+    @property
     def routed(self) -> bool:
         """Whether every completion on this rank came with its routing."""
         return all(c.routing is not None for group in self.rollouts.held.values() for c in group.completions)
 
 
-def write_in_flight(place: Path, in_flight: RolloutsInFlight, world: World) -> None:
-    """Write this rank's groups into a checkpoint's folder, and on the leader what goes for all. Not collective."""
-    folder, rollouts = place / FOLDER, in_flight.rollouts
-    folder.mkdir(exist_ok=True)
-    _save(_file(folder, world.rank), _tokens(rollouts.held))
-    if world.leads:
-        words = json.dumps({"metrics": rollouts.metrics, "notes": rollouts.notes, "ranks": world.size})
-        selection = asdict(in_flight.selection)
-        chosen = {_CHOSEN + name: value for name, value in selection.items() if value is not None}
-        _save(folder / _STEP, {"words": np.array(words), **asdict(rollouts.metadata), **chosen})
+def write_in_flight(place: Path, steps: Sequence[Selection | RolloutsInFlight], world: World) -> None:
+    """Write into a checkpoint's folder what the next steps have, in their order: this rank's groups, and on the leader
+    what goes for all. Not collective."""
+    for number, batch in enumerate(steps):
+        folder = _folder(place, number)
+        folder.mkdir(exist_ok=True)
+        selection, known = batch, {}
+        if isinstance(batch, RolloutsInFlight):
+            selection, rollouts = batch.selection, batch.rollouts
+            words = json.dumps({"metrics": rollouts.metrics, "notes": rollouts.notes, "ranks": world.size})
+            known = {"words": np.array(words), **asdict(rollouts.metadata)}
+            _save(_file(folder, world.rank), _tokens(rollouts.held))
+        if world.leads:
+            chosen = {_CHOSEN + name: value for name, value in asdict(selection).items() if value is not None}
+            _save(folder / _STEP, known | chosen)
 
 
-def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> RolloutsInFlight | None:
-    """The rollouts in flight in a checkpoint; None if it holds none. Collective.
+def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> list[Selection | RolloutsInFlight]:
+    """What a checkpoint holds of the next steps, in their order. Collective.
 
     Ranks keep their groups where there are as many of them as there were; else every rank takes each n-th.
 
@@ -73,10 +85,19 @@ def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> Rollout
     Raises:
         UserError: on every rank, if the pool's prompts are other ones, or a file is damaged.
     """
-    folder = place / FOLDER
-    stored = world.from_leader(lambda: _arrays(folder / _STEP) if (folder / _STEP).exists() else None)
-    if stored is None:
-        return None
+    folders = (_folder(place, number) for number in count())
+    stored = world.from_leader(
+        lambda: [_arrays(folder / _STEP) for folder in takewhile(lambda folder: (folder / _STEP).exists(), folders)]
+    )
+    return [_read(_folder(place, number), arrays, pool, world) for number, arrays in enumerate(stored)]
+
+
+def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: World) -> Selection | RolloutsInFlight:
+    place = folder.parent
+    chosen = {name.removeprefix(_CHOSEN): value for name, value in stored.items() if name.startswith(_CHOSEN)}
+    selection = Selection(**chosen | {"window": int(chosen["window"])})
+    if "words" not in stored:
+        return selection
     if "surprise" in stored:  # the score norms' name in checkpoints before they were called that
         stored["score_norms"] = stored.pop("surprise")
     if stored.keys() >= {"rewards", "prompt_lengths"}:  # from before prefixes were shared, trees, groups of any size
@@ -87,8 +108,6 @@ def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> Rollout
             "samples": np.full(shape[0], shape[1]),
         } | stored
     words = json.loads(str(stored["words"]))
-    chosen = {name.removeprefix(_CHOSEN): value for name, value in stored.items() if name.startswith(_CHOSEN)}
-    selection = Selection(**chosen | {"window": int(chosen["window"])})
     if missing := [field.name for field in fields(StepMetadata) if field.name not in stored]:
         problem = f"its rollouts were written by another version of this package, without {', '.join(missing)}"
         remedy = f"Go on with that version, or begin another run.dir with its weights alone: model.checkpoint={place}"
@@ -111,6 +130,10 @@ def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> Rollout
     return RolloutsInFlight(selection, Collected(held, metadata, words["metrics"], tuple(words["notes"])))
 
 
+def _folder(place: Path, number: int) -> Path:
+    return place / (f"{FOLDER}_{number + 1}" if number else FOLDER)
+
+
 def _file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.npz"
 
@@ -120,7 +143,7 @@ def _arrays(file: Path) -> dict[str, Any]:
         with np.load(file) as stored:  # which unpickles nothing
             return {name: stored[name] for name in stored.files}
     except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
-        problem = f"{FOLDER}/{file.name} cannot be read ({type(error).__name__}: {error})"
+        problem = f"{file.parent.name}/{file.name} cannot be read ({type(error).__name__}: {error})"
         raise damaged(file.parent.parent, "run.dir", problem) from error
 
 

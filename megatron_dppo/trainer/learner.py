@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor, BasePolicy, Reference, Sums, learning_rate
 from megatron_dppo.models.microbatch import Microbatch, RecordedRouting, Responses
@@ -23,7 +24,12 @@ from megatron_dppo.trainer.agreement import Compared, check_disagreement, compar
 from megatron_dppo.trainer.assemble import PolicyParts
 
 TIS_CAP_AHEAD = 2.0
-"""Cap of the truncated importance weights where rollouts are one step ahead and no cap is set."""
+"""Cap of the truncated importance weights with ``rollout.ahead`` where no cap is set."""
+
+
+def importance_cap(config: Config) -> float | None:
+    """Where the importance weights of policy over engine are truncated; None: there are none."""
+    return config.loss.tis_cap or (TIS_CAP_AHEAD if config.rollout.ahead else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,7 @@ class Learner:
         with self._timers("log_probs"):
             microbatches = {i: self._microbatches(p) for i, p in packs.items()}
         settings = self._config.loss
-        cap = settings.tis_cap or (TIS_CAP_AHEAD if self._config.rollout.ahead else None)
+        cap = importance_cap(self._config)
         loss = PolicyLoss(objective_for(settings), kl_coef=settings.kl_coef, tis_cap=cap, version=version)
         totals: dict[str, float] = {}
         norms: list[float] = []

@@ -16,6 +16,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Census, StepPlan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.trainer.collapse import Best
+from megatron_dppo.trainer.learner import importance_cap
 from megatron_dppo.trainer.resume import changed_since, record
 
 WIDEST = 100
@@ -53,6 +54,8 @@ class RunLogger:
         read_answers(self._folder)  # what cannot be read is said now, and not at the next evaluation
         if step:
             self._console.note(f"resuming after step {step}")
+        if config.rollout.ahead:
+            self._console.note(_bias_of_ahead(config))
         if dropped_prompts:
             self._console.note(f"{dropped_prompts} prompts over data.max_prompt_tokens left the pool")
 
@@ -107,6 +110,14 @@ class RunLogger:
         print_summary(self._folder, write_summary(self._folder), self._console)
         if best and read_metrics(self._folder)[-1].get("eval/accuracy", best.accuracy) < best.accuracy:
             self._console.note(f"{best}: its checkpoint stays in {self._folder / 'checkpoints'}")
+
+
+def _bias_of_ahead(config: Config) -> str:
+    return (
+        f"rollout.ahead = {config.rollout.ahead}: tokens may be so many updates old. Each counts by its probability "
+        f"now over that when it was made, {importance_cap(config):g} at most. That is biased: what has become likelier "
+        "by more counts too little, and no weight corrects for the tokens before it"
+    )
 
 
 def _answers(rows: list[dict[str, Any]]) -> list[str]:

@@ -239,7 +239,12 @@ def test_what_is_told_of_a_step_does_not_count_padding() -> None:
     same = replace(metadata, rewards=np.where(metadata.present, 1.0, 0.0), versions=metadata.present * 1)
     assert len(mixed(same)) == 0
     assert same.tokens.sum() == (metadata.prompt_lengths * metadata.samples).sum() + metadata.response_lengths.sum()
-    assert staleness(same, 2) == {"rollout/stale_tokens": 1.0, "rollout/version_lag": 1.0}
+    assert staleness(same, 2, bound=1) == {
+        "rollout/stale_tokens": 1.0,
+        "staleness/max": 1.0,
+        "staleness/mean": 1.0,
+        "staleness/bound": 1.0,
+    }
 
 
 @settings(max_examples=20)

@@ -374,13 +374,26 @@ def test_a_completion_is_as_old_as_its_oldest_token(bench: Bench) -> None:
     fresh = Said("score 0", versions=(VersionSpan(7, 8),))
     result = bench.collect({4: [fresh, mixed, fresh], 2: [fresh] * 3})
     assert result.metadata.versions.tolist() == [[7, 7, 7], [7, 6, 7]]
-    assert staleness(result.metadata, 7) == {
-        "rollout/stale_tokens": pytest.approx(1 / 6),
-        "rollout/version_lag": pytest.approx(1 / 6),
-    }
-    assert staleness(result.metadata, 9) == {"rollout/stale_tokens": 1.0, "rollout/version_lag": pytest.approx(13 / 6)}
-    nothing = staleness(bench.collect({}, window=8).metadata, 9)
-    assert nothing == {"rollout/stale_tokens": 0.0, "rollout/version_lag": 0.0}
+    names = "rollout/stale_tokens", "staleness/max", "staleness/mean", "staleness/bound"
+
+    def told(metadata: StepMetadata, version: int, bound: int) -> list[float]:
+        known = staleness(metadata, version, bound=bound)
+        assert known.keys() == set(names)
+        return [known[name] for name in names]
+
+    assert told(result.metadata, 7, 1) == pytest.approx([1 / 6, 1.0, 1 / 6, 1.0])
+    assert told(result.metadata, 9, 3) == pytest.approx([1.0, 3.0, 13 / 6, 3.0])
+    assert told(bench.collect({}, window=8).metadata, 9, 0) == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_a_completion_past_the_bound_stops_the_run(bench: Bench) -> None:
+    """It is not left out: what comes late is long, and the rest would be a policy that is short."""
+    mixed = Said("score 1", versions=(VersionSpan(4, 1), VersionSpan(7, 7)))
+    metadata = bench.collect({4: [Said("score 0", versions=(VersionSpan(7, 8),)), mixed, mixed]}).metadata
+    assert staleness(metadata, 7, bound=3)["staleness/max"] == 3.0
+    with pytest.raises(UserError, match="3 updates old") as raised:
+        staleness(metadata, 7, bound=2)
+    assert raised.value.setting == "rollout.ahead"
 
 
 def test_what_fails_in_the_engine_of_one_rank_stops_all_of_them(tokenizer: Tokenizer) -> None:

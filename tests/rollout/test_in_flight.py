@@ -88,8 +88,8 @@ def same_group(ours: Group, expected: Group) -> bool:
 
 
 def read(world: World, place: Path) -> RolloutsInFlight:
-    batch = read_in_flight(place, pool_of(10), world)
-    assert batch is not None
+    [batch] = read_in_flight(place, pool_of(10), world)
+    assert isinstance(batch, RolloutsInFlight)
     return batch
 
 
@@ -118,7 +118,7 @@ def test_every_group_comes_back_once_and_bit_by_bit(writers: int, readers: int, 
 
 def wrote(world: World, place: Path, *, routed: bool = False) -> RolloutsInFlight:
     batch = batch_of(world, routed=routed)
-    write_in_flight(place, batch, world)
+    write_in_flight(place, [batch], world)
     return batch
 
 
@@ -131,8 +131,32 @@ def test_routing_comes_back_where_there_was_any(routed: bool, tmp_path: Path) ->
             assert same_group(group, group_of(int(batch.rollouts.metadata.prompt_ids[row]), routed=routed))
 
 
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 3)])
+def test_several_steps_come_back_in_their_order(writers: int, readers: int, tmp_path: Path) -> None:
+    """Also where prompts were drawn that nobody has rolled out; and a batch knows how old it is."""
+    drawn = Selection(np.array([4, 2]), np.array([0.3, 1.0]), 2, np.array([3, 5]))
+
+    def write(world: World) -> None:
+        write_in_flight(tmp_path, [batch_of(world), unequal_batch_of(world), drawn], world)
+
+    as_ranks(writers, write)
+    for first, second, third in as_ranks(readers, lambda world: read_in_flight(tmp_path, pool_of(10), world)):
+        assert isinstance(first, RolloutsInFlight) and isinstance(second, RolloutsInFlight)
+        assert [batch.rollouts.metadata.samples.tolist() for batch in (first, second)] == [
+            [3] * len(PROMPTS), [2 + prompt % 3 for prompt in sorted(PROMPTS)],
+        ]  # fmt: skip
+        assert [first.oldest_version, second.oldest_version] == [3, 3]
+        for batch in (first, second):
+            for row, group in batch.rollouts.held.items():
+                prompt, size = int(batch.rollouts.metadata.prompt_ids[row]), len(group.completions)
+                assert same_group(group, group_of(prompt, samples=size))
+        assert isinstance(third, Selection) and third.window == 2
+        for field in ("prompt_ids", "inclusion", "samples"):
+            np.testing.assert_array_equal(getattr(third, field), getattr(drawn, field))
+
+
 def test_a_checkpoint_without_a_batch_has_none(tmp_path: Path) -> None:
-    assert read_in_flight(tmp_path, pool_of(10), world_of(1, 0)) is None
+    assert read_in_flight(tmp_path, pool_of(10), world_of(1, 0)) == []
 
 
 def test_a_batch_all_of_whose_groups_failed_comes_back_empty(tmp_path: Path) -> None:
@@ -140,7 +164,7 @@ def test_a_batch_all_of_whose_groups_failed_comes_back_empty(tmp_path: Path) -> 
     batch = batch_of(world)
     fields = {name: getattr(batch.rollouts.metadata, name) for name in StepMetadata.__slots__}
     empty = StepMetadata(**{name: v if name == "window" else v[:0] for name, v in fields.items()})
-    write_in_flight(tmp_path, replace(batch, rollouts=replace(batch.rollouts, held={}, metadata=empty)), world)
+    write_in_flight(tmp_path, [replace(batch, rollouts=replace(batch.rollouts, held={}, metadata=empty))], world)
     back = read(world, tmp_path).rollouts
     assert (back.held, back.metadata.rewards.shape, back.metadata.window) == ({}, (0, 3), 11.7)
 
@@ -191,7 +215,7 @@ def unequal_batch_of(world: World) -> RolloutsInFlight:
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (2, 3), (3, 1)])
 def test_groups_of_unequal_size_come_back_as_they_were(writers: int, readers: int, tmp_path: Path) -> None:
-    as_ranks(writers, lambda world: write_in_flight(tmp_path, unequal_batch_of(world), world))
+    as_ranks(writers, lambda world: write_in_flight(tmp_path, [unequal_batch_of(world)], world))
     for batch in as_ranks(readers, lambda world: read(world, tmp_path)):
         known = batch.rollouts.metadata
         assert known.samples.tolist() == (2 + known.prompt_ids % 3).tolist()
@@ -231,7 +255,7 @@ def test_forks_come_back_with_their_weights(tmp_path: Path) -> None:
     forks = np.zeros((len(PROMPTS), 3, 2), FORK)
     forks["at"], forks["weight"] = np.arange(3)[:, None] + [1, 2], np.random.default_rng(0).random(forks.shape)
     metadata = replace(batch.rollouts.metadata, forks=forks)
-    write_in_flight(tmp_path, replace(batch, rollouts=replace(batch.rollouts, held=held, metadata=metadata)), world)
+    write_in_flight(tmp_path, [replace(batch, rollouts=replace(batch.rollouts, held=held, metadata=metadata))], world)
     back = read(world, tmp_path)
     np.testing.assert_array_equal(back.rollouts.metadata.forks, forks)
     for row, group in back.rollouts.held.items():

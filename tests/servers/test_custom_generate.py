@@ -47,7 +47,7 @@ def test_conversations_with_a_tool_are_trained_on_as_the_server_scored_them(
         assert step["train/grad_norm"] > 0
         assert step["train/rollout_logprob_abs_diff"] <= AGREES
         assert step["train/token_mult_prob_error"] <= 1 + AGREES
-        assert (step["rollout/stale_tokens"], step["rollout/version_lag"]) == (0.0, 0.0)
+        assert (step["rollout/stale_tokens"], step["staleness/mean"]) == (0.0, 0.0)
         told = step["rollout/response_len/mean"] * COMPLETIONS - step["rollout/generated_tokens"]
         assert told == pytest.approx(len(TOOL) * COMPLETIONS), "a second turn follows every first one"
     answers = (run / "answers.jsonl").read_text()

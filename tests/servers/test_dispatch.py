@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_dppo.rl.types import Completion, Prompt, RoutingShape, VersionSpan
 from megatron_dppo.rollout.engine import Sampling
@@ -104,6 +106,71 @@ def test_prompts_are_shared_out_and_come_back_in_their_order(http: Http) -> None
     servers = [Script(f"http://{name}:1", http, _answers, delay_s=0.01) for name in "ab"]
     _assert_answered(_ask(_dispatcher(http, *servers), 9), 9)
     assert sorted(len(server.asks) for server in servers) == [4, 5]
+
+
+ENDS, LONGEST = 0.12, 24
+"""How likely each token ends a completion, and where it is cut off."""
+
+
+class Gradual(Script):
+    """Takes a while for each token."""
+
+    async def generate(self, ask: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
+        pieces = await super().generate(ask, timeout_s=timeout_s)
+        await asyncio.sleep(0.01 * max(len(piece.token_ids) for piece in pieces))
+        return pieces
+
+
+def _abort_now_and_then(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
+    """Any token ends a sample with the same chance; an update of the weights aborts them after some tokens."""
+    draw = np.random.default_rng([ask.seed or 0, ask.samples])
+    until = int(draw.integers(1, 16))
+    pieces = []
+    for length in np.minimum(draw.geometric(ENDS, ask.samples), ask.max_tokens).tolist():
+        tokens = [1] * (length - 1) + [0]
+        pieces.append(_piece(tokens) if length <= until else _piece(tokens[:until], reason="abort"))
+    return pieces
+
+
+def _lengths_of_batches_ahead(http: Http) -> np.ndarray:
+    """Of completions that would be trained on: three batches, asked for at once and taken in their order."""
+    servers = [Gradual(f"http://{name}:1", http, _abort_now_and_then) for name in "ab"]
+    dispatcher = _dispatcher(http, *servers, max_in_flight=192)
+    sampling = replace(SAMPLING, max_tokens=LONGEST)
+    batches = [dispatcher.begin(_prompts(64), replace(sampling, seed=seed), 5) for seed in range(3)]
+    lengths = []
+    for batch in batches:
+        batch.wait(20.0)
+        assert batch.is_over and batch.error is None
+        lengths += [len(c.token_ids) for group in batch.groups() for c in group]
+    return np.array(lengths)
+
+
+def _p_of_lengths(lengths: np.ndarray) -> float:
+    """Of χ² against the law by which completions end, in bins of three tokens and the cut off."""
+    chances = ENDS * (1.0 - ENDS) ** np.arange(LONGEST)
+    chances[-1] = (1.0 - ENDS) ** (LONGEST - 1)
+    seen = np.bincount(lengths, minlength=LONGEST + 1)[1:].reshape(-1, 3).sum(axis=1)
+    expected = len(lengths) * chances.reshape(-1, 3).sum(axis=1)
+    chi2 = torch.tensor(((seen - expected) ** 2 / expected).sum())
+    return float(torch.special.gammaincc(torch.tensor((len(seen) - 1) / 2.0), chi2 / 2.0))
+
+
+def test_what_is_trained_on_is_as_long_as_what_is_sampled(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late it is. A batch that is closed once three quarters of it are there is not."""
+    lengths = _lengths_of_batches_ahead(http)
+    assert len(lengths) == 3 * 64 * SAMPLES
+    assert _p_of_lengths(lengths) > 0.01
+
+    async def first_come(self: Dispatcher, batch: Batch) -> None:
+        prompts = [asyncio.create_task(self._prompt(batch, index)) for index in range(len(batch.prompts))]
+        for prompt in itertools.islice(asyncio.as_completed(prompts), 3 * len(prompts) // 4):
+            await prompt
+        for prompt in prompts:
+            prompt.cancel()
+
+    monkeypatch.setattr(Dispatcher, "_run", first_come)
+    assert _p_of_lengths(_lengths_of_batches_ahead(http)) < 0.01
 
 
 def test_every_prompt_is_given_its_own_number_of_samples(http: Http) -> None:

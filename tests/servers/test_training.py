@@ -115,7 +115,7 @@ def agrees(steps: Rows, servers: int) -> None:
         assert step["train/grad_norm"] > 0
         assert step["rollout/agreement_max_diff"] <= AGREES
         assert step["train/rollout_logprob_abs_diff"] <= AGREES
-        assert (step["rollout/stale_tokens"], step["rollout/version_lag"]) == (0.0, 0.0)
+        assert (step["rollout/stale_tokens"], step["staleness/mean"]) == (0.0, 0.0)
         assert (step["rollout/servers"], step["rollout/sync_retries"]) == (servers, 0.0)
 
 
@@ -186,9 +186,9 @@ def test_a_run_one_step_ahead_that_is_killed_goes_on_with_the_batch_in_flight(
     assert "resuming after step 2" in (run / "log").read_text()
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     first, *others = steps
-    assert (first["rollout/stale_tokens"], first["rollout/version_lag"]) == (0.0, 0.0)
+    assert (first["rollout/stale_tokens"], first["staleness/mean"]) == (0.0, 0.0)
     for step in others:  # also the third: its batch was in the checkpoint, made by the weights before the second step
-        assert 0.0 < step["rollout/stale_tokens"] <= 1.0 and 0.0 < step["rollout/version_lag"] <= 1.0
+        assert 0.0 < step["rollout/stale_tokens"] <= 1.0 and 0.0 < step["staleness/mean"] <= 1.0
     for step in steps:
         assert step["train/grad_norm"] > 0
         assert step["rollout/agreement_max_diff"] <= AGREES

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_dppo.cli import main
@@ -197,3 +198,42 @@ def test_a_run_goes_on_with_fewer_ranks_in_another_layout(
                 assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (row["step"], name)
     held = [json.loads(line)["perf/ranks"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert held == [2] * 4 + [1] * 3  # what each step cost is told by its row
+
+
+HANGING = """
+import time
+from pathlib import Path
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    metrics = Path({metrics!r})
+    if metrics.exists() and metrics.read_bytes().count(b"\\n") >= 2:
+        Path({hangs!r}).touch()
+        time.sleep(1000.0)
+    return float(len(solution_str) % 3)
+"""
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_run_ends_within_two_seconds_though_a_judge_hangs_and_rollouts_are_in_flight(
+    policy: Path, tmp_path: Path
+) -> None:
+    run, hangs, judge = tmp_path / "run", tmp_path / "hangs", tmp_path / "judge.py"
+    judge.write_text(HANGING.format(metrics=str(run / "metrics.jsonl"), hangs=str(hangs)))
+    settings = ("rollout.ahead=2", f"reward.function={judge}:compute_score", "reward.timeout_s=900")
+    process = start(policy, run, *settings)
+    wait_for(process, hangs.exists)
+    launcher = psutil.Process(process.pid or 0)
+    family = [launcher, *launcher.children(recursive=True)]
+    assert len(family) > 3, "ranks and what scores"
+    launcher.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 2.0
+    while left := [each for each in family if lives(each)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+    assert ended(process) == 128 + signal.SIGTERM

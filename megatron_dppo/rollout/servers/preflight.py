@@ -144,7 +144,7 @@ def _check_adapter(config: Config) -> None:
             "Leave rollout.sync.transport out",
         ),
         (
-            rollout.ahead == 1 and rollout.sync.in_flight != "abort",
+            rollout.ahead > 0 and rollout.sync.in_flight != "abort",
             f"cannot go with rollout.sync.in_flight = {rollout.sync.in_flight}: a request has one adapter to its end",
             "Set that to abort",
         ),
