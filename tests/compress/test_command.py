@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.cli import main
+from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe
 
 TEXTS = [("1+2=", "3#3"), ("9+8=", "17#17"), ("5+5+5=", "10+5=15#15"), ("4+4=", "8#8")]
@@ -30,7 +31,7 @@ def load(folder: Path) -> torch.nn.Module:
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        return model(torch.arange(3, 40)[None]).logits
+        return model(torch.arange(3, 40)[None], use_cache=False).logits
 
 
 def compressed(source: Path, out: Path, calibration: Path, *words: str) -> dict:
@@ -86,6 +87,8 @@ def test_heads_go_in_groups(policy: Path, calibration: Path, tmp_path: Path) -> 
 def test_other_families_become_smaller_too(calibration: Path, tmp_path: Path) -> None:
     write_qwen2(tmp_path / "qwen2", Sizes(), dtype=torch.bfloat16, shard_size="20KB")
     write_qwen3_moe(tmp_path / "moe", Sizes())
+    for name in ("qwen2", "moe"):
+        write_tokenizer(character_tokenizer(), tmp_path / name, max_tokens=128)
     words = "--method", "width", "--keep", "0.8", "--multiple", "4"
     assert compressed(tmp_path / "qwen2", tmp_path / "a", calibration, *words)["dtype"] == "bfloat16"
     assert compressed(tmp_path / "moe", tmp_path / "b", calibration, "--method", "depth", "--keep", "0.5")

@@ -27,7 +27,7 @@ def ids(answer: WorkedAnswer) -> torch.Tensor:
 def written_out_loss(model: Any, answers: list[WorkedAnswer]) -> float:
     losses = []
     for answer in answers:
-        logprobs = model(ids(answer)).logits[0].log_softmax(-1)
+        logprobs = model(ids(answer), use_cache=False).logits[0].log_softmax(-1)
         first = len(answer.prompt_ids)
         losses += [-logprobs[place - 1, ids(answer)[0, place]] for place in range(first, ids(answer).shape[1])]
     return float(torch.stack(losses).mean())
@@ -47,14 +47,14 @@ def test_activity_is_that_of_loops_over_sequences_and_tokens(
 ) -> None:
     found = measure_activity(model, read_shape(policy), read)
     inputs: dict[tuple[str, int], list[torch.Tensor]] = {}
+    watched = [("before", len(model.model.layers), model.model.norm)]
+    for number, layer in enumerate(model.model.layers):
+        watched += [("before", number, layer.input_layernorm), ("ffn", number, layer.mlp.down_proj)]
+        watched += [("attention", number, layer.self_attn.o_proj)]
     hooks = [
         module.register_forward_pre_hook(lambda _, args, key=(kind, i): inputs.setdefault(key, []).append(args[0][0]))
-        for i, layer in enumerate(model.model.layers)
-        for kind, module in (("ffn", layer.mlp.down_proj), ("attention", layer.self_attn.o_proj), ("before", layer.input_layernorm))
-    ]  # fmt: skip
-    hooks.append(
-        model.model.norm.register_forward_pre_hook(lambda _, a: inputs.setdefault(("before", 4), []).append(a[0][0]))
-    )
+        for kind, i, module in watched
+    ]
     for answer in answers:
         model(ids(answer))
     for hook in hooks:
@@ -90,7 +90,10 @@ def test_a_left_out_layer_costs_what_the_shortened_model_loses(
     expected = [written_out_loss(each, answers) - whole for each in short]
     assert leave_one_out(model, read, "loss") == pytest.approx(expected, rel=1e-7)
     for layer, value in enumerate(leave_one_out(model, read, "logits")):
-        apart = [(short[layer](ids(a)).logits - model(ids(a)).logits)[0, len(a.prompt_ids) - 1 : -1] for a in answers]
+        apart = [
+            (short[layer](ids(a), use_cache=False).logits - model(ids(a)).logits)[0, len(a.prompt_ids) - 1 : -1]
+            for a in answers
+        ]
         assert value == pytest.approx(float(torch.cat(apart).norm(dim=1).mean()), rel=1e-9)
     assert mean_loss(model, read) == pytest.approx(whole, rel=1e-12), "the policy is as it was"
 
