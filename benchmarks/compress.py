@@ -16,6 +16,7 @@ tokens that gives 95% of the whole policy's held-out accuracy (greedy answers, e
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -29,6 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from megatron_dppo.cli import main
 from megatron_dppo.compress.choose import SCORES
 from megatron_dppo.config import ArithmeticConfig
 from megatron_dppo.data.generators import Sum, make_sums
@@ -40,7 +42,7 @@ SUMS = {"problems": 4096, "min_terms": 2, "max_terms": 6, "max_operand": 9, "for
 ENOUGH = 0.95
 
 
-def main() -> None:
+def measure() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     for name, default in ("seeds", 3), ("layers", 6), ("hidden", 128), ("steps", 400), ("problems", 200):
@@ -131,11 +133,17 @@ def least(points: list[dict[str, float]], seed: dict[str, Any]) -> float | None:
 
 
 def run(*words: Any) -> None:
-    """A command of the package."""
-    command = [sys.executable, "-m", "megatron_dppo", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    """A command of the package, in this process, but for what starts ranks."""
+    text = [str(word) for word in words]
+    if text[0] != "sft":
+        with contextlib.redirect_stdout(sys.stderr):
+            failed = main(text)
+        if failed:
+            sys.exit(f"{' '.join(text)} failed")
+        return
+    done = subprocess.run([sys.executable, "-m", "megatron_dppo", *text], capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        sys.exit(f"{' '.join(text)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
 
 
 def init(out: Path, hidden: int, layers: int, ffn: int, seed: int) -> None:
@@ -190,4 +198,4 @@ def speed(folder: Path, held_out: list[Sum]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    measure()

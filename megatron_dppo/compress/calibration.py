@@ -11,7 +11,8 @@ import torch
 
 from megatron_dppo.config import DataConfig
 from megatron_dppo.data.prompts import WorkedAnswer, load_worked_answers
-from megatron_dppo.data.tokenizer import Tokenizer
+from megatron_dppo.data.rows import read_rows
+from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.answers import ANSWERS
 
@@ -44,11 +45,12 @@ def read_sequences(
     """Prompts with responses, from a JSONL or parquet file, or an evaluation's own answers.
 
     Args:
-        source: a file, or the folder that ``megatron-dppo eval --out`` has written. Of a folder, prompts are taken as
-            the policy read them, and the three arguments below say nothing.
+        source: a file, or the folder that ``megatron-dppo eval --out`` has written. For a folder the three arguments
+            below say nothing: prompts are as the policy read them, and responses that were cut off have no end.
 
     Raises:
-        UserError: naming ``--calibrate``, for a folder without answers; or as ``load_worked_answers``.
+        UserError: naming ``--calibrate``, for a folder without answers; as ``load_worked_answers``, but naming options
+            instead of settings.
     """
     if source.is_dir():
         if not (source / "evaluation.json").is_file() or not (source / ANSWERS).is_file():
@@ -57,7 +59,7 @@ def read_sequences(
                 "Give a file, or have the policy answer first: `megatron-dppo eval CONFIG --model MODEL --out FOLDER`"
             )
             raise UserError("--calibrate", source, problem, remedy)
-        source, prompt_key, response_key, chat_template = source / ANSWERS, "prompt", "answer", False
+        return _own_answers(source / ANSWERS, tokenizer)
     data = DataConfig(
         train=str(source),
         prompt_key=prompt_key,
@@ -74,6 +76,23 @@ def read_sequences(
         for setting, flag in {**names, "data.label_key": "--response-key"}.items():
             words = [text.replace(setting, flag) for text in words]
         raise UserError(names.get(error.setting, error.setting), error.value, *words) from error
+
+
+def _own_answers(file: Path, tokenizer: Tokenizer) -> list[WorkedAnswer]:
+    """What a policy was asked in an evaluation, and what it said; without empty answers."""
+    rows = [row for row in read_rows(str(file), "--calibrate") if row.values.get("answer")]
+    if not rows:
+        raise UserError("--calibrate", file, "holds no answer with a text", "Give a file of prompts with responses")
+    texts = [[str(row.values.get(key)) for row in rows] for key in ("prompt", "answer")]
+    prompts, responses = (tokenizer(of, add_special_tokens=False)["input_ids"] for of in texts)
+    end = end_token_id(tokenizer)
+    return [
+        WorkedAnswer(
+            np.array(prompt, np.int32),
+            np.array(response + ([end] if row.values.get("finish") == "stop" else []), np.int32),
+        )
+        for row, prompt, response in zip(rows, prompts, responses, strict=True)
+    ]
 
 
 def draw(answers: Sequence[WorkedAnswer], count: int, seed: int) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:

@@ -10,7 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.cli import main
+from megatron_dppo.compress.calibration import read_sequences
+from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from megatron_dppo.errors import UserError
 from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe
 
 TEXTS = [("1+2=", "3#3"), ("9+8=", "17#17"), ("5+5+5=", "10+5=15#15"), ("4+4=", "8#8")]
@@ -96,15 +99,21 @@ def test_other_families_become_smaller_too(calibration: Path, tmp_path: Path) ->
     load(tmp_path / "b")
 
 
-def test_an_evaluation_s_own_answers_calibrate(policy: Path, tmp_path: Path) -> None:
-    answers = tmp_path / "answers"
-    answers.mkdir()
-    rows = [{"prompt": prompt, "answer": text, "correct": True} for prompt, text in TEXTS]
-    (answers / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["compress", str(policy), str(tmp_path / "out"), "--keep", "0.75", "--method", "depth"]
-    assert main([*command, "--calibrate", str(answers)]) == 2, "of a folder that no evaluation has written"
-    (answers / "evaluation.json").write_text("{}")
-    assert main([*command, "--calibrate", str(answers)]) == 0
+def test_an_evaluation_s_own_answers_are_read_as_they_were_given(policy: Path, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1+2=", "answer": "3#3", "finish": "stop"},
+        {"prompt": "9+8=", "answer": "17", "finish": "length"},
+        {"prompt": "4+4=", "answer": "", "finish": "stop"},
+    ]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = load_tokenizer(policy)
+    keys = {"prompt_key": "prompt", "response_key": "response", "chat_template": False}
+    with pytest.raises(UserError, match="of no evaluation"):
+        read_sequences(tmp_path, tokenizer, **keys)
+    (tmp_path / "evaluation.json").write_text("{}")
+    read = read_sequences(tmp_path, tokenizer, **keys)
+    said = [(tokenizer.decode(a.prompt_ids), tokenizer.decode(a.response_ids)) for a in read]
+    assert said == [("1+2=", "3#3<|im_end|>"), ("9+8=", "17")]
 
 
 def test_a_dry_run_and_a_refusal_write_nothing(
