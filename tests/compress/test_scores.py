@@ -100,7 +100,10 @@ def test_a_left_out_layer_costs_what_the_shortened_model_loses(
 
 @torch.no_grad()
 def test_greedy_removal_takes_what_costs_least_each_time(model: Any, read: list[Batch]) -> None:
-    removed = remove_greedily(model, read, 2, "attention", say=str)
+    said: list[str] = []
+    removed = remove_greedily(model, read, 3, "attention", say=said.append)
+    with without(model, attention=removed):
+        assert said[-1].endswith(f"3 of 3: loss {mean_loss(model, read):.4f}"), "all three are gone together"
     kept_out: list[int] = []
     for layer in removed:
         losses = []
