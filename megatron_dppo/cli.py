@@ -1,4 +1,4 @@
-"""The command line: ``megatron-dppo train | sft | eval | probe-tree | serve | plan | report | init | doctor``.
+"""The command line: ``megatron-dppo train``, ``sft``, ``eval``, ``probe-tree``, ``compress``, ``plan`` and others.
 
 Nothing heavy is imported before a command needs it: a mistake in the settings is answered at once.
 """
@@ -47,15 +47,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    parser = _parser(needs_init="init" in arguments[:1])
+    parser = _parser(options_of=arguments[:1])
     chosen, rest = parser.parse_known_args(arguments)
     # argparse takes no positional after an option: overrides that stand there come back as the rest
-    if rest and (chosen.command in ("init", "doctor", "report") or any(word.startswith("-") for word in rest)):
+    if rest and (
+        chosen.command in ("init", "compress", "doctor", "report") or any(word.startswith("-") for word in rest)
+    ):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if chosen.command == "init":
         from megatron_dppo.init import init_from_arguments
 
         init_from_arguments(chosen)
+        return 0
+    if chosen.command == "compress":
+        from megatron_dppo.compress.command import compress
+
+        compress(chosen)
         return 0
     if chosen.command == "doctor":
         from megatron_dppo.doctor import doctor
@@ -115,7 +122,8 @@ def _read(words: Sequence[str]) -> Config:
     return load_config(files[0] if files else None, [word for word in words if word not in files])
 
 
-def _parser(*, needs_init: bool) -> argparse.ArgumentParser:
+def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
+    """Of all commands; the options of some, which are slow to import, for ``options_of`` alone."""
     parser = argparse.ArgumentParser(
         prog="megatron-dppo",
         description="Reinforcement learning of Qwen3 policies with Dynamic Pruning Policy Optimization.",
@@ -161,10 +169,15 @@ def _parser(*, needs_init: bool) -> argparse.ArgumentParser:
     report.add_argument("--png", type=Path, metavar="FOLDER", help="draw the runs' pictures there as well")
     report.add_argument("--price", type=float, help="of a GPU for an hour, in place of cluster.price_per_gpu_hour")
     init = commands.add_parser("init", help="make a fresh Qwen3 model directory, tokenizer included")
-    if needs_init:
+    if "init" in options_of:
         from megatron_dppo.init import add_init_arguments
 
         add_init_arguments(init)
+    compress = commands.add_parser("compress", help="make a smaller policy from a larger one")
+    if "compress" in options_of:
+        from megatron_dppo.compress.command import add_compress_arguments
+
+        add_compress_arguments(compress)
     doctor = commands.add_parser("doctor", help="show what is installed and what will be used")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -1051,6 +1051,67 @@ MUTANTS = [
         "if targets & some and not targets:",
         "trainer/test_preflight_servers.py",
     ),
+    # Smaller policies.
+    Mutant(
+        "compress/padding counts as activity",
+        "(_precise(arguments[0]) * self._valid[..., None])",
+        "(_precise(arguments[0]))",
+        "compress/test_scores.py -k loops_over_sequences",
+    ),
+    Mutant(
+        "compress/norms of sequences count as one",
+        "self._norms[layer] += squares.sqrt().sum(0).cpu()",
+        "self._norms[layer] += squares.sum(0).sqrt().cpu()",
+        "compress/test_scores.py -k loops_over_sequences",
+    ),
+    Mutant(
+        "compress/losses of prompts count",
+        "states[batch.response[:, 1:]]",
+        "states[batch.response[:, :-1]]",
+        "compress/test_scores.py -k left_out",
+    ),
+    Mutant(
+        "compress/what was removed before is there again",
+        "gone = [*removed, layer]",
+        "gone = [layer]",
+        "compress/test_scores.py -k greedy",
+    ),
+    Mutant(
+        "compress/the least needed stay",
+        "key=lambda i: (-scores[i], i)",
+        "key=lambda i: (scores[i], i)",
+        "compress/test_scores.py -k useless",
+    ),
+    Mutant(
+        "compress/columns of another order",
+        "block = block[:, columns]",
+        "block = block[:, : len(columns)]",
+        "compress/test_command.py -k units",
+    ),
+    Mutant(
+        "compress/rows of the first buffer alone",
+        "rows[(rows >= top) & (rows < top + len(block))] - top",
+        "rows[rows < len(block)]",
+        "compress/test_surgery.py",
+    ),
+    Mutant(
+        "compress/a layer's weights under its old number",
+        "layer = cut.layers[int(parts[2])]",
+        "layer = int(parts[2])",
+        "compress/test_command.py -k layers",
+    ),
+    Mutant(
+        "compress/query heads of another group",
+        'if module in ("q_proj", "o_proj") else 1)',
+        'if module == "q_proj" else 1)',
+        "compress/test_command.py -k heads",
+    ),
+    Mutant(
+        "compress/attention of every layer goes by the share",
+        "sparsity ** (ratio / 1.5)",
+        "sparsity",
+        "compress/test_cut.py",
+    ),
 ]
 
 

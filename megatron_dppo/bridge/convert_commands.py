@@ -81,17 +81,17 @@ def hf_to_megatron(chosen: argparse.Namespace) -> None:
         UserError: for a source that is not whole, a destination that cannot be written, or forms that differ; ``OUT``
             is as it was.
     """
-    with _named("HF"):
+    with naming("HF"):
         shape = read_shape(chosen.source)
         stored = check_weights(chosen.source, shape)
     tensors = stored_chunks({name: stored[name] for name in expected_tensors(shape)})
     widest = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
     plan = plan_checkpoint(shape, DTYPES.get(chosen.dtype, widest))
     files = (RELEASE, HF_FOLDER, TRACKER)
-    _check_out(chosen, sum(plan.files.values()), [chosen.source], f"{RELEASE}/{FORMAT}", "converted checkpoint", files)
+    check_out(chosen, sum(plan.files.values()), [chosen.source], f"{RELEASE}/{FORMAT}", "converted checkpoint", files)
     if _ready(chosen, shape, plan.files, plan.dtype):
-        with _in_place(chosen.out) as draft:
-            with _progress("to Megatron", parameters(shape) * plan.dtype.itemsize) as advance:
+        with in_place(chosen.out) as draft:
+            with progress_bar("to Megatron", parameters(shape) * plan.dtype.itemsize) as advance:
                 write_megatron(tensors, plan, chosen.source, draft, workers=chosen.workers, advance=advance)
             _verify(chosen, draft / RELEASE, chosen.source, shape, plan.dtype)
         print(f"{chosen.out}: {_weights(shape, plan.dtype)}")
@@ -105,7 +105,7 @@ def parse_megatron_to_hf(arguments: Sequence[str] | None = None) -> argparse.Nam
     hf = f"where configuration and tokenizer come from (default: {HF_FOLDER}/ beside the checkpoint)"
     parser.add_argument("--hf", metavar="DIR", type=Path, help=hf)
     size = "most in a file (default: %(default)s)"
-    parser.add_argument("--shard-gb", metavar="GB", type=_positive(float), default=5.0, help=size)
+    parser.add_argument("--shard-gb", metavar="GB", type=positive(float), default=5.0, help=size)
     return parser.parse_args(arguments)
 
 
@@ -122,17 +122,17 @@ def megatron_to_hf(chosen: argparse.Namespace) -> None:
         problem = f"there is no {HF_FOLDER}/ with the model's config.json and tokenizer beside {checkpoint.name}"
         remedy = "Name the Hugging Face directory that the policy began from"
         raise UserError("--hf", "(not given)", problem, remedy)
-    with _named("--hf"):
+    with naming("--hf"):
         shape = read_shape(hf)
     policy = StoredPolicy(checkpoint, shape, "CKPT")
     if policy.checksums is None:
         warn_unchecked(checkpoint)
     plan = plan_files(shape, int(chosen.shard_gb * GB), DTYPES.get(chosen.dtype, policy.dtype))
     sizes = {file: sum(map(plan.bytes_of, names)) for file, names in plan.files.items()}
-    _check_out(chosen, sum(sizes.values()), [checkpoint, hf], "config.json", "model directory", MODEL_FILES)
+    check_out(chosen, sum(sizes.values()), [checkpoint, hf], "config.json", "model directory", MODEL_FILES)
     if _ready(chosen, shape, sizes, plan.dtype):
-        with _in_place(chosen.out) as draft:
-            with _progress("to Hugging Face", plan.total_bytes) as advance:
+        with in_place(chosen.out) as draft:
+            with progress_bar("to Hugging Face", plan.total_bytes) as advance:
                 write_hf(policy, plan, hf, draft, workers=chosen.workers, advance=advance)
             _verify(chosen, checkpoint, draft, shape, plan.dtype)
         print(f"{chosen.out}: {_weights(shape, plan.dtype)}")
@@ -144,7 +144,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     dtype = "of the weights (default: as stored)"
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help=dtype)
     workers = min(4, os.cpu_count() or 1)
-    parser.add_argument("--workers", type=_positive(int), default=workers, help="threads (default: %(default)s)")
+    parser.add_argument("--workers", type=positive(int), default=workers, help="threads (default: %(default)s)")
     verify = "read what was written and compare every tensor's hash; all (the default of --verify): logits as well"
     parser.add_argument("--verify", nargs="?", choices=["tensors", "all"], const="all", help=verify)
     dry_run = "check everything, print what would be written, and stop"
@@ -154,7 +154,9 @@ def _parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """What reads an option's value, and refuses 0 and below."""
+
     def parse(text: str) -> float:
         if not 0 < (number := kind(text)) < float("inf"):
             raise ValueError
@@ -165,7 +167,7 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
 
 
 @contextmanager
-def _named(setting: str) -> Iterator[None]:
+def naming(setting: str) -> Iterator[None]:
     """Errors about a model directory name the argument, not the setting of a run."""
     try:
         yield
@@ -173,7 +175,7 @@ def _named(setting: str) -> Iterator[None]:
         raise UserError(setting, error.value, error.problem, error.remedy) from error
 
 
-def _check_out(
+def check_out(
     chosen: argparse.Namespace, size: int, sources: Sequence[Path], mark: str, what: str, files: Sequence[str]
 ) -> None:
     """Check that OUT can be made or replaced; for ``mark``, ``what`` and ``files`` see :func:`check_replaceable`."""
@@ -204,7 +206,7 @@ def _ready(chosen: argparse.Namespace, shape: PolicyShape, sizes: Mapping[str, i
 
 
 @contextmanager
-def _in_place(out: Path) -> Iterator[Path]:
+def in_place(out: Path) -> Iterator[Path]:
     """A draft of ``out``, which takes its place at the end. A failing file or disk becomes a UserError."""
     try:
         with replacing_directory(out) as draft:
@@ -223,7 +225,7 @@ def _verify(chosen: argparse.Namespace, checkpoint: Path, hf: Path, shape: Polic
         if (checksums := policy.checksums) is not None:
             workers = chosen.workers
             in_threads(lambda share: checksums.check(share=share, of=workers), range(workers), workers)
-    with _named("--verify"), _progress("verifying", parameters(shape) * dtype.itemsize) as advance:
+    with naming("--verify"), progress_bar("verifying", parameters(shape) * dtype.itemsize) as advance:
         digest = compare_tensors(policy, hf, shape, written=dtype, workers=chosen.workers, advance=advance)
     print(f"every tensor is the same in both forms, read again from the disk (sha256 of all: {digest})")
     if chosen.verify == "all":
@@ -238,7 +240,7 @@ def _weights(shape: PolicyShape, dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def _progress(what: str, total: int) -> Iterator[Advance]:
+def progress_bar(what: str, total: int) -> Iterator[Advance]:
     """A bar on a terminal; elsewhere one line at the end."""
     console, began = Console(stderr=True), time.monotonic()
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()

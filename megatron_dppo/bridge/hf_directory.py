@@ -106,8 +106,8 @@ COPIED_FILES = (
     "LICENSE",
 )
 """Files beside the weights that are copied as they are, where the source has them."""
-MODEL_FILES = ("config.json", "*.safetensors", INDEX, *COPIED_FILES, "sft.json")
-"""Patterns of all that is written to such a directory, by ``sft`` too."""
+MODEL_FILES = ("config.json", "*.safetensors", INDEX, *COPIED_FILES, "sft.json", "compress.json")
+"""Patterns of all that is written to such a directory, by ``sft`` and ``compress`` too."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """All that is in a directory of adapters alone, by PEFT's names."""
 

@@ -90,6 +90,8 @@ WAYS = (
         r"megatron-dppo train configs/quickstart\.yaml model\.path=runs/moe/policy .*",
         append=SMALL.removeprefix(LAYOUT),
     ),
+    Way(r"megatron-dppo compress \S+ \S+ --keep .*", append="--multiple 8"),
+    Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/run .*", append=f"{SMALL} --check"),
     Way(r"megatron-dppo sft \S+\.yaml .*", append=f"{LAYOUT} sft.steps=1 sft.batch=2"),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/(second|grpo) .*", append=f"{SMALL} --check"),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ (reward|rollout)\.\S+", append=SMALL),

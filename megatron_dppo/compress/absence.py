@@ -1,0 +1,108 @@
+"""A policy without some of its parts, and what their absence costs: leave-one-out values, and greedy removal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+
+from megatron_dppo.compress.calibration import Batch
+from megatron_dppo.compress.cut import Cut
+
+Part = Literal["block", "attention"]
+Distance = Literal["loss", "logits"]
+
+
+@contextmanager
+def without(model: Any, *, blocks: Collection[int] = (), attention: Collection[int] = ()) -> Iterator[None]:
+    """Within the block, the output of these layers, or of their attention, is what they were given, or nothing."""
+    with ExitStack() as hooks:
+        for number in blocks:
+            layer = model.model.layers[number]
+            hooks.callback(layer.register_forward_hook(lambda _, arguments, __: arguments[0]).remove)
+        for number in attention:
+            layer = model.model.layers[number].self_attn
+            hooks.callback(layer.register_forward_hook(lambda _, __, out: (torch.zeros_like(out[0]), *out[1:])).remove)
+        yield
+
+
+@contextmanager
+def as_cut(model: Any, cut: Cut) -> Iterator[None]:
+    """Within the block, the policy computes what the smaller one will, in its own size."""
+    layers = model.model.layers
+    with ExitStack() as hooks:
+        hooks.enter_context(without(model, blocks=set(range(len(layers))) - set(cut.layers), attention=cut.silenced))
+        for number, layer in enumerate(layers):
+            if cut.neurons is not None:
+                hooks.callback(_keeping(layer.mlp.down_proj, cut.neurons[number], 1))
+            if cut.groups is not None:
+                width = layer.self_attn.o_proj.in_features // model.config.num_key_value_heads
+                hooks.callback(_keeping(layer.self_attn.o_proj, cut.groups[number], width))
+        yield
+
+
+def _keeping(module: Any, kept: Sequence[int], width: int) -> Callable[[], None]:
+    """Let a linear layer see these runs of ``width`` inputs alone. Returns what undoes that."""
+    mask = torch.zeros(module.in_features, dtype=module.weight.dtype, device=module.weight.device)
+    mask.unflatten(0, (-1, width))[list(kept)] = 1
+    remove: Callable[[], None] = module.register_forward_pre_hook(lambda _, arguments: (arguments[0] * mask,)).remove
+    return remove
+
+
+@torch.no_grad()
+def response_logits(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R, vocabulary] at the places before the R response tokens of a batch, and [R] those tokens."""
+    states = model.model(batch.tokens, use_cache=False).last_hidden_state[:, :-1]
+    logits = model.lm_head(states[batch.response[:, 1:]])
+    return logits if logits.dtype == torch.float64 else logits.float(), batch.tokens[:, 1:][batch.response[:, 1:]]
+
+
+def mean_loss(model: Any, batches: Iterable[Batch]) -> float:
+    """Mean negative log-likelihood of the response tokens of all batches, in nats."""
+    total, count = 0.0, 0
+    for batch in batches:
+        logits, tokens = response_logits(model, batch)
+        total += float(torch.nn.functional.cross_entropy(logits, tokens, reduction="sum"))
+        count += len(tokens)
+    return total / count
+
+
+def leave_one_out(model: Any, batches: Sequence[Batch], distance: Distance) -> list[float]:
+    """E[m | block l absent] − E[m | all present] for each block l, the first term of its Shapley value (2407.16286).
+
+    m is the mean loss of response tokens, or the mean over their places of ‖logits − logits of the whole policy‖₂.
+    """
+    present = mean_loss(model, batches) if distance == "loss" else 0.0
+    values = []
+    for block in range(len(model.model.layers)):
+        if distance == "loss":
+            with without(model, blocks=[block]):
+                values.append(mean_loss(model, batches) - present)
+            continue
+        total, count = 0.0, 0
+        for batch in batches:
+            whole, _ = response_logits(model, batch)
+            with without(model, blocks=[block]):
+                apart = (response_logits(model, batch)[0] - whole).norm(dim=-1)
+            total, count = total + float(apart.sum()), count + len(apart)
+        values.append(total / count)
+    return values
+
+
+def remove_greedily(
+    model: Any, batches: Sequence[Batch], count: int, part: Part, *, say: Callable[[str], None]
+) -> list[int]:
+    """The layers whose block or attention is removed, one after the other, each time that which leaves the least
+    perplexity: 2SSP's second stage (2501.17771) where ``part`` is attention."""
+    removed: list[int] = []
+    for turn in range(count):
+        losses = {}
+        for layer in set(range(len(model.model.layers))) - set(removed):
+            gone = [*removed, layer]
+            with without(model, blocks=gone) if part == "block" else without(model, attention=gone):
+                losses[layer] = mean_loss(model, batches)
+        removed.append(min(losses, key=lambda layer: (losses[layer], layer)))
+        say(f"{part} {removed[-1]} removed, {turn + 1} of {count}: loss {losses[removed[-1]]:.4f}")
+    return removed

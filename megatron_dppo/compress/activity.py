@@ -1,0 +1,122 @@
+"""What the parts of a policy do on calibration sequences: one forward pass, sums of which are kept.
+
+The policy is transformers' own. Sums are in fp64, activations as the policy has them; the memory beside the policy is
+that of one batch's residual streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_dppo.compress.calibration import Batch
+from megatron_dppo.models.shape import PolicyShape
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Of L layers. x_l is the residual stream before layer l, x_L that after the last one. All fp64, on the CPU."""
+
+    neurons: torch.Tensor
+    """[L, feed-forward width] mean over sequences of ‖activation over the sequence's tokens‖₂ at the input of the down
+    projection: 2SSP's score (2501.17771). Of experts [L, 0]."""
+    inputs: torch.Tensor
+    """The same norm over all tokens of all sequences, as Wanda (2306.11695) takes it."""
+    groups: torch.Tensor
+    """[L, key-value heads] mean over tokens of ‖output of the query heads that share one‖₂, as Minitron (2407.14679)
+    scores heads."""
+    cosines: torch.Tensor
+    """[L + 1, L + 1] mean over tokens of cos(x_i, x_j)."""
+    last_cosines: torch.Tensor
+    """[L] mean over sequences of cos(x_l, x_{l + 1}) at the last token."""
+    relative_l1: torch.Tensor
+    """[L] mean over tokens of ‖x_{l + 1} − x_l‖₁ / ‖x_{l + 1}‖₁."""
+    relative_l2: torch.Tensor
+    """[L] the same of ‖·‖₂."""
+
+
+@torch.no_grad()
+def measure_activity(model: Any, shape: PolicyShape, batches: Iterable[Batch]) -> Activity:
+    """Run a policy over batches.
+
+    Args:
+        model: transformers' causal language model of ``shape``.
+    """
+    sums = _Sums(shape)
+    with ExitStack() as hooks:
+        for number, layer in enumerate(model.model.layers):
+            hooks.callback(layer.register_forward_pre_hook(sums.residual, with_kwargs=True).remove)
+            hooks.callback(layer.self_attn.o_proj.register_forward_pre_hook(sums.attention(number)).remove)
+            if not shape.experts:
+                hooks.callback(layer.mlp.down_proj.register_forward_pre_hook(sums.feed_forward(number)).remove)
+        hooks.callback(model.model.norm.register_forward_pre_hook(sums.residual, with_kwargs=True).remove)
+        for batch in batches:
+            sums.begin(batch.valid)
+            model.model(batch.tokens, use_cache=False)
+            sums.end()
+    return sums.means()
+
+
+class _Sums:
+    def __init__(self, shape: PolicyShape) -> None:
+        layers, width = shape.num_layers, 0 if shape.experts else shape.ffn
+        self._groups_per_layer = shape.kv_heads
+        self._sequences = self._tokens = 0
+        self._norms = torch.zeros(layers, width, dtype=torch.float64)
+        self._squares = torch.zeros(layers, width, dtype=torch.float64)
+        self._groups = torch.zeros(layers, shape.kv_heads, dtype=torch.float64)
+        self._cosines = torch.zeros(layers + 1, layers + 1, dtype=torch.float64)
+        self._last = torch.zeros(layers, dtype=torch.float64)
+        self._relative = torch.zeros(2, layers, dtype=torch.float64)
+
+    def begin(self, valid: torch.Tensor) -> None:
+        self._valid, self._streams = valid, list[torch.Tensor]()
+        self._sequences += len(valid)
+        self._tokens += int(valid.sum())
+
+    def residual(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._streams.append(arguments[0] if arguments else keywords["hidden_states"])
+
+    def attention(self, layer: int) -> Any:
+        def hook(_: Any, arguments: tuple[torch.Tensor]) -> None:
+            outputs = _precise(arguments[0][self._valid]).unflatten(-1, (self._groups_per_layer, -1))
+            self._groups[layer] += outputs.norm(dim=-1).double().sum(0).cpu()
+
+        return hook
+
+    def feed_forward(self, layer: int) -> Any:
+        def hook(_: Any, arguments: tuple[torch.Tensor]) -> None:
+            squares = (_precise(arguments[0]) * self._valid[..., None]).square().sum(1).double()
+            self._norms[layer] += squares.sqrt().sum(0).cpu()
+            self._squares[layer] += squares.sum(0).cpu()
+
+        return hook
+
+    def end(self) -> None:
+        streams = torch.stack([_precise(stream[self._valid]) for stream in self._streams])  # [L + 1, tokens, hidden]
+        for row, order in enumerate((1, 2)):
+            updates = (streams[1:] - streams[:-1]).norm(order, dim=-1) / streams[1:].norm(order, dim=-1)
+            self._relative[row] += updates.double().sum(-1).cpu()
+        unit = torch.nn.functional.normalize(streams, dim=-1, eps=0.0)
+        self._cosines += torch.einsum("ith,jth->ij", unit, unit).double().cpu()
+        last = self._valid.sum(1).cumsum(0) - 1  # sequences lie one after the other
+        self._last += (unit[:-1, last] * unit[1:, last]).sum(-1).double().sum(-1).cpu()
+
+    def means(self) -> Activity:
+        return Activity(
+            neurons=self._norms / self._sequences,
+            inputs=self._squares.sqrt(),
+            groups=self._groups / self._tokens,
+            cosines=self._cosines / self._tokens,
+            last_cosines=self._last / self._sequences,
+            relative_l1=self._relative[0] / self._tokens,
+            relative_l2=self._relative[1] / self._tokens,
+        )
+
+
+def _precise(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -1,0 +1,124 @@
+"""Calibration sequences: what a policy reads while its parts are scored, best of all its own scored answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_dppo.config import DataConfig
+from megatron_dppo.data.prompts import WorkedAnswer, load_worked_answers
+from megatron_dppo.data.rows import read_rows
+from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
+from megatron_dppo.errors import UserError
+from megatron_dppo.evaluation.answers import ANSWERS
+
+BATCH_TOKENS = 4096
+"""Most tokens of a forward pass, padding included, unless one sequence alone is longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B sequences, filled up on the right to T tokens. Attention is causal: no token sees what fills up.
+
+    A prompt of two tokens with a response of two, beside one of two and one::
+
+        tokens   [[5, 6, 7, 2], [5, 8, 2, 0]]
+        valid    [[1, 1, 1, 1], [1, 1, 1, 0]]
+        response [[0, 0, 1, 1], [0, 0, 1, 0]]
+    """
+
+    tokens: torch.Tensor
+    """[B, T] int64"""
+    valid: torch.Tensor
+    """[B, T] bool"""
+    response: torch.Tensor
+    """[B, T] bool, the tokens whose loss counts."""
+
+
+def read_sequences(
+    source: Path, tokenizer: Tokenizer, *, prompt_key: str, response_key: str, chat_template: bool
+) -> list[WorkedAnswer]:
+    """Prompts with responses, from a JSONL or parquet file, or an evaluation's own answers.
+
+    Args:
+        source: a file, or the folder that ``megatron-dppo eval --out`` has written. For a folder the three arguments
+            below say nothing: prompts are as the policy read them, and responses that were cut off have no end.
+
+    Raises:
+        UserError: naming ``--calibrate``, for a folder without answers; as ``load_worked_answers``, but naming options
+            instead of settings.
+    """
+    if source.is_dir():
+        if not (source / "evaluation.json").is_file() or not (source / ANSWERS).is_file():
+            problem = "is a folder, and of no evaluation"
+            remedy = (
+                "Give a file, or have the policy answer first: `megatron-dppo eval CONFIG --model MODEL --out FOLDER`"
+            )
+            raise UserError("--calibrate", source, problem, remedy)
+        return _own_answers(source / ANSWERS, tokenizer)
+    data = DataConfig(
+        train=str(source),
+        prompt_key=prompt_key,
+        response_key=response_key,
+        label_key=response_key,
+        chat_template=chat_template,
+        max_prompt_tokens=2**31,
+    )
+    try:
+        return load_worked_answers(data, tokenizer)
+    except UserError as error:
+        names = {"data.train": "--calibrate", "data.prompt_key": "--prompt-key", "data.response_key": "--response-key"}
+        words = [str(error.problem), str(error.remedy)]
+        for setting, flag in {**names, "data.label_key": "--response-key"}.items():
+            words = [text.replace(setting, flag) for text in words]
+        raise UserError(names.get(error.setting, error.setting), error.value, *words) from error
+
+
+def _own_answers(file: Path, tokenizer: Tokenizer) -> list[WorkedAnswer]:
+    """What a policy was asked in an evaluation, and what it said; without empty answers."""
+    rows = [row for row in read_rows(str(file), "--calibrate") if row.values.get("answer")]
+    if not rows:
+        raise UserError("--calibrate", file, "holds no answer with a text", "Give a file of prompts with responses")
+    texts = [[str(row.values.get(key)) for row in rows] for key in ("prompt", "answer")]
+    prompts, responses = (tokenizer(of, add_special_tokens=False)["input_ids"] for of in texts)
+    end = end_token_id(tokenizer)
+    return [
+        WorkedAnswer(
+            np.array(prompt, np.int32),
+            np.array(response + ([end] if row.values.get("finish") == "stop" else []), np.int32),
+        )
+        for row, prompt, response in zip(rows, prompts, responses, strict=True)
+    ]
+
+
+def draw(answers: Sequence[WorkedAnswer], count: int, seed: int) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:
+    """``count`` sequences to score parts on, and as many others, if there are, to measure the loss on."""
+    order = np.random.default_rng(seed).permutation(len(answers))
+    return [answers[i] for i in order[:count]], [answers[i] for i in order[count : 2 * count]]
+
+
+def batches(answers: Sequence[WorkedAnswer], *, max_tokens: int, device: torch.device) -> Iterator[Batch]:
+    """Sequences of like length together. Of those over ``max_tokens`` the end is left out.
+
+    A prompt that fills ``max_tokens`` by itself has no response left, and none of its tokens counts for a loss.
+    """
+    rows = [
+        (np.concatenate([answer.prompt_ids, answer.response_ids])[:max_tokens], len(answer.prompt_ids))
+        for answer in answers
+    ]
+    rows.sort(key=lambda row: -len(row[0]))
+    while rows:
+        width = len(rows[0][0])
+        taken, rows = rows[: max(1, BATCH_TOKENS // width)], rows[max(1, BATCH_TOKENS // width) :]
+        tokens = torch.zeros(len(taken), width, dtype=torch.int64)
+        lengths = torch.tensor([len(ids) for ids, _ in taken])[:, None]
+        prompts = torch.tensor([prompt for _, prompt in taken])[:, None]
+        for row, (ids, _) in zip(tokens, taken, strict=True):
+            row[: len(ids)] = torch.from_numpy(ids.astype(np.int64))
+        valid = torch.arange(width) < lengths
+        response = valid & (torch.arange(width) >= prompts)
+        yield Batch(tokens.to(device), valid.to(device), response.to(device))

@@ -1,0 +1,38 @@
+"""A small policy, and sequences that it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_dppo.compress.calibration import Batch, batches
+from megatron_dppo.data.prompts import WorkedAnswer
+from tests.policies import write_policy
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("compress") / "policy")
+
+
+@pytest.fixture
+def model(policy: Path) -> Any:
+    """Its own copy for each test, in fp64."""
+    return AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float64).eval()
+
+
+@pytest.fixture(scope="session")
+def answers() -> list[WorkedAnswer]:
+    rng = np.random.default_rng(3)
+    lengths = [(3, 9), (7, 2), (5, 5), (2, 11)]
+    return [WorkedAnswer(*(rng.integers(3, 131, n).astype(np.int32) for n in pair)) for pair in lengths]
+
+
+@pytest.fixture(scope="session")
+def read(answers: list[WorkedAnswer]) -> list[Batch]:
+    return list(batches(answers, max_tokens=512, device=torch.device("cpu")))

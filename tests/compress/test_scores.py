@@ -1,0 +1,151 @@
+"""Scores equal those of loops written out on transformers' model, and find what is useless."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.compress.absence import leave_one_out, mean_loss, remove_greedily, without
+from megatron_dppo.compress.activity import measure_activity
+from megatron_dppo.compress.calibration import Batch
+from megatron_dppo.compress.choose import SCORES, Recipe, choose
+from megatron_dppo.data.prompts import WorkedAnswer
+from megatron_dppo.models.shape import read_shape
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def ids(answer: WorkedAnswer) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([answer.prompt_ids, answer.response_ids])).long()[None]
+
+
+def written_out_loss(model: Any, answers: list[WorkedAnswer]) -> float:
+    losses = []
+    for answer in answers:
+        logprobs = model(ids(answer), use_cache=False).logits[0].log_softmax(-1)
+        first = len(answer.prompt_ids)
+        losses += [-logprobs[place - 1, ids(answer)[0, place]] for place in range(first, ids(answer).shape[1])]
+    return float(torch.stack(losses).mean())
+
+
+def shortened(model: Any, layer: int) -> Any:
+    """A copy that lacks a layer."""
+    short = copy.deepcopy(model)
+    del short.model.layers[layer]
+    short.config.num_hidden_layers -= 1
+    return short
+
+
+@torch.no_grad()
+def test_activity_is_that_of_loops_over_sequences_and_tokens(
+    model: Any, policy: Path, answers: list[WorkedAnswer], read: list[Batch]
+) -> None:
+    found = measure_activity(model, read_shape(policy), read)
+    inputs: dict[tuple[str, int], list[torch.Tensor]] = {}
+    watched = [("before", len(model.model.layers), model.model.norm)]
+    for number, layer in enumerate(model.model.layers):
+        watched += [("before", number, layer.input_layernorm), ("ffn", number, layer.mlp.down_proj)]
+        watched += [("attention", number, layer.self_attn.o_proj)]
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, key=(kind, i): inputs.setdefault(key, []).append(args[0][0]))
+        for kind, i, module in watched
+    ]
+    for answer in answers:
+        model(ids(answer))
+    for hook in hooks:
+        hook.remove()
+    for layer in range(4):
+        activations = inputs["ffn", layer]
+        expected = torch.stack([a.square().sum(0).sqrt() for a in activations]).mean(0)
+        torch.testing.assert_close(found.neurons[layer], expected, **CLOSE)
+        torch.testing.assert_close(found.inputs[layer], torch.cat(activations).square().sum(0).sqrt(), **CLOSE)
+        heads = torch.cat(inputs["attention", layer])  # two groups of two heads of 16
+        expected = torch.stack([heads[:, :32].norm(dim=1).mean(), heads[:, 32:].norm(dim=1).mean()])
+        torch.testing.assert_close(found.groups[layer], expected, **CLOSE)
+        before, after = inputs["before", layer], inputs["before", layer + 1]
+        last = [torch.cosine_similarity(b[-1], a[-1], dim=0) for b, a in zip(before, after, strict=True)]
+        torch.testing.assert_close(found.last_cosines[layer], torch.stack(last).mean(), **CLOSE)
+        pairs = [pair for b, a in zip(before, after, strict=True) for pair in zip(b, a, strict=True)]
+        relative = torch.stack([(a - b).abs().sum() / a.abs().sum() for b, a in pairs]).mean()
+        torch.testing.assert_close(found.relative_l1[layer], relative, **CLOSE)
+        relative = torch.stack([(a - b).norm() / a.norm() for b, a in pairs]).mean()
+        torch.testing.assert_close(found.relative_l2[layer], relative, **CLOSE)
+        for other in range(5):
+            both = torch.cat(before), torch.cat(inputs["before", other])
+            torch.testing.assert_close(found.cosines[layer, other], torch.cosine_similarity(*both).mean(), **CLOSE)
+
+
+@torch.no_grad()
+def test_a_left_out_layer_costs_what_the_shortened_model_loses(
+    model: Any, answers: list[WorkedAnswer], read: list[Batch]
+) -> None:
+    whole = written_out_loss(model, answers)
+    assert mean_loss(model, read) == pytest.approx(whole, rel=1e-9)
+    short = [shortened(model, layer) for layer in range(4)]
+    expected = [written_out_loss(each, answers) - whole for each in short]
+    assert leave_one_out(model, read, "loss") == pytest.approx(expected, rel=1e-7)
+    for layer, value in enumerate(leave_one_out(model, read, "logits")):
+        apart = [
+            (short[layer](ids(a), use_cache=False).logits - model(ids(a)).logits)[0, len(a.prompt_ids) - 1 : -1]
+            for a in answers
+        ]
+        assert value == pytest.approx(float(torch.cat(apart).norm(dim=1).mean()), rel=1e-9)
+    assert mean_loss(model, read) == pytest.approx(whole, rel=1e-12), "the policy is as it was"
+
+
+@torch.no_grad()
+def test_greedy_removal_takes_what_costs_least_each_time(model: Any, read: list[Batch]) -> None:
+    said: list[str] = []
+    removed = remove_greedily(model, read, 3, "attention", say=said.append)
+    with without(model, attention=removed):
+        assert said[-1].endswith(f"3 of 3: loss {mean_loss(model, read):.4f}"), "all three are gone together"
+    kept_out: list[int] = []
+    for layer in removed:
+        losses = []
+        for other in sorted(set(range(4)) - set(kept_out)):
+            with without(model, attention=[*kept_out, other]):
+                losses.append((mean_loss(model, read), other))
+        assert min(losses)[1] == layer
+        kept_out.append(layer)
+
+
+@torch.no_grad()
+def test_without_attention_is_a_zero_output_projection(model: Any, read: list[Batch]) -> None:
+    with without(model, attention=[2]):
+        silenced = mean_loss(model, read)
+    model.model.layers[2].self_attn.o_proj.weight.zero_()
+    assert mean_loss(model, read) == pytest.approx(silenced, rel=1e-12)
+
+
+@pytest.mark.parametrize("score", [score for score in SCORES["width"] if score != "random"])
+@torch.no_grad()
+def test_a_useless_neuron_is_found(model: Any, policy: Path, read: list[Batch], score: str) -> None:
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj"):
+            getattr(layer.mlp, name).weight[17] = 1e-6
+        layer.mlp.down_proj.weight[:, 17] = 1e-6
+    cut = choose(model, read_shape(policy), read, Recipe("width", score, 0.99, multiple=1), say=str)
+    assert cut.neurons is not None and all(17 not in kept for kept in cut.neurons)
+
+
+@torch.no_grad()
+def test_a_useless_group_of_heads_is_found(model: Any, policy: Path, read: list[Batch]) -> None:
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.v_proj.weight.unflatten(0, (2, 16))[number % 2] = 0
+    cut = choose(model, read_shape(policy), read, Recipe("heads", "activation", 0.8), say=str)
+    assert cut.groups == ((1,), (0,), (1,), (0,))
+
+
+@pytest.mark.parametrize("score", [score for score in SCORES["depth"] if score != "random"])
+@torch.no_grad()
+def test_a_useless_layer_is_found(model: Any, policy: Path, read: list[Batch], score: str) -> None:
+    layer = model.model.layers[1]
+    for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
+        module.weight *= 1e-6
+    cut = choose(model, read_shape(policy), read, Recipe("depth", score, 0.75), say=str)
+    assert cut.layers == (0, 2, 3)
