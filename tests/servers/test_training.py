@@ -170,11 +170,11 @@ def test_weights_reach_servers_by_each_transport_and_from_each_layout(
     assert sorted(path.name for path in run.glob("sync/*")) == [], "what was written for servers is gone"
 
 
-def test_a_run_one_step_ahead_that_is_killed_goes_on_with_the_batch_in_flight(
+def test_a_run_two_steps_ahead_that_is_killed_goes_on_with_the_batches_in_flight(
     sglang_tp1: RealServer, sglang_tp2: RealServer, start: Start, served_policy: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    settings = [*given(sglang_tp1, sglang_tp2), "rollout.ahead=1", "run.steps=4", "run.checkpoint_every=2"]
+    settings = [*given(sglang_tp1, sglang_tp2), "rollout.ahead=2", "run.steps=4", "run.checkpoint_every=2"]
     settings += ["pack.max_tokens=48"]  # one completion at a time: no update comes before the servers have begun
     tracker = run / "checkpoints" / TRACKER
     process = start(run, served_policy, *settings, secret=sglang_tp1.secret)
@@ -187,8 +187,10 @@ def test_a_run_one_step_ahead_that_is_killed_goes_on_with_the_batch_in_flight(
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     first, *others = steps
     assert (first["rollout/stale_tokens"], first["staleness/mean"]) == (0.0, 0.0)
-    for step in others:  # also the third: its batch was in the checkpoint, made by the weights before the second step
-        assert 0.0 < step["rollout/stale_tokens"] <= 1.0 and 0.0 < step["staleness/mean"] <= 1.0
+    for step in others:  # also the third and the fourth, whose batches were in the checkpoint
+        assert (
+            0.0 < step["rollout/stale_tokens"] <= 1.0 and 0.0 < step["staleness/mean"] <= step["staleness/max"] <= 2.0
+        )
     for step in steps:
         assert step["train/grad_norm"] > 0
         assert step["rollout/agreement_max_diff"] <= AGREES
