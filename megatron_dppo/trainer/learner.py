@@ -111,7 +111,8 @@ class Learner:
         with self._timers("log_probs"):
             microbatches = {i: self._microbatches(p) for i, p in packs.items()}
         settings = self._config.loss
-        cap = settings.tis_cap or (TIS_CAP_AHEAD if self._config.rollout.ahead else None)
+        ahead = self._config.rollout.ahead and settings.trust_region == "none"
+        cap = settings.tis_cap or (TIS_CAP_AHEAD if ahead else None)
         loss = PolicyLoss(objective_for(settings), kl_coef=settings.kl_coef, tis_cap=cap, version=version)
         totals: dict[str, float] = {}
         norms: list[float] = []
