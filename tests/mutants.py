@@ -60,18 +60,21 @@ WORDS = "test_ahead.py::test_the_next_step_is_drawn_from_all_that_is_known_and_a
 MUTANTS = [
     # The loss and its sums.
     Mutant(
-        "loss/sign", "-torch.minimum(unclipped, clipped)", "-torch.maximum(unclipped, clipped)", "rl/test_losses.py"
+        "loss/sign",
+        "torch.minimum(unclipped, clipped), clipped <",
+        "torch.maximum(unclipped, clipped), clipped <",
+        "rl/test_losses.py",
     ),
     Mutant(
         "loss/upper clip",
-        "1.0 - objective.clip_low, 1.0 + objective.clip_high",
-        "1.0 - objective.clip_low, 1.0 + objective.clip_low",
+        "1.0 - self.objective.clip_low, 1.0 + self.objective.clip_high",
+        "1.0 - self.objective.clip_low, 1.0 + self.objective.clip_low",
         "rl/test_losses.py",
     ),
     Mutant(
         "loss/engine correction without its cap",
-        "torch.exp(old - engine_logprobs).clamp(max=tis_cap)",
-        "torch.exp(old - engine_logprobs)",
+        "ratio if cap is None else ratio.clamp(max=cap)",
+        "ratio",
         "rl/test_losses.py",
     ),
     Mutant(
@@ -82,9 +85,81 @@ MUTANTS = [
     ),
     Mutant(
         "loss/sequence ratio without a gradient",
-        "torch.exp(mean[sample] + logprobs - logprobs_now)",
-        "torch.exp(mean[sample] + 0.0 * logprobs)",
+        "torch.exp(self.sequences.sums(log_ratio, mean=True) + self.logprobs - self.logprobs.detach())",
+        "torch.exp(self.sequences.sums(log_ratio, mean=True) + 0.0 * self.logprobs)",
         "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/cispo's clip has a gradient",
+        "ratio = tokens.ratio.detach()",
+        "ratio = tokens.ratio",
+        "rl/test_objective_formulas.py -k cispo",
+    ),
+    Mutant(
+        "loss/gmpo clips on both sides",
+        "torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))",
+        "log_ratio.clamp(min=low, max=high)",
+        "rl/test_objective_formulas.py -k gmpo",
+    ),
+    Mutant(
+        "loss/sapo with one temperature",
+        ".masked_fill(tokens.advantage > 0.0, positive)",
+        "",
+        "rl/test_objective_formulas.py -k sapo",
+    ),
+    Mutant(
+        "loss/trust region keeps from coming back",
+        "(advantage > 0.0) & (away > 0.0) & (divergence",
+        "(advantage > 0.0) & (divergence",
+        "rl/test_losses.py -k trust_region",
+    ),
+    Mutant(
+        "loss/trust region around the policy before the step",
+        "away, advantage = tokens.logprobs.detach() - tokens.engine, tokens.advantage",
+        "away, advantage = tokens.logprobs.detach() - tokens.old, tokens.advantage",
+        "rl/test_losses.py -k trust_region",
+    ),
+    Mutant(
+        "loss/KL of one outcome",
+        "term(log_q.exp(), log_p.exp()) + term(-log_q.expm1(), -log_p.expm1())",
+        "term(log_q.exp(), log_p.exp())",
+        "rl/test_losses.py -k trust_region",
+    ),
+    Mutant(
+        "loss/masked weights stay",
+        "torch.where(masked, 0.0, ",
+        "torch.where(masked & False, 0.0, ",
+        "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/weight of a sequence is its tokens' mean",
+        'sequences.sums(log_ratio) if objective.tis_level == "sequence"',
+        'sequences.sums(log_ratio, mean=True) if objective.tis_level == "sequence"',
+        "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/rloo's baseline knows its own reward",
+        "result = deviation * (samples / (samples - 1))[:, None]",
+        "result = deviation",
+        "rl/test_group_sizes.py -k others",
+    ),
+    Mutant(
+        "loss/moments of what was rolled out",
+        "weight = shares(samples, part.present, 1) / part.prompt_inclusion[:, None]",
+        "weight = shares(samples, part.present, 1)",
+        "rl/test_minibatch_moments.py",
+    ),
+    Mutant(
+        "loss/moments in which large groups count more",
+        "weight = shares(samples, part.present, 1) / part.prompt_inclusion[:, None]",
+        "weight = part.present / part.prompt_inclusion[:, None]",
+        "rl/test_minibatch_moments.py",
+    ),
+    Mutant(
+        "pruning/equal rewards promise nothing to a minibatch's mean",
+        "accuracy * (1.0 - mean) ** 2 + (1.0 - accuracy) * mean**2",
+        "accuracy * (1.0 - accuracy) + 0.0 * mean",
+        "rl/pruning/test_history.py -k minibatch",
     ),
     Mutant(
         "loss/stale tokens count as mismatch",

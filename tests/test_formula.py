@@ -19,7 +19,7 @@ from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import SAMPLES, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
 
-TEMPERATURE, TIS_CAP = 0.8, 2.0
+TEMPERATURE, TIS_CAP, LIMIT = 0.8, 2.0, 24
 
 
 def update(rank: int, size: int, config: Config, reference_scale: float) -> tuple[dict[str, float], Weights, StepPlan]:
@@ -56,7 +56,13 @@ def objective(
     rewards, lengths, pi = metadata.rewards, metadata.sampled_lengths, metadata.prompt_inclusion
     deviation = rewards - rewards.mean(1, keepdims=True)
     advantages = deviation / rewards.std(1, keepdims=True)
-    z = metadata.window * SAMPLES if name == "grpo" else float((lengths.sum(1) / pi).sum())
+    if name == "rloo":  # each against the mean of the others
+        advantages = deviation * SAMPLES / (SAMPLES - 1)
+    z = {
+        "grpo": metadata.window * SAMPLES,
+        "dapo": float((lengths.sum(1) / pi).sum()),
+        "rloo": metadata.window * SAMPLES * LIMIT,
+    }[name]
     (minibatch,) = plan.minibatches
     total = torch.zeros(())
     for row, sample, weight in zip(
@@ -78,12 +84,13 @@ def objective(
     return total
 
 
-@pytest.mark.parametrize(("name", "kl"), [("grpo", 0.0), ("grpo", 0.1), ("dapo", 0.0)])
+@pytest.mark.parametrize(("name", "kl"), [("grpo", 0.0), ("grpo", 0.1), ("dapo", 0.0), ("rloo", 0.0)])
 def test_update_is_that_of_the_formula(name: str, kl: float, ranks: RankPool, tmp_path: Path) -> None:
     path = write_policy(tmp_path)
     loss = LossConfig(name=name, kl_coef=kl, tis_cap=TIS_CAP)
     config = config_for(path, LayoutConfig(tp=2, dp=1), loss, 64, distributed=True)
-    config = replace(config, rollout=replace(config.rollout, temperature=TEMPERATURE))
+    rollout = replace(config.rollout, temperature=TEMPERATURE, max_response_tokens=LIMIT)
+    config = replace(config, rollout=rollout)
     metrics, moved, plan = ranks.run(2, update, config, 0.97)[0]
 
     model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -160,6 +160,29 @@ def test_a_wrong_value_names_the_setting_and_what_is_allowed(override: str, sett
     assert remedy in error.remedy
 
 
+@pytest.mark.parametrize(
+    ("overrides", "setting"),
+    [
+        (["loss.name=gspo"], "loss.trust_region"),
+        (["loss.name=cispo"], "loss.trust_region"),
+        (["loss.tis_cap=2"], "loss.tis_cap"),
+        (["loss.mask_above=5"], "loss.mask_above"),
+    ],
+)
+def test_what_a_trust_region_cannot_go_with_is_refused(overrides: list[str], setting: str) -> None:
+    load_config(None, overrides).check()
+    load_config(None, ["loss.trust_region=tv", "loss.clip_high=0.3"]).check()
+    with pytest.raises(UserError) as caught:
+        load_config(None, ["loss.trust_region=tv", *overrides]).check()
+    assert caught.value.setting == setting
+
+
+def test_a_clip_is_refused_where_there_is_none() -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(None, ["loss.name=sapo", "loss.clip_high=0.2"]).check()
+    assert caught.value.setting == "loss.clip_high"
+
+
 TREE = "rollout.tree.branches=[{at: 200}]"
 
 

@@ -10,17 +10,36 @@ from megatron_dppo.errors import UserError
 
 
 class LossConfig(Section):
-    name: Literal["grpo", "dr_grpo", "dapo", "gspo"] = "grpo"
+    name: Literal[
+        "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gmpo", "sapo"
+    ] = "grpo"
     """The objective. grpo: mean over each sequence, then over sequences; dr_grpo: sums over one constant, advantages
-    not divided by their deviation; dapo: mean over tokens, a higher upper clip; gspo: one ratio for a sequence."""
+    not divided by their deviation; dapo: mean over tokens, a higher upper clip; gspo: one ratio for a sequence; cispo:
+    the clipped ratio weighs the log-probability, so that no token loses its gradient; rloo: held against the others of
+    the group, no clip; reinforce_pp: held against the whole minibatch and divided by its deviation;
+    reinforce_pp_baseline: held against the group, divided by the minibatch's deviation; gmpo: the geometric mean of a
+    sequence's clipped ratios; sapo: a smooth gate in place of the clip."""
     clip_low: NonNegative | None = None
-    """Clip of the ratio below 1; null: the objective's (0.2; gspo 3e-4)."""
+    """Clip of the ratio below 1; null: the objective's (0.2; gspo 3e-4; gmpo 0.33; cispo and rloo none). With a
+    trust_region how far a token may diverge where its advantage is negative; null: 0.15 for tv, 0.05 for kl."""
     clip_high: NonNegative | None = None
-    """Clip of the ratio above 1; null: the objective's (0.2; dapo 0.28; gspo 4e-4)."""
+    """Clip of the ratio above 1; null: the objective's (0.2; dapo and cispo 0.28; gspo 4e-4; gmpo 0.49; rloo none).
+    With a trust_region how far a token may diverge where its advantage is positive; null: as for clip_low."""
+    trust_region: Literal["none", "tv", "kl"] = "none"
+    """In place of the clip: tokens whose update moves them further away from the engine's probability are left out once
+    they have diverged, by total variation or KL of taken or not (Divergence PPO). The ratio is then that of policy over
+    engine, which is its correction."""
     kl_coef: NonNegative = 0.0
     """Weight of the k3 estimate of KL(policy || initial policy), per token; 0 keeps no reference model."""
     tis_cap: AtLeastOne | None = None
-    """Cap of the truncated importance weight of policy over engine, per token; null: off, or 2 with rollout.ahead."""
+    """Cap of the truncated importance weight of policy over engine; null: off, or 2 with rollout.ahead."""
+    tis_level: Literal["token", "sequence"] = "token"
+    """Whether that weight, and what masks it, is each token's own, or the product over the tokens of its sequence."""
+    mask_below: Share | None = None
+    """Tokens whose weight of policy over engine is below this are left out (IcePop: 0.5); null: none."""
+    mask_above: AtLeastOne | None = None
+    """Tokens whose weight of policy over engine is above this are left out (IcePop: 5); null: none. Without tis_cap
+    what is between the two has its weight as it is."""
     updates_per_rollout: Positive = 1
     """Optimizer steps per rollout: the window is split into so many minibatches of whole groups."""
     replay_routing: Literal["none", "update", "rollout"] = "none"
@@ -39,6 +58,25 @@ class LossConfig(Section):
         if self.clip_low is not None and self.clip_low >= 1.0:
             problem = "clips ratios to 1 - clip_low, which must stay above 0"
             raise UserError("loss.clip_low", self.clip_low, problem, "Set it below 1 (0.2 is usual)")
+        if self.name == "sapo":
+            for setting in ("clip_low", "clip_high"):
+                if (value := getattr(self, setting)) is not None:
+                    problem = "clips ratios, which loss.name = sapo weighs by a smooth gate instead"
+                    raise UserError(f"loss.{setting}", value, problem, "Leave it out, or take another loss.name")
+        if self.trust_region != "none":
+            self._check_trust_region()
+
+    def _check_trust_region(self) -> None:
+        if self.name in ("gspo", "cispo", "gmpo", "sapo"):
+            problem = f"takes the place of a clip of each token's ratio, which loss.name = {self.name} does not have"
+            remedy = "Set it to none, or take another loss.name, such as grpo"
+            raise UserError("loss.trust_region", self.trust_region, problem, remedy)
+        for setting in ("tis_cap", "mask_below", "mask_above"):
+            if (value := getattr(self, setting)) is not None:
+                problem = (
+                    f"corrects for the engine, which the ratio of loss.trust_region = {self.trust_region} does already"
+                )
+                raise UserError(f"loss.{setting}", value, problem, "Leave it out, or set loss.trust_region=none")
 
 
 class ScheduleConfig(Section):

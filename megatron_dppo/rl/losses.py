@@ -6,17 +6,22 @@ expectation of clipped completions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.rl.objectives import Objective
+from megatron_dppo.rl.objectives import Objective, Surrogate
 
 MISMATCH = ("train/rollout_logprob_abs_diff", "train/token_mult_prob_error")
 FRESH_TOKENS = "fresh_tokens"
 """How many tokens the sums of ``MISMATCH`` are over."""
+SAPO_TEMPERATURES = (1.0, 1.05)
+"""Of SAPO's gate, for tokens whose advantage is positive and for the others (arXiv:2511.20347)."""
+LARGEST_LOG_RATIO = 20.0
+"""A ratio to the engine above e^20 has no gradient: one of infinity, of a token that is masked, would make it NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +53,14 @@ def token_losses(
     samples: int | None = None,
     fresh: Tensor | None = None,
 ) -> TokenLosses:
-    """−ℓ of R response tokens: the clipped surrogate of PPO, corrected for the engine, plus the KL to a reference.
+    """−ℓ of R response tokens: the objective's surrogate, corrected for the engine, less the KL to a reference.
 
-        ℓ = w · min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) − β KL,    ρ = exp(log p − log p_old)
+        ℓ = w · f(ρ, A) − β KL,    ρ = exp(log p − log p_old)
+
+    f is a function of ``SURROGATES``. w and what it leaves out do not touch the KL.
 
     Args:
-        objective: gives the clips and the kind of ratio.
+        objective: gives the surrogate f with its clips, and the level and the masks of w.
         logprobs: [R], of the policy, with gradient.
         old_logprobs: [R], of the policy before the rollout's first update; None: of this policy, so that ρ is 1 with
             the gradient of log p.
@@ -61,10 +68,9 @@ def token_losses(
         reference_logprobs: [R], of the policy that KL is measured to; may be None if ``kl_coef`` is 0.
         advantage: [R], of the token's completion.
         kl_coef: β.
-        tis_cap: cap of the truncated importance weight w = min(p_old / p_engine, cap), a constant to the gradient;
-            None: w is 1. It corrects for an engine that samples from a slightly different distribution, or with older
-            weights.
-        sample: [R], which of the pack's samples a token belongs to, from 0. A ratio per sequence needs it.
+        tis_cap: cap of the importance weight w, see ``_engine_weight``; None: it is not truncated, and 1 where the
+            objective masks nothing either.
+        sample: [R], which of the pack's samples a token belongs to, from 0. Whatever is of a sequence needs it.
         samples: their number; None: it is worked out, for which the CPU waits for a GPU.
         fresh: [R] of bool, the tokens that the engine made with the weights of ``old_logprobs``; None: all. The others
             differ rightly, and are left out of the sums of ``MISMATCH``.
@@ -73,12 +79,16 @@ def token_losses(
         ValueError: ``kl_coef`` is positive and there is no reference, or ``sample`` is needed and not given.
     """
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    ratio = torch.exp(logprobs - old) if objective.ratio == "token" else _sequence_ratio(logprobs, old, sample, samples)
-    unclipped = ratio * advantage
-    clipped = ratio.clamp(1.0 - objective.clip_low, 1.0 + objective.clip_high) * advantage
-    policy_loss = -torch.minimum(unclipped, clipped)
-    if tis_cap is not None:
-        policy_loss = policy_loss * torch.exp(old - engine_logprobs).clamp(max=tis_cap).detach()
+    sequences = _Sequences(sample, samples)
+    surrogate, clipped = SURROGATES[objective.surrogate](
+        _Tokens(objective, logprobs, old, engine_logprobs, advantage, sequences)
+    )
+    policy_loss = -surrogate
+    corrected = tis_cap is not None or objective.mask_below > 0.0 or objective.mask_above < math.inf
+    limited = torch.zeros_like(clipped)
+    if corrected:
+        weight, limited = _engine_weight(objective, old - engine_logprobs, tis_cap, sequences)
+        policy_loss = policy_loss * weight
 
     if reference_logprobs is None and kl_coef > 0.0:
         raise ValueError("kl_coef is positive, but no log-probabilities of the reference were given")
@@ -87,7 +97,8 @@ def token_losses(
     with torch.no_grad():
         sums = {
             "train/pg_loss": policy_loss.sum(),
-            "train/pg_clipfrac": (clipped < unclipped).sum(),
+            "train/pg_clipfrac": clipped.sum(),
+            "train/tis_clipfrac": limited.sum(),
             "train/ppo_kl": (old - logprobs).sum(),
             "train/kl_loss": divergence.sum(),
             **_mismatch_sums((old - engine_logprobs).abs(), fresh),
@@ -106,20 +117,153 @@ def _mismatch_sums(mismatch: Tensor, fresh: Tensor | None) -> dict[str, Tensor]:
     }
 
 
-def _sequence_ratio(logprobs: Tensor, old: Tensor, sample: Tensor | None, samples: int | None) -> Tensor:
-    """GSPO's ratio in its form for tokens (arXiv:2507.18071, equation 14).
+@dataclass(frozen=True, slots=True)
+class _Sequences:
+    """Which of a pack's samples each of its R tokens belongs to."""
 
-    Each token has ρ = exp(mean over its sequence of log p − log p_old), with the gradient of the token's own log p.
-    Summed over a sequence that is the gradient of its ratio.
+    sample: Tensor | None
+    samples: int | None
+
+    def sums(self, values: Tensor, *, mean: bool = False) -> Tensor:
+        """[R], for each token the sum, or the mean, of ``values`` [R] over its sequence, without a gradient."""
+        if self.sample is None:
+            raise ValueError("a ratio or a weight per sequence needs to know which tokens make up a sequence")
+        values = values.detach()
+        samples = int(self.sample.max()) + 1 if self.samples is None and len(self.sample) else self.samples or 0
+        none = values.new_zeros(samples)
+        total = none.index_add(0, self.sample, values)
+        if mean:
+            total = total / none.index_add(0, self.sample, torch.ones_like(values)).clamp(min=1)
+        return total[self.sample]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """What a surrogate is made of; tensors are [R], and ``logprobs`` alone has a gradient."""
+
+    objective: Objective
+    logprobs: Tensor
+    old: Tensor
+    engine: Tensor
+    advantage: Tensor
+    sequences: _Sequences
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The clip of the ratio."""
+        return 1.0 - self.objective.clip_low, 1.0 + self.objective.clip_high
+
+    @property
+    def ratio(self) -> Tensor:
+        """exp(log p − log p_old), or GSPO's in its form for tokens (arXiv:2507.18071, equation 14).
+
+        There each token has ρ = exp(mean over its sequence of log p − log p_old), with the gradient of the token's own
+        log p. Summed over a sequence that is the gradient of its ratio.
+        """
+        log_ratio = self.logprobs - self.old
+        if self.objective.ratio == "token":
+            return torch.exp(log_ratio)
+        return torch.exp(self.sequences.sums(log_ratio, mean=True) + self.logprobs - self.logprobs.detach())
+
+
+def _clipped(tokens: _Tokens) -> tuple[Tensor, Tensor]:
+    """PPO: min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)."""
+    ratio = tokens.ratio
+    unclipped, clipped = ratio * tokens.advantage, ratio.clamp(*tokens.limits) * tokens.advantage
+    return torch.minimum(unclipped, clipped), clipped < unclipped
+
+
+def _weighted(tokens: _Tokens) -> tuple[Tensor, Tensor]:
+    """CISPO (arXiv:2506.13585, equations 4 and 5): clip(ρ, 1 − ε_low, 1 + ε_high) A log p, the clip a constant."""
+    ratio = tokens.ratio.detach()
+    weight = ratio.clamp(*tokens.limits)
+    return weight * tokens.advantage * tokens.logprobs, weight != ratio
+
+
+def _gated(tokens: _Tokens) -> tuple[Tensor, Tensor]:
+    """SAPO (arXiv:2511.20347): A · 4/τ · sigmoid(τ (ρ − 1)), whose gradient at ρ = 1 is A ∇ρ. Nothing is clipped."""
+    positive, others = SAPO_TEMPERATURES
+    temperature = torch.full_like(tokens.advantage, others).masked_fill(tokens.advantage > 0.0, positive)
+    gate = torch.sigmoid(temperature * (tokens.ratio - 1.0)) * 4.0 / temperature
+    return gate * tokens.advantage, torch.zeros_like(gate, dtype=torch.bool)
+
+
+def _geometric(tokens: _Tokens) -> tuple[Tensor, Tensor]:
+    """GMPO (arXiv:2507.20673): A times the geometric mean of a sequence's ratios, each clipped as PPO clips it.
+
+    As with GSPO each token has the value of its sequence and a gradient of its own, which is 0 where it is clipped.
     """
-    if sample is None:
-        raise ValueError("a ratio per sequence needs to know which tokens make up a sequence")
-    logprobs_now = logprobs.detach()
-    samples = int(sample.max()) + 1 if samples is None and len(sample) else samples or 0
-    none = logprobs_now.new_zeros(samples)
-    total = none.index_add(0, sample, logprobs_now - old)
-    mean = total / none.index_add(0, sample, torch.ones_like(logprobs_now)).clamp(min=1)
-    return torch.exp(mean[sample] + logprobs - logprobs_now)
+    low, high = (math.log(limit) for limit in tokens.limits)
+    log_ratio, positive = tokens.logprobs - tokens.old, tokens.advantage > 0.0
+    clipped = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
+    mean = torch.exp(tokens.sequences.sums(clipped, mean=True) + clipped - clipped.detach())
+    return mean * tokens.advantage, clipped != log_ratio
+
+
+def _total_variation(tokens: _Tokens) -> tuple[Tensor, Tensor]:
+    """The trust region with D = |q − p|, p and q being policy's and engine's probability of the token (equation 13)."""
+    p, q = tokens.logprobs.detach().exp(), tokens.engine.exp()
+    return _in_trust_region(tokens, (q - p).abs())
+
+
+def _binary_kl(tokens: _Tokens) -> tuple[Tensor, Tensor]:
+    """The trust region with D = q log q/p + (1 − q) log (1 − q)/(1 − p) (equation 14)."""
+    least = torch.finfo(tokens.logprobs.dtype).tiny
+
+    def term(of_engine: Tensor, of_policy: Tensor) -> Tensor:
+        return torch.xlogy(of_engine, of_engine / of_policy.clamp(min=least))
+
+    log_p, log_q = tokens.logprobs.detach(), tokens.engine
+    return _in_trust_region(tokens, term(log_q.exp(), log_p.exp()) + term(-log_q.expm1(), -log_p.expm1()))
+
+
+def _in_trust_region(tokens: _Tokens, divergence: Tensor) -> tuple[Tensor, Tensor]:
+    """Divergence PPO (arXiv:2602.04879, equation 12): M · p/q · A, with the engine's q.
+
+    M is 0 where D is above its bound and the update would move the token's probability further away: A > 0 and p > q,
+    or A < 0 and p < q.
+    """
+    away, advantage = tokens.logprobs.detach() - tokens.engine, tokens.advantage
+    rises = (advantage > 0.0) & (away > 0.0) & (divergence > tokens.objective.clip_high)
+    falls = (advantage < 0.0) & (away < 0.0) & (divergence > tokens.objective.clip_low)
+    ratio = (tokens.logprobs - tokens.engine).clamp(max=LARGEST_LOG_RATIO).exp()
+    return torch.where(rises | falls, 0.0, ratio * advantage), rises | falls
+
+
+SURROGATES: Mapping[Surrogate, Callable[[_Tokens], tuple[Tensor, Tensor]]] = {
+    "clipped": _clipped,
+    "weighted": _weighted,
+    "gated": _gated,
+    "geometric": _geometric,
+    "tv": _total_variation,
+    "kl": _binary_kl,
+}
+"""From R tokens to their surrogate [R], and which of them [R] were clipped or masked."""
+
+
+def _engine_weight(
+    objective: Objective, log_ratio: Tensor, cap: float | None, sequences: _Sequences
+) -> tuple[Tensor, Tensor]:
+    """w = min(p_old / p_engine, cap), or 0 outside of the objective's masks: a constant to the gradient.
+
+    It corrects for an engine that samples from a slightly different distribution, or with older weights. Truncated it
+    is TIS; with masks and no cap it is IcePop's (arXiv:2510.18855). At the level of a sequence p is the probability of
+    all of its tokens.
+
+    Args:
+        objective: gives level and masks.
+        log_ratio: [R], log p_old − log p_engine.
+        cap: None: not truncated.
+        sequences: of the tokens.
+
+    Returns:
+        w [R], and which tokens [R] were truncated or masked.
+    """
+    log_ratio = sequences.sums(log_ratio) if objective.tis_level == "sequence" else log_ratio.detach()
+    ratio = torch.exp(log_ratio)
+    masked = (ratio < objective.mask_below) | (ratio > objective.mask_above)
+    weight = torch.where(masked, 0.0, ratio if cap is None else ratio.clamp(max=cap))
+    return weight, weight != ratio
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ depends on no draw of completions. Divided by what was kept instead, the weighte
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:  # prune() is used where there is no pydantic
     from megatron_dppo.config import LossConfig
 
 Aggregation = Literal["seq_mean", "token_mean", "constant"]
+Surrogate = Literal["clipped", "weighted", "gated", "geometric", "tv", "kl"]
+TRUST_REGIONS = {"tv": 0.15, "kl": 0.05}
+"""The bounds on divergence with which arXiv:2602.04879 ran (appendix C.1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +37,26 @@ class Objective:
 
     name: str
     aggregation: Aggregation
+    baseline: Literal["group", "others", "batch"] = "group"
+    """What a reward is held against: the mean of its group, of the others in its group, or of the whole minibatch."""
     normalise: bool = True
     """Whether advantages are divided by the group's standard deviation."""
+    whiten: bool = False
+    """Whether advantages are divided by their standard deviation over the whole minibatch."""
+    surrogate: Surrogate = "clipped"
+    """What is made of a token's ratio and advantage: a function in ``losses.py``."""
     ratio: Literal["token", "sequence"] = "token"
     """The ratio of each token's probabilities, or one for the sequence: the geometric mean of its tokens' ratios."""
     clip_low: float = 0.2
-    """The ratio is clipped below 1 − clip_low."""
+    """The ratio is clipped below 1 − clip_low. In a trust region: how far a token may diverge where A < 0."""
     clip_high: float = 0.2
-    """The ratio is clipped above 1 + clip_high."""
+    """The ratio is clipped above 1 + clip_high. In a trust region: how far a token may diverge where A > 0."""
+    tis_level: Literal["token", "sequence"] = "token"
+    """Whether the weight of policy over engine is a token's own, or the product over its sequence."""
+    mask_below: float = 0.0
+    """A weight of policy over engine below this counts as 0."""
+    mask_above: float = math.inf
+    """A weight of policy over engine above this counts as 0."""
     overlong_share: float = 0.0
     """Share of the response limit over which long responses are penalised, softly."""
 
@@ -56,15 +72,38 @@ OBJECTIVES: dict[str, Objective] = {
         Objective("dapo", aggregation="token_mean", clip_high=0.28, overlong_share=0.2),
         # GSPO, arXiv:2507.18071
         Objective("gspo", aggregation="seq_mean", ratio="sequence", clip_low=3e-4, clip_high=4e-4),
+        # CISPO of MiniMax-M1, arXiv:2506.13585, which has no lower clip
+        Objective("cispo", aggregation="token_mean", surrogate="weighted", clip_low=1.0, clip_high=0.28),
+        # RLOO, arXiv:2402.14740, which has no clip
+        Objective("rloo", aggregation="constant", baseline="others", normalise=False, clip_low=1.0, clip_high=math.inf),
+        # REINFORCE++ and its variant with a baseline, arXiv:2501.03262
+        Objective("reinforce_pp", aggregation="seq_mean", baseline="batch", normalise=False, whiten=True),
+        Objective("reinforce_pp_baseline", aggregation="seq_mean", normalise=False, whiten=True),
+        # GMPO, arXiv:2507.20673: log-ratios are clipped to ±0.4
+        Objective(
+            "gmpo",
+            aggregation="seq_mean",
+            surrogate="geometric",
+            clip_low=1.0 - math.exp(-0.4),
+            clip_high=math.exp(0.4) - 1.0,
+        ),
+        # SAPO, arXiv:2511.20347
+        Objective("sapo", aggregation="seq_mean", surrogate="gated"),
     )
 }
 
 
 def objective_for(loss: LossConfig) -> Objective:
-    """The objective of a run, with the clips that the run sets."""
+    """The objective of a run, with the clips, the trust region and the masks that the run sets."""
     usual = OBJECTIVES[loss.name]
+    if loss.trust_region != "none":
+        bound = TRUST_REGIONS[loss.trust_region]
+        usual = replace(usual, surrogate=loss.trust_region, clip_low=bound, clip_high=bound)
     return replace(
         usual,
+        tis_level=loss.tis_level,
+        mask_below=usual.mask_below if loss.mask_below is None else loss.mask_below,
+        mask_above=usual.mask_above if loss.mask_above is None else loss.mask_above,
         clip_low=usual.clip_low if loss.clip_low is None else loss.clip_low,
         clip_high=usual.clip_high if loss.clip_high is None else loss.clip_high,
     )

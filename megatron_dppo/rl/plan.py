@@ -182,6 +182,11 @@ def notes(
         yield f"{setting} is biased: {why}"
     if objective.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
         yield "token_mean with pruned prompts: the normaliser is estimated, the gradient a ratio (bias O(1/prompts))"
+    if (objective.whiten or objective.baseline == "batch") and (metadata.prompt_inclusion < 1.0).any():
+        yield (
+            f"{objective.name} with pruned prompts: the minibatch's moments, by which rewards become advantages, are "
+            "estimated, the gradient a ratio (bias O(1/prompts))"
+        )
     heaviest = max(minibatch.samples.weight.max(initial=0.0) for minibatch in minibatches)
     if heaviest > pruning.max_weight * (1.0 + 1e-9) and not COMPLETION_RULES[pruning.completions.rule].biased:
         yield (

@@ -28,8 +28,9 @@ TIS_CAP_AHEAD = 2.0
 
 
 def importance_cap(config: Config) -> float | None:
-    """Where the importance weights of policy over engine are truncated; None: there are none."""
-    return config.loss.tis_cap or (TIS_CAP_AHEAD if config.rollout.ahead else None)
+    """Where the importance weights of policy over engine are truncated; None: they are not."""
+    ahead = config.rollout.ahead and config.loss.trust_region == "none"
+    return config.loss.tis_cap or (TIS_CAP_AHEAD if ahead else None)
 
 
 @dataclass(frozen=True, slots=True)

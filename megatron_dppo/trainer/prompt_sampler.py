@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.group_sizes import compared_size, counted_size, group_advantages
+from megatron_dppo.rl.group_sizes import compared_size, counted_size, minibatch_advantages
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pruning.allocation import allocate
 from megatron_dppo.rl.pruning.features import PromptFeatures
@@ -134,7 +134,8 @@ class PromptSampler:
         self._as_of = compared_size(config.rollout, self._objective)
         self._order = PromptOrder(pool_size, config.run.seed)
         prompts = config.pruning.prompts
-        self._history = PromptForecast(prompts.decay, PromptFeatures(pool), prompts.predictor)
+        baseline: Literal["group", "batch"] = "batch" if self._objective.baseline == "batch" else "group"
+        self._history = PromptForecast(prompts.decay, PromptFeatures(pool), prompts.predictor, baseline)
 
     def select(self, step: int) -> Selection:
         """Draw the prompts of a step from the next window of candidates."""
@@ -189,7 +190,7 @@ class PromptSampler:
     def remember(self, metadata: StepMetadata) -> Judgement:
         """Learn from a step's full groups, once nothing of that step is left to be drawn, and say how well they had
         been predicted."""
-        rewards, samples, normalise = metadata.rewards, metadata.samples, self._objective.normalise
+        samples = metadata.samples
         segments = advantages_of_segments(metadata, self._config, self._objective)
         terms = completion_candidates(metadata, self._config, self._objective, segments).score
         terms *= metadata.prompt_inclusion[:, None]
@@ -199,8 +200,8 @@ class PromptSampler:
                 prompt_ids=metadata.prompt_ids,
                 samples=samples,
                 group_size=group_size,
-                rewards=rewards,
-                advantages=group_advantages(rewards, samples, normalise=normalise, as_of=self._as_of),
+                rewards=metadata.rewards,
+                advantages=minibatch_advantages(metadata, self._config.rollout, self._objective),
                 squares=(terms**2).sum(axis=1) * samples / group_size,
                 tokens=np.maximum(metadata.sampled_lengths.sum(axis=1) / samples, 1.0),
             )

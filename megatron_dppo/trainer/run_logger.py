@@ -113,10 +113,12 @@ class RunLogger:
 
 
 def _bias_of_ahead(config: Config) -> str:
+    cap = importance_cap(config)
+    limit = f"{cap:g} at most" if cap else f"within loss.trust_region = {config.loss.trust_region}"
     return (
         f"rollout.ahead = {config.rollout.ahead}: tokens may be so many updates old. Each counts by its probability "
-        f"now over that when it was made, {importance_cap(config):g} at most. That is biased: what has become likelier "
-        "by more counts too little, and no weight corrects for the tokens before it"
+        f"now over that when it was made, {limit}. That is biased: what has become likelier by more counts too little, "
+        "and no weight corrects for the tokens before it"
     )
 
 

@@ -103,6 +103,15 @@ def test_the_expected_gradient_of_a_prompt_is_that_of_groups_of_one_size(
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15, err_msg=f"groups of {size}")
 
 
+@pytest.mark.parametrize("rewards", [TWO, THREE], ids=["right or wrong", "three rewards"])
+def test_held_against_the_others_groups_of_every_size_have_the_gradient_of_the_expected_reward(rewards: Floats) -> None:
+    """Weighted by 1/L_max; a completion's own reward is in no baseline."""
+    chances = CHANCES[len(rewards)]
+    gradient = chances * (rewards - chances @ rewards) / 200  # of Σ chance · reward, by the logits of a softmax
+    for size, found in expected_gradients(rewards, chances, unequal(step_config(rule="none", name="rloo"))).items():
+        np.testing.assert_allclose(found, gradient, rtol=1e-12, atol=1e-15, err_msg=f"groups of {size}")
+
+
 @pytest.mark.parametrize(
     ("normalise", "chances"), [(True, CHANCES[2]), (False, CHANCES[2]), (True, np.array([0.95, 0.05]))]
 )
@@ -185,7 +194,13 @@ def everything_of(metadata: StepMetadata, config: Config) -> list[object]:
 
 @pytest.mark.parametrize("rule", ["none", "threshold", "neyman", "threshold_deterministic", "top_k", "extremes"])
 @pytest.mark.parametrize(
-    "loss", [{"name": "grpo"}, {"name": "dapo", "kl_coef": 0.1}, {"name": "dr_grpo", "updates_per_rollout": 3}]
+    "loss",
+    [
+        {"name": "grpo"},
+        {"name": "dapo", "kl_coef": 0.1},
+        {"name": "dr_grpo", "updates_per_rollout": 3},
+        {"name": "reinforce_pp"},
+    ],
 )
 def test_padding_changes_nothing_of_a_plan(rule: str, loss: dict[str, object]) -> None:
     """Bit for bit: what is trained on, packs, normaliser, metrics and the census."""

@@ -124,6 +124,105 @@ def test_the_engine_correction_is_truncated_and_constant_to_the_gradient():
     assert gradient == pytest.approx([-2.0, -0.5])
 
 
+def test_what_the_engine_would_say_much_less_or_more_often_is_left_out_and_counted():
+    """IcePop: ratios of 3, 0.5 and 1.5; the last one has its weight as it is."""
+    engine = log(0.2, 0.6, 0.2)
+    for objective, weights in (
+        (replace(GRPO, mask_above=2.0), [0.0, 0.5, 1.5]),
+        (replace(GRPO, mask_below=0.6, mask_above=2.0), [0.0, 0.0, 1.5]),
+    ):
+        result, gradient = evaluate((0.6, 0.3, 0.3), 1.0, objective, engine_logprobs=engine)
+        assert gradient == pytest.approx([-w for w in weights])
+        assert result.sums["train/tis_clipfrac"] == weights.count(0.0)
+    result, gradient = evaluate(
+        (0.6, 0.3, 0.3), 1.0, replace(GRPO, mask_below=0.6), engine_logprobs=engine, tis_cap=2.0
+    )
+    assert gradient == pytest.approx([-2.0, 0.0, -1.5])
+    assert result.sums["train/tis_clipfrac"] == 2
+
+
+def test_the_weight_of_a_sequence_is_the_product_over_its_tokens():
+    """Two sequences, of ratios 3 · 0.5 and 0.5 · 0.5."""
+    engine, sample = log(0.2, 0.6, 0.6, 0.6), torch.tensor([0, 0, 1, 1])
+    objective = replace(GRPO, tis_level="sequence")
+    given = {"engine_logprobs": engine, "sample": sample}
+    assert evaluate((0.6, 0.3, 0.3, 0.3), 1.0, objective, tis_cap=1.2, **given)[1] == pytest.approx(
+        [-1.2, -1.2, -0.25, -0.25]
+    )
+    masked = replace(objective, mask_below=0.5, mask_above=2.0)
+    assert evaluate((0.6, 0.3, 0.3, 0.3), 1.0, masked, **given)[1] == pytest.approx([-1.5, -1.5, 0.0, 0.0])
+    with pytest.raises(ValueError, match="sequence"):
+        evaluate((0.6,), 1.0, objective, engine_logprobs=log(0.5), tis_cap=2.0)
+
+
+def test_a_trust_region_masks_what_moves_on_away_from_the_engine_and_lets_what_comes_back():
+    """Probabilities .5, .1 and .9 of policy against .3, .3 and .88 of the engine: differences .2, −.2, .02."""
+    probabilities, engine = (0.5, 0.1, 0.9), log(0.3, 0.3, 0.88)
+    ratios = [0.5 / 0.3, 0.1 / 0.3, 0.9 / 0.88]
+    tv = objective_for(LossConfig(trust_region="tv"))
+    up, gradient = evaluate(probabilities, 1.0, tv, engine_logprobs=engine)
+    assert gradient == pytest.approx([0.0, -ratios[1], -ratios[2]])
+    down, gradient = evaluate(probabilities, -1.0, tv, engine_logprobs=engine)
+    assert gradient == pytest.approx([ratios[0], 0.0, ratios[2]])
+    assert up.sums["train/pg_clipfrac"] == down.sums["train/pg_clipfrac"] == 1
+    wide = objective_for(LossConfig(trust_region="tv", clip_low=0.25, clip_high=0.1))
+    assert evaluate(probabilities, -1.0, wide, engine_logprobs=engine)[1] == pytest.approx(ratios)
+    assert evaluate(probabilities, 1.0, wide, engine_logprobs=engine)[1][0] == 0.0
+
+
+def test_where_the_bounds_of_a_trust_region_lie():
+    """By KL of taken or not, q log q/p + (1 − q) log (1 − q)/(1 − p): .0495 and .0505 here, on both sides of .05."""
+    kl = objective_for(LossConfig(trust_region="kl"))
+    for p, inside in ((0.6535, True), (0.655, False)):
+        divergence = 0.5 * np.log(0.5 / p) + 0.5 * np.log(0.5 / (1 - p))
+        assert (divergence < 0.05) == inside
+        assert (evaluate((p,), 1.0, kl, engine_logprobs=log(0.5))[1] != [0.0]) == inside
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_a_trust_region_takes_probabilities_of_nothing_and_of_one(kind: str):
+    """As they come from rounding: numbers, and no NaN in a gradient."""
+    policy = torch.tensor([-1e-9, -200.0, 0.0, -1.0], dtype=torch.float32, requires_grad=True)
+    engine = torch.tensor([0.0, -0.1, -1e-9, -np.inf], dtype=torch.float32)
+    for advantage in (1.0, -1.0):
+        result = token_losses(
+            objective_for(LossConfig(trust_region=kind)),
+            logprobs=policy,
+            old_logprobs=None,
+            engine_logprobs=engine,
+            reference_logprobs=None,
+            advantage=torch.full((4,), advantage),
+            kl_coef=0.0,
+            tis_cap=None,
+        )
+        (gradient,) = torch.autograd.grad(result.loss.sum(), policy)
+        assert gradient.isfinite().all() and result.loss.isfinite().all()
+
+
+def test_cispo_lets_no_token_lose_its_gradient():
+    result, gradient = evaluate((0.8, 0.1), 1.0, OBJECTIVES["cispo"], old_logprobs=log(0.4, 0.4))
+    assert gradient == pytest.approx([-1.28, -0.25])
+    assert result.loss.tolist() == pytest.approx([-1.28 * np.log(0.8), -0.25 * np.log(0.1)])
+    assert result.sums["train/pg_clipfrac"] == 1
+
+
+def test_gmpo_clips_tokens_and_not_sequences():
+    """Log-ratios of 1, clipped at 0.4, and −0.1: the mean is 0.15, and the first token has no gradient."""
+    gmpo, old = OBJECTIVES["gmpo"], log(0.5 / np.e, 0.5 / np.exp(-0.1))
+    given: dict[str, Any] = {"old_logprobs": old, "sample": torch.tensor([0, 0])}
+    result, gradient = evaluate((0.5, 0.5), 1.0, gmpo, **given)
+    assert result.loss.tolist() == pytest.approx([-np.exp(0.15)] * 2)
+    assert gradient == pytest.approx([0.0, -np.exp(0.15)])
+    assert evaluate((0.5, 0.5), -1.0, gmpo, **given)[1] == pytest.approx([np.exp(0.45)] * 2), "clipped on one side only"
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_on_policy_all_objectives_have_the_gradient_of_reinforce(name: str):
+    for advantage in (2.0, -0.5):
+        _, gradient = evaluate((0.5, 0.1), advantage, OBJECTIVES[name], sample=torch.tensor([0, 0]))
+        assert gradient == pytest.approx([-advantage] * 2)
+
+
 def test_the_engine_correction_leaves_the_kl_term_alone():
     _, gradient = evaluate(
         (0.5,), 0.0, engine_logprobs=log(0.25), tis_cap=2.0, kl_coef=0.1, reference_logprobs=log(0.25)
@@ -142,6 +241,7 @@ def test_metrics_are_sums_over_tokens_without_gradient():
     assert sums == {
         "train/pg_loss": pytest.approx(-1.2 - 0.75),
         "train/pg_clipfrac": 1,
+        "train/tis_clipfrac": 0,
         "train/ppo_kl": pytest.approx(np.log(0.4 / 0.5) + np.log(0.4 / 0.3)),
         "train/kl_loss": 0.0,
         "train/rollout_logprob_abs_diff": pytest.approx(np.log(2.0)),

@@ -146,6 +146,7 @@ def gradient(
             advantage=torch.from_numpy(pack.advantage),
             kl_coef=config.loss.kl_coef,
             tis_cap=config.loss.tis_cap,
+            sample=torch.from_numpy(pack.sample),
         )
         total = total + (losses.loss * torch.from_numpy(pack.scale) / (weight if inside else 1.0)).sum()
     if mistake == "divided by what was kept" and len(samples.group):
@@ -252,6 +253,13 @@ def settings(prompts: str, completions: str, **loss) -> Config:
         ("none", "neyman", {"name": "dapo", "tis_cap": 2.0}),
         ("neyman", "none", {"name": "grpo"}),
         ("none", "neyman", {"name": "grpo", "clip_low": 0.01, "clip_high": 0.01}),
+        ("neyman", "neyman", {"name": "rloo", "mask_below": 0.2, "mask_above": 3.0}),
+        ("neyman", "neyman", {"name": "dr_grpo", "trust_region": "tv"}),
+        ("none", "neyman", {"name": "reinforce_pp", "trust_region": "kl"}),
+        ("none", "neyman", {"name": "reinforce_pp_baseline"}),
+        ("none", "neyman", {"name": "cispo", "tis_cap": 2.0, "tis_level": "sequence"}),
+        ("neyman", "neyman", {"name": "gmpo"}),
+        ("neyman", "neyman", {"name": "sapo"}),
     ],
 )
 def test_the_expected_pruned_gradient_is_the_full_gradient(world, monkeypatch, prompts, completions, loss):
@@ -280,8 +288,17 @@ def test_the_papers_rule_is_unbiased_over_all_of_its_masks(world, monkeypatch):
     assert relative_error(small, settings("none", "threshold", name="dapo"), monkeypatch) < 1e-6
 
 
-@pytest.mark.parametrize("loss", [{"name": "grpo"}, {"name": "grpo", "kl_coef": 0.1}, {"name": "dr_grpo"}])
-@pytest.mark.parametrize("prompts", ["none", "neyman"])
+@pytest.mark.parametrize(
+    ("prompts", "loss"),
+    [
+        *itertools.product(
+            ("none", "neyman"), ({"name": "grpo"}, {"name": "grpo", "kl_coef": 0.1}, {"name": "dr_grpo"})
+        ),
+        ("neyman", {"name": "rloo"}),
+        ("none", {"name": "reinforce_pp"}),
+        ("none", {"name": "reinforce_pp_baseline"}),
+    ],
+)
 def test_so_it_is_with_groups_of_unequal_size(world, monkeypatch, loss, prompts):
     given = dataclasses.replace(world, samples=np.array([3, 4, 2, 4, 3]))
     config = settings(prompts, "neyman", **loss)

@@ -149,10 +149,12 @@ def test_one_step_ahead_importance_weights_are_cut_off_at_two(ranks: RankPool, p
     ahead = replace(config, rollout=replace(config.rollout, ahead=1))
     on_policy_2 = replace(config, loss=LossConfig(tis_cap=2.0))
     ahead_3 = replace(ahead, loss=LossConfig(tis_cap=3.0))
-    results = ranks.in_turn(1, *((learn, settings) for settings in (config, on_policy_2, ahead, ahead_3)))
-    none, two, of_ahead, three = (metrics["train/pg_loss"] for [(metrics, _)] in results)
+    regions = [replace(each, loss=LossConfig(trust_region="tv")) for each in (config, ahead)]
+    results = ranks.in_turn(1, *((learn, settings) for settings in (config, on_policy_2, ahead, ahead_3, *regions)))
+    none, two, of_ahead, three, *of_regions = (metrics["train/pg_loss"] for [(metrics, _)] in results)
     assert of_ahead == two
     assert len({none, two, three}) == 3
+    assert of_regions[0] == of_regions[1], "a trust region has the ratio to the engine itself"
 
 
 def learn(rank: int, size: int, config: Config) -> tuple[dict[str, float], dict[str, torch.Tensor]]:

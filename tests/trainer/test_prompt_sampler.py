@@ -187,6 +187,22 @@ def test_prompts_of_mixed_reward_are_given_more_completions_and_all_as_many_in_a
     assert second.samples[~odd].max() < SAMPLES < second.samples[odd].min()
 
 
+@pytest.mark.parametrize("predictor", ["record", "model"])
+def test_held_against_the_minibatch_prompts_that_are_never_right_are_worth_a_rollout(predictor: str) -> None:
+    """Where most answers are right, theirs are the furthest from the mean. Held against their group they are not."""
+    never, mixed = np.arange(6), np.arange(6, 12)
+    rewards = np.ones((WINDOW, SAMPLES))
+    rewards[never], rewards[mixed, ::2] = 0.0, 0.0
+    alike = {"response_lengths": np.full(rewards.shape, 20), "score_norms": np.ones(rewards.shape)}
+    for loss, first, second in (("reinforce_pp", never, mixed), ("dr_grpo", mixed, never)):
+        config = replace(sampler_config(predictor=predictor), loss=LossConfig(name=loss))
+        sampler = PromptSampler(config, made_up_pool(WINDOW))
+        sampler.remember(step_metadata(WINDOW, SAMPLES, prompt_ids=np.arange(WINDOW), rewards=rewards, **alike))
+        chance = inclusion_by_prompt(sampler.select(1))
+        of_first, of_second = ([chance[i] for i in ids.tolist() if i in chance] for ids in (first, second))
+        assert of_first and of_second and min(of_first) > max(of_second)
+
+
 def test_a_prompt_that_was_kept_by_little_chance_is_given_more_completions() -> None:
     """It stands for others: its term is divided by that chance."""
     sampler = PromptSampler(with_sizes(sampler_config()), made_up_pool(WINDOW))

@@ -88,10 +88,17 @@ class PromptForecast(PromptHistory):
         decay: ``pruning.prompts.decay``, of the records.
         features: of the pool.
         predictor: ``pruning.prompts.predictor``.
+        baseline: see ``PromptHistory``. With ``batch`` the first factor is E[Σ A²], and the second E[Σ h²]/E[Σ A²].
     """
 
-    def __init__(self, decay: float, features: PromptFeatures, predictor: Predictor) -> None:
-        super().__init__(decay)
+    def __init__(
+        self,
+        decay: float,
+        features: PromptFeatures,
+        predictor: Predictor,
+        baseline: Literal["group", "batch"] = "group",
+    ) -> None:
+        super().__init__(decay, baseline)
         self._features, self._predictor = features, predictor
         self._size, self._tokens = SizeModel(features.size), SizeModel(features.size)
         self._start()
@@ -114,6 +121,9 @@ class PromptForecast(PromptHistory):
             return super().expected_square(prompt_ids, group_size=group_size, normalised=normalised)
         features = self._features.of(prompt_ids)
         chance = self._success.predict(prompt_ids, features)
+        if self.baseline == "batch":
+            by_record = super().expected_square(prompt_ids, group_size=group_size, normalised=normalised)
+            return self._size.predict(features) * (self.off_mean(chance.mean()) if self.binary else by_record)
         mixed = chance.mixed(group_size) if self.binary else chance.mean()
         return mixed * self._size.predict(features)
 
@@ -162,7 +172,10 @@ class PromptForecast(PromptHistory):
         features = self._features.of(visits.prompt_ids)
         sized = (visits.advantages != 0.0).any(axis=1) & (visits.squares > 0.0)
         self._success.learn(visits.prompt_ids, features, *self._outcomes(visits))
-        self._size.learn(features[sized], visits.squares[sized])
+        squares = visits.squares[sized]
+        if self.baseline == "batch":
+            squares /= (visits.advantages[sized] ** 2).sum(axis=1)
+        self._size.learn(features[sized], squares)
         self._tokens.learn(features, visits.tokens)
         for size in np.unique(visits.samples).tolist():
             rows = np.flatnonzero(visits.samples == size)

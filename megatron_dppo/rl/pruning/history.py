@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -79,10 +79,12 @@ class PromptHistory:
 
     Args:
         decay: ``pruning.prompts.decay``, what a visit's evidence is worth at the prompt's next visit.
+        baseline: ``batch`` for an objective that holds rewards against the whole minibatch: a group of equal rewards
+            has advantages, too.
     """
 
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
+    def __init__(self, decay: float, baseline: Literal["group", "batch"] = "group") -> None:
+        self.decay, self.baseline = decay, baseline
         self.binary = True
         self._exploration = Exploration()
         self._records: dict[int, Record] = {}
@@ -138,7 +140,8 @@ class PromptHistory:
 
         For rewards of 0 and 1 a prompt's accuracy p has a Beta posterior around the pool's mean accuracy. A mixed
         group's std-normalised advantages have Σ A² = G, so that the expectation is G·P(mixed); without the
-        normalisation it is, up to that factor, G·E[p(1−p)].
+        normalisation it is, up to that factor, G·E[p(1−p)]. Against the whole minibatch, whose mean is taken for the
+        pool's mean μ, it is G·E[p(1−μ)² + (1−p)μ²].
         For other rewards it is the decayed mean of Σ A² over the prompt's visits, or the pool's where there were none.
 
         Args:
@@ -154,6 +157,8 @@ class PromptHistory:
             return np.array([r.square / r.visits if r.visits else pool for r in self._of(prompt_ids)])
 
         alpha, beta = self.posterior(prompt_ids)
+        if self.baseline == "batch":
+            return group_size * self.off_mean(alpha / (alpha + beta))
         if not normalised:
             return group_size * alpha * beta / ((alpha + beta) * (alpha + beta + 1.0))
         later = np.arange(group_size)
@@ -167,6 +172,11 @@ class PromptHistory:
         """[N], the tokens that a completion of each prompt takes to generate, up to a factor common to all. Records
         say nothing of it: all are alike."""
         return np.ones(len(prompt_ids))
+
+    def off_mean(self, accuracy: Floats) -> Floats:
+        """E[(r − μ)²] of rewards of 0 and 1 with the mean ``accuracy``, μ being the pool's; of any shape."""
+        mean = self.pool_mean
+        return accuracy * (1.0 - mean) ** 2 + (1.0 - accuracy) * mean**2
 
     def posterior(self, prompt_ids: Ints) -> tuple[Floats, Floats]:
         """[N] and [N]: α and β of each prompt's Beta distribution, around the pool's mean. It is that of the chance of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dppo.config import Config
-from megatron_dppo.rl.group_sizes import compared_size, counted_size, group_advantages
+from megatron_dppo.rl.group_sizes import counted_size, minibatch_advantages
 from megatron_dppo.rl.objectives import Objective, coefficient, kept_share, normaliser, shares
 from megatron_dppo.rl.pruning.completion_rules import (
     CompletionCandidates,
@@ -109,8 +109,7 @@ def advantages_of_segments(part: StepMetadata, config: Config, objective: Object
     """[Q, G, B + 1], the advantage of each segment of a path in a tree; B = 0, one for a completion, without."""
     tree = config.rollout.tree
     if not tree.branches:
-        as_of = compared_size(config.rollout, objective)
-        return group_advantages(part.rewards, part.samples, normalise=objective.normalise, as_of=as_of)[..., None]
+        return minibatch_advantages(part, config.rollout, objective)[..., None]
     return segment_advantages(part.rewards, part.response_lengths, part.forks, tree)
 
 

@@ -1,4 +1,5 @@
 import json
+from math import comb
 
 import numpy as np
 import pytest
@@ -35,6 +36,27 @@ def test_the_probability_of_a_mixed_group_is_that_of_its_posterior():
     history = visited((1, [1, 1, 1, 0]))
     assert expected(history, 1)[0] == pytest.approx(4 * (density * (1 - p**4 - (1 - p) ** 4)).sum(), rel=1e-6)
     assert expected(history, 1, normalised=False)[0] == pytest.approx(4 * (density * p * (1 - p)).sum(), rel=1e-6)
+
+
+def test_held_against_the_minibatch_groups_of_equal_reward_promise_as_much_as_they_are_off_its_mean():
+    """By summing over all numbers of right answers of the next group, with chances of a Beta posterior."""
+    history = PromptHistory(0.5, "batch")
+    for prompt_id, rewards in ((1, [1, 1, 1, 1]), (2, [1, 1, 1, 0]), (3, [1, 1, 0, 1])):
+        group = np.array([rewards], dtype=float)
+        history.update(np.array([prompt_id]), group, advantages(group, normalise=False))
+    mean, right = history.pool_mean, np.arange(5)
+    assert mean == pytest.approx(11 / 14)
+    for prompt_id, (alpha, beta) in {1: (4 + 2 * mean, 2 * (1 - mean)), 2: (3 + 2 * mean, 1 + 2 * (1 - mean))}.items():
+        chances = np.array([comb(4, k) * rising(alpha, k) * rising(beta, 4 - k) for k in right])
+        chances /= chances.sum()
+        squares = right * (1 - mean) ** 2 + (4 - right) * mean**2
+        assert expected(history, prompt_id, normalised=False)[0] == pytest.approx((chances * squares).sum(), rel=1e-12)
+    solved, mixed = expected(history, 1, 2, normalised=False)
+    assert 0.0 < solved < mixed
+
+
+def rising(start: float, length: int) -> float:
+    return float(np.prod(start + np.arange(length)))
 
 
 def test_evidence_fades_visit_by_visit():

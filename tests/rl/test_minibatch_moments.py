@@ -1,0 +1,104 @@
+"""REINFORCE++'s advantages: moments of the whole minibatch, which no draw of completions moves, and whose estimate from
+fewer prompts has a bias that vanishes with their number."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_dppo.config import LossConfig, RolloutConfig
+from megatron_dppo.rl.group_sizes import minibatch_advantages
+from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.plan import plan_step, take_groups
+from megatron_dppo.rl.types import Floats, Ints, StepMetadata
+from tests.rl.steps import step_config, step_metadata
+
+NAMES = ["reinforce_pp", "reinforce_pp_baseline"]
+
+
+def advantages_of(name: str, part: StepMetadata) -> Floats:
+    return minibatch_advantages(part, RolloutConfig(), objective_for(LossConfig(name=name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_advantages_have_mean_zero_and_deviation_one_over_the_minibatch(name: str) -> None:
+    rewards = np.random.default_rng(0).random((5, 8)) * 1e-200
+    found = advantages_of(name, step_metadata(5, rewards=rewards))
+    assert found.mean() == pytest.approx(0.0, abs=1e-14)
+    assert (found**2).mean() == pytest.approx(1.0, rel=1e-12)
+    assert (np.abs(found.mean(axis=1)).max() < 1e-14) == (name == "reinforce_pp_baseline")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_rewards_have_no_advantage(name: str) -> None:
+    """Of all groups, or of one; seven tenths do not sum to seven times a tenth."""
+    rewards = np.full((3, 7), 0.1)
+    assert not advantages_of(name, step_metadata(3, 7, rewards=rewards)).any()
+    rewards[0] = np.arange(7)
+    found = advantages_of(name, step_metadata(3, 7, rewards=rewards))
+    assert found[0].any() and found[1:].any() == (name == "reinforce_pp")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_count_alike_whatever_their_group_has_and_by_how_many_they_stand_for(name: str) -> None:
+    """The same prompts, one of them twice, or once with a chance of one half; and one with its answers repeated."""
+    rewards = np.array([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]])
+    whole = advantages_of(name, step_metadata(4, 4, rewards=rewards[[0, 0, 1, 2]]))
+    weighted = step_metadata(3, 4, rewards=rewards, prompt_inclusion=np.array([0.5, 1.0, 1.0]))
+    np.testing.assert_allclose(advantages_of(name, weighted), whole[1:], rtol=1e-12)
+    doubled = step_metadata(3, 8, rewards=np.concatenate([rewards, rewards * [[1], [0], [0]]], axis=1))
+    doubled = replace(doubled, samples=np.array([8, 4, 4]))
+    once = advantages_of(name, step_metadata(3, 4, rewards=rewards))
+    found = advantages_of(name, doubled)
+    np.testing.assert_allclose(found[:, :4], once, rtol=1e-12)
+    assert not found[1:, 4:].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_advantages_do_not_depend_on_which_completions_are_kept(name: str) -> None:
+    metadata = step_metadata(6)
+    kept = {}
+    for keep in (0.2, 1.0):
+        config = step_config(keep=keep, name=name)
+        step = plan_step(metadata, config, replicas=1, align=1, capacity_multiple=1, step=0, pipeline=1)
+        samples = step.minibatches[0].samples
+        kept[keep] = dict(zip(zip(samples.group, samples.completion, strict=True), samples.advantage, strict=True))
+    assert 0 < len(kept[0.2]) < len(kept[1.0])
+    assert kept[0.2].items() <= kept[1.0].items()
+
+
+def bias(name: str, copies: int, *, weighted: bool) -> float:
+    """‖E[Σ A ∇/(π N G)] − Σ A ∇/(N G)‖ over the latter, of independent draws of prompts, all of which are summed up."""
+    rewards = np.tile(np.array([[1.0, 1, 1, 0], [0, 0, 0, 1], [1, 0, 1, 0]]), (copies, 1))
+    inclusion = np.tile(np.array([0.5, 0.9, 0.7]), copies)
+    scores = np.tile(np.random.default_rng(0).normal(size=(3, 4, 9)), (copies, 1, 1))
+    whole = step_metadata(3 * copies, 4, rewards=rewards)
+    chosen = replace(whole, prompt_inclusion=inclusion)
+    full = (advantages_of(name, whole)[..., None] * scores).mean(axis=(0, 1))
+    expected = np.zeros_like(full)
+    for mask in itertools.product([False, True], repeat=3 * copies):
+        drawn: Ints = np.flatnonzero(mask)
+        part = take_groups(chosen if weighted else whole, drawn)
+        values = advantages_of(name, part) / inclusion[drawn, None]
+        chance = np.where(mask, inclusion, 1.0 - inclusion).prod()
+        expected += chance * (values[..., None] * scores[drawn]).sum(axis=(0, 1)) / rewards.size
+    return float(np.linalg.norm(expected - full) / np.linalg.norm(full))
+
+
+def test_moments_of_pruned_prompts_are_a_ratio_whose_bias_vanishes_with_their_number() -> None:
+    """As that of any ratio; without the weights 1/π it stays."""
+    times = np.array([1, 2, 3])
+    biases = np.array([bias("reinforce_pp", copies, weighted=True) for copies in times])
+    assert biases[0] > 0.05
+    assert np.log(biases[1:] / biases[0]) / np.log(times[1:]) == pytest.approx([-1.0, -1.0], abs=0.25)
+    assert bias("reinforce_pp", 3, weighted=False) > 3 * biases[2]
+
+
+@pytest.mark.parametrize(("name", "said"), [("reinforce_pp", True), ("reinforce_pp_baseline", True), ("rloo", False)])
+def test_the_log_says_where_moments_are_estimated(name: str, said: bool) -> None:
+    metadata, config = step_metadata(4, prompt_inclusion=np.full(4, 0.5)), step_config(name=name)
+    step = plan_step(metadata, config, replicas=1, align=1, capacity_multiple=1, step=0, pipeline=1)
+    assert any("moments" in note for note in step.notes) == said
