@@ -134,7 +134,8 @@ class PromptSampler:
         self._as_of = compared_size(config.rollout, self._objective)
         self._order = PromptOrder(pool_size, config.run.seed)
         prompts = config.pruning.prompts
-        self._history = PromptForecast(prompts.decay, PromptFeatures(pool), prompts.predictor)
+        taught = config.loss.distillation_coef > 0.0
+        self._history = PromptForecast(prompts.decay, PromptFeatures(pool), prompts.predictor, taught=taught)
 
     def select(self, step: int) -> Selection:
         """Draw the prompts of a step from the next window of candidates."""

@@ -88,11 +88,13 @@ class PromptForecast(PromptHistory):
         decay: ``pruning.prompts.decay``, of the records.
         features: of the pool.
         predictor: ``pruning.prompts.predictor``.
+        taught: whether a teacher gives every group a gradient, also those whose rewards are equal. Then E[Σ h²] is the
+            regression alone, over all groups.
     """
 
-    def __init__(self, decay: float, features: PromptFeatures, predictor: Predictor) -> None:
+    def __init__(self, decay: float, features: PromptFeatures, predictor: Predictor, *, taught: bool = False) -> None:
         super().__init__(decay)
-        self._features, self._predictor = features, predictor
+        self._features, self._predictor, self._taught = features, predictor, taught
         self._size, self._tokens = SizeModel(features.size), SizeModel(features.size)
         self._start()
 
@@ -110,6 +112,8 @@ class PromptForecast(PromptHistory):
     def expected_square(self, prompt_ids: Ints, *, group_size: int, normalised: bool) -> Floats:
         """E[Σ_i h_i²] of the next group of each prompt by the model, or E[Σ_i A_i²] by its record; [N], up to a factor
         common to all."""
+        if self._taught:
+            return self._size.predict(self._features.of(prompt_ids))
         if self.used == "record":
             return super().expected_square(prompt_ids, group_size=group_size, normalised=normalised)
         features = self._features.of(prompt_ids)
@@ -160,7 +164,7 @@ class PromptForecast(PromptHistory):
 
     def _learn(self, visits: Visits) -> None:
         features = self._features.of(visits.prompt_ids)
-        sized = (visits.advantages != 0.0).any(axis=1) & (visits.squares > 0.0)
+        sized = ((visits.advantages != 0.0).any(axis=1) | self._taught) & (visits.squares > 0.0)
         self._success.learn(visits.prompt_ids, features, *self._outcomes(visits))
         self._size.learn(features[sized], visits.squares[sized])
         self._tokens.learn(features, visits.tokens)
