@@ -26,7 +26,6 @@ from megatron_dppo.models.shape import read_shape
 from megatron_dppo.observe.metrics import read_metrics
 
 CONFIG = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
-PROBLEMS = "eval.problems=500"
 ARMS = {
     "unpruned": ("pruning.completions.rule=none",),
     "pruned": ("pruning.completions.rule=neyman", "pruning.completions.keep=0.5"),
@@ -40,7 +39,6 @@ SETTINGS = (
     "optimizer.lr=1e-3",
     "run.export=false",
     "run.checkpoint_every=0",
-    PROBLEMS,
 )
 
 
@@ -122,8 +120,9 @@ def one_run(arguments: argparse.Namespace, folder: Path, arm: str, seed: int, go
 
 def accuracy_of(model: Path, out: Path) -> float:
     """On the problems that the runs are evaluated on."""
-    run("eval", f"model.path={model}", f"eval.out={out}", "layout.tp=1", PROBLEMS)
-    return float(json.loads((out / "scores.json").read_text())["metrics"]["eval/accuracy"])
+    run("eval", f"model.path={model}", f"eval.out={out}", "layout.tp=1")
+    (scores,) = json.loads((out / "scores.json").read_text())["benchmarks"].values()
+    return float(scores["avg@k"]["value"])
 
 
 def run(command: str, *settings: str) -> None:
