@@ -209,8 +209,8 @@ MUTANTS = [
     ),
     Mutant(
         "pruning/score without the first draw",
-        "np.abs(advantage) * c * score_norms / prompt_inclusion",
-        "np.abs(advantage) * c * score_norms",
+        "magnitudes(advantage, config) * c * score_norms / prompt_inclusion",
+        "magnitudes(advantage, config) * c * score_norms",
         "rl/test_unbiasedness.py::test_the_second_draw_knows_of_the_first",
     ),
     Mutant(
@@ -346,8 +346,8 @@ MUTANTS = [
     ),
     Mutant(
         "sizes/padding is trained on under KL",
-        "(config.loss.kl_coef == 0.0)) | ~present",
-        "(config.loss.kl_coef == 0.0))",
+        "config.loss.rewards_alone) | ~present",
+        "config.loss.rewards_alone)",
         "rl/test_group_sizes.py",
     ),
     Mutant(
@@ -450,8 +450,8 @@ MUTANTS = [
     ),
     Mutant(
         "packs/gradients of others' responses",
-        "whole = part.logprobs.new_zeros(len(part.present), responses)",
-        "whole = part.logprobs.new_full((len(part.present), responses), 1e-3)",
+        "whole = part.logprobs.new_zeros(len(there), responses)",
+        "whole = part.logprobs.new_full((len(there), responses), 1e-3)",
         "models/test_context.py",
     ),
     # The policy head.
