@@ -7,7 +7,8 @@ The teacher is a policy that the quickstart has trained. The student has half it
 warms its policy up, on answers that forget two carries in three, and is then distilled on its own rollouts
 (``loss.distillation``), rewards ignored. Every seed trains once in every arm, from the same student with the same
 prompts. ``pruned`` trains on half of the tokens. A run has arrived where its held-out accuracy is first within
-``--within`` points of the teacher's; one that has not counts with all its steps. A run that stands in ``--out`` is not made again.
+``--within`` points of the teacher's; one that has not counts with all its steps. A run that stands in ``--out`` is not
+made again.
 """
 
 from __future__ import annotations
