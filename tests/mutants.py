@@ -331,8 +331,8 @@ MUTANTS = [
     ),
     Mutant(
         "pruning/score without the first draw",
-        "np.abs(advantage) * c * score_norms / prompt_inclusion",
-        "np.abs(advantage) * c * score_norms",
+        "magnitudes(advantage, config) * c * score_norms / prompt_inclusion",
+        "magnitudes(advantage, config) * c * score_norms",
         "rl/test_unbiasedness.py::test_the_second_draw_knows_of_the_first",
     ),
     Mutant(
@@ -468,8 +468,8 @@ MUTANTS = [
     ),
     Mutant(
         "sizes/padding is trained on under KL",
-        "(config.loss.kl_coef == 0.0)) | ~present",
-        "(config.loss.kl_coef == 0.0))",
+        "config.loss.rewards_alone) | ~present",
+        "config.loss.rewards_alone)",
         "rl/test_group_sizes.py",
     ),
     Mutant(
@@ -572,8 +572,8 @@ MUTANTS = [
     ),
     Mutant(
         "packs/gradients of others' responses",
-        "whole = part.logprobs.new_zeros(len(part.present), responses)",
-        "whole = part.logprobs.new_full((len(part.present), responses), 1e-3)",
+        "whole = part.logprobs.new_zeros(len(there), responses)",
+        "whole = part.logprobs.new_full((len(there), responses), 1e-3)",
         "models/test_context.py",
     ),
     # The policy head.
@@ -588,6 +588,61 @@ MUTANTS = [
         "ctx.save_for_backward(hidden, weight, targets, peak + total.log())",
         "ctx.save_for_backward(hidden, weight, targets, total.log())",
         "models/test_policy_head.py",
+    ),
+    # A teacher.
+    Mutant(
+        "teacher/divergence the wrong way round",
+        'reverse = teacher.direction == "reverse"',
+        'reverse = teacher.direction == "forward"',
+        "models/test_teacher_head.py",
+    ),
+    Mutant(
+        "teacher/gradient without the divergence",
+        "own.sub_(other).sub_(divergence[chunk, None]).mul_(spare[0])",
+        "own.sub_(other).mul_(spare[0])",
+        "models/test_teacher_head.py",
+    ),
+    Mutant(
+        "teacher/ranks' own peaks in the ratio",
+        "cross.add_((shift[of] - shift[to]) * totals[of]).mul_(factor[of])",
+        "cross.mul_(factor[of])",
+        "models/test_teacher_head.py::test_vocabulary_over_two_ranks_equals_one",
+    ),
+    Mutant(
+        "teacher/divergence without a gradient under context parallelism",
+        'LEARNED = ("logprobs", "divergence")',
+        'LEARNED = ("logprobs",)',
+        "test_distillation.py::test_an_update_toward_a_teacher_depends_on_no_layout",
+    ),
+    Mutant(
+        "teacher/no coefficient",
+        "token_loss + self._distillation_coef * responses.divergence",
+        "token_loss + responses.divergence",
+        "test_distillation.py::test_update_is_that_of_the_formula",
+    ),
+    Mutant(
+        "teacher/rewards trained on all the same",
+        "if not config.loss.distillation.use_task_rewards:",
+        "if False:",
+        "test_distillation.py::test_update_is_that_of_the_formula",
+    ),
+    Mutant(
+        "teacher/equal rewards dropped",
+        "return self.kl_coef == self.distillation_coef == 0.0",
+        "return self.kl_coef == 0.0",
+        "rl/test_unbiasedness.py::test_the_expected_pruned_gradient_is_the_full_gradient",
+    ),
+    Mutant(
+        "teacher/scores of advantages alone",
+        "np.hypot(advantage, config.loss.distillation_coef)",
+        "np.abs(advantage)",
+        "test_distillation.py::test_scores_count_the_teacher",
+    ),
+    Mutant(
+        "teacher/prompts by their rewards",
+        "if self._taught:",
+        "if False:",
+        "rl/pruning/test_forecast.py::test_with_a_teacher_prompts_whose_rewards_never_differ_count_by_their_gradients",
     ),
     # Weights between Megatron and Hugging Face.
     Mutant(

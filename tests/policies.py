@@ -16,6 +16,7 @@ def write_policy(
     tied: bool = False,
     vocab: int = 131,
     layers: int = 4,
+    hidden: int = 48,
     heads: int = 4,
     kv_heads: int = 2,
     ffn: int = 80,
@@ -25,7 +26,7 @@ def write_policy(
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab,
-        hidden_size=48,
+        hidden_size=hidden,
         intermediate_size=ffn,
         num_hidden_layers=layers,
         num_attention_heads=heads,

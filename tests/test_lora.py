@@ -18,7 +18,7 @@ from megatron_dppo.bridge.stored_policy import read_metadata
 from megatron_dppo.bridge.stream import adapter_stream
 from megatron_dppo.config import Config, LayoutConfig, LoraConfig, replace
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.actor import Reference
+from megatron_dppo.models.frozen import Reference
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.parallel.world import World
 from megatron_dppo.trainer.assemble import PolicyParts

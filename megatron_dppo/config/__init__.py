@@ -7,6 +7,7 @@ import math
 from megatron_dppo.config.data import ArithmeticConfig, DataConfig, ReasoningGymConfig, RewardConfig
 from megatron_dppo.config.loss import (
     CompletionPruningConfig,
+    DistillationConfig,
     LossConfig,
     PackConfig,
     PromptPruningConfig,
@@ -69,6 +70,7 @@ class Config(Section):
             self.pack.check(self.data.max_prompt_tokens + limit, self.layout.pack_multiple)
             self.reward.check(limit)
             self.loss.check()
+            self._check_distillation()
             tree = bool(self.rollout.tree.branches)
             self.rollout.allocation.check(
                 self.rollout.samples_per_prompt, tree=tree, prompts_rule=self.pruning.prompts.rule
@@ -100,6 +102,22 @@ class Config(Section):
             problem = "measures whole completions, and those of rollout.tree have an advantage for each segment"
             remedy = "Set it to engine or advantage"
             raise UserError("pruning.completions.score", score, problem, remedy)
+
+    def _check_distillation(self) -> None:
+        if not self.loss.distillation_coef:
+            return
+        prompts, completions = self.pruning.prompts, self.pruning.completions
+        if not self.loss.distillation.use_task_rewards:
+            ranked = "ranks by rewards, which loss.distillation.use_task_rewards = false leaves out"
+            for level, rule, useful in (
+                ("prompts", prompts.rule, ("none", "neyman")),
+                ("completions", completions.rule, ("none", "neyman", "threshold")),
+            ):
+                if rule not in useful:
+                    raise UserError(f"pruning.{level}.rule", rule, ranked, f"Set it to {' or '.join(useful)}")
+        if prompts.rule == "neyman" and prompts.predictor == "record":
+            problem = "knows a prompt's rewards alone, and with loss.distillation its gradient is the teacher's as well"
+            raise UserError("pruning.prompts.predictor", "record", problem, "Set it to auto or model")
 
     def _check_forks(self) -> None:
         rollout = self.rollout

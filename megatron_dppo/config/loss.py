@@ -5,8 +5,31 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from megatron_dppo.config.types import AtLeastOne, Count, Fraction, NonNegative, Positive, Section, Share
+from megatron_dppo.config.types import AboveZero, AtLeastOne, Count, Fraction, NonNegative, Positive, Section, Share
 from megatron_dppo.errors import UserError
+
+
+class DistillationConfig(Section):
+    teacher: str | None = None
+    """Hugging Face directory of a teacher with the policy's vocabulary, of any shape: the policy's distribution at each
+    token of its own rollouts is drawn toward the teacher's. null: none."""
+    teacher_checkpoint: str | None = None
+    """A checkpoint of this project, for the weights of the teacher in place of the directory's."""
+    coef: AboveZero = 1.0
+    """Weight of the divergence of policy and teacher, per token."""
+    direction: Literal["reverse", "forward"] = "reverse"
+    """Of the divergence, which is exact over the whole vocabulary. ``reverse``: KL(policy || teacher), which leaves out
+    what the teacher would not say; ``forward``: KL(teacher || policy), which covers all that it would."""
+    use_task_rewards: bool = True
+    """Whether rewards are trained on as well. Without, they are measured and shown, and every advantage is 0."""
+
+    def check(self) -> None:
+        ignored = None if self.use_task_rewards else "false"
+        for name, given in (("teacher_checkpoint", self.teacher_checkpoint), ("use_task_rewards", ignored)):
+            if self.teacher is None and given is not None:
+                problem = "wants a teacher, and loss.distillation.teacher is not set"
+                remedy = "Set that to the Hugging Face directory of the teacher, or leave this out"
+                raise UserError(f"loss.distillation.{name}", given, problem, remedy)
 
 
 class LossConfig(Section):
@@ -42,12 +65,24 @@ class LossConfig(Section):
     what is between the two has its weight as it is."""
     updates_per_rollout: Positive = 1
     """Optimizer steps per rollout: the window is split into so many minibatches of whole groups."""
+    distillation: DistillationConfig = DistillationConfig()
     replay_routing: Literal["none", "update", "rollout"] = "none"
     """Mixtures of experts: whose choice of experts the updates take over, so that ratios compare the same experts.
     ``update``: the one of the weights that the rollout's first update starts from; ``rollout``: the engine's, of each
     token in each layer."""
 
+    @property
+    def distillation_coef(self) -> float:
+        """The weight of the divergence from the teacher; 0 without one."""
+        return self.distillation.coef if self.distillation.teacher else 0.0
+
+    @property
+    def rewards_alone(self) -> bool:
+        """Whether a completion with an advantage of 0 has a gradient of exactly 0."""
+        return self.kl_coef == self.distillation_coef == 0.0
+
     def check(self) -> None:
+        self.distillation.check()
         if self.replay_routing == "update" and self.updates_per_rollout == 1:
             problem = (
                 "takes what was chosen before a rollout's first update over into its later ones, and "

@@ -201,7 +201,7 @@ def resident_bytes(config: Config, memory: Memory) -> float:
 
     Gradients are freed before a server on the same GPU wakes. What waits on the host is there during generation, too.
     """
-    keeps = {"weights": True, "reserved": True}
+    keeps = {"weights": True, "teacher": True, "reserved": True}
     keeps["gradients"] = not config.rollout.colocated
     keeps["optimizer"] = not config.optimizer.offload
     keeps["reference"] = not config.model.reference_on_host
@@ -223,7 +223,17 @@ def held_bytes(setup: Setup, stage: int) -> dict[str, float]:
         "gradients": 4.0 * trained.total,
         "optimizer": state * (shared if config.optimizer.distributed else trained.total),
         "reference": weights if config.loss.kl_coef > 0 and not lora.rank else 0.0,
+        "teacher": _teacher_bytes(setup, stage) if config.loss.distillation.teacher else 0.0,
     }
+
+
+def _teacher_bytes(setup: Setup, stage: int) -> float:
+    """Its weights, and on the last stage the states of a minibatch's packs, as if every token were a response's."""
+    config, layout = setup.config, setup.placement.layout
+    shape = shape_of(str(config.loss.distillation.teacher))
+    packs = packs_of(dataclasses.replace(setup, config=without_pruning(config))) if stage == layout.pp - 1 else 0
+    states = packs * config.loss.updates_per_rollout * config.pack.max_tokens / layout.cp * shape.hidden
+    return float(setup.width * (rank_elements(shape, stage, layout).total + states))
 
 
 def chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:

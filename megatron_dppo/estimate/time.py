@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_dppo.estimate.memory import cache_bytes, layers_of_stage, parameters_of, rank_elements
+from megatron_dppo.estimate.memory import cache_bytes, layers_of_stage, parameters_of, rank_elements, shape_of
 from megatron_dppo.estimate.workload import Setup, Work, packs_of, work_of
 from megatron_dppo.models.shape import PolicyShape
 
@@ -44,11 +44,16 @@ def step_time(setup: Setup, *, concurrency: int) -> StepTime:
     exchange = update.exchange_seconds(work.trained)
     forward = once.both(work.trained, work.responses) * (1 + waits)
     everything = once.both(work.seen, work.generated) * (1 + waits)
+    taught = 0.0
+    if teacher := config.loss.distillation.teacher:
+        theirs = forward_pass(replace(setup, shape=shape_of(teacher)))
+        taught = theirs.both(work.trained, work.responses) * (1 + waits)
     phases = {
         "generation": rolled.seconds,
         "score norms": everything if config.pruning.completions.score == "head" else 0.0,
         "old log-probabilities": forward if work.updates > 1 else 0.0,
         "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,
+        "teacher": taught,
         "training": train,
         "token exchange": exchange,
         "pipeline bubble": (train + exchange) * waits,

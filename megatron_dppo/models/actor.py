@@ -11,7 +11,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -30,8 +30,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
 from megatron_dppo.models.expert_load import ExpertLoad
 from megatron_dppo.models.layer_specs import add_to_main_gradients
-from megatron_dppo.models.lora import adapters_off, add_expert_gradients
-from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
+from megatron_dppo.models.lora import add_expert_gradients
+from megatron_dppo.models.microbatch import DeviceArrays, Microbatch, Responses, to_device
 from megatron_dppo.models.optimizer_state import OffloadedState, optimizer_parts, prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.prefix_attention import shared_prefixes
@@ -46,6 +46,8 @@ Sums = dict[str, torch.Tensor]
 
 Loss = Callable[[Responses], tuple[torch.Tensor, Sums]]
 """From a pack's responses to its share of the minibatch's loss (a sum) and to sums for the metrics."""
+Reduce = Callable[[Microbatch, DeviceArrays, tuple[torch.Tensor, ...]], tuple[torch.Tensor, Sums]]
+"""The same from what the last stage returns of a microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,24 @@ class Policy:
     def _run(
         self, microbatches: Sequence[Microbatch], loss: Loss, *, forward_only: bool, score_norm: bool = False
     ) -> list[Sums]:
+        def reduce(
+            batch: Microbatch, arrays: DeviceArrays, output: tuple[torch.Tensor, ...]
+        ) -> tuple[torch.Tensor, Sums]:
+            logprobs, entropy, *more = output
+            names = ("score_norm",) * score_norm + ("divergence",) * (batch.teacher is not None)
+            return loss(Responses(batch.pack, arrays, logprobs, entropy, **dict(zip(names, more, strict=True))))
+
+        return self._pass_over(microbatches, reduce, forward_only=forward_only, score_norm=score_norm)
+
+    def _pass_over(
+        self,
+        microbatches: Sequence[Microbatch],
+        reduce_with: Reduce,
+        *,
+        forward_only: bool,
+        score_norm: bool = False,
+        states: bool = False,
+    ) -> list[Sums]:
         device = self.world.device
 
         def forward(batches: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
@@ -160,10 +180,12 @@ class Policy:
                     targets=arrays.targets,
                     share=arrays.share,
                     score_norm=score_norm,
+                    teacher=batch.teacher,
+                    states=states,
                 )
 
             def reduce(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-                value, sums = loss(Responses(pack, arrays, *output))
+                value, sums = reduce_with(batch, arrays, output)
                 tokens = torch.zeros((), dtype=torch.int, device=device)  # nothing is divided by it
                 return value, tokens, sums
 
@@ -184,44 +206,6 @@ class Policy:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-
-
-class Reference(Policy):
-    """The frozen policy that the loss's KL term compares with.
-
-    Between its passes its weights may wait in the host's memory.
-    """
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._on_host: dict[torch.nn.Parameter, torch.Tensor] = {}
-
-    def leave_device(self) -> None:
-        """Move the weights to the host, from where every later pass fetches them. Called once they are loaded."""
-        for parameter in self.parameters():
-            waiting = torch.empty_like(parameter, device="cpu", pin_memory=self.world.device.type == "cuda")
-            self._on_host[parameter] = parameter.data = waiting.copy_(parameter.data)
-
-    def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
-        for parameter, waiting in self._on_host.items():
-            parameter.data = waiting.to(self.world.device, non_blocking=True)
-        try:
-            return super().log_probabilities(packs)
-        finally:
-            for parameter, waiting in self._on_host.items():
-                parameter.data = waiting
-
-
-class BasePolicy:
-    """A policy with its adapters off, as the reference of the loss's KL term: the frozen weights are there anyway."""
-
-    def __init__(self, adapted: Policy) -> None:
-        self._adapted = adapted
-
-    def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
-        """As :meth:`Policy.log_probabilities`; experts are chosen, and none replayed."""
-        with adapters_off(self._adapted.chunks):
-            return self._adapted.log_probabilities([replace(pack, routing=None) for pack in packs])
 
 
 class Actor(Policy):

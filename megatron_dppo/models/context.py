@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from megatron_dppo.models.policy_head import HeadOutput
+from megatron_dppo.models.policy_head import LEARNED, HeadOutput
 
 
 def held_positions(lengths: Sequence[int], rank: int, size: int) -> torch.Tensor:
@@ -99,6 +99,7 @@ def gather_responses(part: HeadOutput, mine: torch.Tensor, responses: int, group
         part: of the r tokens that this rank holds the predictors of.
         mine: [r] int64, which of the R tokens these are.
     """
-    whole = part.logprobs.new_zeros(len(part.present), responses).index_copy(1, mine, torch.stack(part.present))
-    logprobs, *measured = reduce_from_tensor_model_parallel_region(whole, group=group)
-    return HeadOutput(logprobs, *(field.detach() for field in measured))
+    there = [name for name, field in part._asdict().items() if field is not None]
+    whole = part.logprobs.new_zeros(len(there), responses).index_copy(1, mine, torch.stack(part.present))
+    fields = dict(zip(there, reduce_from_tensor_model_parallel_region(whole, group=group), strict=True))
+    return HeadOutput(**{name: field if name in LEARNED else field.detach() for name, field in fields.items()})

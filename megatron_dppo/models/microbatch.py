@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.models.context import Share
+from megatron_dppo.models.teacher_head import TeacherHead
 from megatron_dppo.rl.types import Pack
 
 SHARE = tuple(field.name for field in fields(Share))
@@ -32,6 +33,7 @@ class Microbatch:
     """[R]"""
     routing: RecordedRouting | None = None
     """Of the pass that gave ``old_logprobs``, to be replayed in place of the pack's."""
+    teacher: TeacherHead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ class Responses:
     """[R]"""
     score_norm: torch.Tensor | None = None
     """[R], the norm of the gradient of log p by the logits over the temperature; None unless it was asked for."""
+    divergence: torch.Tensor | None = None
+    """[R], from the teacher, with gradient while training; None without one."""
 
 
 def to_device(batch: Microbatch, device: torch.device, share: Share | None) -> DeviceArrays:

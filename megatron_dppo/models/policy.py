@@ -28,6 +28,7 @@ from megatron_dppo.models.lora import NAME, add_adapters
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
 from megatron_dppo.models.prefix_attention import SharedPrefixes
 from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab
+from megatron_dppo.models.teacher_head import TeacherHead, divergence_from
 
 NOTHING_BETWEEN: dict[str, Any] = (
     {"pad_between_seqs": False} if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__ else {}
@@ -256,6 +257,8 @@ class PolicyModel(GPTModel):
         targets: torch.Tensor | None = None,
         share: Share | None = None,
         score_norm: bool = False,
+        teacher: TeacherHead | None = None,
+        states: bool = False,
     ) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """Run this stage on a pack, of which a context-parallel rank takes its share.
 
@@ -268,11 +271,14 @@ class PolicyModel(GPTModel):
             share: from :func:`context.share_of`, what this rank takes. Without context parallelism it is everything,
                 and this is not read. With it, what is not passed is worked out here, for which the host has to wait.
             score_norm: whether score norms are asked for.
+            teacher: what the divergence is taken from, at the predictors that this rank scores; None: none is.
+            states: whether nothing is scored, and the predictors' hidden states are asked for instead.
 
         Returns:
-            On the last stage the fields of :class:`HeadOutput`, each [R], as a plain tuple (Megatron's mixed-precision
-            wrapper keeps no other kind), without the score norm unless it was asked for; elsewhere hidden states,
-            [T, 1, h], T / cp / tp of them under context and sequence parallelism.
+            On the last stage the fields of :class:`HeadOutput` that were asked for, each [R], as a plain tuple
+            (Megatron's mixed-precision wrapper keeps no other kind), or with ``states`` the final hidden states of the
+            predictors that this rank would score, [r, h], alone; elsewhere hidden states, [T, 1, h], T / cp / tp of
+            them under context and sequence parallelism.
         """
         if self.pg_collection.cp.size() > 1:
             share = (share or self._share(packed_seq_params, predictors)).to(input_ids.device)
@@ -284,9 +290,12 @@ class PolicyModel(GPTModel):
             return hidden
         if predictors is None or targets is None:
             raise ValueError("the last pipeline stage scores responses: pass predictors and targets")
+        mine = self._for_every_rank(hidden[0], predictors if share is None else share.predictors)
+        if states:
+            return (mine,)
         if share is None:
-            return self._score(hidden[0], predictors, targets, score_norm).present
-        part = self._score(hidden[0], share.predictors, targets[share.mine], score_norm)
+            return self._score(mine, targets, score_norm, teacher).present
+        part = self._score(mine, targets[share.mine], score_norm, teacher)
         return gather_responses(part, share.mine, len(targets), self.pg_collection.cp).present
 
     def _share(self, packed: PackedSeqParams, predictors: torch.Tensor | None) -> Share:
@@ -306,18 +315,21 @@ class PolicyModel(GPTModel):
         return super().forward(input_ids, position_ids, None, packed_seq_params=packed)
 
     def _score(
-        self, hidden: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor, score_norm: bool
+        self, hidden: torch.Tensor, targets: torch.Tensor, score_norm: bool, teacher: TeacherHead | None
     ) -> HeadOutput:
-        return score_responses(
-            self._for_every_rank(hidden, predictors),
-            self._output_weight(),
-            targets,
-            vocab_size=self.shape.vocab_size,
-            temperature=self.temperature,
-            tp_group=self.pg_collection.tp,
-            chunk_mib=self.head_chunk_mib or HEAD_CHUNK_MIB[hidden.device.type],
-            score_norm=score_norm,
+        weight, head = (
+            self.output_weight(),
+            {
+                "vocab_size": self.shape.vocab_size,
+                "temperature": self.temperature,
+                "tp_group": self.pg_collection.tp,
+                "chunk_mib": self.head_chunk_mib or HEAD_CHUNK_MIB[hidden.device.type],
+            },
         )
+        scores = score_responses(hidden, weight, targets, score_norm=score_norm, **head)
+        if teacher is None:
+            return scores
+        return scores._replace(divergence=divergence_from(teacher, hidden, weight, **head))
 
     def _for_every_rank(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
         """The predictors' hidden states, [R, h], on every rank; gradients are summed over the ranks on the way back."""
@@ -326,7 +338,8 @@ class PolicyModel(GPTModel):
             return gather_from_sequence_parallel_region(hidden, group=group).index_select(0, predictors)
         return copy_to_tensor_model_parallel_region(hidden.index_select(0, predictors), group=group)
 
-    def _output_weight(self) -> torch.Tensor:
+    def output_weight(self) -> torch.Tensor:
+        """[V_local, h], this rank's rows of the output layer; on the last stage only."""
         return self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
 
     @torch.no_grad()
@@ -339,7 +352,7 @@ class PolicyModel(GPTModel):
         held = self._share(packed, None).held.to(input_ids.device)
         hidden = self._hidden(input_ids[:, held], position_ids[:, held], packed)[0]
         hidden = self._for_every_rank(hidden, torch.arange(len(held), device=held.device))
-        local = hidden.float() @ self._output_weight().float().t()
+        local = hidden.float() @ self.output_weight().float().t()
         whole = gather_from_tensor_model_parallel_region(local, group=self.pg_collection.tp)[:, : self.shape.vocab_size]
         whole, held = (
             gather_from_sequence_parallel_region(part.contiguous(), group=self.pg_collection.cp)

@@ -24,12 +24,14 @@ import torch.distributed as dist
 
 from megatron_dppo.models import policy_head_torch
 
-_LOWEST = torch.finfo(torch.float32).min
+LOWEST = torch.finfo(torch.float32).min
 """The largest logit of a rank that has no token of the vocabulary. Finite, so that 0 · it is 0."""
+LEARNED = ("logprobs", "divergence")
+"""The fields of ``HeadOutput`` that carry a gradient."""
 
 
 class HeadOutput(NamedTuple):
-    """What the policy says of R response tokens, in fp32. Only ``logprobs`` carries a gradient.
+    """What the policy says of R response tokens, in fp32.
 
         HeadOutput(logprobs=[-0.69], entropy=[0.69], score_norm=[0.71])
 
@@ -42,10 +44,12 @@ class HeadOutput(NamedTuple):
     """[R], nats."""
     score_norm: torch.Tensor | None = None
     """[R], from 0 to √2; None unless it was asked for."""
+    divergence: torch.Tensor | None = None
+    """[R], from a teacher, see :mod:`teacher_head`; None without one."""
 
     @property
     def present(self) -> tuple[torch.Tensor, ...]:
-        """The fields that are there."""
+        """The fields that are there, in their order."""
         return tuple(field for field in self if field is not None)
 
 
@@ -102,12 +106,12 @@ class _Score(torch.autograd.Function):
         chunk_mib: int,
         score_norm: bool,
     ) -> tuple[torch.Tensor, ...]:
-        peak = torch.full((len(targets),), _LOWEST, device=hidden.device)
+        peak = torch.full((len(targets),), LOWEST, device=hidden.device)
         sums = torch.zeros((4 if score_norm else 3, len(targets)), device=hidden.device)
         passes = _passes(hidden.is_cuda)
         types = [torch.float32] * passes.BUFFERS
-        for chunk, buffers in _chunks(len(targets), rows, types, chunk_mib, hidden.device):
-            _logits(hidden[chunk], weight[:rows], out=buffers[0])
+        for chunk, buffers in chunks_of(len(targets), rows, types, chunk_mib, hidden.device):
+            logits_of(hidden[chunk], weight[:rows], out=buffers[0])
             passes.summarise(buffers, targets[chunk], temperature, peak[chunk], sums[:, chunk])
         if group is not None and len(targets):
             _combine(peak, sums, group)
@@ -131,24 +135,24 @@ class _Score(torch.autograd.Function):
             weight_grad = weight.main_grad if kept else torch.zeros_like(weight, dtype=torch.float32)
         _add_gradients(ctx, grad.contiguous(), hidden_grad, weight_grad)
         if weight_grad is not None:
-            weight_grad = _left_to_autograd(weight, weight_grad)
+            weight_grad = left_to_autograd(weight, weight_grad)
         return hidden_grad, weight_grad, None, None, None, None, None, None
 
 
 def _add_gradients(ctx: Any, grad: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor | None) -> None:
     hidden, weight, targets, normaliser = ctx.saved_tensors
-    passes, vocabulary, wanted = _passes(hidden.is_cuda), weight[: ctx.rows], _slope_type(weight)
+    passes, vocabulary, wanted = _passes(hidden.is_cuda), weight[: ctx.rows], slope_type(weight)
     types = [torch.float32] if wanted == torch.float32 else [torch.float32, wanted]
-    for chunk, buffers in _chunks(len(targets), ctx.rows, types, ctx.chunk_mib, hidden.device):
+    for chunk, buffers in chunks_of(len(targets), ctx.rows, types, ctx.chunk_mib, hidden.device):
         logits, slope = buffers[0], buffers[-1]
-        _logits(hidden[chunk], vocabulary, out=logits)
+        logits_of(hidden[chunk], vocabulary, out=logits)
         passes.slope(logits, targets[chunk], ctx.temperature, normaliser[chunk], grad[chunk], out=slope)
-        _hidden_gradient(slope, vocabulary, out=hidden_grad[chunk])
+        hidden_gradient(slope, vocabulary, out=hidden_grad[chunk])
         if weight_grad is not None:
-            _add_weight_gradient(weight_grad[: ctx.rows], slope, hidden[chunk])
+            add_weight_gradient(weight_grad[: ctx.rows], slope, hidden[chunk])
 
 
-def _left_to_autograd(weight: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+def left_to_autograd(weight: Any, gradient: torch.Tensor) -> torch.Tensor | None:
     """What the backward pass returns for a weight whose whole fp32 gradient is ``gradient``.
 
     DDP waits until autograd brings a weight its gradient, adds that to ``main_grad`` unless ``grad_added_to_main_grad``
@@ -173,7 +177,7 @@ def _passes(on_cuda: bool) -> ModuleType:
     return policy_head_triton
 
 
-def _chunks(
+def chunks_of(
     positions: int, rows: int, types: Sequence[torch.dtype], chunk_mib: int, device: torch.device
 ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
     """Slices of the positions, each with tensors [c, rows] of ``types``, reused, that all take ``chunk_mib``."""
@@ -208,7 +212,7 @@ CONVERTED = 1 << 22
 """Weights converted at a time: 16 MiB of fp32."""
 
 
-def _logits(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -> None:
+def logits_of(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -> None:
     """``out = hidden · vocabularyᵀ``: [c, h] and [v, h], both of one type, to [c, v] fp32."""
     if _hands_out_fp32(vocabulary):
         torch.mm(hidden, vocabulary.t(), out_dtype=torch.float32, out=out)
@@ -218,12 +222,12 @@ def _logits(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -
         torch.mm(wide, block.float().t(), out=part)
 
 
-def _slope_type(weight: torch.Tensor) -> torch.dtype:
+def slope_type(weight: torch.Tensor) -> torch.dtype:
     """The type in which the two products below take ``slope``."""
     return weight.dtype if _hands_out_fp32(weight) else torch.float32
 
 
-def _hidden_gradient(slope: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -> None:
+def hidden_gradient(slope: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -> None:
     """``out = slope · vocabulary``: [c, v] and [v, h] to [c, h] of the vocabulary's type."""
     if _hands_out_fp32(vocabulary):
         torch.mm(slope, vocabulary, out=out)
@@ -234,7 +238,7 @@ def _hidden_gradient(slope: torch.Tensor, vocabulary: torch.Tensor, out: torch.T
     out.copy_(total)
 
 
-def _add_weight_gradient(total: torch.Tensor, slope: torch.Tensor, hidden: torch.Tensor) -> None:
+def add_weight_gradient(total: torch.Tensor, slope: torch.Tensor, hidden: torch.Tensor) -> None:
     """``total += slopeᵀ · hidden``: [c, v] and [c, h], added to [v, h] fp32 in place."""
     if _hands_out_fp32(hidden):
         torch.addmm(total, slope.t(), hidden, out_dtype=torch.float32, out=total)

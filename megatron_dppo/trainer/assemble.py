@@ -16,11 +16,12 @@ from megatron_dppo.bridge.export import check_adapter_destination, check_destina
 from megatron_dppo.bridge.hf_directory import plan_adapter_file, plan_files
 from megatron_dppo.bridge.load import load_checkpoint, load_policy
 from megatron_dppo.bridge.stream import adapter_stream, weight_stream
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, LoraConfig, replace
 from megatron_dppo.data.prompts import PromptPool, load_prompts
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_token_ids
 from megatron_dppo.evaluation.evaluator import Problem, held_out
-from megatron_dppo.models.actor import Actor, BasePolicy, Policy, Reference
+from megatron_dppo.models.actor import Actor, Policy
+from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
 from megatron_dppo.models.policy import DTYPES, PolicyModel
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.console import Console
@@ -116,6 +117,12 @@ class PolicyParts(Generic[P_co]):
         if config.model.reference_on_host:
             reference.leave_device()
         return reference
+
+    def teacher(self) -> Teacher:
+        """What ``loss.distillation.teacher`` names, in the policy's layout. Collective."""
+        config = teacher_config(self.config)
+        shape = self.world.together(lambda: read_shape(config.model.path))
+        return _frozen(Teacher, config, self.world, config.rollout.temperature, shape)
 
     def pack(
         self, samples: Sequence[TrainingSample], *, replicas: int = 1, min_per_rank: int = 1
@@ -214,6 +221,13 @@ def _frozen(kind: type[FrozenT], config: Config, world: World, temperature: floa
     policy = kind(shape, config.model, resolve_layout(config.layout, world.size), world, temperature=temperature)
     _load(policy.chunks, config, shape, world)
     return policy
+
+
+def teacher_config(config: Config) -> Config:
+    """The run's, with its teacher in the place of its policy."""
+    given = config.loss.distillation
+    model = {"path": given.teacher, "checkpoint": given.teacher_checkpoint, "lora": LoraConfig()}
+    return replace(config, model=replace(config.model, **model))
 
 
 def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem]]:

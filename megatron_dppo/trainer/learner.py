@@ -11,7 +11,8 @@ import torch
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.actor import Actor, BasePolicy, Reference, Sums, learning_rate
+from megatron_dppo.models.actor import Actor, Sums, learning_rate
+from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
 from megatron_dppo.models.microbatch import Microbatch, RecordedRouting, Responses
 from megatron_dppo.models.routing import REPLACED, REPLAYED
 from megatron_dppo.observe.timers import PhaseTimers
@@ -48,10 +49,20 @@ class PolicyLoss:
 
     Args:
         version: of the weights that the step starts from: what they have generated, the trainer has to agree with.
+        distillation_coef: what a token's divergence from the teacher is multiplied by, where it has one.
     """
 
-    def __init__(self, objective: Objective, *, kl_coef: float, tis_cap: float | None, version: int) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        *,
+        kl_coef: float,
+        tis_cap: float | None,
+        version: int,
+        distillation_coef: float = 0.0,
+    ) -> None:
         self._objective, self._kl_coef, self._tis_cap, self._version = objective, kl_coef, tis_cap, version
+        self._distillation_coef = distillation_coef
         self._scored: list[tuple[Pack, torch.Tensor]] | None = []
 
     def take_scored(self) -> list[tuple[Pack, torch.Tensor]]:
@@ -77,9 +88,14 @@ class PolicyLoss:
             samples=int(pack.sample.max(initial=-1)) + 1,
             fresh=arrays.versions == self._version,
         )
-        loss = (losses.loss * arrays.scale).sum()
+        token_loss, taught = losses.loss, {}
+        if responses.divergence is not None:
+            token_loss = token_loss + self._distillation_coef * responses.divergence
+            taught = {"train/distillation_kl": responses.divergence.detach().sum()}
+        loss = (token_loss * arrays.scale).sum()
         sums = {
             **losses.sums,
+            **taught,
             "train/loss": loss.detach(),
             "train/entropy_loss": responses.entropy.sum(),
             "tokens": torch.full_like(loss, float(logprobs.numel())),
@@ -88,12 +104,14 @@ class PolicyLoss:
 
 
 class Learner:
-    """The actor, the frozen reference where the loss has a KL term, and the step between a plan and new weights."""
+    """The actor, the frozen models that its loss asks for, and the step between a plan and new weights."""
 
     def __init__(self, parts: PolicyParts[Actor], timers: PhaseTimers) -> None:
-        """Load the reference where the loss asks for one, which chooses experts by itself. Collective."""
+        """Load the reference and the teacher where the loss asks for them; both choose experts by themselves.
+        Collective."""
         self._config, self._world, self._actor = parts.config, parts.world, parts.actor
         self.reference: Reference | BasePolicy | None = parts.reference() if parts.config.loss.kl_coef > 0 else None
+        self.teacher: Teacher | None = parts.teacher() if parts.config.loss.distillation.teacher else None
         self._pad_id, self._timers = parts.pad_id, timers
         self._routing: RoutingWanted | None = None
         if parts.routing and self._actor.routing:
@@ -119,7 +137,13 @@ class Learner:
             microbatches = {i: self._microbatches(p) for i, p in packs.items()}
         settings = self._config.loss
         cap = importance_cap(self._config)
-        loss = PolicyLoss(objective_for(settings), kl_coef=settings.kl_coef, tis_cap=cap, version=version)
+        loss = PolicyLoss(
+            objective_for(settings),
+            kl_coef=settings.kl_coef,
+            tis_cap=cap,
+            version=version,
+            distillation_coef=settings.distillation_coef,
+        )
         totals: dict[str, float] = {}
         norms: list[float] = []
         loads: list[dict[str, float]] = []
@@ -180,7 +204,8 @@ class Learner:
         nothing = [None] * len(packs)
         old, chosen = self._before_updates(packs) if self._config.loss.updates_per_rollout > 1 else (nothing, nothing)
         reference = self.reference.log_probabilities(packs) if self.reference else nothing
-        return [Microbatch(*parts) for parts in zip(packs, old, reference, chosen, strict=True)]
+        taught = self.teacher.heads(packs, self._config.loss.distillation.direction) if self.teacher else nothing
+        return [Microbatch(*parts) for parts in zip(packs, old, reference, chosen, taught, strict=True)]
 
     def _before_updates(
         self, packs: list[Pack]

@@ -7,6 +7,7 @@ the machine: files, the policy, the disk.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -31,6 +32,7 @@ MASTER_AND_MOMENTS = 12
 """Bytes per weight of the optimizer's state: an fp32 master copy and Adam's two moments."""
 OVERHEAD = 4 * 2**20
 """Bytes of what lies around the weights: logs, the tokenizer, the picture."""
+TEACHER = "loss.distillation.teacher"
 
 
 def preflight(config: Config, command: Command) -> None:
@@ -49,6 +51,8 @@ def preflight(config: Config, command: Command) -> None:
         place = find_checkpoint(Path(config.model.checkpoint))
         if command in TRAINING:
             _check_own(place, Path(config.model.checkpoint), Path(config.run.dir))
+    if command == "train" and config.loss.distillation.teacher is not None:
+        _check_teacher(config, shape)
     _check_adapters(config, shape)
     _check_positions(config, shape, command)
     _check_data(config, command)
@@ -83,6 +87,55 @@ def _check_routing(config: Config, shape: PolicyShape) -> None:
     if replayed != "none" and not shape.experts:
         problem = f"replays experts, and the policy in {config.model.path} has none"
         raise UserError("loss.replay_routing", replayed, problem, "Set it to none, or take a mixture of experts")
+
+
+def _check_teacher(config: Config, shape: PolicyShape) -> None:
+    """Look at the teacher's files, and hold its vocabulary, its positions and the layout against its shape.
+
+    Args:
+        shape: the policy's.
+
+    Raises:
+        UserError: for the first thing that is wrong.
+    """
+    given = config.loss.distillation
+    teacher = Path(str(given.teacher))
+    try:
+        theirs = read_shape(teacher)
+        check_layout(theirs, config.layout)
+        if given.teacher_checkpoint is None:
+            check_weights(teacher, theirs)
+        else:
+            find_checkpoint(Path(given.teacher_checkpoint))
+    except UserError as error:  # which speaks of the policy
+        named = {"model.path": TEACHER, "model.checkpoint": f"{TEACHER}_checkpoint"}
+        problem = error.problem if error.setting in named else f"{error.problem}, of the teacher in {teacher}"
+        raise UserError(named.get(error.setting, error.setting), error.value, problem, error.remedy) from error
+    if theirs.vocab_size != shape.vocab_size:
+        problem = f"has {theirs.vocab_size} tokens, and the policy in {config.model.path} has {shape.vocab_size}"
+        raise UserError(TEACHER, teacher, problem, "Give a teacher of the policy's vocabulary")
+    ours, others = _tokens(Path(config.model.path)), _tokens(teacher)
+    different = [token for token in sorted(ours.keys() & others.keys()) if ours[token] != others[token]]
+    if different:
+        first = different[0]
+        problem = f"its token {first} is {others[first]!r:.40}, and that of the policy is {ours[first]!r:.40}"
+        raise UserError(TEACHER, teacher, problem, "Give a teacher of the policy's vocabulary")
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > theirs.max_positions:
+        problem = f"was made for {theirs.max_positions} positions, and the longest sequence has {longest} tokens"
+        remedy = "Lower data.max_prompt_tokens or rollout.max_response_tokens, or give another teacher"
+        raise UserError(TEACHER, teacher, problem, remedy)
+
+
+def _tokens(folder: Path) -> dict[int, str]:
+    """The tokens of ``tokenizer.json`` by id; none where the file is not there, or is none that lists them by name."""
+    try:
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        listed = dict(content["model"]["vocab"])
+        added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {int(number): token for token, number in {**listed, **added}.items()}
 
 
 def _check_adapters(config: Config, shape: PolicyShape) -> None:

@@ -135,7 +135,9 @@ class PromptSampler:
         self._order = PromptOrder(pool_size, config.run.seed)
         prompts = config.pruning.prompts
         baseline: Literal["group", "batch"] = "batch" if self._objective.baseline == "batch" else "group"
-        self._history = PromptForecast(prompts.decay, PromptFeatures(pool), prompts.predictor, baseline)
+        taught = config.loss.distillation_coef > 0.0
+        features = PromptFeatures(pool)
+        self._history = PromptForecast(prompts.decay, features, prompts.predictor, baseline, taught=taught)
 
     def select(self, step: int) -> Selection:
         """Draw the prompts of a step from the next window of candidates."""

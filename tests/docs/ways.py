@@ -93,7 +93,10 @@ WAYS = (
     Way(r"megatron-dppo compress \S+ \S+ --keep .*", append="--multiple 8"),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/run .*", append=f"{SMALL} --check"),
     Way(r"megatron-dppo sft \S+\.yaml .*", append=f"{LAYOUT} sft.steps=1 sft.batch=2"),
-    Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/(second|grpo) .*", append=f"{SMALL} --check"),
+    Way(
+        r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/(second|grpo|distilled) .*",
+        append=f"{SMALL} --check",
+    ),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ (reward|rollout)\.\S+", append=SMALL),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ model\.lora\.\S+ optimizer\.lr=\S+", append=SMALL),
     Way(r"megatron-dppo train configs/gsm8k\.yaml data\.train=gsm8k_train\.jsonl", append=f"{SMALL} --check"),

@@ -55,7 +55,10 @@ def put_together(rank: int, size: int) -> tuple[HeadOutput, torch.Tensor, tuple[
     mine = torch.tensor([[0, 3, 4], [1, 2]][rank])
     part = (mine + 1.0).requires_grad_()
     whole = gather_responses(
-        HeadOutput(part, 10 * part, 100 * part), mine, RESPONSES, parallel_state.get_context_parallel_group()
+        HeadOutput(part, 10 * part, 100 * part, 1000 * part),
+        mine,
+        RESPONSES,
+        parallel_state.get_context_parallel_group(),
     )
     (whole.logprobs * torch.arange(1.0, RESPONSES + 1)).sum().backward()
     return HeadOutput(*(t.detach() for t in whole)), part.grad, tuple(t.requires_grad for t in whole)
@@ -63,7 +66,7 @@ def put_together(rank: int, size: int) -> tuple[HeadOutput, torch.Tensor, tuple[
 
 def test_every_rank_has_all_responses_and_the_gradient_of_its_own(ranks: RankPool) -> None:
     for (whole, gradient, differentiable), own in zip(ranks.run(2, put_together), ([1, 4, 5], [2, 3]), strict=True):
-        for tensor, factor in zip(whole, (1, 10, 100), strict=True):
+        for tensor, factor in zip(whole, (1, 10, 100, 1000), strict=True):
             assert tensor.tolist() == [factor * n for n in (1, 2, 3, 4, 5)]
         assert gradient.tolist() == own, "not twice, though two ranks have the loss"
-        assert differentiable == (True, False, False)
+        assert differentiable == (True, False, False, True)

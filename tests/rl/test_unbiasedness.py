@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.config import AllocationConfig, Config, PackConfig, PromptPruningConfig, replace
+from megatron_dppo.config import AllocationConfig, Config, DistillationConfig, PackConfig, PromptPruningConfig, replace
 from megatron_dppo.rl import plan as planning
 from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.losses import token_losses
@@ -30,6 +30,7 @@ from tests.rl.integration import FixedMask, FixedOffset, outcomes
 from tests.rl.steps import Foretold, step_config
 
 VOCABULARY, PROMPTS, SAMPLES = 7, 5, 4
+ALONE = DistillationConfig(teacher="T", use_task_rewards=False)
 SETTINGS = {"replicas": 2, "align": 2, "capacity_multiple": 1, "step": 0, "pipeline": 1}
 
 
@@ -129,12 +130,14 @@ def gradient(
         ]
         pack = build_pack(packed, minibatch.capacity, pad_id=0, align=SETTINGS["align"])
 
+        def distributions(policy: Policy, pack=pack) -> torch.Tensor:
+            return policy(torch.from_numpy(pack.token_ids), torch.from_numpy(pack.position_ids))[pack.predictors]
+
         def score(policy: Policy, pack=pack) -> torch.Tensor:
-            logits = policy(torch.from_numpy(pack.token_ids), torch.from_numpy(pack.position_ids))
-            return logits[pack.predictors, pack.targets]
+            return distributions(policy, pack)[np.arange(len(pack.targets)), pack.targets]
 
         with torch.no_grad():
-            old, reference = score(world.old), score(world.reference)
+            old, reference, teacher = score(world.old), score(world.reference), distributions(world.reference)
         weight = torch.from_numpy(samples.weight[np.array(members, dtype=int)][pack.sample])
         inside = mistake == "weight inside the clip"
         losses = token_losses(
@@ -148,7 +151,10 @@ def gradient(
             tis_cap=config.loss.tis_cap,
             sample=torch.from_numpy(pack.sample),
         )
-        total = total + (losses.loss * torch.from_numpy(pack.scale) / (weight if inside else 1.0)).sum()
+        own = distributions(world.policy)
+        divergence = (own.exp() * (own - teacher)).sum(dim=1)
+        token_loss = losses.loss + config.loss.distillation_coef * divergence
+        total = total + (token_loss * torch.from_numpy(pack.scale) / (weight if inside else 1.0)).sum()
     if mistake == "divided by what was kept" and len(samples.group):
         total = total * minibatch.normaliser / len(samples.group)
     if total.requires_grad:
@@ -260,6 +266,9 @@ def settings(prompts: str, completions: str, **loss) -> Config:
         ("none", "neyman", {"name": "cispo", "tis_cap": 2.0, "tis_level": "sequence"}),
         ("neyman", "neyman", {"name": "gmpo"}),
         ("neyman", "neyman", {"name": "sapo"}),
+        ("neyman", "neyman", {"name": "grpo", "distillation": DistillationConfig(teacher="T", coef=0.5)}),
+        ("neyman", "neyman", {"name": "dr_grpo", "distillation": ALONE}),
+        ("none", "neyman", {"name": "dapo", "distillation": ALONE}),
     ],
 )
 def test_the_expected_pruned_gradient_is_the_full_gradient(world, monkeypatch, prompts, completions, loss):

@@ -29,14 +29,15 @@ class CompletionCandidates:
     advantage: Floats
     score: Floats
     """A proxy of the norm of the term that enters the sum, |A|·c·√Σ_t(1−p_t)²/π_prompt (``pruning.completions.score``
-    chooses another). It has the first draw's 1/π, since the completions of seldom kept prompts weigh more."""
+    chooses another; with a teacher √(A² + β²) takes the place of |A|). It has the first draw's 1/π, since the
+    completions of seldom kept prompts weigh more."""
     cost: Floats
     """Tokens that it takes up in a pack, prompt and response."""
     floor: Floats
     """Least inclusion probability. It bounds the weight 1/(π_prompt·π_completion)."""
     zero_advantage: Bools
-    """A = 0 and no KL term: the gradient is exactly 0. Every rule drops these, and weighs nothing up for them. True for
-    padding, too."""
+    """A = 0, no KL term and no teacher: the gradient is exactly 0. Every rule drops these, and weighs nothing up for
+    them. True for padding, too."""
     present: Bools
     """False for padding."""
 

@@ -89,6 +89,8 @@ class PromptForecast(PromptHistory):
         features: of the pool.
         predictor: ``pruning.prompts.predictor``.
         baseline: see ``PromptHistory``. With ``batch`` the first factor is E[Σ A²], and the second E[Σ h²]/E[Σ A²].
+        taught: whether a teacher gives every group a gradient, also those whose rewards are equal. Then E[Σ h²] is the
+            regression alone, over all groups.
     """
 
     def __init__(
@@ -97,9 +99,11 @@ class PromptForecast(PromptHistory):
         features: PromptFeatures,
         predictor: Predictor,
         baseline: Literal["group", "batch"] = "group",
+        *,
+        taught: bool = False,
     ) -> None:
         super().__init__(decay, baseline)
-        self._features, self._predictor = features, predictor
+        self._features, self._predictor, self._taught = features, predictor, taught
         self._size, self._tokens = SizeModel(features.size), SizeModel(features.size)
         self._start()
 
@@ -117,6 +121,8 @@ class PromptForecast(PromptHistory):
     def expected_square(self, prompt_ids: Ints, *, group_size: int, normalised: bool) -> Floats:
         """E[Σ_i h_i²] of the next group of each prompt by the model, or E[Σ_i A_i²] by its record; [N], up to a factor
         common to all."""
+        if self._taught:
+            return self._size.predict(self._features.of(prompt_ids))
         if self.used == "record":
             return super().expected_square(prompt_ids, group_size=group_size, normalised=normalised)
         features = self._features.of(prompt_ids)
@@ -170,10 +176,10 @@ class PromptForecast(PromptHistory):
 
     def _learn(self, visits: Visits) -> None:
         features = self._features.of(visits.prompt_ids)
-        sized = (visits.advantages != 0.0).any(axis=1) & (visits.squares > 0.0)
+        sized = ((visits.advantages != 0.0).any(axis=1) | self._taught) & (visits.squares > 0.0)
         self._success.learn(visits.prompt_ids, features, *self._outcomes(visits))
         squares = visits.squares[sized]
-        if self.baseline == "batch":
+        if self.baseline == "batch" and not self._taught:
             squares /= (visits.advantages[sized] ** 2).sum(axis=1)
         self._size.learn(features[sized], squares)
         self._tokens.learn(features, visits.tokens)

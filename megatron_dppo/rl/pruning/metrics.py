@@ -91,16 +91,24 @@ def left_out(part: StepMetadata) -> Pruned:
     """The draw of groups that a rule left out after their rollouts: nothing of them is kept."""
     zeros, nothing = np.zeros(part.rewards.shape), np.zeros(part.rewards.shape, dtype=np.bool_)
     return Pruned(
-        zeros, zeros, zeros, zeros, kept=nothing, zero_advantage=~nothing, segments=zeros[..., None], normaliser=0.0
+        zeros,
+        zeros,
+        zeros,
+        zeros,
+        kept=nothing,
+        zero_advantage=~nothing,
+        segments=zeros[..., None],
+        normaliser=0.0,
+        magnitude=zeros,
     )
 
 
 def variance_inflation(parts: Sequence[tuple[StepMetadata, Pruned]]) -> float:
     """By how much pruning multiplies the sum of squares of the terms: Σ h²/(π_prompt·π) over Σ h²; 1 without pruning.
 
-    h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm. Both sums run over the window, and are estimated from the
-    prompts rolled out. This is the variance of *independent* draws with the same probabilities. A systematic draw has
-    less, of which there is no unbiased estimate. 1 if every advantage is 0.
+    h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm, with √(A² + β²) for |A| where there is a teacher. Both sums run
+    over the window, and are estimated from the prompts rolled out. This is the variance of *independent* draws with the
+    same probabilities. A systematic draw has less, of which there is no unbiased estimate. 1 if every h is 0.
     """
     squares = [(_squares(part, pruned), pruned.weight[part.present]) for part, pruned in parts]
     full = sum(float(square.sum()) for square, _ in squares)
@@ -151,7 +159,7 @@ def _squares(part: StepMetadata, pruned: Pruned) -> Floats:
 
 def _term_norm(part: StepMetadata, pruned: Pruned) -> Floats:
     """[Q, G], h."""
-    norm: Floats = np.abs(pruned.advantage) * pruned.coefficient * part.score_norms
+    norm: Floats = pruned.magnitude * pruned.coefficient * part.score_norms
     return norm
 
 

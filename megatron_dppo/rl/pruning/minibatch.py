@@ -39,13 +39,15 @@ class Pruned:
     weights of its own in place of 1/π."""
     kept: Bools
     zero_advantage: Bools
-    """A = 0 and no KL term: the gradient is exactly 0. No rule trains on these, and none is said to save them. True for
-    padding, too."""
+    """A = 0, no KL term and no teacher: the gradient is exactly 0. No rule trains on these, and none is said to save
+    them. True for padding, too."""
     segments: Floats
     """[Q, G, B + 1], the advantage of each segment of a path in a tree, of which ``advantage`` is a mean; B = 0, and
     ``advantage`` itself, without one."""
     normaliser: float
     """Z"""
+    magnitude: Floats
+    """√(A² + β²), β the weight of a teacher's divergence; |A| without one."""
 
 
 def prune_minibatch(
@@ -102,15 +104,32 @@ def prune_minibatch(
         zero_advantage=candidates.zero_advantage,
         segments=segments,
         normaliser=z,
+        magnitude=magnitudes(candidates.advantage, config),
     )
 
 
 def advantages_of_segments(part: StepMetadata, config: Config, objective: Objective) -> Floats:
-    """[Q, G, B + 1], the advantage of each segment of a path in a tree; B = 0, one for a completion, without."""
+    """[Q, G, B + 1], the advantage of each segment of a path in a tree; B = 0, one for a completion, without.
+
+    All are 0 where a teacher alone is trained on."""
     tree = config.rollout.tree
+    if not config.loss.distillation.use_task_rewards:
+        return np.zeros((*part.rewards.shape, part.forks.shape[-1] + 1))
     if not tree.branches:
         return minibatch_advantages(part, config.rollout, objective)[..., None]
     return segment_advantages(part.rewards, part.response_lengths, part.forks, tree)
+
+
+def magnitudes(advantage: Floats, config: Config) -> Floats:
+    """√(A² + β²), β the weight of a teacher's divergence: [Q, G] as A. Without a teacher it is |A|.
+
+    A token's gradient by the logits is −A·(e_t − p) + β·p·(log(p/q) − KL), where the log-ratios are known only once the
+    teacher has read the rollouts. They are taken to be of size 1, and the two terms to be orthogonal. Either vanishes
+    where the policy is certain, so that both are multiplied by the norm of the scores. That is a guess: it sets
+    probabilities, and no weight depends on its being right.
+    """
+    magnitude: Floats = np.hypot(advantage, config.loss.distillation_coef)
+    return magnitude
 
 
 def completion_candidates(
@@ -126,9 +145,9 @@ def completion_candidates(
     score_norms = 1.0 if config.pruning.completions.score == "advantage" else part.score_norms
     return CompletionCandidates(
         advantage=advantage,
-        score=np.abs(advantage) * c * score_norms / prompt_inclusion,
+        score=magnitudes(advantage, config) * c * score_norms / prompt_inclusion,
         cost=part.tokens.astype(np.float64),
         floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
-        zero_advantage=((advantage == 0.0) & (config.loss.kl_coef == 0.0)) | ~present,
+        zero_advantage=((advantage == 0.0) & config.loss.rewards_alone) | ~present,
         present=present,
     )

@@ -100,6 +100,19 @@ def test_a_predictor_that_was_asked_for_stays(predictor: str) -> None:
     assert {row["prune/predicted_by_model"] for row in rows} == {float(predictor == "model")}
 
 
+def test_with_a_teacher_prompts_whose_rewards_never_differ_count_by_their_gradients() -> None:
+    """All answers are right. The longer the prompt, the larger its groups' gradients: a record could not tell."""
+    pool = sums_pool()
+    known = PromptForecast(0.9, PromptFeatures(pool), "auto", taught=True)
+    length = np.array([len(prompt.text) for prompt in pool], float)
+    for ids in np.arange(POOL).reshape(-1, WINDOW)[:-1]:
+        known.judge_and_learn(visits(ids, np.ones((WINDOW, GROUP)), squares=length[ids] ** 2))
+    last = np.arange(POOL)[-WINDOW:]
+    said = expected(known, last)
+    assert np.corrcoef(np.log(said), np.log(length[last]))[0, 1] > 0.9
+    assert said.mean() == pytest.approx((length[last] ** 2).mean(), rel=0.3)
+
+
 def test_a_step_is_predicted_before_it_is_learned() -> None:
     """Of prompts that are all right, when nothing was known: every predictor said one half."""
     ids, rewards = np.arange(WINDOW), np.ones((WINDOW, GROUP))

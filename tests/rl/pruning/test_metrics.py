@@ -47,6 +47,7 @@ def _rolled_out(metadata: StepMetadata, pruned: Pruned, groups: np.ndarray) -> t
     part = Pruned(
         pruned.advantage[groups], pruned.coefficient[groups], pruned.inclusion[groups], pruned.weight[groups],
         pruned.kept[groups], pruned.zero_advantage[groups], pruned.segments[groups], pruned.normaliser,
+        pruned.magnitude[groups],
     )  # fmt: skip
     return take_groups(metadata, groups), part
 

@@ -1,0 +1,78 @@
+"""Models that are never trained: the reference of the loss's KL term, and the teacher of a distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from megatron_dppo.models.actor import Policy
+from megatron_dppo.models.lora import adapters_off
+from megatron_dppo.models.microbatch import DeviceArrays, Microbatch
+from megatron_dppo.models.teacher_head import TeacherHead
+from megatron_dppo.rl.types import Pack
+
+
+class Reference(Policy):
+    """The frozen policy that the loss's KL term compares with.
+
+    Between its passes its weights may wait in the host's memory.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._on_host: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def leave_device(self) -> None:
+        """Move the weights to the host, from where every later pass fetches them. Called once they are loaded."""
+        for parameter in self.parameters():
+            waiting = torch.empty_like(parameter, device="cpu", pin_memory=self.world.device.type == "cuda")
+            self._on_host[parameter] = parameter.data = waiting.copy_(parameter.data)
+
+    def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
+        for parameter, waiting in self._on_host.items():
+            parameter.data = waiting.to(self.world.device, non_blocking=True)
+        try:
+            return super().log_probabilities(packs)
+        finally:
+            for parameter, waiting in self._on_host.items():
+                parameter.data = waiting
+
+
+class Teacher(Policy):
+    """A frozen model, of any shape with the policy's vocabulary, that the policy is drawn toward. It runs in the
+    policy's layout, so that every rank has the teacher's states where it has its own."""
+
+    @torch.no_grad()
+    def heads(self, packs: Sequence[Pack], direction: Literal["reverse", "forward"]) -> list[TeacherHead | None]:
+        """Of each pack what the policy's head asks for, on the ranks of the last stage; None elsewhere. Collective over
+        the replica.
+
+        The states stay on the device: a response token takes the teacher's width in its dtype, until it is trained on.
+        """
+
+        def collect(batch: Microbatch, arrays: DeviceArrays, output: tuple[torch.Tensor, ...]) -> Any:
+            return output[0].sum(), {"states": output[0]}
+
+        for module in self.modules:
+            module.eval()
+        outputs = self._pass_over([Microbatch(pack) for pack in packs], collect, forward_only=True, states=True)
+        if not self.world.last_stage:
+            return [None] * len(packs)
+        weight = self.chunks[-1].output_weight().detach()
+        return [TeacherHead(output["states"].to(weight.dtype), weight, direction) for output in outputs]
+
+
+class BasePolicy:
+    """A policy with its adapters off, as the reference of the loss's KL term: the frozen weights are there anyway."""
+
+    def __init__(self, adapted: Policy) -> None:
+        self._adapted = adapted
+
+    def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
+        """As :meth:`Policy.log_probabilities`; experts are chosen, and none replayed."""
+        with adapters_off(self._adapted.chunks):
+            return self._adapted.log_probabilities([replace(pack, routing=None) for pack in packs])

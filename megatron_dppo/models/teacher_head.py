@@ -1,0 +1,170 @@
+"""The divergence of the policy from a teacher, over the whole vocabulary, without the logits of either.
+
+On-policy distillation (GKD, arXiv:2306.13649, with λ = 1) trains a student on its own rollouts: at each of their tokens
+its distribution is drawn toward that of a teacher, which has read the same tokens. With the student's logits z and the
+teacher's y, temperature τ, p = softmax(z/τ) and q = softmax(y/τ):
+
+* ``reverse``: KL(p ‖ q) = Σ_v p_v log(p_v/q_v), whose gradient by z/τ is p_v·(log(p_v/q_v) − KL);
+* ``forward``: KL(q ‖ p) = Σ_v q_v log(q_v/p_v), whose gradient by z/τ is p_v − q_v.
+
+Of a teacher the head needs final hidden states, [tokens, its width], and its output layer. As in :mod:`policy_head`
+the logits, here of both models, are made of a chunk of positions at a time, in either pass. Which tokens were sampled
+does not matter: the sum over the vocabulary is exact, where the log-probabilities of sampled tokens give one noisy term
+of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.models.policy_head import (
+    LOWEST,
+    add_weight_gradient,
+    chunks_of,
+    hidden_gradient,
+    left_to_autograd,
+    logits_of,
+    slope_type,
+)
+
+
+class TeacherHead(NamedTuple):
+    """What this rank knows of a teacher's distributions at the r tokens of a pack that it scores.
+
+        TeacherHead(hidden=[[0.3, -1.2]], weight=[[1.0, 0.0], [0.0, 1.0]], direction="reverse")
+
+    is a teacher of width 2 with a vocabulary of two tokens, at one position. The lists stand for tensors.
+    """
+
+    hidden: torch.Tensor
+    """[r, h_teacher], its final hidden states at the predictors."""
+    weight: torch.Tensor
+    """[V_local, h_teacher], this rank's rows of its output layer: of the same tokens as the student's."""
+    direction: Literal["reverse", "forward"]
+
+
+def divergence_from(
+    teacher: TeacherHead,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    tp_group: dist.ProcessGroup | None,
+    chunk_mib: int,
+) -> torch.Tensor:
+    """[R] fp32, nats: the divergence at each position, with a gradient for the student's hidden states and weight.
+
+    Collective over ``tp_group`` in the forward pass, as ``policy_head.score_responses``, whose arguments these are.
+
+    Args:
+        teacher: at the same R positions, frozen.
+        hidden: [R, h], the student's final hidden states.
+        weight: [V_local, h], this rank's rows of its output layer.
+        vocab_size, temperature, tp_group, chunk_mib: as there; the chunk's memory is that of both models' logits.
+    """
+    group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
+    first = 0 if group is None else dist.get_rank(group) * len(weight)
+    rows = min(max(vocab_size - first, 0), len(weight))
+    divergence: torch.Tensor = _Divergence.apply(hidden, weight, teacher, rows, temperature, group, chunk_mib)
+    return divergence
+
+
+class _Divergence(torch.autograd.Function):
+    """Works on the first ``rows`` of both weights. Of a pair the student's half comes first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        teacher: TeacherHead,
+        rows: int,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        chunk_mib: int,
+    ) -> torch.Tensor:
+        reverse = teacher.direction == "reverse"
+        ctx.rows, ctx.temperature, ctx.chunk_mib, ctx.reverse = rows, temperature, chunk_mib, reverse
+        peaks = torch.full((2, len(hidden)), LOWEST, device=hidden.device)
+        totals, cross = torch.zeros_like(peaks), torch.zeros_like(peaks[0])
+        for chunk, (own, other, spare) in _logits_of_both(ctx, hidden, weight, *teacher[:2], [torch.float32]):
+            for logits, peak, total in zip((own, other), peaks[:, chunk], totals[:, chunk], strict=True):
+                torch.amax(logits, dim=1, out=peak)
+                total.copy_(torch.exp(logits.sub_(peak[:, None]), out=spare).sum(dim=1))
+            expected, ratio = (own, other) if reverse else (other, own)
+            ratio.sub_(expected).neg_()
+            cross[chunk] = torch.bmm(expected.exp_()[:, None, :], ratio[:, :, None])[:, 0, 0]
+        if group is not None and len(hidden):
+            _combine(peaks, totals, cross, group, reverse=reverse)
+        logs = totals.log()
+        of, to = (0, 1) if reverse else (1, 0)
+        divergence = cross / totals[of] + (logs[to] - logs[of])
+        ctx.save_for_backward(hidden, weight, *teacher[:2], peaks + logs, divergence)
+        return divergence
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, teacher_hidden, teacher_weight, normalisers, divergence = ctx.saved_tensors
+        hidden_grad, weight_grad = torch.zeros_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            kept = hasattr(weight, "main_grad")
+            weight_grad = weight.main_grad if kept else torch.zeros_like(weight, dtype=torch.float32)
+        wanted, scale = slope_type(weight), grad / ctx.temperature
+        more = [torch.float32] if wanted == torch.float32 else [torch.float32, wanted]
+        for chunk, (own, other, *spare) in _logits_of_both(ctx, hidden, weight, teacher_hidden, teacher_weight, more):
+            own.sub_(normalisers[0, chunk, None])
+            other.sub_(normalisers[1, chunk, None])
+            if ctx.reverse:
+                torch.exp(own, out=spare[0])
+                own.sub_(other).sub_(divergence[chunk, None]).mul_(spare[0])
+            else:
+                own.exp_().sub_(other.exp_())
+            own.mul_(scale[chunk, None])
+            slope = own if wanted == torch.float32 else spare[1].copy_(own)
+            hidden_gradient(slope, weight[: ctx.rows], out=hidden_grad[chunk])
+            if weight_grad is not None:
+                add_weight_gradient(weight_grad[: ctx.rows], slope, hidden[chunk])
+        if weight_grad is not None:
+            weight_grad = left_to_autograd(weight, weight_grad)
+        return hidden_grad, weight_grad, None, None, None, None, None
+
+
+def _logits_of_both(
+    ctx: Any,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    more: Sequence[torch.dtype],
+) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
+    """Slices of the positions, each with both models' logits over the temperature, [c, rows] fp32, and as large buffers
+    of the types ``more``."""
+    types = [torch.float32, torch.float32, *more]
+    for chunk, buffers in chunks_of(len(hidden), ctx.rows, types, ctx.chunk_mib, hidden.device):
+        logits_of(hidden[chunk], weight[: ctx.rows], out=buffers[0])
+        logits_of(teacher_hidden[chunk], teacher_weight[: ctx.rows], out=buffers[1])
+        for logits in buffers[:2]:
+            logits.div_(ctx.temperature)
+        yield chunk, buffers
+
+
+def _combine(
+    peaks: torch.Tensor, totals: torch.Tensor, cross: torch.Tensor, group: dist.ProcessGroup, *, reverse: bool
+) -> None:
+    """Make one rank's part of the sums, taken from its own peaks, into the sums of all ranks from the common peaks."""
+    shift = peaks.clone()
+    dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
+    shift.sub_(peaks)
+    factor = shift.exp()
+    of, to = (0, 1) if reverse else (1, 0)
+    cross.add_((shift[of] - shift[to]) * totals[of]).mul_(factor[of])
+    totals.mul_(factor)
+    sums = torch.cat([totals, cross[None]])
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
+    totals.copy_(sums[:2])
+    cross.copy_(sums[2])

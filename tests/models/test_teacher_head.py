@@ -1,0 +1,112 @@
+"""The divergence from a teacher against the same numbers computed the naive way, in fp64 from whole logits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.models.teacher_head import TeacherHead, divergence_from
+from tests.models.test_policy_head import HIDDEN, MIB, LargestTensor
+from tests.ranks import RankPool
+
+WIDTH = 10
+"""The teacher's."""
+Direction = Literal["reverse", "forward"]
+DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward")
+Case = tuple[torch.Tensor, ...]
+
+
+def case(positions: int, vocab: int, rows: int, *, dtype: torch.dtype = torch.float32) -> Case:
+    """Hidden states and weight of student and of teacher (rows past ``vocab`` are poison), and a loss's gradient."""
+    generator = torch.Generator().manual_seed(positions + vocab)
+    both = []
+    for width in (HIDDEN, WIDTH):
+        weight = 0.5 * torch.randn(rows, width, generator=generator)
+        weight[vocab:] = 1e4
+        both += [torch.randn(positions, width, generator=generator).to(dtype), weight.to(dtype)]
+    return *both, torch.randn(positions, generator=generator)
+
+
+def ours(data: Case, vocab: int, direction: Direction, *, chunk_mib: int = 64, group: Any = None) -> Case:
+    """The divergence, and the gradients of the student's hidden states and weight."""
+    hidden, weight = (tensor.clone().requires_grad_() for tensor in data[:2])
+    teacher = TeacherHead(*data[2:4], direction)
+    divergence = divergence_from(
+        teacher, hidden, weight, vocab_size=vocab, temperature=0.8, tp_group=group, chunk_mib=chunk_mib
+    )
+    (divergence * data[4]).sum().backward()
+    return divergence.detach(), hidden.grad, weight.grad
+
+
+def naive(data: Case, vocab: int, direction: Direction) -> Case:
+    hidden, weight = (tensor.double().requires_grad_() for tensor in data[:2])
+    own = torch.log_softmax(hidden @ weight[:vocab].t() / 0.8, dim=-1)
+    other = torch.log_softmax(data[2].double() @ data[3][:vocab].double().t() / 0.8, dim=-1)
+    of, to = (own, other) if direction == "reverse" else (other, own)
+    divergence = (of.exp() * (of - to)).sum(dim=1)
+    (divergence * data[4]).sum().backward()
+    return divergence.detach(), hidden.grad, weight.grad
+
+
+def assert_equal(left: Case, right: Case, tolerance: float = 2e-5) -> None:
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_divergence_and_gradients_equal_the_naive_ones(direction: Direction) -> None:
+    data = case(positions=37, vocab=451, rows=512)
+    assert_equal(ours(data, 451, direction), naive(data, 451, direction))
+    many = case(positions=50, vocab=20_000, rows=20_096)
+    assert_equal(ours(many, 20_000, direction, chunk_mib=1), ours(many, 20_000, direction, chunk_mib=256))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_teacher_that_is_the_student_has_nothing_to_teach(direction: Direction) -> None:
+    hidden, weight, *_, grad = case(positions=37, vocab=451, rows=512)
+    divergence, *gradients = ours((hidden, weight, hidden, weight, grad), 451, direction)
+    assert float(divergence.abs().max()) < 1e-6
+    assert all(float(gradient.abs().max()) < 1e-5 for gradient in gradients)
+
+
+def test_weights_in_bf16_are_compared_in_fp32() -> None:
+    data = case(positions=37, vocab=451, rows=512, dtype=torch.bfloat16)
+    (divergence, *gradients), (expected, *exact) = ours(data, 451, "reverse"), naive(data, 451, "reverse")
+    assert_equal((divergence,), (expected,))
+    for gradient, reference in zip(gradients, exact, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        torch.testing.assert_close(gradient.double(), reference, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_no_tensor_is_larger_than_a_chunk_forward_or_backward(direction: Direction) -> None:
+    data = case(positions=1000, vocab=4000, rows=4096)
+    with LargestTensor() as largest:
+        ours(data, 4000, direction, chunk_mib=1)
+    assert largest.elements <= max(MIB // 4, data[1].numel())
+    on_meta = ours(tuple(tensor.to("meta") for tensor in data), 4000, direction, chunk_mib=1)
+    assert on_meta[0].shape == (1000,), "no value is read on the host: there are none"
+
+
+def in_parts(rank: int, size: int, vocab: int, positions: int, direction: Direction) -> Case:
+    """This rank's divergence and weight gradient, and the sum over ranks of the gradient of the hidden states."""
+    hidden, weight, teacher_hidden, teacher_weight, grad = case(positions, vocab, rows=128)
+    part = hidden, weight.chunk(size)[rank], teacher_hidden, teacher_weight.chunk(size)[rank], grad
+    divergence, hidden_grad, weight_grad = ours(part, vocab, direction, chunk_mib=1, group=dist.group.WORLD)
+    dist.all_reduce(hidden_grad)
+    return divergence, hidden_grad, weight_grad
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_vocabulary_over_two_ranks_equals_one(ranks: RankPool, direction: Direction) -> None:
+    """With padding, with a rank that has no token, and without positions."""
+    cases = ((101, 30), (50, 30), (101, 0))
+    found = ranks.in_turn(2, *((in_parts, *sizes, direction) for sizes in cases))
+    for (vocab, positions), parts in zip(cases, found, strict=True):
+        whole = ours(case(positions, vocab, rows=128), vocab, direction)
+        weight_grad = torch.cat([part[2] for part in parts])
+        for divergence, hidden_grad, _ in parts:
+            assert_equal((divergence, hidden_grad, weight_grad), whole)
