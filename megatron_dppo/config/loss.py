@@ -20,7 +20,8 @@ class LossConfig(Section):
     kl_coef: NonNegative = 0.0
     """Weight of the k3 estimate of KL(policy || initial policy), per token; 0 keeps no reference model."""
     tis_cap: AtLeastOne | None = None
-    """Cap of the truncated importance weight of policy over engine, per token; null: off, or 2 with rollout.ahead."""
+    """Cap of the truncated importance weight of policy over engine, per token; null: off, or 2 with
+    rollout.ahead or data.rollouts."""
     updates_per_rollout: Positive = 1
     """Optimizer steps per rollout: the window is split into so many minibatches of whole groups."""
     replay_routing: Literal["none", "update", "rollout"] = "none"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.data.offline import OFFLINE
 from megatron_dppo.rl.families import shared_lengths
 from megatron_dppo.rl.types import FORK, Completion, Floats, Group, StepMetadata, no_forks
 
@@ -76,11 +77,13 @@ def staleness(metadata: StepMetadata, version: int) -> dict[str, float]:
 
     Returns:
         ``rollout/stale_tokens``, the share of tokens in completions that older weights have made, if only in part; and
-        ``rollout/version_lag``, the mean over completions of how many versions older the oldest of these weights are.
+        ``rollout/version_lag``, the mean over completions of how many versions older the oldest of these weights are,
+        offline rollouts left out.
     """
     present = metadata.present
     lag, lengths = version - metadata.versions[present], metadata.sampled_lengths[present]
+    own = metadata.versions[present] != OFFLINE
     return {
         "rollout/stale_tokens": float(lengths[lag != 0].sum()) / max(float(lengths.sum()), 1.0),
-        "rollout/version_lag": float(lag.sum()) / max(np.size(lag), 1),
+        "rollout/version_lag": float(lag[own].sum()) / max(int(own.sum()), 1),
     }

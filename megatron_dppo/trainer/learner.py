@@ -22,8 +22,8 @@ from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepMetadata, Ste
 from megatron_dppo.trainer.agreement import Compared, check_disagreement, compared_rows, logprob_limit
 from megatron_dppo.trainer.assemble import PolicyParts
 
-TIS_CAP_AHEAD = 2.0
-"""Cap of the truncated importance weights where rollouts are one step ahead and no cap is set."""
+TIS_CAP = 2.0
+"""Cap of the truncated importance weights where rollouts are one step ahead, or another policy's, and no cap is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Learner:
         with self._timers("log_probs"):
             microbatches = {i: self._microbatches(p) for i, p in packs.items()}
         settings = self._config.loss
-        cap = settings.tis_cap or (TIS_CAP_AHEAD if self._config.rollout.ahead else None)
+        cap = settings.tis_cap or (TIS_CAP if self._config.rollout.ahead or self._config.data.rollouts else None)
         loss = PolicyLoss(objective_for(settings), kl_coef=settings.kl_coef, tis_cap=cap, version=version)
         totals: dict[str, float] = {}
         norms: list[float] = []
