@@ -155,7 +155,7 @@ def test_a_pruned_run_that_dies_goes_on_bit_by_bit(policy: Path, ranks: RankPool
         (lambda c: c.update(text="#5"), "either token_ids or text"),
         (lambda c: c.update(token_ids=[]), "has no tokens"),
         (lambda c: c["token_ids"].__setitem__(0, 10**6), "none of the policy's"),
-        (lambda c: c["token_ids"].append(1), "logprobs for"),
+        (lambda c: c["token_ids"].pop(), "logprobs for"),
         (lambda c: c.update(token_ids=[1] * 10), "has 10 tokens, over rollout.max_response_tokens = 9"),
         (lambda c: c["logprobs"].__setitem__(0, 0.5), "above 0 or not finite"),
         (lambda c: c["logprobs"].__setitem__(0, math.nan), "above 0 or not finite"),
