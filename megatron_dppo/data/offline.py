@@ -13,11 +13,10 @@ or ``length``; else: whether the last token is one that ends a response).
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -124,8 +123,8 @@ def _completion(
         score = _score(given)
     except _BadError as error:
         raise row.error(f"has a completion {number} that {error.args[0]}", error.args[1]) from error
-    spans = (VersionSpan(OFFLINE, len(tokens)),)
-    return Completion(np.array(tokens, np.int32), logprobs, sampled, spans, reason), score
+    spans, end = (VersionSpan(OFFLINE, len(tokens)),), cast(Literal["stop", "length"], reason)
+    return Completion(np.array(tokens, np.int32), logprobs, sampled, spans, end), score
 
 
 def _tokens(given: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> list[int]:
@@ -156,6 +155,6 @@ def _numbers(given: Mapping[str, Any], key: str, tokens: Sequence[int]) -> list[
 
 def _score(given: Mapping[str, Any]) -> Score:
     reward, correct = given.get("reward"), given.get("correct")
-    if not isinstance(reward, numbers.Real) or not math.isfinite(reward) or abs(reward) > LARGEST_REWARD:
+    if not isinstance(reward, int | float) or not abs(reward) <= LARGEST_REWARD:  # NaN is none
         raise _BadError(f"has the reward {reward!r:.60}", f"Give a number within ±{LARGEST_REWARD:g}")
     return Score(float(reward), reward >= 1.0 if correct is None else bool(correct))
