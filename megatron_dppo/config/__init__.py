@@ -80,7 +80,12 @@ class Config(Section):
                 self._check_tree()
             self._check_updates()
             self.data.check(self.rollout.prompts_per_step)
+            if self.data.rollouts is not None:
+                self._check_offline()
             self.pruning.check()
+        if command in ("sft", "probe-tree") and self.data.rollouts is not None:
+            problem = f"holds completions for train, and {command} wants problems"
+            raise UserError("data.rollouts", self.data.rollouts, problem, f"Give {command} data.rollouts=null")
         if command == "probe-tree":
             longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
             self.pack.check(longest, self.layout.pack_multiple)
@@ -128,6 +133,20 @@ class Config(Section):
             if value is not None:
                 problem = "makes whole completions by itself, which cannot fork as those of a tree do"
                 raise UserError(setting, value, problem, "Leave it out, or grow no trees: rollout.tree.branches=[]")
+
+    def _check_offline(self) -> None:
+        rollout = self.rollout
+        for setting, value, allowed, remedy in (
+            ("rollout.ahead", rollout.ahead, (0,), "Set it to 0"),
+            ("rollout.conversation", rollout.conversation, (None,), "Leave it out"),
+            ("rollout.custom_generate", rollout.custom_generate, (None,), "Leave it out"),
+            ("rollout.tree.branches", rollout.tree.branches, ((),), "Set it to []"),
+            ("rollout.allocation.rule", rollout.allocation.rule, ("equal",), "Set it to equal"),
+            ("loss.replay_routing", self.loss.replay_routing, ("none", "update"), "Set it to none or update"),
+        ):
+            if value not in allowed:
+                problem = "says how completions are generated, and those of data.rollouts are there already"
+                raise UserError(setting, value, problem, f"{remedy}, or data.rollouts=null")
 
     def _check_updates(self) -> None:
         prompts, keep = self.rollout.prompts_per_step, self.pruning.prompts.keep

@@ -49,6 +49,10 @@ class ReasoningGymConfig(Section):
 class DataConfig(Section):
     train: str = "arithmetic"
     """JSONL or parquet file of prompts; or ``arithmetic`` or ``reasoning_gym``, which generate them."""
+    rollouts: str | None = None
+    """JSONL or parquet file of prompts with completions, rewards and log-probabilities of another policy, which are
+    trained on in the place of data.train and of the policy's own rollouts; see ``data/offline.py``. Biased: a token's
+    weight min(policy/behaviour, loss.tis_cap) is all that corrects for the other policy. null: the policy rolls out."""
     eval: str | dict[str, str] | None = None
     """Held-out prompts, in the same form, or several files of them, each by its name: ``{aime24: aime24.jsonl, …}``,
     whose accuracy is then ``eval/aime24``; null: the generator's held-out problems, or no evaluation for a file."""
@@ -75,7 +79,7 @@ class DataConfig(Section):
     def check(self, prompts_per_step: int) -> None:
         pools = {"arithmetic": self.arithmetic.problems, "reasoning_gym": self.reasoning_gym.problems}
         pool, setting = pools.get(self.train), f"data.{self.train}.problems"
-        if pool is not None and prompts_per_step > pool:
+        if self.rollouts is None and pool is not None and prompts_per_step > pool:
             problem = f"is more than {setting} = {pool}, and a window holds no prompt twice"
             remedy = f"Lower it to {pool} or less, or raise {setting}"
             raise UserError("rollout.prompts_per_step", prompts_per_step, problem, remedy)

@@ -55,7 +55,8 @@ class LossConfig(Section):
     kl_coef: NonNegative = 0.0
     """Weight of the k3 estimate of KL(policy || initial policy), per token; 0 keeps no reference model."""
     tis_cap: AtLeastOne | None = None
-    """Cap of the truncated importance weight of policy over engine; null: off, or 2 with rollout.ahead."""
+    """Cap of the truncated importance weight of policy over engine; null: off, or 2 with
+    rollout.ahead or data.rollouts."""
     tis_level: Literal["token", "sequence"] = "token"
     """Whether that weight, and what masks it, is each token's own, or the product over the tokens of its sequence."""
     mask_below: Share | None = None

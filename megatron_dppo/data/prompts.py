@@ -52,6 +52,8 @@ class Source:
 
 def source_of(data: DataConfig, split: Split) -> Source | None:
     """Where a split comes from; None: nowhere."""
+    if split == "train" and data.rollouts is not None:
+        return Source(data.rollouts, "data.rollouts")
     name = data.train if split == "train" or (data.eval is None and data.train in GENERATORS) else data.eval
     assert not isinstance(name, dict), "of several files the caller asks for one"
     return None if name is None else Source(name, "data.train" if name is data.train else "data.eval")
@@ -84,7 +86,8 @@ def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Exampl
     prompt = read_prompt(row, data)
     setting = "data.response_key" if responses and data.response_key else "data.label_key"
     key = (responses and data.response_key) or data.label_key
-    answer = row.require(key, setting)
+    unlabelled = row.setting == "data.rollouts" and not responses  # their rewards are there already
+    answer = row.values.get(key, "") if unlabelled else row.require(key, setting)
     if responses or not isinstance(answer, dict | list):
         answer = _as_text(row, key, answer)
     if responses and is_blank(answer):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,8 @@ LABELS = ("label", "ground_truth", "answer", "solution")
 """What TRL's users call the column of the reference answer: each is the label, unless the row has one of that name."""
 GROUPS = ("samples", "group", "batch")
 """What slime's functions call the samples of a group."""
-OF_TRAINERS = ("completion_ids", "trainer_state", "environments")
-"""What TRL has besides, and a process that scores text has not."""
+OF_TRAINERS = ("trainer_state", "environments")
+"""What TRL has besides, and a process that scores completions has not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,14 @@ class ScoreItem:
     """The prompt as the policy read it."""
     place: str = ""
     """File and row, for complaints."""
+    token_ids: Sequence[int] = ()
+    """Of the response, as the engine made them."""
 
     @classmethod
-    def of(cls, prompt: Prompt, solution: str) -> ScoreItem:
+    def of(cls, prompt: Prompt, solution: str, token_ids: Sequence[int]) -> ScoreItem:
         """A completion of a prompt."""
-        return cls(prompt.data_source, solution, prompt.label, prompt.extra, prompt.asked, prompt.text, prompt.place)
+        asked = prompt.asked, prompt.text, prompt.place
+        return cls(prompt.data_source, solution, prompt.label, prompt.extra, *asked, token_ids)
 
 
 RewardFunction = Callable[..., Any]
@@ -80,7 +83,7 @@ def adapted(function: RewardFunction) -> Scorer:
 
     Raises:
         UnfitFunctionError: for slime's ``group_rm`` form, which takes all samples of a group, for one of TRL's form
-            that needs token ids or the trainer's state, and for one that none of the three could call.
+            that needs the trainer's state, and for one that none of the three could call.
     """
     try:
         signature = inspect.signature(function)
@@ -125,7 +128,7 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in OF_TRAINERS:
         if name in parameters and parameters[name].default is inspect.Parameter.empty:
-            raise UnfitFunctionError(f"needs {name!r}; completions are scored as text, apart from the trainer")
+            raise UnfitFunctionError(f"needs {name!r}; completions are scored apart from the trainer")
 
     def score(item: ScoreItem) -> Any:
         row = dict.fromkeys(LABELS, item.label) | {"data_source": item.data_source} | dict(item.extra)
@@ -135,6 +138,7 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
         given: dict[str, Any] = {name: [value] for name, value in row.items()}
         given["prompts"] = [item.asked]
         given["completions"] = [[{"role": "assistant", "content": item.solution}] if chat else item.solution]
+        given["completion_ids"] = [list(item.token_ids)]
         given |= {"log_extra": _not_logged, "log_metric": _not_logged}
         returned = function(**{name: value for name, value in given.items() if takes_all or name in parameters})
         (reward,) = _awaited(returned)

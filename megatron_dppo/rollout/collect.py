@@ -7,13 +7,14 @@ calls, so that servers can be at work while the trainer is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_dppo.config import BranchConfig, Config
+from megatron_dppo.data.offline import BIAS, OfflineGroup
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
@@ -45,8 +46,8 @@ class Begun:
 
     selection: Selection
     """Of all ranks."""
-    asked: Asked
-    """This rank's share."""
+    asked: Asked | Answers
+    """This rank's share; offline rollouts are answers already."""
     step: int
     """That is to train on them."""
 
@@ -72,7 +73,7 @@ class Answers:
     completions: Completions
     """[P][G]"""
     texts: list[list[str]]
-    """[P][G], special tokens left out."""
+    """[P][G], special tokens left out; of offline rollouts none."""
     scores: list[list[Score | None]]
     """[P][G], None where scoring failed."""
     timeouts: int
@@ -137,17 +138,22 @@ class Collector:
         tokenizer: Tokenizer,
         stop_token_ids: tuple[int, ...],
         routing: RoutingShape | None = None,
+        offline: Mapping[int, OfflineGroup] | None = None,
     ) -> None:
-        """``routing`` is that of the rollouts which are to be trained on; see :class:`Sampling`."""
+        """``routing`` is that of the rollouts which are to be trained on, see :class:`Sampling`; ``offline`` has the
+        groups, by their prompts' ids, that are trained on in the place of the engine's."""
         self._config, self._world = config, world
         self._engine, self.workers, self._tokenizer = engine, workers, tokenizer
-        self._stops, self._routing = stop_token_ids, routing
+        self._stops, self._routing, self._offline = stop_token_ids, routing, offline
 
     def begin(self, pool: PromptPool, selection: Selection, step: int, again: int = 0) -> Begun:
         """Ask the engine for this rank's share of a selection; ``again`` counts the earlier ones of the step."""
         rollout, counts = self._config.rollout, selection.samples
+        prompts = [pool[int(prompt)] for prompt in selection.prompt_ids[self._mine]]
+        if self._offline is not None:
+            return Begun(selection, _offline_answers(prompts, self._offline), step)
         asked = self.ask(
-            [pool[int(prompt)] for prompt in selection.prompt_ids[self._mine]],
+            prompts,
             samples=rollout.samples_per_prompt if counts is None else rollout.most_samples,
             counts=() if counts is None else tuple(counts[self._mine].tolist()),
             temperature=rollout.temperature,
@@ -166,7 +172,8 @@ class Collector:
         selection = begun.selection
         each = self._config.rollout.samples_per_prompt
         total = len(selection.prompt_ids) * each if selection.samples is None else int(selection.samples.sum())
-        answers = self.answers(begun.asked, of_all=total)
+        asked = begun.asked
+        answers = asked if isinstance(asked, Answers) else self.answers(asked, of_all=total)
         if self._routing is not None:
             self._world.together(lambda: self._check_routing(answers), what="look at the rollouts' routing")
         if self._config.rollout.tree.branches:
@@ -184,6 +191,8 @@ class Collector:
         rows = {int(prompt): row for row, prompt in enumerate(metadata.prompt_ids)}
         held = {rows[group.prompt.id]: group for group in groups}
         notes = dict.fromkeys(text for p in parts for text in p.tracebacks)
+        if self._offline is not None:
+            notes[BIAS] = None
         if any(p.failed_groups for p in parts):
             notes["groups whose scoring failed left their step; the rest stands for the window"] = None
         return Collected(held, metadata, self._metrics(parts, metadata), tuple(notes))
@@ -333,6 +342,12 @@ class Collector:
             "reward/timeouts": float(sum(p.timeouts for p in parts)),
             "reward/errors": float(sum(p.errors for p in parts)),
         }
+
+
+def _offline_answers(prompts: Sequence[Prompt], offline: Mapping[int, OfflineGroup]) -> Answers:
+    groups = [offline[prompt.id] for prompt in prompts]
+    scores: list[list[Score | None]] = [list(group.scores) for group in groups]
+    return Answers(prompts, [group.completions for group in groups], [], scores, 0, 0, ())
 
 
 def _window_left(window: int, parts: Sequence[_Part]) -> float:

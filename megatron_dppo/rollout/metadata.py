@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.data.offline import OFFLINE
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.families import shared_lengths
 from megatron_dppo.rl.types import FORK, Completion, Floats, Group, StepMetadata, no_forks
@@ -83,20 +84,21 @@ def staleness(metadata: StepMetadata, version: int, *, bound: int) -> dict[str, 
     Returns:
         ``rollout/stale_tokens``, the share of tokens in completions that older weights have made, if only in part;
         ``staleness/max`` and ``staleness/mean``, over completions, how many versions older the oldest of these weights
-        are; and ``staleness/bound``.
+        are, where offline rollouts count as none; and ``staleness/bound``.
 
     Raises:
         UserError: if a completion is older than that. It is not dropped: what is late is long.
     """
     present = metadata.present
-    lag, lengths = version - metadata.versions[present], metadata.sampled_lengths[present]
+    versions, lengths = metadata.versions[present], metadata.sampled_lengths[present]
+    lag = np.where(versions == OFFLINE, 0, version - versions)
     oldest = int(lag.max(initial=0))
     if oldest > bound:
         problem = f"a completion that a step is to train on has tokens of weights that are {oldest} updates old"
         remedy = "Look for what generates with weights of its own (rollout.conversation, a server), or raise it"
         raise UserError("rollout.ahead", bound, problem, remedy)
     return {
-        "rollout/stale_tokens": float(lengths[lag != 0].sum()) / max(float(lengths.sum()), 1.0),
+        "rollout/stale_tokens": float(lengths[versions != version].sum()) / max(float(lengths.sum()), 1.0),
         "staleness/max": float(oldest),
         "staleness/mean": float(lag.sum()) / max(np.size(lag), 1),
         "staleness/bound": float(bound),

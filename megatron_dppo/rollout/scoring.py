@@ -91,4 +91,5 @@ class GroupScoring:
     def _add(self, place: int, group: Sequence[Completion]) -> None:
         texts = self._tokenizer.batch_decode([c.token_ids for c in group], skip_special_tokens=True)
         self._texts[place] = texts
-        self._scoring.add([ScoreItem.of(self._prompts[place], text) for text in texts])
+        prompt, ids = self._prompts[place], (c.token_ids.tolist() for c in group)
+        self._scoring.add([ScoreItem.of(prompt, text, tokens) for text, tokens in zip(texts, ids, strict=True)])

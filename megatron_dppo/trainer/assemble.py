@@ -17,6 +17,7 @@ from megatron_dppo.bridge.hf_directory import plan_adapter_file, plan_files
 from megatron_dppo.bridge.load import load_checkpoint, load_policy
 from megatron_dppo.bridge.stream import adapter_stream, weight_stream
 from megatron_dppo.config import Config, LoraConfig, replace
+from megatron_dppo.data.offline import OfflineGroup, load_offline
 from megatron_dppo.data.prompts import PromptPool, load_prompts
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_token_ids
 from megatron_dppo.evaluation.evaluator import Problem, held_out
@@ -98,8 +99,11 @@ class PolicyParts(Generic[P_co]):
         if self.config.rollout.colocated:
             self.actor.release_memory()
 
-    def collector(self, engine: RolloutEngine[Any], workers: RewardWorkers) -> Collector:
-        return Collector(self.config, self.world, engine, workers, self.tokenizer, self.stop_ids, self.routing)
+    def collector(
+        self, engine: RolloutEngine[Any], workers: RewardWorkers, offline: Mapping[int, OfflineGroup] | None = None
+    ) -> Collector:
+        parts = self.tokenizer, self.stop_ids, self.routing, offline
+        return Collector(self.config, self.world, engine, workers, *parts)
 
     def collectors(self, engine: RolloutEngine[Any], workers: Mapping[str, RewardWorkers]) -> dict[str, Collector]:
         """One for each verifier's workers."""
@@ -242,9 +246,28 @@ def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
 
     def load() -> PromptPool:
         pool = load_prompts(config.data, parts.tokenizer, split="train")
-        check_labels(config.reward.function, [(prompt.place, prompt.label) for prompt in pool])
+        if config.data.rollouts is None:
+            check_labels(config.reward.function, [(prompt.place, prompt.label) for prompt in pool])
         return pool
 
+    return parts.world.together(load)
+
+
+def load_offline_groups(parts: PolicyParts[Any], pool: PromptPool) -> dict[int, OfflineGroup] | None:
+    """What ``data.rollouts`` has of the prompts that training draws from; None: the policy rolls out. Collective."""
+    data, rollout = parts.config.data, parts.config.rollout
+    if data.rollouts is None:
+        return None
+    load = partial(
+        load_offline,
+        data,
+        pool,
+        parts.tokenizer,
+        samples=rollout.samples_per_prompt,
+        limit=rollout.max_response_tokens,
+        vocab_size=parts.shape.vocab_size,
+        stops=parts.stop_ids,
+    )
     return parts.world.together(load)
 
 

@@ -24,14 +24,14 @@ from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepMetadata, Ste
 from megatron_dppo.trainer.agreement import Compared, check_disagreement, compared_rows, logprob_limit
 from megatron_dppo.trainer.assemble import PolicyParts
 
-TIS_CAP_AHEAD = 2.0
-"""Cap of the truncated importance weights with ``rollout.ahead`` where no cap is set."""
+TIS_CAP = 2.0
+"""Cap of the truncated importance weights where rollouts are ahead, or another policy's, and no cap is set."""
 
 
 def importance_cap(config: Config) -> float | None:
     """Where the importance weights of policy over engine are truncated; None: they are not."""
-    ahead = config.rollout.ahead and config.loss.trust_region == "none"
-    return config.loss.tis_cap or (TIS_CAP_AHEAD if ahead else None)
+    others = config.rollout.ahead or config.data.rollouts
+    return config.loss.tis_cap or (TIS_CAP if others and config.loss.trust_region == "none" else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.config import WEIGHT_BYTES, Config
 from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM
-from megatron_dppo.data.prompts import Example, Source, example_of, read_examples
+from megatron_dppo.data.prompts import Example, Source, example_of, read_examples, source_of
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
@@ -165,7 +165,9 @@ def _check_positions(config: Config, shape: PolicyShape, command: Command) -> No
 
 def _check_data(config: Config, command: Command) -> None:
     if command != "eval":
-        _check_file(Source(config.data.train, "data.train"), config, command)
+        training = source_of(config.data, "train")
+        assert training is not None
+        _check_file(training, config, command)
     if command in ("sft", "probe-tree") or config.eval.problems == 0:
         return
     held_out = sources(config)
@@ -191,7 +193,7 @@ def _check_file(source: Source, config: Config, command: Command) -> None:
         GENERATORS[source.name].check(config.data)
         return
     examples = read_examples(source, config.data, "train", responses=command == "sft")
-    if command != "sft":
+    if command != "sft" and source.setting != "data.rollouts":
         wanted = len(examples) if source.setting == "data.train" else config.eval.problems
         _check_labels(config.reward.function, examples[:wanted])
 

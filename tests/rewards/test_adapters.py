@@ -66,8 +66,6 @@ async def reward_later(completions, answer):
     await asyncio.sleep(0)
     return [float(c == a) for c, a in zip(completions, answer)]
 
-def reward_ids(completions, completion_ids):
-    return [float(len(ids)) for ids in completion_ids]
 """
 
 
@@ -216,10 +214,9 @@ def test_none_of_trl_leaves_the_completion_unscored_and_never_makes_a_zero_of_it
     assert "does not score this completion" in scored.tracebacks[0]
 
 
-@pytest.mark.parametrize(("name", "word"), [("group_rm", "one at a time"), ("reward_ids", "completion_ids")])
-def test_what_needs_more_than_one_completion_as_text_is_refused(file: Path, name: str, word: str) -> None:
-    with pytest.raises(UserError, match=word):
-        resolve(f"{file}:{name}")
+def test_what_needs_more_than_one_completion_is_refused(file: Path) -> None:
+    with pytest.raises(UserError, match="one at a time"):
+        resolve(f"{file}:group_rm")
 
 
 @pytest.mark.parametrize("name", VERLS)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,6 +70,22 @@ def test_what_was_complete_early_is_scored_by_the_time_that_the_last_group_comes
     found = scoring.finish(groups)
     assert found.scores[0][0] is not None and found.scores[1][0] is not None
     assert time.monotonic() - began < 0.9, "the first group's second was not waited for again"
+
+
+def test_trls_functions_are_given_the_tokens_that_the_engine_made(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Not those of the text, which may be others: special tokens are not in it."""
+    (tmp_path / "ids.py").write_text("def reward(completion_ids, completions):\n    return [sum(completion_ids[0])]\n")
+    (completion,) = group(tokenizer, "score 1")
+    ended = replace(
+        completion,
+        token_ids=np.append(completion.token_ids, np.int32(tokenizer.eos_token_id)),
+        logprobs=np.append(completion.logprobs, np.float32(0)),
+        loss_mask=np.append(completion.loss_mask, True),
+        versions=(VersionSpan(0, len(completion.token_ids) + 1),),
+    )
+    with closing(RewardWorkers(f"{tmp_path}/ids.py:reward", workers=1, timeout_s=LIMIT_S)) as pool:
+        ((score,),) = GroupScoring(pool, tokenizer, prompts(1), most_failures=0).finish([(ended,)]).scores
+    assert score is not None and score.reward == ended.token_ids.sum() != completion.token_ids.sum()
 
 
 def test_what_fails_while_others_generate_is_raised_at_the_end(workers: RewardWorkers, tokenizer: Tokenizer) -> None:

@@ -1,0 +1,160 @@
+"""Offline rollouts: another policy's completions, with its log-probabilities and their rewards (``data.rollouts``).
+
+Each row of the file is a prompt and its group::
+
+    {"prompt": "2+3=", "completions": [
+        {"token_ids": [9, 2], "logprobs": [-0.1, -0.2], "reward": 1.0},
+        {"text": "6<|im_end|>", "logprobs": [-1.5, -0.1], "reward": 0.0}]}
+
+``text`` is tokenised as it stands, and ``logprobs`` has a value for each of its tokens. Optional are ``loss_mask``
+(false for tokens that the policy was given), ``correct`` (else: a reward of 1 or more) and ``finish_reason`` (``stop``
+or ``length``; else: whether the last token is one that ends a response).
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from megatron_dppo.config import DataConfig
+from megatron_dppo.data.prompts import PromptPool
+from megatron_dppo.data.rows import Row, read_rows
+from megatron_dppo.data.tokenizer import Tokenizer
+from megatron_dppo.rl.types import Completion, Prompt, Score, VersionSpan
+
+SETTING = "data.rollouts"
+OFFLINE = -1
+"""The version of tokens that no weights of the run have made."""
+LARGEST_REWARD = 1e9
+"""On either side of 0, as of a reward function's."""
+BIAS = (
+    "data.rollouts: tokens of another policy have the weight min(policy/behaviour, loss.tis_cap); the gradient is "
+    "biased by the cap, by beginnings that the policy would not have written, and by advantages within others' groups"
+)
+"""Said in the log of each run."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineGroup:
+    """What the file has of one prompt."""
+
+    completions: tuple[Completion, ...]
+    """[G]"""
+    scores: tuple[Score, ...]
+    """[G]"""
+
+
+class _BadError(ValueError):
+    """What is wrong with a completion, to stand after its number, and the remedy."""
+
+
+def load_offline(
+    data: DataConfig,
+    pool: PromptPool,
+    tokenizer: Tokenizer,
+    *,
+    samples: int,
+    limit: int,
+    vocab_size: int,
+    stops: Sequence[int],
+) -> dict[int, OfflineGroup]:
+    """The groups of ``data.rollouts`` by the ids of their prompts.
+
+    Args:
+        data: names the file.
+        pool: the file's prompts.
+        tokenizer: of the policy, for completions that are texts.
+        samples: G, completions of every prompt.
+        limit: most tokens of a completion.
+        vocab_size: of the policy.
+        stops: tokens that end a response.
+
+    Raises:
+        UserError: for the first row that cannot be trained on; names its line.
+    """
+    assert data.rollouts is not None
+    rows = {row.place: row for row in read_rows(data.rollouts, SETTING)}
+
+    def group(prompt: Prompt) -> OfflineGroup:
+        row = rows[prompt.place]
+        listed = row.values.get("completions")
+        if not isinstance(listed, list) or not all(isinstance(each, Mapping) for each in listed):
+            remedy = 'Give a list like [{"token_ids": [5, 2], "logprobs": [-0.7, -0.1], "reward": 1.0}]'
+            raise row.error("has no list of objects in column 'completions'", remedy)
+        if len(listed) != samples:
+            problem = f"has {len(listed)} completions, and rollout.samples_per_prompt = {samples}"
+            raise row.error(problem, "Give every prompt as many, and set rollout.samples_per_prompt to their number")
+        made = [_completion(row, i, each, tokenizer, limit, vocab_size, stops) for i, each in enumerate(listed, 1)]
+        return OfflineGroup(tuple(completion for completion, _ in made), tuple(score for _, score in made))
+
+    return {prompt.id: group(prompt) for prompt in pool}
+
+
+def _completion(
+    row: Row,
+    number: int,
+    given: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    limit: int,
+    vocab_size: int,
+    stops: Sequence[int],
+) -> tuple[Completion, Score]:
+    try:
+        tokens = _tokens(given, tokenizer, vocab_size)
+        if len(tokens) > limit:
+            raise _BadError(f"has {len(tokens)} tokens, over rollout.max_response_tokens = {limit}", "Raise the limit")
+        mask = given.get("loss_mask")
+        sampled = np.ones(len(tokens), bool) if mask is None else np.array(_numbers(given, "loss_mask", tokens), bool)
+        if not sampled.any():
+            raise _BadError("has a loss_mask without a token that the policy sampled", "Leave the row out")
+        logprobs = np.array(_numbers(given, "logprobs", tokens), np.float32)
+        if not (np.isfinite(logprobs) & (logprobs <= 0))[sampled].all():
+            raise _BadError(
+                "has logprobs that are above 0 or not finite",
+                "Give natural logarithms of probabilities, at rollout.temperature",
+            )
+        reason = given.get("finish_reason") or ("stop" if tokens[-1] in stops else "length")
+        if reason not in ("stop", "length"):
+            raise _BadError(f"has the finish_reason {reason!r:.60}", "Write stop or length, or leave it out")
+        score = _score(given)
+    except _BadError as error:
+        raise row.error(f"has a completion {number} that {error.args[0]}", error.args[1]) from error
+    spans, end = (VersionSpan(OFFLINE, len(tokens)),), cast(Literal["stop", "length"], reason)
+    return Completion(np.array(tokens, np.int32), logprobs, sampled, spans, end), score
+
+
+def _tokens(given: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    tokens, text = given.get("token_ids"), given.get("text")
+    if (tokens is None) == (text is None):
+        raise _BadError("wants either token_ids or text", "Give one of the two")
+    if tokens is None:
+        if not isinstance(text, str):
+            raise _BadError(f"has a {type(text).__name__} for its text", "Give a string")
+        tokens = tokenizer([text], add_special_tokens=False)["input_ids"][0]
+    if not isinstance(tokens, list) or not tokens:
+        raise _BadError("has no tokens", "Give at least the token that ended it, or leave the row out")
+    if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+        raise _BadError(
+            f"has token_ids that are none of the policy's {vocab_size}", "Give token ids of model.path's tokenizer"
+        )
+    return tokens
+
+
+def _numbers(given: Mapping[str, Any], key: str, tokens: Sequence[int]) -> list[Any]:
+    values = given.get(key)
+    if not isinstance(values, list) or not all(isinstance(value, numbers.Real) for value in values):
+        raise _BadError(f"has no list of numbers under {key!r}", "Give one for each token")
+    if len(values) != len(tokens):
+        raise _BadError(f"has {len(values)} {key} for {len(tokens)} tokens", "Give one for each token")
+    return values
+
+
+def _score(given: Mapping[str, Any]) -> Score:
+    reward, correct = given.get("reward"), given.get("correct")
+    if not isinstance(reward, int | float) or not abs(reward) <= LARGEST_REWARD:  # NaN is none
+        raise _BadError(f"has the reward {reward!r:.60}", f"Give a number within ±{LARGEST_REWARD:g}")
+    return Score(float(reward), reward >= 1.0 if correct is None else bool(correct))
