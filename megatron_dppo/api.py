@@ -28,8 +28,10 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.launch.start import ranks_to_start, start_ranks
 from megatron_dppo.observe.metrics import FILE, read_metrics, read_rows
 from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.stop import SAVED
 from megatron_dppo.settings import load_config as load_words
+from megatron_dppo.trainer.preflight import check_run_dir
 
 Row = dict[str, float]
 REWARD, PICKLED = "reward.py", "reward.pkl"
@@ -112,6 +114,8 @@ def train(
         raise UserError("RANK", os.environ["RANK"], problem, "Start the script by itself, or use megatron-dppo train")
     folder = Path(config.run.dir)
     if reward is not None:
+        check_run_dir(folder)
+        refuse_if_held(folder, "run.dir")
         config = replace(config, reward=replace(config.reward, function=_kept(reward, folder)))
     follower = _Follower(folder, on_step or (lambda row: None))
     code = start_ranks("train", config, ranks_to_start("train", config), follower.look)
@@ -140,12 +144,15 @@ class _Follower:
         self._file, self._tell = folder / FILE, tell
         done = latest_step(folder / "checkpoints")
         self._last, self._size = -1 if done is None else done, 0
+        self._before = self._file.stat().st_ino if self._file.exists() else None
 
     def look(self) -> None:
-        size = self._file.stat().st_size if self._file.exists() else 0
-        if size == self._size:
+        now = self._file.stat() if self._file.exists() else None
+        if now is None or now.st_ino == self._before:
+            return  # the run has not replaced the file yet, by one without the rows of steps that it takes again
+        if now.st_size == self._size:
             return
-        self._size = size
+        self._size = now.st_size
         for row in read_rows(self._file):
             if row["step"] > self._last:
                 self._last = row["step"]

@@ -60,31 +60,31 @@ WORDS = "test_ahead.py::test_the_next_step_is_drawn_from_all_that_is_known_and_a
 MUTANTS = [
     # Tokens for rewards, and offline rollouts.
     Mutant(
-        "rewards/tokens_of_the_group",
+        "rewards/tokens of the group",
         "(c.token_ids.tolist() for c in group)",
         "([] for c in group)",
         "rollout/test_scoring.py::test_trls_functions_are_given_the_tokens_that_the_engine_made",
     ),
     Mutant(
-        "offline/no_weights",
-        " or self._config.data.rollouts else None)",
-        " else None)",
+        "offline/no weights",
+        "config.rollout.ahead or config.data.rollouts",
+        "config.rollout.ahead",
         "test_offline.py::test_tokens_have_the_weight_of_policy_over_behaviour_up_to_the_cap",
     ),
     Mutant(
-        "offline/version_of_the_run",
+        "offline/the version of the run",
         "OFFLINE = -1",
         "OFFLINE = 0",
         "test_offline.py::test_tokens_have_the_weight_of_policy_over_behaviour_up_to_the_cap",
     ),
     Mutant(
-        "offline/generates_instead",
+        "offline/the engine generates",
         "if self._offline is not None:\n            return Begun",
         "if self._offline is None:\n            return Begun",
         "test_offline.py::test_a_file_of_the_policys_own_rollouts_is_trained_on_as_they_were",
     ),
     Mutant(
-        "offline/loss_mask",
+        "offline/no loss mask",
         "np.ones(len(tokens), bool) if mask is None else",
         "np.ones(len(tokens), bool) if True else",
         "test_offline.py::test_texts_are_tokenised_and_a_stop_token_ends_them",

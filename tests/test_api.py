@@ -61,6 +61,19 @@ def test_ranks_end_with_a_callback_that_fails(tmp_path: Path):
     assert time.monotonic() - started < 90
 
 
+def test_rows_of_steps_that_are_taken_again_are_not_told(tmp_path: Path):
+    """Until the run replaces the file, which it does as it resumes, the old rows stand there."""
+    told: list[dict[str, float]] = []
+    file, draft = tmp_path / "metrics.jsonl", tmp_path / "draft"
+    file.write_text('{"step": 1, "of": 1}\n{"step": 2, "of": 1}\n')
+    follower = _Follower(tmp_path, told.append)
+    follower.look()
+    draft.write_text('{"step": 1, "of": 2}\n')
+    draft.replace(file)
+    follower.look()
+    assert told == [{"step": 1, "of": 2}]
+
+
 def test_rows_are_told_once_and_whole(tmp_path: Path):
     told: list[dict[str, float]] = []
     follower, file = _Follower(tmp_path, told.append), tmp_path / "metrics.jsonl"

@@ -230,6 +230,17 @@ def test_what_unequal_groups_cannot_go_with_is_refused(overrides: list[str], set
     assert _refused(["rollout.allocation.least=1"]).setting == "rollout.allocation.least"
 
 
+@pytest.mark.parametrize("rule", ["dynamic_sampling", "greso"])
+def test_rules_that_replace_groups_go_one_step_ahead_at_most(rule: str) -> None:
+    """Two ahead, the next step is asked for before they know which groups of this one they replace."""
+    rules = [f"pruning.prompts.rule={rule}", "pruning.completions.rule=none"]
+    rules += ["pruning.refill=prompts"] if rule == "greso" else []
+    load_config(None, [*rules, "rollout.ahead=1"]).check()
+    with pytest.raises(UserError) as caught:
+        load_config(None, [*rules, "rollout.ahead=2"]).check()
+    assert caught.value.setting == "rollout.ahead"
+
+
 def test_a_tree_is_of_no_concern_where_nothing_is_trained() -> None:
     load_config(None, [TREE, "loss.name=grpo"]).check("eval")
 

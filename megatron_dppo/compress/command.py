@@ -130,7 +130,7 @@ def _calibration(chosen: argparse.Namespace, recipe: Recipe) -> tuple[list[Batch
     if not any(bool(batch.response.any()) for batch in made[0]):
         problem = "cuts every sequence off within its prompt"
         raise UserError("--max-tokens", chosen.max_tokens, problem, "Raise it")
-    return made[0], made[1]
+    return made[0], made[1] if any(bool(batch.response.any()) for batch in made[1]) else []
 
 
 def _device() -> torch.device:

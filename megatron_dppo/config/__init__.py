@@ -83,6 +83,7 @@ class Config(Section):
             if self.data.rollouts is not None:
                 self._check_offline()
             self.pruning.check()
+            self._check_ahead()
         if command in ("sft", "probe-tree") and self.data.rollouts is not None:
             problem = f"holds completions for train, and {command} wants problems"
             raise UserError("data.rollouts", self.data.rollouts, problem, f"Give {command} data.rollouts=null")
@@ -147,6 +148,12 @@ class Config(Section):
             if value not in allowed:
                 problem = "says how completions are generated, and those of data.rollouts are there already"
                 raise UserError(setting, value, problem, f"{remedy}, or data.rollouts=null")
+
+    def _check_ahead(self) -> None:
+        rule, refill = self.pruning.prompts.rule, self.pruning.refill
+        if self.rollout.ahead > 1 and (rule == "dynamic_sampling" or (rule == "greso" and refill == "prompts")):
+            problem = f"asks for later steps before pruning.prompts.rule = {rule} knows which groups it replaces"
+            raise UserError("rollout.ahead", self.rollout.ahead, problem, "Set it to 1 or 0, or take another rule")
 
     def _check_updates(self) -> None:
         prompts, keep = self.rollout.prompts_per_step, self.pruning.prompts.keep

@@ -55,7 +55,8 @@ class DataConfig(Section):
     weight min(policy/behaviour, loss.tis_cap) is all that corrects for the other policy. null: the policy rolls out."""
     eval: str | dict[str, str] | None = None
     """Held-out prompts, in the same form, or several files of them, each by its name: ``{aime24: aime24.jsonl, …}``,
-    whose accuracy is then ``eval/aime24``; null: the generator's held-out problems, or no evaluation for a file."""
+    whose accuracy is then ``eval/aime24``; null: the held-out problems of the generator that data.train names, or no
+    evaluation for a file and for data.rollouts."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages (also as JSON text) that ends before the answer. Dots
     reach into nested objects."""

@@ -56,7 +56,7 @@ class LossConfig(Section):
     """Weight of the k3 estimate of KL(policy || initial policy), per token; 0 keeps no reference model."""
     tis_cap: AtLeastOne | None = None
     """Cap of the truncated importance weight of policy over engine; null: off, or 2 with
-    rollout.ahead or data.rollouts."""
+    rollout.ahead or data.rollouts, unless a trust_region or mask_above bounds the weight."""
     tis_level: Literal["token", "sequence"] = "token"
     """Whether that weight, and what masks it, is each token's own, or the product over the tokens of its sequence."""
     mask_below: Share | None = None
@@ -82,6 +82,11 @@ class LossConfig(Section):
         """Whether a completion with an advantage of 0 has a gradient of exactly 0."""
         return self.kl_coef == self.distillation_coef == 0.0
 
+    @property
+    def equal_groups_idle(self) -> bool:
+        """Whether groups of equal reward have no gradient."""
+        return self.rewards_alone and self.name != "reinforce_pp"
+
     def check(self) -> None:
         self.distillation.check()
         if self.replay_routing == "update" and self.updates_per_rollout == 1:
@@ -91,7 +96,7 @@ class LossConfig(Section):
             )
             remedy = "Leave it at none, raise loss.updates_per_rollout, or set it to rollout"
             raise UserError("loss.replay_routing", "update", problem, remedy)
-        if self.clip_low is not None and self.clip_low >= 1.0:
+        if self.clip_low is not None and self.clip_low >= 1.0 and self.trust_region == "none":
             problem = "clips ratios to 1 - clip_low, which must stay above 0"
             raise UserError("loss.clip_low", self.clip_low, problem, "Set it below 1 (0.2 is usual)")
         if self.name == "sapo":

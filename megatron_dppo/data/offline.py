@@ -31,11 +31,6 @@ OFFLINE = -1
 """The version of tokens that no weights of the run have made."""
 LARGEST_REWARD = 1e9
 """On either side of 0, as of a reward function's."""
-BIAS = (
-    "data.rollouts: tokens of another policy have the weight min(policy/behaviour, loss.tis_cap); the gradient is "
-    "biased by the cap, by beginnings that the policy would not have written, and by advantages within others' groups"
-)
-"""Said in the log of each run."""
 
 
 @dataclass(frozen=True, slots=True)

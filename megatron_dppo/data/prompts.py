@@ -54,7 +54,11 @@ def source_of(data: DataConfig, split: Split) -> Source | None:
     """Where a split comes from; None: nowhere."""
     if split == "train" and data.rollouts is not None:
         return Source(data.rollouts, "data.rollouts")
-    name = data.train if split == "train" or (data.eval is None and data.train in GENERATORS) else data.eval
+    name = (
+        data.train
+        if split == "train" or (data.eval is None and data.train in GENERATORS and data.rollouts is None)
+        else data.eval
+    )
     assert not isinstance(name, dict), "of several files the caller asks for one"
     return None if name is None else Source(name, "data.train" if name is data.train else "data.eval")
 

@@ -49,7 +49,7 @@ def step_time(setup: Setup, *, concurrency: int) -> StepTime:
         theirs = forward_pass(replace(setup, shape=shape_of(teacher)))
         taught = theirs.both(work.trained, work.responses) * (1 + waits)
     phases = {
-        "generation": rolled.seconds,
+        "generation": 0.0 if config.data.rollouts else rolled.seconds,
         "score norms": everything if config.pruning.completions.score == "head" else 0.0,
         "old log-probabilities": forward if work.updates > 1 else 0.0,
         "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,

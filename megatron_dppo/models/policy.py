@@ -317,15 +317,13 @@ class PolicyModel(GPTModel):
     def _score(
         self, hidden: torch.Tensor, targets: torch.Tensor, score_norm: bool, teacher: TeacherHead | None
     ) -> HeadOutput:
-        weight, head = (
-            self.output_weight(),
-            {
-                "vocab_size": self.shape.vocab_size,
-                "temperature": self.temperature,
-                "tp_group": self.pg_collection.tp,
-                "chunk_mib": self.head_chunk_mib or HEAD_CHUNK_MIB[hidden.device.type],
-            },
-        )
+        weight = self.output_weight()
+        head: dict[str, Any] = {
+            "vocab_size": self.shape.vocab_size,
+            "temperature": self.temperature,
+            "tp_group": self.pg_collection.tp,
+            "chunk_mib": self.head_chunk_mib or HEAD_CHUNK_MIB[hidden.device.type],
+        }
         scores = score_responses(hidden, weight, targets, score_norm=score_norm, **head)
         if teacher is None:
             return scores

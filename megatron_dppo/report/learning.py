@@ -180,7 +180,7 @@ def _difference_table(runs: Sequence[Run]) -> Table:
             return "–"
         if key.endswith("prob_error"):
             values = values - 1.0
-        return say(float(values.max() if key.endswith(("prob_error", "max_diff")) else values.mean()), form)
+        return say(float(values.max() if key.endswith(("prob_error", "max_diff", "/max")) else values.mean()), form)
 
     fill = ["pack fill, mean", *(say(run.mean("pack/fill"), "share") for run in runs)]
     rows = [[what, *(figure(run, key, form) for run in runs)] for what, key, form in DIFFERENCES]

@@ -83,7 +83,7 @@ def prune(
     if not (0.0 < budget <= 1.0 <= max_weight and (length > 0).all() and np.isfinite(reward).all()):
         raise ValueError("0 < budget <= 1 <= max_weight is wanted, lengths of at least 1, and finite rewards.")
     advantage = advantages(reward, normalise=normalise)
-    norm = np.sqrt(length) if logprobs is None else _score_norms(logprobs, length)
+    norm = 1.0 if logprobs is None else _score_norms(logprobs, length)
     candidates = CompletionCandidates(
         advantage=advantage,
         score=np.abs(advantage) * norm / (length if sequence_mean else 1.0),

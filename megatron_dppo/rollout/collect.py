@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_dppo.config import BranchConfig, Config
-from megatron_dppo.data.offline import BIAS, OfflineGroup
+from megatron_dppo.data.offline import OfflineGroup
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
@@ -191,8 +191,6 @@ class Collector:
         rows = {int(prompt): row for row, prompt in enumerate(metadata.prompt_ids)}
         held = {rows[group.prompt.id]: group for group in groups}
         notes = dict.fromkeys(text for p in parts for text in p.tracebacks)
-        if self._offline is not None:
-            notes[BIAS] = None
         if any(p.failed_groups for p in parts):
             notes["groups whose scoring failed left their step; the rest stands for the window"] = None
         return Collected(held, metadata, self._metrics(parts, metadata), tuple(notes))

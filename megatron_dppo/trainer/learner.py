@@ -30,8 +30,18 @@ TIS_CAP = 2.0
 
 def importance_cap(config: Config) -> float | None:
     """Where the importance weights of policy over engine are truncated; None: they are not."""
+    loss = config.loss
+    unbounded = loss.trust_region == "none" and loss.mask_above is None
     others = config.rollout.ahead or config.data.rollouts
-    return config.loss.tis_cap or (TIS_CAP if others and config.loss.trust_region == "none" else None)
+    return loss.tis_cap or (TIS_CAP if others and unbounded else None)
+
+
+def bound_of_weights(config: Config) -> str:
+    """In words, what bounds the importance weights of policy over engine."""
+    if cap := importance_cap(config):
+        return f"{cap:g} at most"
+    loss = config.loss
+    return f"0 above {loss.mask_above:g}" if loss.mask_above else f"within loss.trust_region = {loss.trust_region}"
 
 
 @dataclass(frozen=True, slots=True)

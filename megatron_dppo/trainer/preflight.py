@@ -50,7 +50,7 @@ def preflight(config: Config, command: Command) -> None:
     else:
         place = find_checkpoint(Path(config.model.checkpoint))
         if command in TRAINING:
-            _check_own(place, Path(config.model.checkpoint), Path(config.run.dir))
+            _check_own(place, "model.checkpoint", Path(config.model.checkpoint), Path(config.run.dir))
     if command == "train" and config.loss.distillation.teacher is not None:
         _check_teacher(config, shape)
     _check_adapters(config, shape)
@@ -63,7 +63,7 @@ def preflight(config: Config, command: Command) -> None:
         check_servers(config, shape)
     if command not in TRAINING:
         return
-    _check_run_dir(Path(config.run.dir))
+    check_run_dir(Path(config.run.dir))
     if command == "train":
         check_resume(config)
     else:
@@ -106,7 +106,8 @@ def _check_teacher(config: Config, shape: PolicyShape) -> None:
         if given.teacher_checkpoint is None:
             check_weights(teacher, theirs)
         else:
-            find_checkpoint(Path(given.teacher_checkpoint))
+            checkpoint = Path(given.teacher_checkpoint)
+            _check_own(find_checkpoint(checkpoint), f"{TEACHER}_checkpoint", checkpoint, Path(config.run.dir))
     except UserError as error:  # which speaks of the policy
         named = {"model.path": TEACHER, "model.checkpoint": f"{TEACHER}_checkpoint"}
         problem = error.problem if error.setting in named else f"{error.problem}, of the teacher in {teacher}"
@@ -219,17 +220,17 @@ def _check_task_is_rewarded(config: Config) -> None:
         raise UserError("reward.function", function, problem, f"Set reward.function={REASONING_GYM}")
 
 
-def _check_own(place: Path, folder: Path, run_dir: Path) -> None:
+def _check_own(place: Path, setting: str, folder: Path, run_dir: Path) -> None:
     place, own = place.resolve(), (run_dir / "checkpoints").resolve()
     if own in (place, *place.parents):
         problem = (
-            "is a checkpoint of this very run, which would take what it has learned for the policy that it began with"
+            "is a checkpoint of this very run, which would take what it has learned for a policy that it began with"
         )
         remedy = "Leave it as it was when the run began (the run resumes by itself), or name another run.dir"
-        raise UserError("model.checkpoint", folder, problem, remedy)
+        raise UserError(setting, folder, problem, remedy)
 
 
-def _check_run_dir(folder: Path) -> None:
+def check_run_dir(folder: Path) -> None:
     place = _existing(folder)
     if not place.is_dir():
         raise UserError("run.dir", folder, f"{place} is a file", "Name a directory")

@@ -56,7 +56,15 @@ RESULTS = (
 LIMITS = ("reward.timeout_s", "reward.workers", "reward.memory_mib", "reward.max_failures")
 PROMPTS = ("data.", "run.seed")
 """What the order of the prompts depends on, and what is known of each of them."""
-PLACES = ("model.path", "model.checkpoint", "data.train", "data.rollouts", "data.eval")
+PLACES = (
+    "model.path",
+    "model.checkpoint",
+    "loss.distillation.teacher",
+    "loss.distillation.teacher_checkpoint",
+    "data.train",
+    "data.rollouts",
+    "data.eval",
+)
 """Files and folders, which have several names."""
 OF_THE_START = ("run.dir", "run.resume")
 """Settings that say nothing of a step."""

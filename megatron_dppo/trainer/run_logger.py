@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Census, StepPlan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.trainer.collapse import Best
-from megatron_dppo.trainer.learner import importance_cap
+from megatron_dppo.trainer.learner import bound_of_weights
 from megatron_dppo.trainer.resume import changed_since, record
 
 WIDEST = 100
@@ -54,8 +54,8 @@ class RunLogger:
         read_answers(self._folder)  # what cannot be read is said now, and not at the next evaluation
         if step:
             self._console.note(f"resuming after step {step}")
-        if config.rollout.ahead:
-            self._console.note(_bias_of_ahead(config))
+        for note in _bias_of_others(config):
+            self._console.note(note)
         if dropped_prompts:
             self._console.note(f"{dropped_prompts} prompts over data.max_prompt_tokens left the pool")
 
@@ -112,14 +112,21 @@ class RunLogger:
             self._console.note(f"{best}: its checkpoint stays in {self._folder / 'checkpoints'}")
 
 
-def _bias_of_ahead(config: Config) -> str:
-    cap = importance_cap(config)
-    limit = f"{cap:g} at most" if cap else f"within loss.trust_region = {config.loss.trust_region}"
-    return (
-        f"rollout.ahead = {config.rollout.ahead}: tokens may be so many updates old. Each counts by its probability "
-        f"now over that when it was made, {limit}. That is biased: what has become likelier by more counts too little, "
-        "and no weight corrects for the tokens before it"
-    )
+def _bias_of_others(config: Config) -> Iterator[str]:
+    """What tokens that this policy has not made do to the gradient."""
+    which, bound = config.loss.tis_level, bound_of_weights(config)
+    before = "" if which == "sequence" else ", and no weight corrects for the tokens before it"
+    weight = f"its {which}'s probability now over that when it was made, {bound}"
+    if ahead := config.rollout.ahead:
+        yield (
+            f"rollout.ahead = {ahead}: tokens may be so many updates old. Each counts by {weight}. That is biased: "
+            f"what has become likelier by more counts too little{before}"
+        )
+    if config.data.rollouts:
+        yield (
+            f"data.rollouts: tokens are another policy's. Each counts by {weight}. That is biased: by the bound, by "
+            "beginnings that this policy would not have written, and by advantages within others' groups"
+        )
 
 
 def _answers(rows: list[dict[str, Any]]) -> list[str]:

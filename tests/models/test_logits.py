@@ -109,7 +109,7 @@ def score(policy: PolicyModel, lengths: tuple[int, ...]) -> list[Arrays]:
             targets=targets_of(ids, vocab),
             score_norm=True,
         )
-        names = HeadOutput._fields
+        names = [name for name in HeadOutput._fields if name != "divergence"]
         return output, lambda out: (out[0].sum(), torch.zeros((), dtype=torch.int), dict(zip(names, out, strict=True)))
 
     with torch.no_grad():

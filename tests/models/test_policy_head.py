@@ -61,7 +61,7 @@ def ours(
 
 
 def assert_equal(left: tuple[Any, ...], right: tuple[Any, ...], tolerance: float = 2e-5) -> None:
-    for a, b in zip((*left[0], *left[1:]), (*right[0], *right[1:]), strict=True):
+    for a, b in zip((*left[0].present, *left[1:]), (*right[0].present, *right[1:]), strict=True):
         torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
 
 

@@ -58,6 +58,14 @@ def test_the_budget_is_met_and_the_surprising_are_kept_more_often():
     assert often[:2].min() > 0.6 > 0.4 > often[2:].max()
 
 
+def test_without_log_probabilities_the_advantage_alone_is_the_score():
+    """Long completions of equal |A| cost more, and are kept less often."""
+    group = [[10, 1000] * 4], [[1, 1, 0, 0] * 2]
+    masks = [prune(*group, budget=0.5, sequence_mean=False, seed=seed).mask for seed in range(99)]
+    often = np.mean(masks, axis=(0, 1))
+    assert often[::2].min() > 0.9 > 0.7 > often[1::2].max()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

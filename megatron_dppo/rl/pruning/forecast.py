@@ -114,6 +114,8 @@ class PromptForecast(PromptHistory):
     @property
     def used(self) -> Literal["record", "model"]:
         """What sets the next step's probabilities."""
+        if self._taught:
+            return "model"
         if self._predictor != "auto":
             return self._predictor
         return "model" if self._losses["model"] < self._losses["record"] else "record"
