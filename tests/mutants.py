@@ -671,8 +671,8 @@ MUTANTS = [
     ),
     Mutant(
         "teacher/prompts by their rewards",
-        "if self._taught:",
-        "if False:",
+        "if self._taught:\n            return self._size",
+        "if False:\n            return self._size",
         "rl/pruning/test_forecast.py::test_with_a_teacher_prompts_whose_rewards_never_differ_count_by_their_gradients",
     ),
     # Weights between Megatron and Hugging Face.

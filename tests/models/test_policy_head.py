@@ -110,7 +110,7 @@ def test_entropy_and_score_norm_carry_no_gradient() -> None:
         chunk_mib=1,
         score_norm=True,
     )
-    assert [field.requires_grad for field in output] == [True, False, False]
+    assert [field.requires_grad for field in output.present] == [True, False, False]
 
 
 def test_a_score_norm_that_nobody_asks_for_is_not_computed() -> None:
@@ -123,7 +123,7 @@ def test_a_score_norm_that_nobody_asks_for_is_not_computed() -> None:
 
 def test_no_positions_give_zero_gradients() -> None:
     scores, hidden_grad, weight_grad = ours(case(positions=0, vocab=40, rows=64), 40, 1.0)
-    assert all(len(field) == 0 for field in scores)
+    assert all(len(field) == 0 for field in scores.present)
     assert hidden_grad.shape == (0, HIDDEN)
     assert weight_grad.shape == (64, HIDDEN) and not weight_grad.any()
 
