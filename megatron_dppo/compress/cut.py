@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -51,9 +52,9 @@ def feed_forward_weights(shape: PolicyShape) -> int:
 
 
 def attentions_to_remove(shape: PolicyShape, sparsity: float) -> int:
-    """2SSP's N_attn = round(N · s^((|FFN| / |attn|) / 1.5)) of N layers (2501.17771)."""
+    """2SSP's N_attn = round(N · s^((|FFN| / |attn|) / 1.5)) of N layers (2501.17771); a half is rounded up."""
     ratio = feed_forward_weights(shape) / attention_weights(shape)
-    return round(shape.num_layers * sparsity ** (ratio / 1.5))
+    return math.floor(shape.num_layers * sparsity ** (ratio / 1.5) + 0.5)
 
 
 def layers_left(shape: PolicyShape, keep: float) -> int:

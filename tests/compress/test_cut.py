@@ -13,7 +13,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 
 PUBLISHED_ATTENTIONS = {
-    "qwen3-0.6b": (7, 10, 14),
+    "qwen3-0.6b": (7, 11, 14),
     "qwen3-4b": (3, 6, 10),
     "qwen3-8b": (1, 3, 7),
     "qwen3-32b": (1, 4, 9),
