@@ -64,9 +64,14 @@ def mean_loss(model: Any, batches: Iterable[Batch]) -> float:
     total, count = 0.0, 0
     for batch in batches:
         logits, tokens = response_logits(model, batch)
-        total += float(torch.nn.functional.cross_entropy(logits, tokens, reduction="sum"))
+        total += _loss(logits, tokens)
         count += len(tokens)
     return total / count
+
+
+def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
+    """Summed over the tokens, in nats."""
+    return float(torch.nn.functional.cross_entropy(logits, tokens, reduction="sum"))
 
 
 def leave_one_out(model: Any, batches: Sequence[Batch], distance: Distance) -> list[float]:
@@ -74,21 +79,19 @@ def leave_one_out(model: Any, batches: Sequence[Batch], distance: Distance) -> l
 
     m is the mean loss of response tokens, or the mean over their places of ‖logits − logits of the whole policy‖₂.
     """
-    present = mean_loss(model, batches) if distance == "loss" else 0.0
-    values = []
-    for block in range(len(model.model.layers)):
-        if distance == "loss":
+    totals, count = [0.0] * len(model.model.layers), 0
+    for batch in batches:
+        whole, tokens = response_logits(model, batch)
+        present = _loss(whole, tokens)
+        count += len(tokens)
+        for block in range(len(totals)):
             with without(model, blocks=[block]):
-                values.append(mean_loss(model, batches) - present)
-            continue
-        total, count = 0.0, 0
-        for batch in batches:
-            whole, _ = response_logits(model, batch)
-            with without(model, blocks=[block]):
-                apart = (response_logits(model, batch)[0] - whole).norm(dim=-1)
-            total, count = total + float(apart.sum()), count + len(apart)
-        values.append(total / count)
-    return values
+                absent, _ = response_logits(model, batch)
+            if distance == "loss":
+                totals[block] += _loss(absent, tokens) - present
+            else:
+                totals[block] += float((absent - whole).norm(dim=-1).sum())
+    return [total / count for total in totals]
 
 
 def remove_greedily(
