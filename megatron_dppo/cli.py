@@ -50,10 +50,13 @@ def _run(arguments: Sequence[str]) -> int:
     parser = _parser(options_of=arguments[:1])
     chosen, rest = parser.parse_known_args(arguments)
     # argparse takes no positional after an option: overrides that stand there come back as the rest
-    if rest and (
-        chosen.command in ("init", "compress", "doctor", "report") or any(word.startswith("-") for word in rest)
-    ):
+    if rest and ("settings" not in chosen or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return _run_settings(chosen, [*chosen.settings, *rest]) if "settings" in chosen else _run_alone(chosen)
+
+
+def _run_alone(chosen: argparse.Namespace) -> int:
+    """A command that reads no run's settings."""
     if chosen.command == "init":
         from megatron_dppo.init import init_from_arguments
 
@@ -68,12 +71,14 @@ def _run(arguments: Sequence[str]) -> int:
         from megatron_dppo.doctor import doctor
 
         return doctor(as_json=chosen.json)
-    if chosen.command == "report":
-        from megatron_dppo.report.page import report
+    from megatron_dppo.report.page import report
 
-        report(chosen.runs, chosen.out, png=chosen.png, price=chosen.price)
-        return 0
-    words = [*chosen.settings, *rest]
+    report(chosen.runs, chosen.out, png=chosen.png, price=chosen.price)
+    return 0
+
+
+def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
+    """A command for CONFIG and overrides."""
     if chosen.command == "plan":
         from megatron_dppo.estimate.report import plan
 
