@@ -53,7 +53,9 @@ async def rollout(client, prompt):
 """
 
 
-def run(folder: Path, policy: Path, settings: Sequence[str], *, engine: str, ahead: int, steps: int, delay_s: float):
+def run(
+    folder: Path, policy: Path, settings: Sequence[str], *, engine: str, ahead: int, steps: int, delay_s: float
+) -> tuple[list[dict[str, float]], list[float]]:
     """A run from its beginning: the rows of its log that count, and the seconds that completions took."""
     folder.mkdir()
     log = folder / "completions"
