@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # prune() is used where there is no pydantic
     from megatron_dppo.config import LossConfig
 
 Aggregation = Literal["seq_mean", "token_mean", "constant"]
+Baseline = Literal["group", "others", "batch"]
 Surrogate = Literal["clipped", "weighted", "gated", "geometric", "tv", "kl"]
 TRUST_REGIONS = {"tv": 0.15, "kl": 0.05}
 """The bounds on divergence with which arXiv:2602.04879 ran (appendix C.1)."""
@@ -37,7 +38,7 @@ class Objective:
 
     name: str
     aggregation: Aggregation
-    baseline: Literal["group", "others", "batch"] = "group"
+    baseline: Baseline = "group"
     """What a reward is held against: the mean of its group, of the others in its group, or of the whole minibatch."""
     normalise: bool = True
     """Whether advantages are divided by the group's standard deviation."""

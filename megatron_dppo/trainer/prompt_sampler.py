@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -134,10 +134,13 @@ class PromptSampler:
         self._as_of = compared_size(config.rollout, self._objective)
         self._order = PromptOrder(pool_size, config.run.seed)
         prompts = config.pruning.prompts
-        baseline: Literal["group", "batch"] = "batch" if self._objective.baseline == "batch" else "group"
-        taught = config.loss.distillation_coef > 0.0
-        features = PromptFeatures(pool)
-        self._history = PromptForecast(prompts.decay, features, prompts.predictor, baseline, taught=taught)
+        self._history = PromptForecast(
+            prompts.decay,
+            PromptFeatures(pool),
+            prompts.predictor,
+            self._objective.baseline,
+            taught=config.loss.distillation_coef > 0.0,
+        )
 
     def select(self, step: int) -> Selection:
         """Draw the prompts of a step from the next window of candidates."""

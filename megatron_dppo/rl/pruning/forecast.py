@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megatron_dppo.rl.objectives import Baseline
 from megatron_dppo.rl.pruning.features import PromptFeatures
 from megatron_dppo.rl.pruning.history import PromptHistory, is_binary
 from megatron_dppo.rl.pruning.regression import SizeModel
@@ -98,7 +99,7 @@ class PromptForecast(PromptHistory):
         decay: float,
         features: PromptFeatures,
         predictor: Predictor,
-        baseline: Literal["group", "batch"] = "group",
+        baseline: Baseline = "group",
         *,
         taught: bool = False,
     ) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
+from megatron_dppo.rl.objectives import Baseline
 from megatron_dppo.rl.types import Floats, Ints
 
 PRIOR_COUNT = 2.0
@@ -79,11 +80,10 @@ class PromptHistory:
 
     Args:
         decay: ``pruning.prompts.decay``, what a visit's evidence is worth at the prompt's next visit.
-        baseline: ``batch`` for an objective that holds rewards against the whole minibatch: a group of equal rewards
-            has advantages, too.
+        baseline: the objective's. With ``batch`` a group of equal rewards has advantages, too.
     """
 
-    def __init__(self, decay: float, baseline: Literal["group", "batch"] = "group") -> None:
+    def __init__(self, decay: float, baseline: Baseline = "group") -> None:
         self.decay, self.baseline = decay, baseline
         self.binary = True
         self._exploration = Exploration()
