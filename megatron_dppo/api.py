@@ -1,4 +1,4 @@
-"""A run from Python: a script or a notebook starts it, and hears of every step.
+"""A run from Python: a script starts it, and hears of every step.
 
     from megatron_dppo.api import load_config, train
 
@@ -128,7 +128,7 @@ def train(
 
 
 def _kept(reward: Callable[..., Any], folder: Path) -> str:
-    """The function by value, with what it uses of a script or notebook: the name by which the run finds it."""
+    """The function by value, with what it uses of the script: the name by which the run finds it."""
     folder.mkdir(parents=True, exist_ok=True)
     with replacing_file(folder / PICKLED) as draft:
         draft.write_bytes(cloudpickle.dumps(reward))
