@@ -165,6 +165,7 @@ def test_a_wrong_value_names_the_setting_and_what_is_allowed(override: str, sett
     [
         (["loss.name=gspo"], "loss.trust_region"),
         (["loss.name=cispo"], "loss.trust_region"),
+        (["loss.tis_level=sequence"], "loss.tis_level"),
         (["loss.tis_cap=2"], "loss.tis_cap"),
         (["loss.mask_above=5"], "loss.mask_above"),
     ],

@@ -51,8 +51,9 @@ class DataConfig(Section):
     """JSONL or parquet file of prompts; or ``arithmetic`` or ``reasoning_gym``, which generate them."""
     rollouts: str | None = None
     """JSONL or parquet file of prompts with completions, rewards and log-probabilities of another policy, which are
-    trained on in the place of data.train and of the policy's own rollouts; see ``data/offline.py``. Biased: a token's
-    weight min(policy/behaviour, loss.tis_cap) is all that corrects for the other policy. null: the policy rolls out."""
+    trained on in the place of data.train and of the policy's own rollouts; see ``data/offline.py``. Biased: a
+    bounded weight for each token, policy over behaviour, is all that corrects for the other policy. null: the policy
+    rolls out."""
     eval: str | dict[str, str] | None = None
     """Held-out prompts, in the same form, or several files of them, each by its name: ``{aime24: aime24.jsonl, …}``,
     whose accuracy is then ``eval/aime24``; null: the held-out problems of the generator that data.train names, or no

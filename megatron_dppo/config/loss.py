@@ -49,14 +49,15 @@ class LossConfig(Section):
     """Clip of the ratio above 1; null: the objective's (0.2; dapo and cispo 0.28; gspo 4e-4; gmpo 0.49; rloo none).
     With a trust_region how far a token may diverge where its advantage is positive; null: as for clip_low."""
     trust_region: Literal["none", "tv", "kl"] = "none"
-    """In place of the clip: tokens whose update moves them further away from the engine's probability are left out once
-    they have diverged, by total variation or KL of taken or not (Divergence PPO). The ratio is then that of policy over
-    engine, which is its correction."""
+    """In place of the clip (Divergence PPO): a token is left out where its update would move its probability further
+    away from the engine's, and the two have diverged by more than a bound. What is compared is how likely this token
+    is, and how likely any other: by total variation, or by KL. The ratio is that of policy over engine, and needs no
+    other correction."""
     kl_coef: NonNegative = 0.0
     """Weight of the k3 estimate of KL(policy || initial policy), per token; 0 keeps no reference model."""
     tis_cap: AtLeastOne | None = None
-    """Cap of the truncated importance weight of policy over engine; null: off, or 2 with
-    rollout.ahead or data.rollouts, unless a trust_region or mask_above bounds the weight."""
+    """Cap of the truncated importance weight of policy over engine; null: off, or 2 with rollout.ahead or
+    data.rollouts, unless a trust_region or mask_above bounds the weight."""
     tis_level: Literal["token", "sequence"] = "token"
     """Whether that weight, and what masks it, is each token's own, or the product over the tokens of its sequence."""
     mask_below: Share | None = None
@@ -112,8 +113,8 @@ class LossConfig(Section):
             problem = f"takes the place of a clip of each token's ratio, which loss.name = {self.name} does not have"
             remedy = "Set it to none, or take another loss.name, such as grpo"
             raise UserError("loss.trust_region", self.trust_region, problem, remedy)
-        for setting in ("tis_cap", "mask_below", "mask_above"):
-            if (value := getattr(self, setting)) is not None:
+        for setting in ("tis_cap", "tis_level", "mask_below", "mask_above"):
+            if (value := getattr(self, setting)) not in (None, "token"):
                 problem = (
                     f"corrects for the engine, which the ratio of loss.trust_region = {self.trust_region} does already"
                 )
