@@ -90,7 +90,7 @@ class Price(NamedTuple):
     source: str
 
 
-_SUMS = 'docs/pruning.md, "Time to an accuracy"'
+_SUMS = 'docs/pruning_measured.md, "Time to an accuracy"'
 PRICES = (
     Price(1.0, 0.3, 0.98, (0.93, 1.04), 3, 0.34, _SUMS),
     Price(0.7, 0.5, 0.92, (0.89, 0.94), 5, 0.45, _SUMS),
