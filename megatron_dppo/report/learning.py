@@ -33,9 +33,9 @@ DIFFERENCES: Sequence[tuple[str, str, Form]] = (
     ("mean |Δ log p| of a step, mean of all", "train/rollout_logprob_abs_diff", "number"),
     ("mean exp |Δ log p| − 1 of a step, largest", "train/token_mult_prob_error", "number"),
     ("|Δ log p| after a sync, largest of a token", "rollout/agreement_max_diff", "number"),
-    ("tokens made by older weights", "rollout/stale_tokens", "share"),
-    ("updates that completions are older, mean", "staleness/mean", "number"),
-    ("updates that a completion is older, largest", "staleness/max", "number"),
+    ("tokens that older weights made", "rollout/stale_tokens", "share"),
+    ("age of completions in updates, mean", "staleness/mean", "number"),
+    ("age of completions in updates, largest", "staleness/max", "number"),
 )
 """How far trainer and engine are apart: the words of a table's row, its metric and form."""
 Positions = Callable[[Run], Floats]
