@@ -66,6 +66,12 @@ MUTANTS = [
         "rollout/test_scoring.py::test_trls_functions_are_given_the_tokens_that_the_engine_made",
     ),
     Mutant(
+        "rewards/killed once while it imports, the run is over",
+        "code < 0 and not worker.again",
+        "code < 0 and worker.again",
+        "rewards/test_workers.py -k killed_once_while_importing",
+    ),
+    Mutant(
         "offline/no weights",
         "config.rollout.ahead or config.data.rollouts",
         "config.rollout.ahead",
