@@ -231,7 +231,7 @@ class Chaos:
             self.judge.kill()
             self.due.append((time.monotonic() + after_s, self.judge))
         elif kind == "server":
-            well = [server for server in self.servers if server.pids() and all(s is not server for _, s in self.due)]
+            well = [server for server in self.servers if server.listens() and all(s is not server for _, s in self.due)]
             if not well:
                 return 0
             server = self.chance.choice(well)
