@@ -72,6 +72,12 @@ MUTANTS = [
         "rewards/test_workers.py -k killed_once_while_importing",
     ),
     Mutant(
+        "rewards/a worker complains that its trainer is gone",
+        "except (EOFError, ConnectionResetError):  # the trainer",
+        "except EOFError:  # the trainer",
+        "rewards/test_workers.py -k gone_before_it_read",
+    ),
+    Mutant(
         "offline/no weights",
         "config.rollout.ahead or config.data.rollouts",
         "config.rollout.ahead",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -294,6 +295,15 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_worker_whose_trainer_is_gone_before_it_read_an_answer_ends_quietly(workers: RewardWorkers) -> None:
+    workers.wait_ready()
+    (worker,) = workers._workers
+    worker.pipe.send([(0, pickle.dumps(*items("score 1")))])
+    assert worker.pipe.poll(10.0)
+    worker.pipe.close()
+    assert worker.process.wait(10.0) == 0
 
 
 def test_close_leaves_no_process(workers: RewardWorkers) -> None:
