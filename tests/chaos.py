@@ -29,6 +29,8 @@ from typing import Any
 import psutil
 
 STEPS = 6
+SERVED = ("server", "rank", "judge", "server", "launcher", "worker")
+"""What is killed of runs with servers and a judge."""
 COMMON = (
     f"run.steps={STEPS}", "run.checkpoint_every=2", "data.train=arithmetic", "data.chat_template=false",
     "data.max_prompt_tokens=24", "data.arithmetic.problems=24", "data.arithmetic.eval_problems=8",
@@ -115,6 +117,8 @@ class Run:
         alive = self.alive()
         if kind == "launcher":
             return [p for p in alive if p.pid == launcher]
+        if kind == "worker":
+            return [p for p in alive if "megatron_dppo.rewards.worker" in _command(p)]
         if kind == "server":
             return [p for p in alive if SERVER in _command(p) and "-IS" not in _command(p)]  # not its supervisor
         of_ranks = [p for p in alive if _command(p)[1:3] == ["-m", "megatron_dppo.launch.rank"]]
@@ -286,7 +290,13 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/chaos.sh", description=__doc__.split("\n", 1)[0])
     parser.add_argument("kills", nargs="?", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--servers", action="store_true", help="kill parts of runs ahead, with two SGLang servers")
+    parser.add_argument("--kinds", default=",".join(SERVED), help=f"with --servers: of {', '.join(SERVED)}")
     asked = parser.parse_args(words)
+    if asked.servers:
+        from tests import chaos_servers
+
+        return chaos_servers.main(asked.kills, asked.seed, asked.kinds.split(","))
     began, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="chaos-"))
     tally = chaos(asked.kills, asked.seed, folder)
     if well := not (tally.survivors or tally.leftovers or tally.lost):

@@ -66,6 +66,18 @@ MUTANTS = [
         "rollout/test_scoring.py::test_trls_functions_are_given_the_tokens_that_the_engine_made",
     ),
     Mutant(
+        "rewards/killed once while it imports, the run is over",
+        "code < 0 and not worker.again",
+        "code < 0 and worker.again",
+        "rewards/test_workers.py -k killed_once_while_importing",
+    ),
+    Mutant(
+        "rewards/a worker complains that its trainer is gone",
+        "except (EOFError, ConnectionResetError):  # the trainer",
+        "except EOFError:  # the trainer",
+        "rewards/test_workers.py -k gone_before_it_read",
+    ),
+    Mutant(
         "offline/no weights",
         "config.rollout.ahead or config.data.rollouts",
         "config.rollout.ahead",

@@ -119,7 +119,7 @@ def _score_all(pipe: Connection, memory_mib: int, timeout_s: float, spec: str) -
     while True:
         try:
             chunk = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the trainer has ended, perhaps with answers that it had not read
             return
         for index, item in chunk:
             # Each is unpickled by itself: what a function does to a row's objects does not reach the next completion.

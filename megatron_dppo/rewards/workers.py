@@ -57,7 +57,9 @@ class Scored:
 class _Worker:
     """One process and what it has been given to do."""
 
-    def __init__(self, spec: str, memory_mib: int, timeout_s: float) -> None:
+    def __init__(self, spec: str, memory_mib: int, timeout_s: float, *, again: bool = False) -> None:
+        self.again = again
+        """Whether one before it was killed while it imported."""
         self.pipe, theirs = Pipe()
         arguments = [str(theirs.fileno()), str(os.getpid()), str(memory_mib), str(timeout_s), spec]
         self.process = subprocess.Popen(
@@ -151,8 +153,11 @@ class RewardWorkers:
         try:
             kind, *rest = worker.pipe.recv()
         except (EOFError, ConnectionResetError) as error:
-            problem = f"its process {_how_it_ended(_exit_code(worker))} while importing it"
-            raise self._not_imported(problem) from error
+            code = _exit_code(worker)
+            if code is not None and code < 0 and not worker.again:  # as in scoring: one death may have another cause
+                self._replace(worker, again=True)
+                return
+            raise self._not_imported(f"its process {_how_it_ended(code)} while importing it") from error
         if kind == "refused":
             raise rest[0]
         worker.ready = True
@@ -160,9 +165,10 @@ class RewardWorkers:
     def _not_imported(self, problem: str) -> UserError:
         return UserError("reward.function", self._spec, problem, "Import it by hand and see why")
 
-    def _replace(self, worker: _Worker) -> None:
+    def _replace(self, worker: _Worker, *, again: bool = False) -> None:
         worker.end()
-        self._workers[self._workers.index(worker)] = _Worker(self._spec, self._memory_mib, self._timeout_s)
+        new = _Worker(self._spec, self._memory_mib, self._timeout_s, again=again)
+        self._workers[self._workers.index(worker)] = new
 
     @property
     def _limit_s(self) -> float:

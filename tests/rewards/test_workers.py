@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -234,6 +235,23 @@ def test_process_that_dies_while_importing_is_refused(tmp_path: Path) -> None:
     pool.close()
 
 
+@pytest.mark.parametrize(("deaths", "scored"), [(1, True), (2, False)])
+def test_process_killed_once_while_importing_is_started_again(tmp_path: Path, deaths: int, scored: bool) -> None:
+    (tmp_path / "killed.py").write_text(
+        "import os, signal\nfrom pathlib import Path\n\n"
+        "lives = Path(__file__).with_suffix('.lives')\nlives.open('a').write('.')\n"
+        f"if len(lives.read_text()) <= {deaths}:\n    os.kill(os.getpid(), signal.SIGKILL)\n\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    )
+    pool = RewardWorkers(f"{tmp_path}/killed.py:compute_score", workers=1, timeout_s=1.0)
+    if scored:
+        assert rewards(pool.score(items("score 1")).scores) == [1.0]
+    else:
+        with pytest.raises(UserError, match="killed by SIGKILL while importing it"):
+            pool.wait_ready()
+    pool.close()
+
+
 def test_five_hundred_sums_take_well_under_a_second() -> None:
     pool = RewardWorkers("exact", workers=1, timeout_s=5.0)
     pool.wait_ready()
@@ -277,6 +295,15 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_worker_whose_trainer_is_gone_before_it_read_an_answer_ends_quietly(workers: RewardWorkers) -> None:
+    workers.wait_ready()
+    (worker,) = workers._workers
+    worker.pipe.send([(0, pickle.dumps(*items("score 1")))])
+    assert worker.pipe.poll(10.0)
+    worker.pipe.close()
+    assert worker.process.wait(10.0) == 0
 
 
 def test_close_leaves_no_process(workers: RewardWorkers) -> None:
