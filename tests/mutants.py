@@ -1134,6 +1134,24 @@ MUTANTS = [
         "estimate/test_levers.py",
     ),
     Mutant(
+        "estimate/more nodes are as good as those one has",
+        "for among in (options, [*options, more]):",
+        "for among in ([more, *options],):",
+        "estimate/test_plan.py -k more_nodes",
+    ),
+    Mutant(
+        "estimate/times of a run that does not fit",
+        "return found if plan.fits else found | dict.fromkeys(times)",
+        "return found",
+        "estimate/test_plan.py -k no_times",
+    ),
+    Mutant(
+        "estimate/the closest is the first",
+        "min(tried, key=lambda pair: pair[0], default=",
+        "next(iter(tried), ",
+        "estimate/test_plan.py -k comes_closest",
+    ),
+    Mutant(
         "estimate/no master copy",
         "state = 12 if ",
         "state = 8 if ",
