@@ -192,7 +192,7 @@ def test_where_nothing_helps_it_is_said_what_comes_closest_and_what_heads_layers
     one = ("cluster.nodes=1", "cluster.server_nodes=1", "layout.ep=1", "layout.cp=1", "layout.tp=1")
     made = plan(*one, "layout.sequence_parallel=false", "cluster.gpu=a100-40", file=EXPERTS)
     assert made.remedies == [] and made.closest is not None
-    for change in ({"cluster.nodes": 8}, {"layout.ep": 8}, made.closest.change):
+    for change in ({"cluster.nodes": 8}, {"cluster.nodes": 8, "layout.ep": 8}, made.closest.change):
         changed = make_plan(with_settings(made.config, change), made.assumptions)
         assert changed.actor.lack >= made.closest.lack > 0.0
     assert changed.actor.lack == made.closest.lack, "what is said of the last of them, the closest"
