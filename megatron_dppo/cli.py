@@ -156,7 +156,7 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
             of.add_argument("--check", nargs="?", const=0, type=int, metavar="RANKS", help=what)
         if command == "launch":
             of.add_argument("--executor", choices=("local", "slurm"), default="local", help="where to run")
-            of.add_argument("--dry-run", action="store_true", help="print what would be run, and stop")
+            of.add_argument("--dry-run", action="store_true", help="print the job as a script that runs as it is")
             of.add_argument("--detach", action="store_true", help="on Slurm, do not wait for the end")
         if command == "eval":
             _add_eval_arguments(of)

@@ -157,7 +157,7 @@ WAYS = (
         replace={"--nproc-per-node 8 --nnodes 4 --rdzv-backend c10d --rdzv-endpoint node1:29500": "--nproc-per-node 2"},
         append=f"{SMALL} layout.tp=2",
     ),
-    Way(r"megatron-dppo launch \S+ --executor slurm --dry-run", "slurm"),
+    Way(r"megatron-dppo launch \S+ --executor slurm --dry-run( > job\.sh)?", "slurm"),
     Way(r"megatron-dppo launch \S+ --executor slurm", "slurm", append="--dry-run"),
     Way(r"megatron-dppo serve CONFIG", "elsewhere", by=("megatron_dppo/launch/job.sh", "megatron_dppo serve")),
 )
