@@ -15,6 +15,7 @@ from megatron_dppo import __version__
 from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, find_checkpoint
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, error_text
+from megatron_dppo.process.streams import speak_plainly
 from megatron_dppo.settings import as_yaml, load_config
 
 EVAL_FLAGS = {
@@ -34,6 +35,7 @@ MODEL = "Hugging Face directory, run, or checkpoint of a run (default: the model
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit code: 2 for a mistake that the user can mend, 130 after Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    speak_plainly()
     try:
         return _run(arguments)
     except UserError as error:

@@ -1114,6 +1114,31 @@ MUTANTS = [
         "return 0 < self._most < self._idle",
         "trainer/test_collapse.py::test_only_steps_in_a_row_count",
     ),
+    # What is typed, and what is shown.
+    Mutant(
+        "settings/a list wants its brackets",
+        "checked[name] = _listed(settings()[key], value)",
+        "checked[name] = value",
+        "test_settings.py -k brackets",
+    ),
+    Mutant(
+        "streams/any terminal shows all signs",
+        'return plain in ("C", "POSIX")',
+        "return False",
+        "process/test_streams.py -k ascii",
+    ),
+    Mutant(
+        "report/ticks between whole numbers",
+        "[step for step in steps if step.is_integer()] or [1.0]",
+        "steps",
+        "report/test_figures.py -k ticks",
+    ),
+    Mutant(
+        "report/rewards of chosen prompts count like others",
+        'run.setting("pruning.prompts.rule") not in (None, "none") for run in runs',
+        "False for run in runs",
+        "report/test_page.py -k incomparable",
+    ),
     # The estimate of what a run needs.
     Mutant(
         "estimate/a step ahead takes both of its parts",
