@@ -37,6 +37,7 @@ from megatron_dppo.evaluation.evaluator import (
     open_verifiers,
     temperature_of,
 )
+from megatron_dppo.evaluation.questions import write_questions
 from megatron_dppo.evaluation.scores import by_benchmark, compare, score, table
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.observe.console import Console
@@ -182,7 +183,8 @@ def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[A
     }
     write_scores(folder, scores)
     console = Console(0)
-    console.banner([*table(found, samples), "", f"scores   {folder / SCORES}", f"answers  {folder / ANSWERS}"])
+    places = {"scores": folder / SCORES, "answers": folder / ANSWERS, "to read": write_questions(folder)}
+    console.banner([*table(found, samples), "", *(f"{what:<7}  {place}" for what, place in places.items())])
     if config.eval.against:
         others = read_finished(Path(config.eval.against), "eval.against")
         console.banner(compare(rows, others, against=config.eval.against))

@@ -1139,6 +1139,12 @@ MUTANTS = [
         "False for run in runs",
         "report/test_page.py -k incomparable",
     ),
+    Mutant(
+        "evaluation/a wrong answer is filed as right",
+        'right = sum(row["correct"] is True for row in answers)',
+        'right = sum(row["correct"] is not None for row in answers)',
+        "test_eval.py::test_a_run_s_checkpoint_has_the_accuracy_that_the_trainer_measured",
+    ),
     # The estimate of what a run needs.
     Mutant(
         "estimate/a step ahead takes both of its parts",
