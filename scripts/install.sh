@@ -3,7 +3,8 @@
 # Usage: source scripts/install.sh cpu[,dev…]
 #
 # PYTHON names another interpreter. Without a GPU a CPU build of torch is enough: where pip would fetch the CUDA build
-# (some gigabytes), point PIP_INDEX_URL, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at a place that has the CPU build.
+# (some gigabytes), point PIP_INDEX_URL, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at a place that has the CPU build: PyTorch's
+# own index of them, as docs/gpu.md says, or a folder of wheels.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
