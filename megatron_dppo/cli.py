@@ -69,6 +69,11 @@ def _run_alone(chosen: argparse.Namespace) -> int:
 
         compress(chosen)
         return 0
+    if chosen.command == "export":
+        from megatron_dppo.export import export
+
+        export(chosen)
+        return 0
     if chosen.command == "doctor":
         from megatron_dppo.doctor import doctor
 
@@ -185,6 +190,11 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
         from megatron_dppo.compress.command import add_compress_arguments
 
         add_compress_arguments(compress)
+    export = commands.add_parser("export", help="write a run's policy for Hugging Face, with a model card")
+    if "export" in options_of:
+        from megatron_dppo.export import add_export_arguments
+
+        add_export_arguments(export)
     doctor = commands.add_parser("doctor", help="show what is installed and what will be used")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -1145,6 +1145,30 @@ MUTANTS = [
         'right = sum(row["correct"] is not None for row in answers)',
         "test_eval.py::test_a_run_s_checkpoint_has_the_accuracy_that_the_trainer_measured",
     ),
+    Mutant(
+        "export/a card shows paths",
+        'return _name(value) if named or ("/" in value and " " not in value) else value',
+        "return value",
+        "test_export.py -k tells_nothing",
+    ),
+    Mutant(
+        "export/a card shows all settings",
+        "if key.startswith(SHOWN) and (value := run.setting(key)) != default_of(key)",
+        "if (value := run.setting(key)) != default_of(key)",
+        "test_export.py -k tells_nothing",
+    ),
+    Mutant(
+        "export/what was measured after the checkpoint counts",
+        '[row for row in run.rows if step >= row["step"]]',
+        "list(run.rows)",
+        "test_export.py -k last_checkpoint",
+    ),
+    Mutant(
+        "export/anybody's card is replaced",
+        "ours = [CARD] if _is_ours(out / CARD) else []",
+        "ours = [CARD]",
+        "test_export.py -k nobody_else",
+    ),
     # The estimate of what a run needs.
     Mutant(
         "estimate/a step ahead takes both of its parts",

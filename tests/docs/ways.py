@@ -128,6 +128,8 @@ WAYS = (
     Way(r"megatron-dppo report runs/quickstart runs/second .*", replace={"runs/second": "runs/unpruned"}),
     Way(r"megatron-dppo report .*"),
     # Checkpoints.
+    Way(r"megatron-dppo export runs/quickstart \S+ --card"),
+    Way(r"megatron-dppo export .* --push .*", "nowhere"),
     Way(r"python \w+\.py"),
     Way(r"python from_python\.py 60", replace={" 60": " 1"}),
     Way(r"python -c '.*'"),
