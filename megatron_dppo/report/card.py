@@ -22,22 +22,9 @@ from megatron_dppo.report.run import Record, Run, default_of
 from megatron_dppo.settings import settings, short
 from megatron_dppo.trainer.resume import PLACES
 
-SHOWN = (
-    *(
-        "run.seed",
-        "run.steps",
-        "model.",
-        "layout.",
-        "data.",
-        "reward.function",
-        "loss.",
-        "pruning.",
-        "pack.",
-        "optimizer.",
-    ),
-    *("rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.temperature", "rollout.max_response_tokens"),
-    *("rollout.ahead", "rollout.allocation.", "optimizer."),
-)
+SHOWN = ("run.seed", "run.steps", "model.", "layout.", "data.", "reward.function", "loss.", "pruning.", "pack.",
+         "optimizer.", "rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.temperature",
+         "rollout.max_response_tokens", "rollout.ahead", "rollout.allocation.")  # fmt: skip
 """Settings that a card may tell."""
 TAG = "megatron-dppo"
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")

@@ -62,19 +62,19 @@ Console().print(table)
 """
 
 
-@pytest.mark.parametrize("as_a", ["command", "rank"])
 @pytest.mark.parametrize(
-    ("locale", "row"),
+    ("as_a", "locale", "row"),
     [
-        ({"LANG": "C"}, "| 1 - / # n\xc3\xa9 |"),
-        ({"LC_ALL": "POSIX"}, "| 1 - / # n\xc3\xa9 |"),
-        ({"LANG": "C.UTF-8"}, "│ 1 – ⏎ █ né │"),
-        ({}, "│ 1 – ⏎ █ né │"),
-        ({"PYTHONIOENCODING": "latin-1", "LANG": "C.UTF-8"}, "| 1 - / # n\xe9 |"),
+        ("command", {"LANG": "C"}, "| 1 - / # n\xc3\xa9 |"),
+        ("rank", {"LANG": "C"}, "| 1 - / # n\xc3\xa9 |"),
+        ("rank", {"LC_ALL": "POSIX"}, "| 1 - / # n\xc3\xa9 |"),
+        ("rank", {"LANG": "C.UTF-8"}, "│ 1 – ⏎ █ né │"),
+        ("command", {}, "│ 1 – ⏎ █ né │"),
+        ("command", {"PYTHONIOENCODING": "latin-1", "LANG": "C.UTF-8"}, "| 1 - / # n\xe9 |"),
     ],
     ids=str,
 )
-def test_a_terminal_of_ascii_is_shown_no_other_signs(locale: dict[str, str], row: str, as_a: str) -> None:
+def test_a_terminal_of_ascii_is_shown_no_other_signs(as_a: str, locale: dict[str, str], row: str) -> None:
     environ = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ} | locale
     command = [sys.executable, "-c", SHOWS, as_a]
     shown = subprocess.run(command, env=environ, capture_output=True, timeout=60, check=True).stdout
