@@ -1169,6 +1169,24 @@ MUTANTS = [
         "ours = [CARD]",
         "test_export.py -k nobody_else",
     ),
+    Mutant(
+        "launch/a job takes an override for its file",
+        'return sorted(words, key=lambda word: "=" in word and not Path(word).is_file())',
+        "return list(words)",
+        "launch/test_job_script.py -k whole",
+    ),
+    Mutant(
+        "launch/a dry run needs NeMo-Run",
+        "    if dry_run:\n        print(slurm_script",
+        "    _nemo_run()\n    if dry_run:\n        print(slurm_script",
+        "launch/test_job_script.py -k whole",
+    ),
+    Mutant(
+        "progress/bars where nobody looks",
+        "if not (shown and console.is_terminal):",
+        "if not shown:",
+        "observe/test_progress.py -k elsewhere",
+    ),
     # The estimate of what a run needs.
     Mutant(
         "estimate/a step ahead takes both of its parts",
