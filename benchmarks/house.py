@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("evaluation",),
     ("trainer", "report"),
     ("launch", "estimate", "compress", "doctor"),
-    ("train", "sft", "eval", "probe_tree", "init", "api", "cli", "__main__"),
+    ("train", "sft", "eval", "probe_tree", "init", "export", "api", "cli", "__main__"),
 )
 """Rooms, from the ground floor up. A room is a folder of the package, or a file at its top."""
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)

@@ -15,6 +15,7 @@ from megatron_dppo import __version__
 from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, find_checkpoint
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, error_text
+from megatron_dppo.process.streams import speak_plainly
 from megatron_dppo.settings import as_yaml, load_config
 
 EVAL_FLAGS = {
@@ -34,6 +35,7 @@ MODEL = "Hugging Face directory, run, or checkpoint of a run (default: the model
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit code: 2 for a mistake that the user can mend, 130 after Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    speak_plainly()
     try:
         return _run(arguments)
     except UserError as error:
@@ -66,6 +68,11 @@ def _run_alone(chosen: argparse.Namespace) -> int:
         from megatron_dppo.compress.command import compress
 
         compress(chosen)
+        return 0
+    if chosen.command == "export":
+        from megatron_dppo.export import export
+
+        export(chosen)
         return 0
     if chosen.command == "doctor":
         from megatron_dppo.doctor import doctor
@@ -156,7 +163,7 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
             of.add_argument("--check", nargs="?", const=0, type=int, metavar="RANKS", help=what)
         if command == "launch":
             of.add_argument("--executor", choices=("local", "slurm"), default="local", help="where to run")
-            of.add_argument("--dry-run", action="store_true", help="print what would be run, and stop")
+            of.add_argument("--dry-run", action="store_true", help="print the job as a script that runs as it is")
             of.add_argument("--detach", action="store_true", help="on Slurm, do not wait for the end")
         if command == "eval":
             _add_eval_arguments(of)
@@ -183,6 +190,11 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
         from megatron_dppo.compress.command import add_compress_arguments
 
         add_compress_arguments(compress)
+    export = commands.add_parser("export", help="write a run's policy for Hugging Face, with a model card")
+    if "export" in options_of:
+        from megatron_dppo.export import add_export_arguments
+
+        add_export_arguments(export)
     doctor = commands.add_parser("doctor", help="show what is installed and what will be used")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -37,9 +37,11 @@ from megatron_dppo.evaluation.evaluator import (
     open_verifiers,
     temperature_of,
 )
+from megatron_dppo.evaluation.questions import write_questions
 from megatron_dppo.evaluation.scores import by_benchmark, compare, score, table
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.observe.console import Console
+from megatron_dppo.observe.progress import Advance, progress_bar
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.trainer.agreement import MAX_TOKENS, check_agreement
 from megatron_dppo.trainer.assemble import assemble_frozen
@@ -105,16 +107,18 @@ def _answer(
     if pool := [problem.prompt for problem in problems if len(problem.prompt.token_ids) <= short]:
         check_agreement(parts, engine, pool, version=0)
     evaluator = Evaluator(config, world, parts.collectors(engine, workers))
-    progress = _Progress(config, len(problems), len(problems) - sum(map(len, left)))
+    done = len(problems) - sum(map(len, left))
     failures: list[Answered] = []
     of_all = config.eval.samples * len(problems)
-    for batch in left:
-        found = evaluator.answer(batch, keep=len(batch), of_all=of_all)
-        failures.append(replace(found, answers=()))
-        evaluator.check_failures(failures, of_all)
-        if log:
-            log.append([row for i in range(len(batch)) for row in _rows(batch[i], found, i)])
-            progress.say(found)
+    with progress_bar("problems", len(problems), done=done, shown=world.leads) as advance:
+        progress = _Progress(config, len(problems), done, advance)
+        for batch in left:
+            found = evaluator.answer(batch, keep=len(batch), of_all=of_all)
+            failures.append(replace(found, answers=()))
+            evaluator.check_failures(failures, of_all)
+            if log:
+                log.append([row for i in range(len(batch)) for row in _rows(batch[i], found, i)])
+                progress.say(found)
 
 
 def _rows(problem: Problem, found: Answered, index: int) -> list[AnswerRow]:
@@ -140,9 +144,10 @@ def _rows(problem: Problem, found: Answered, index: int) -> list[AnswerRow]:
 
 
 class _Progress:
-    """The leader's notes on how far the evaluation is."""
+    """The leader's notes on how far the evaluation is, or its bar at a terminal."""
 
-    def __init__(self, config: Config, of: int, done: int) -> None:
+    def __init__(self, config: Config, of: int, done: int, advance: Advance | None) -> None:
+        self._advance = advance
         self._console, self._of, self._before = Console(0), of, done
         self._each = f", {config.eval.samples} answers each" if config.eval.samples > 1 else ""
         self._asked, self._right, self._scored = done, 0, 0
@@ -158,7 +163,9 @@ class _Progress:
         self._right += sum(score.correct for score in scores)
         self._scored += len(scores)
         now = time.monotonic()
-        if now - self._spoke >= SAY_EVERY_S or self._asked == self._of:
+        if self._advance:
+            self._advance(len(found.answers), f"{self._right / self._scored:.1%} right" if self._scored else "")
+        elif now - self._spoke >= SAY_EVERY_S or self._asked == self._of:
             self._spoke = now
             left = (now - self._began) / (self._asked - self._before) * (self._of - self._asked)
             right = f", {100 * self._right / self._scored:.1f}% right" if self._scored else ""
@@ -182,7 +189,8 @@ def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[A
     }
     write_scores(folder, scores)
     console = Console(0)
-    console.banner([*table(found, samples), "", f"scores   {folder / SCORES}", f"answers  {folder / ANSWERS}"])
+    places = {"scores": folder / SCORES, "answers": folder / ANSWERS, "to read": write_questions(folder)}
+    console.banner([*table(found, samples), "", *(f"{what:<7}  {place}" for what, place in places.items())])
     if config.eval.against:
         others = read_finished(Path(config.eval.against), "eval.against")
         console.banner(compare(rows, others, against=config.eval.against))

@@ -41,6 +41,11 @@ class Setting:
         return tuple(str(c) for c in get_args(self.type)) if get_origin(self.type) is Literal else ()
 
     @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types that it may have."""
+        return get_args(self.type) if get_origin(self.type) in (Union, UnionType) else (self.type,)
+
+    @property
     def takes_none(self) -> bool:
         return type(None) in get_args(self.type)
 
@@ -133,8 +138,28 @@ def _checked(tree: Mapping[Any, Any], prefix: str) -> dict[Any, Any]:
         elif isinstance(value, bool) and settings()[key].type is not bool:
             raise _wrong(settings()[key], value, "is true or false")
         else:
-            checked[name] = value
+            checked[name] = _listed(settings()[key], value)
     return checked
+
+
+def _listed(setting: Setting, value: Any) -> Any:
+    """A list where a list is meant and words stand without brackets: ``eval.benchmarks=gsm8k,math500``."""
+    if not any(get_origin(kind) is tuple for kind in setting.kinds) or not isinstance(value, str | int | float):
+        return value
+    if type(value) in map(_plain, setting.kinds) or str(value) in _words(setting):
+        return value
+    if not isinstance(value, str) or any(letter in value for letter in "[]{}'\""):
+        return [value]
+    return [word.strip() for word in value.split(",")]
+
+
+def _plain(kind: Any) -> Any:
+    """A type without its limits."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _words(setting: Setting) -> set[str]:
+    return {str(word) for kind in setting.kinds if get_origin(kind) is Literal for word in get_args(kind)}
 
 
 def _unknown(key: str, value: object) -> UserError:
@@ -189,7 +214,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def _value(setting: Setting, text: str) -> Any:
     """An override's value. It is read as YAML, but words stay words: ``run.dir=2024`` and ``data.label_key=yes``, and
     in lists of words too: ``rollout.launch.flags=[--context-length, 2048]``."""
-    kinds = get_args(setting.type) if get_origin(setting.type) in (Union, UnionType) else (setting.type,)
+    kinds = setting.kinds
     if setting.takes_none and text.strip() in ("", "~", "null"):
         return None
     try:

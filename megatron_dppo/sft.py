@@ -15,6 +15,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Microbatch, Responses, Sums, learning_rate
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import MetricsLog
+from megatron_dppo.observe.progress import progress_bar
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.rl.pack import TrainingSample
@@ -45,14 +46,18 @@ def _warm_up(config: Config, world: World, check_lock: Callable[[], None]) -> No
     log = MetricsLog(Path(config.run.dir) / "sft-log", resume_step=-1) if world.leads else None
     console = Console(config.sft.steps) if world.leads else None
     order, timers = PromptOrder(len(answers), config.run.seed), PhaseTimers()
-    for step in range(config.sft.steps):
-        with timers("step"):
-            batch = [answers[int(i)] for i in order.next_window(min(config.sft.batch, len(answers)))]
-            metrics = _update(parts, config, batch, step)
-        metrics |= timers.take()
-        if log and console:
-            log.write(step + 1, metrics)
-            console.step(step + 1, metrics)
+    with progress_bar("warm-up steps", config.sft.steps, shown=world.leads) as advance:
+        for step in range(config.sft.steps):
+            with timers("step"):
+                batch = [answers[int(i)] for i in order.next_window(min(config.sft.batch, len(answers)))]
+                metrics = _update(parts, config, batch, step)
+            metrics |= timers.take()
+            if log:
+                log.write(step + 1, metrics)
+            if advance:
+                advance(1, f"loss {metrics['train/loss']:.3f}")
+            elif console:
+                console.step(step + 1, metrics)
     if log:
         log.close()
     world.from_leader(check_lock)

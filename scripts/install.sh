@@ -3,9 +3,26 @@
 # Usage: source scripts/install.sh cpu[,dev…]
 #
 # PYTHON names another interpreter. Without a GPU a CPU build of torch is enough: where pip would fetch the CUDA build
-# (some gigabytes), point PIP_INDEX_URL, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at a place that has the CPU build.
+# (some gigabytes), point PIP_INDEX_URL, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at a place that has the CPU build: PyTorch's
+# own index of them, as docs/gpu.md says, or a folder of wheels.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+show_pip() { # LOG: takes down what pip says, and shows what it is at with the seconds since it began
+    local line last=-10 began=$SECONDS
+    while IFS= read -r line; do
+        printf '%s\n' "$line" >>"$1"
+        case $line in Collecting* | *Downloading* | Building* | Installing*) ;; *) continue ;; esac
+        if [ -t 2 ]; then
+            printf '\r\033[K[%4d s] %.70s' $((SECONDS - began)) "${line#"${line%%[! ]*}"}" >&2
+        elif [ $((SECONDS - last)) -ge 10 ]; then
+            printf '[%4d s] %.70s\n' $((SECONDS - began)) "${line#"${line%%[! ]*}"}" >&2
+            last=$SECONDS
+        fi
+    done
+    [ ! -t 2 ] || printf '\r\033[K' >&2
+    printf '[%4d s] pip has ended\n' $((SECONDS - began)) >&2
+}
 
 extras=$1
 venv=.venv
@@ -29,7 +46,8 @@ done
 if [ ! -e "$stamp" ]; then
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
     echo "installing into $venv (once; the log is $venv/install.log)"
-    "$venv/bin/python" -m pip install --disable-pip-version-check -e ".[$extras]" >"$venv/install.log" 2>&1 ||
+    : >"$venv/install.log"
+    "$venv/bin/python" -m pip install --disable-pip-version-check -e ".[$extras]" 2>&1 | show_pip "$venv/install.log" ||
         { tail -n 20 "$venv/install.log" >&2; echo "the installation failed; the whole log is $venv/install.log" >&2; exit 1; }
     touch "$stamp"
 fi

@@ -15,8 +15,10 @@ server_python() {  # KIND: prints the interpreter of its environment, which is m
         if [ ! -e "$place/complete" ]; then
             echo "installing $1 into $place (once; the log is $place.log)" >&2
             rm -rf "$place"
+            : >"$place.log"
             { "$python" -m venv "$place" &&
-                "$place/bin/python" -m pip install --disable-pip-version-check --no-deps -r "$list"; } >"$place.log" 2>&1 ||
+                "$place/bin/python" -m pip install --disable-pip-version-check --no-deps -r "$list"; } 2>&1 |
+                show_pip "$place.log" ||
                 { tail -n 20 "$place.log" >&2; echo "the installation failed; the whole log is $place.log" >&2; return 1; }
             touch "$place/complete"
         fi

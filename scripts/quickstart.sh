@@ -42,3 +42,16 @@ if [ $# -gt 0 ]; then
     trained+=-$name
 fi
 megatron-dppo train configs/quickstart.yaml model.path=$run/warm run.dir="$trained" "${settings[@]}" "$@"
+for word in "$@"; do [[ $word != run.dir=* ]] || trained=${word#run.dir=}; done
+place=$(printf %q "$trained")
+cat <<NEXT
+What next? In this checkout's environment:
+
+  cd $(printf %q "$PWD") && source $(printf %q "$PWD/$venv/bin/activate")
+  megatron-dppo report $place --out report.html                            # one page on this run
+  megatron-dppo eval configs/quickstart.yaml --model $place                # all held-out sums
+  megatron-dppo train configs/quickstart.yaml run.dir=runs/grpo pruning.prompts.rule=none pruning.completions.rule=none
+  megatron-dppo report $place runs/grpo --out compared.html                # with pruning and without
+
+Mathematics in words: configs/gsm8k.yaml. Your own problem: docs/recipes/dataset.md, docs/recipes/reward.md.
+NEXT

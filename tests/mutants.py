@@ -1126,6 +1126,79 @@ MUTANTS = [
         "return 0 < self._most < self._idle",
         "trainer/test_collapse.py::test_only_steps_in_a_row_count",
     ),
+    # What is typed, and what is shown.
+    Mutant(
+        "settings/a list wants its brackets",
+        "checked[name] = _listed(settings()[key], value)",
+        "checked[name] = value",
+        "test_settings.py -k brackets",
+    ),
+    Mutant(
+        "streams/any terminal shows all signs",
+        'return plain in ("C", "POSIX")',
+        "return False",
+        "process/test_streams.py -k ascii",
+    ),
+    Mutant(
+        "report/ticks between whole numbers",
+        "[step for step in steps if step.is_integer()] or [1.0]",
+        "steps",
+        "report/test_figures.py -k ticks",
+    ),
+    Mutant(
+        "report/rewards of chosen prompts count like others",
+        'run.setting("pruning.prompts.rule") not in (None, "none") for run in runs',
+        "False for run in runs",
+        "report/test_page.py -k incomparable",
+    ),
+    Mutant(
+        "evaluation/a wrong answer is filed as right",
+        'right = sum(row["correct"] is True for row in answers)',
+        'right = sum(row["correct"] is not None for row in answers)',
+        "test_eval.py::test_a_run_s_checkpoint_has_the_accuracy_that_the_trainer_measured",
+    ),
+    Mutant(
+        "export/a card shows paths",
+        'return _name(value) if named or ("/" in value and " " not in value) else value',
+        "return value",
+        "test_export.py -k tells_nothing",
+    ),
+    Mutant(
+        "export/a card shows all settings",
+        "if key.startswith(SHOWN) and (value := run.setting(key)) != default_of(key)",
+        "if (value := run.setting(key)) != default_of(key)",
+        "test_export.py -k tells_nothing",
+    ),
+    Mutant(
+        "export/what was measured after the checkpoint counts",
+        '[row for row in run.rows if step >= row["step"]]',
+        "list(run.rows)",
+        "test_export.py -k last_checkpoint",
+    ),
+    Mutant(
+        "export/anybody's card is replaced",
+        "ours = [CARD] if _is_ours(out / CARD) else []",
+        "ours = [CARD]",
+        "test_export.py -k nobody_else",
+    ),
+    Mutant(
+        "launch/a job takes an override for its file",
+        'return sorted(words, key=lambda word: "=" in word and not Path(word).is_file())',
+        "return list(words)",
+        "launch/test_job_script.py -k whole",
+    ),
+    Mutant(
+        "launch/a dry run needs NeMo-Run",
+        "    if dry_run:\n        print(slurm_script",
+        "    _nemo_run()\n    if dry_run:\n        print(slurm_script",
+        "launch/test_job_script.py -k whole",
+    ),
+    Mutant(
+        "progress/bars where nobody looks",
+        "if not (shown and console.is_terminal):",
+        "if not shown:",
+        "observe/test_progress.py -k elsewhere",
+    ),
     # The estimate of what a run needs.
     Mutant(
         "estimate/a step ahead takes both of its parts",
@@ -1144,6 +1217,24 @@ MUTANTS = [
         "min(levers.completions, mixed) / mixed",
         "levers.completions",
         "estimate/test_levers.py",
+    ),
+    Mutant(
+        "estimate/more nodes are as good as those one has",
+        "for among in (options, [*options, more]):",
+        "for among in ([more, *options],):",
+        "estimate/test_plan.py -k more_nodes",
+    ),
+    Mutant(
+        "estimate/times of a run that does not fit",
+        "return found if plan.fits else found | dict.fromkeys(times)",
+        "return found",
+        "estimate/test_plan.py -k no_times",
+    ),
+    Mutant(
+        "estimate/the closest is the first",
+        "min(tried, key=lambda pair: pair[0], default=",
+        "next(iter(tried), ",
+        "estimate/test_plan.py -k comes_closest",
     ),
     Mutant(
         "estimate/no master copy",

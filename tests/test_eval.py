@@ -63,6 +63,15 @@ def test_a_run_s_checkpoint_has_the_accuracy_that_the_trainer_measured(folder: P
     assert 0.0 < figures["avg@k"]["low"] < figures["avg@k"]["value"] < figures["avg@k"]["high"] < 1.0
     assert (scores["step"], scores["engine"], scores["temperature"]) == (2, "local", 0.0)
     assert "arithmetic        40" in said and "95% interval" in said
+    assert figures["mean_reward"]["value"] == pytest.approx(rows[-1]["eval/reward"])
+    assert f"  {figures['mean_reward']['value']:.3f}  " in said
+    questions = {file.name: file.read_text() for file in (out / "questions" / "arithmetic").iterdir()}
+    assert len(questions) == 40
+    for row in answers(out):
+        text = questions[f"{row['problem']:04}-{int(row['correct'])}of1.txt"]
+        verdict = "right" if row["correct"] else "wrong"
+        assert f"\n{row['prompt']}\n\n--- answer 1 of 1: {verdict}, reward " in text
+        assert f" {row['tokens']} tokens" in text and text.endswith(f"\n{row['answer']}\n")
 
 
 def test_killed_in_the_middle_it_goes_on_to_the_same_answers(

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "quickstart.sh"
 
 
@@ -17,16 +19,20 @@ def trained_in(folder: Path, *words: str) -> list[str]:
     """The ``run.dir`` words of the training, in the order in which they count."""
     (folder / "scripts").mkdir(exist_ok=True)
     shutil.copy(SCRIPT, folder / "scripts")
-    (folder / "scripts" / "install.sh").write_text('cd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
+    (folder / "scripts" / "install.sh").write_text('cd "$(dirname "${BASH_SOURCE[0]}")/.."\nvenv=.venv\n')
     said = folder / "megatron-dppo"
     said.write_text('#!/bin/sh\nprintf "%s\\n" "$@" >last\n')
     said.chmod(0o755)
     path = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "scripts/quickstart.sh", *words], cwd=folder, env=path, check=True)
+    command = ["bash", "scripts/quickstart.sh", *words]
+    said = subprocess.run(command, cwd=folder, env=path, check=True, text=True, stdout=subprocess.PIPE).stdout
     arguments = (folder / "last").read_text().splitlines()
     assert arguments[:2] == ["train", "configs/quickstart.yaml"]
     assert "model.path=runs/quickstart/warm" in arguments, "which is warmed up once"
-    return [word.removeprefix("run.dir=") for word in arguments if word.startswith("run.dir=")]
+    folders = [word.removeprefix("run.dir=") for word in arguments if word.startswith("run.dir=")]
+    assert f"cd {folder} && source {folder}/.venv/bin/activate\n" in said, "what to paste next"
+    assert f"megatron-dppo report {folders[-1]} --out report.html" in said
+    return folders
 
 
 def test_other_settings_have_a_folder_that_their_names_tell(tmp_path: Path) -> None:
@@ -38,3 +44,28 @@ def test_other_settings_have_a_folder_that_their_names_tell(tmp_path: Path) -> N
     assert len(trained_in(tmp_path, *long)[0]) < 120
     assert trained_in(tmp_path, *long) != trained_in(tmp_path, *long, "run.seed=2")
     assert trained_in(tmp_path, "run.dir=mine")[-1] == "mine"
+
+
+PYTHON = """#!/bin/bash
+case "$*" in
+*venv*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+*pip*) printf 'Collecting torch\\nlooks at it\\n  Downloading torch-2.13.0.whl (180 MB)\\n' && exit "$CODE" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_an_installation_shows_what_it_is_at_and_keeps_all_that_pip_says(code: int, tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(SCRIPT.with_name("install.sh"), tmp_path / "scripts")
+    for name, text in (("pyproject.toml", ""), ("setup.py", ""), ("python", PYTHON)):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "python").chmod(0o755)
+    environ = {**os.environ, "PYTHON": str(tmp_path / "python"), "CODE": str(code)}
+    command = ["bash", "-c", "source scripts/install.sh cpu"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, text=True, capture_output=True, check=False)
+    assert done.returncode == code
+    assert "s] Collecting torch\n" in done.stderr and "s] pip has ended\n" in done.stderr
+    log = (tmp_path / ".venv/install.log").read_text()
+    assert log.splitlines() == ["Collecting torch", "looks at it", "  Downloading torch-2.13.0.whl (180 MB)"]
+    assert ("the installation failed" in done.stderr) == bool(code) == (not list(tmp_path.glob(".venv/installed-*")))

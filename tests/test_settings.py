@@ -55,6 +55,10 @@ def test_overrides_win_over_the_file_and_leave_its_other_settings(tmp_path: Path
         ("model.path=a=b", "a=b"),
         ("rollout.servers=slurm", "slurm"),
         ("rollout.servers=[http://a:1,http://b:2]", ("http://a:1", "http://b:2")),
+        ("rollout.servers=http://a:1", ("http://a:1",)),  # without brackets
+        ("eval.benchmarks=gsm8k, math500", ("gsm8k", "math500")),
+        ("probe.at=0.3", (0.3,)),
+        ("rollout.launch.flags=--speculative={'a': 1, 'b': 2}", ("--speculative={'a': 1, 'b': 2}",)),
         ("rollout.launch.command=[/x/python,server.py]", ("/x/python", "server.py")),
         ("rollout.launch.command=null", None),
         ("rollout.launch.flags=[--tp-size, 2, --yes, yes]", ("--tp-size", "2", "--yes", "yes")),
@@ -124,6 +128,13 @@ def test_an_unknown_key_names_the_nearest(wrong: str, meant: list[str]) -> None:
     assert all(key in error.remedy for key in meant)
 
 
+def test_a_file_may_leave_out_the_brackets_of_a_list_too(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("eval: {benchmarks: gsm8k}\nrollout: {stop_token_ids: 5, launch: {tp: 2}}")
+    config = load_config(str(tmp_path / "a.yaml"), [])
+    assert config.eval.benchmarks == ("gsm8k",) and config.rollout.stop_token_ids == (5,)
+    assert config.rollout.launch.tp == 2
+
+
 def test_an_unknown_key_in_a_file_is_named_in_full(tmp_path: Path) -> None:
     error = _refused([], _write(tmp_path, "pruning:\n  prompts:\n    keeep: 0.3\n"))
     assert error.setting == "pruning.prompts.keeep"
@@ -143,7 +154,7 @@ def test_an_unknown_key_in_a_file_is_named_in_full(tmp_path: Path) -> None:
         ("layout.dp=0", "layout.dp", "at least 1 or null"),
         ("rollout.stop_token_ids=[1, x]", "rollout.stop_token_ids", "a list"),
         ("pruning.prompts=3", "pruning.prompts", "pruning.prompts.rule"),
-        ("rollout.servers=http://a:1", "rollout.servers", "slurm or a list, each element text (its default is [])"),
+        ("rollout.servers={a: b}", "rollout.servers", "slurm or a list, each element text (its default is [])"),
         ("rollout.launch.tp=[1,0]", "rollout.launch.tp", "each element a whole number at least 1"),
         ("rollout.tree.branches=[{at: 0}]", "rollout.tree.branches", "each element any of at, entropy, children, keep"),
         (

@@ -109,8 +109,11 @@ def parse_megatron_to_hf(arguments: Sequence[str] | None = None) -> argparse.Nam
     return parser.parse_args(arguments)
 
 
-def megatron_to_hf(chosen: argparse.Namespace) -> None:
+def megatron_to_hf(chosen: argparse.Namespace, also: Sequence[str] = ()) -> None:
     """Convert, and verify where that is asked for.
+
+    Args:
+        also: names of further files that ``--overwrite`` may replace.
 
     Raises:
         UserError: for a checkpoint that is not whole, a destination that cannot be written, or forms that differ;
@@ -129,7 +132,7 @@ def megatron_to_hf(chosen: argparse.Namespace) -> None:
         warn_unchecked(checkpoint)
     plan = plan_files(shape, int(chosen.shard_gb * GB), DTYPES.get(chosen.dtype, policy.dtype))
     sizes = {file: sum(map(plan.bytes_of, names)) for file, names in plan.files.items()}
-    check_out(chosen, sum(sizes.values()), [checkpoint, hf], "config.json", "model directory", MODEL_FILES)
+    check_out(chosen, sum(sizes.values()), [checkpoint, hf], "config.json", "model directory", (*MODEL_FILES, *also))
     if _ready(chosen, shape, sizes, plan.dtype):
         with in_place(chosen.out) as draft:
             with progress_bar("to Hugging Face", plan.total_bytes) as advance:

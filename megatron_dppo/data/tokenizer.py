@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from megatron_dppo.errors import UserError
+
+CHAT_MARKS = re.compile(r"<\|im_start\|>(system|user|assistant)\n?|<\|im_end\|>|<think>\s*</think>\s*")
+
+
+def without_chat_marks(text: str) -> str:
+    """What a Qwen's chat template has rendered, as people read it: without its marks."""
+    return CHAT_MARKS.sub("", text).strip()
 
 
 class Tokenizer(Protocol):

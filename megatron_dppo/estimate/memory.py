@@ -15,7 +15,7 @@ from megatron_dppo.estimate.workload import Setup, packs_of, without_pruning
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape, padded_vocab, read_shape
 from megatron_dppo.parallel.layout import interleaved_packs, stage_layers
 
-VARIANTS = ("-base", "-instruct-2507", "-thinking-2507", "-instruct", "-thinking", "-fp8")
+VARIANTS = ("-fp8", "-base", "-instruct-2507", "-thinking-2507", "-instruct", "-thinking")
 
 
 def shape_of(path: str) -> PolicyShape:
@@ -164,8 +164,13 @@ class Memory:
         return sum(self.parts.values())
 
     @property
+    def lack(self) -> float:
+        """Bytes that are missing; 0 where it fits."""
+        return max(self.total - self.room, 0.0)
+
+    @property
     def fits(self) -> bool:
-        return self.total <= self.room
+        return not self.lack
 
 
 def actor_memory(setup: Setup) -> Memory:
@@ -342,7 +347,7 @@ def server_memory(setup: Setup, *, resident: float) -> ServerMemory:
     """
     config, assume, tp = setup.config, setup.assume, min(setup.placement.servers)
     gpu_bytes = setup.gpu.memory_gib * GIB
-    room = min(gpu_bytes * assume.server_memory_share, gpu_bytes - resident)
+    room = max(min(gpu_bytes * assume.server_memory_share, gpu_bytes - resident), 0.0)
     parts = {
         "weights": float(parameters_of(setup.shape).total * setup.width // tp),
         "sync": float(_bucket_bytes(config)),

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations, product
 from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from megatron_dppo.config import Config, replace
-from megatron_dppo.errors import UserError
+from megatron_dppo.config import Config
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.levers import SHARES, LeverRow, lever_table, measured_price, pruning_of
 from megatron_dppo.estimate.memory import (
@@ -24,107 +21,10 @@ from megatron_dppo.estimate.memory import (
     server_memory,
     shape_of,
 )
+from megatron_dppo.estimate.remedies import Change, Closest, Search, remedies
 from megatron_dppo.estimate.time import StepTime, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
-from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.trainer.preflight import check_config
-
-MOST_AT_ONCE = 3
-"""Settings that are changed together."""
-MOST_FOUND = 3
-"""Ways that are proposed."""
-
-Change = dict[str, Any]
-
-
-def with_settings(config: Config, change: Mapping[str, Any]) -> Config:
-    """The configuration with other values of some settings, by their dotted names."""
-    for key, value in change.items():
-        config = _with(config, key.split("."), value)
-    return config
-
-
-def _with(section: Any, path: list[str], value: Any) -> Any:
-    name, *rest = path
-    return replace(section, **{name: _with(getattr(section, name), rest, value) if rest else value})
-
-
-def remedies(config: Config, shape: PolicyShape, fits: Callable[[Config], bool]) -> list[Change]:
-    """The fewest changes after which a run fits: up to three ways, those that cost least first.
-
-    Args:
-        config: that does not fit.
-        shape: of the policy.
-        fits: whether another one does; may raise UserError for one that is no configuration at all.
-    """
-    options = list(_options(config, shape))
-    for size in range(1, MOST_AT_ONCE + 1):
-        found: list[Change] = []
-        for chosen in combinations(options, size):
-            change = next((c for c in map(_merged, product(*chosen)) if _works(config, c, fits)), None)
-            if change is not None:
-                found.append(change)
-            if len(found) == MOST_FOUND:
-                break
-        if found:
-            return found
-    return []
-
-
-def _merged(parts: tuple[Change, ...]) -> Change:
-    return {key: value for part in parts for key, value in part.items()}
-
-
-def _works(config: Config, change: Change, fits: Callable[[Config], bool]) -> bool:
-    try:
-        changed = with_settings(config, change)
-        if not fits(changed):
-            return False
-        check_config(changed)
-    except UserError:
-        return False
-    return True
-
-
-def _options(config: Config, shape: PolicyShape) -> Iterator[list[Change]]:
-    """Changes that may help. Each list has the values of one thing, mildest first."""
-    layout, cluster, rollout = config.layout, config.cluster, config.rollout
-    if not config.optimizer.distributed:
-        yield [{"optimizer.distributed": True}]
-    if layout.tp > 1 and not layout.sequence_parallel:
-        yield [{"layout.sequence_parallel": True}]
-    if layout.vpp > 1:
-        yield [{"layout.vpp": 1}]
-    if config.model.recompute == "selective":
-        yield [{"model.recompute": "full"}]
-    if config.model.recompute == "none":
-        yield [{"model.recompute": "selective"}, {"model.recompute": "full"}]
-    if config.optimizer.distributed and not config.optimizer.offload:
-        yield [{"optimizer.offload": True}]
-    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
-    least = -(-longest // layout.tp) * layout.tp
-    tokens = sorted({max(config.pack.max_tokens >> i, least) for i in (1, 2, 3)}, reverse=True)
-    if tokens[-1] < config.pack.max_tokens:
-        yield [{"pack.max_tokens": size} for size in tokens]
-    if parts := _larger(layout.tp, min(cluster.gpus_per_node, shape.kv_heads), shape.kv_heads):
-        yield [{"layout.tp": tp, "layout.sequence_parallel": True} for tp in parts]
-    if parts := _larger(layout.ep, shape.experts, shape.experts):
-        whole = {"layout.etp": 1} if layout.expert_tp > 1 else {}
-        yield [{"layout.ep": ep} | whole for ep in parts]
-    if stages := _larger(layout.pp, 16, shape.num_layers):
-        yield [{"layout.pp": pp} for pp in stages]
-    yield [{"layout.cp": layout.cp * factor} for factor in (2, 4)]
-    if rollout.engine != "local" and isinstance(rollout.launch.tp, int):
-        sizes, count = _larger(rollout.launch.tp, cluster.gpus_per_node, shape.heads), rollout.launch.count
-        fewer = [{"rollout.launch.count": max(count * rollout.launch.tp // tp, 1)} if count else {} for tp in sizes]
-        if sizes:
-            yield [{"rollout.launch.tp": tp} | less for tp, less in zip(sizes, fewer, strict=True)]
-    yield [{"cluster.nodes": cluster.nodes * factor} for factor in (2, 4, 8)]
-
-
-def _larger(value: int, most: int, of: int) -> list[int]:
-    """Divisors of ``of`` above a value, up to a limit."""
-    return [number for number in range(value + 1, most + 1) if of % number == 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +49,8 @@ class Plan:
     fits: bool
     remedies: list[Change]
     """Changes of settings, each of which would make the run fit. Empty if it fits."""
+    closest: Closest | None
+    """Where none does: what comes closest, and what holds it back."""
     pruned: StepTime
     unpruned: StepTime
     cost: Cost
@@ -201,9 +103,11 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
     actor, server = _memory(setup)
     fits, most = actor.fits and server.fits, max(server.concurrency, 1)
 
-    def would_fit(changed: Config) -> bool:
-        return all(part.fits for part in _memory(Setup(changed, shape, place(changed, shape), assume)))
+    def lack(changed: Config) -> float:
+        actor, server = _memory(Setup(changed, shape, place(changed, shape), assume))
+        return max(actor.lack, server.memory.lack)
 
+    found = Search([], None) if fits else remedies(config, shape, lack)
     pruned = step_time(setup, concurrency=most)
     unpruned = step_time(dataclasses.replace(setup, config=without_pruning(config)), concurrency=most)
     return Plan(
@@ -214,7 +118,8 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
         actor=actor,
         server=server,
         fits=fits,
-        remedies=[] if fits else remedies(config, shape, would_fit),
+        remedies=found.changes,
+        closest=found.closest,
         pruned=pruned,
         unpruned=unpruned,
         cost=_cost(setup, pruned),
@@ -235,9 +140,11 @@ def _cost(setup: Setup, step: StepTime) -> Cost:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan, its settings and its assumptions as plain objects; memory in bytes."""
+    """The plan, its settings and its assumptions as plain objects; memory in bytes. No times where it does not fit."""
     found = to_jsonable_python(plan)
     for part, memory in ((found["actor"], plan.actor), (found["server"]["memory"], plan.server.memory)):
         part |= {"total": memory.total, "fits": memory.fits}
     names = ("speed_up", "steps_ratio", "speed_up_to_accuracy", "lever_shares", "levers")
-    return found | {name: to_jsonable_python(getattr(plan, name)) for name in names}
+    found |= {name: to_jsonable_python(getattr(plan, name)) for name in names}
+    times = ("pruned", "unpruned", "cost", "cost_unpruned", *names)
+    return found if plan.fits else found | dict.fromkeys(times)

@@ -11,6 +11,7 @@ from megatron_dppo.estimate.assumptions import GIB, PREFIX, read_assumptions
 from megatron_dppo.estimate.levers import Gain, LeverRow
 from megatron_dppo.estimate.memory import Memory
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan
+from megatron_dppo.estimate.remedies import MOST_AT_ONCE, MOST_NODES, nodes_of, with_settings
 from megatron_dppo.parallel.layout import layout_text
 from megatron_dppo.settings import short
 
@@ -48,15 +49,13 @@ def as_text(made: Plan) -> Iterator[str]:
     yield from _memory("server", made.server.memory)
     yield f"  cache of {made.server.tokens:,} tokens a server: {made.server.concurrency:,} completions at once"
     yield ""
-    yield "It fits." if made.fits else "It does NOT fit." + ("" if made.remedies else " Nothing that was tried helps.")
-    for change in made.remedies:
-        yield "  it would with  " + " ".join(f"{key}={short(value)}" for key, value in change.items())
-    yield ""
-    yield from _times(made)
-    yield ""
-    yield from _levers(made)
-    yield ""
-    yield from _costs(made)
+    if made.fits:
+        yield "It fits."
+        for part in (_times, _levers, _costs):
+            yield ""
+            yield from part(made)
+    else:
+        yield from _remedies(made)
     yield ""
     yield f"assumed (set with {PREFIX}NAME=VALUE; estimate/assumptions.py says where each is from):"
     for name, value in asdict(made.assumptions).items():
@@ -68,13 +67,34 @@ def _servers(made: Plan) -> str:
         return "and the same ones generate in turn"
     servers = made.placement.servers
     where = " on the same GPUs" if made.placement.shared else ""
-    return f"{len(servers)} servers of tp {', '.join(map(str, sorted(set(servers))))} generate{where}"
+    generate = "server generates" if len(servers) == 1 else "servers generate"
+    return f"{len(servers)} {generate}{where} (tp {', '.join(map(str, sorted(set(servers))))})"
 
 
 def _memory(whose: str, memory: Memory) -> Iterator[str]:
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts.items() if size)
-    yield f"{whose}: {memory.total / GIB:.1f} of {memory.room / GIB:.1f} GiB on a GPU"
+    room = (
+        f"of {memory.room / GIB:.1f} GiB on a GPU" if memory.room else "GiB, and the trainer leaves no room on its GPU"
+    )
+    yield f"{whose}: {memory.total / GIB:.1f} {room}"
     yield f"  {parts}"
+
+
+def _remedies(made: Plan) -> Iterator[str]:
+    """What would make it fit, with what that takes; else why nothing does."""
+    nodes = nodes_of(made.config)
+    yield "It does NOT fit. There are no times of a run that does not fit."
+    for change in made.remedies:
+        other = make_plan(with_settings(made.config, change), made.assumptions)
+        words = " ".join(f"{key}={short(value)}" for key, value in change.items())
+        needs = f", on {nodes_of(other.config)} nodes in place of {nodes}" if nodes_of(other.config) > nodes else ""
+        yield f"  it would with  {words}   ({other.pruned.seconds:.0f} s a step{needs})"
+    if made.closest:
+        words = " ".join(f"{key}={short(value)}" for key, value in made.closest.change.items())
+        yield f"Nothing that was tried helps, up to {MOST_AT_ONCE} settings at once and {MOST_NODES}x the nodes."
+        yield f"  the closest is {words}, where a GPU lacks {made.closest.lack / GIB:.1f} GiB"
+        for limit in made.closest.limits:
+            yield f"  {limit}"
 
 
 def _times(made: Plan) -> Iterator[str]:
@@ -98,9 +118,11 @@ def _times(made: Plan) -> Iterator[str]:
 
 def _levers(made: Plan) -> Iterator[str]:
     if made.speed_up_to_accuracy is not None:
-        ratio = f"pruning costs steps (ratio {made.steps_ratio:.2f})"
-        yield f"to the same accuracy {made.speed_up_to_accuracy:.2f}x: {ratio}"
-    yield "what a lever brings where rollouts take such a share of an unpruned step: steps, and to the same accuracy"
+        ratio = f"where the unpruned run takes {made.steps_ratio:.2f} steps, the pruned one takes one"
+        yield f"to the same accuracy {made.speed_up_to_accuracy:.2f}x: {ratio} (steps ratio)"
+    yield "What a lever brings, by the share of an unpruned step that rollouts take. The first number: how many times"
+    yield "as many steps in the same time. The second: how many times as fast to the same accuracy, which is the first"
+    yield "times the steps ratio (steps without pruning over steps with it, to the same accuracy, as measured)."
     (own, _), *others = made.lever_shares
     heads = [f"this run {own:.0%}", *(f"{share:.0%}" for share, _ in others)]
     yield f"{'':<50}{'steps ratio':>11}" + "".join(f"{head:>15}" for head in heads)
@@ -121,7 +143,13 @@ def gain_text(gain: Gain) -> str:
 
 
 def _costs(made: Plan) -> Iterator[str]:
-    off, on = made.cost_unpruned, made.cost
-    yield f"{made.config.run.steps} steps: {on.gpu_hours:,.1f} GPU-hours, {off.gpu_hours:,.1f} unpruned"
-    if on.money is not None and off.money is not None:
-        yield f"  money: {on.money:,.0f}, {off.money:,.0f} unpruned; pruning saves {off.money - on.money:,.0f}"
+    off, on, cluster = made.cost_unpruned, made.cost, made.config.cluster
+    steps = f"{made.config.run.steps:,} steps"
+    yield f"{steps} take {on.gpu_hours:,.1f} GPU-hours, and {off.gpu_hours:,.1f} without pruning."
+    if on.money is None or off.money is None:
+        yield "Set cluster.price_per_gpu_hour to see what they cost."
+        return
+    saved = off.money - on.money
+    outcome = f"pruning saves {saved:,.0f}" if saved >= 0 else f"pruning costs {-saved:,.0f} more"
+    rate = f"At {cluster.price_per_gpu_hour:,.2f} for an hour of a GPU"
+    yield f"{rate} they cost {on.money:,.0f}, and {off.money:,.0f} without pruning: {outcome}."

@@ -18,7 +18,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.answers import AnswerRow, read_finished
 from megatron_dppo.rl.types import Floats
 
-LENGTH = "mean_length"
+LENGTH, REWARD = "mean_length", "mean_reward"
 FEWEST = 10
 """With fewer problems resampling says nothing about a difference: with one problem the interval is a point."""
 RESAMPLES = 4000
@@ -130,11 +130,12 @@ def score(problems: Sequence[Sequence[AnswerRow]]) -> dict[str, Any]:
         "avg@k": per_problem_mean(correct),
         **{f"pass@{k}": pass_at(correct, k) for k in powers},
         "majority": _column(problems, "majority")[:, 0],
+        REWARD: per_problem_mean(_column(problems, "reward")),
         LENGTH: _column(problems, "tokens").mean(axis=1),
         "truncated": np.array([[row["finish"] == "length" for row in of] for of in problems], np.float64).mean(axis=1),
     }
     found = {
-        name: _cell(each if name == LENGTH else share_bounds(each, len(problems)))
+        name: _cell(each if name in (LENGTH, REWARD) else share_bounds(each, len(problems)))
         for name, each in estimates(columns).items()
     }
     return {
@@ -142,6 +143,7 @@ def score(problems: Sequence[Sequence[AnswerRow]]) -> dict[str, Any]:
         "avg@k": found["avg@k"],
         "pass@k": {str(k): found[f"pass@{k}"] for k in powers},
         "majority": found["majority"],
+        "mean_reward": found[REWARD],
         "mean_length": found[LENGTH],
         "truncated": found["truncated"],
         "unscored": int(np.isnan(correct).sum()),
@@ -154,13 +156,15 @@ def table(benchmarks: Mapping[str, Mapping[str, Any]], samples: int) -> list[str
     most = str(max(powers_up_to(samples)))
     titles = [f"avg@{samples}", *([f"pass@{most}", f"maj@{samples}"] if samples > 1 else [])]
     named = "  ".join(f"{title:<19}" for title in titles)
-    lines = [f"{'benchmark':<{width}}  problems  {named}  tokens  cut off"]
+    lines = [f"{'benchmark':<{width}}  problems  {named}  reward  tokens  cut off"]
     for name, of in benchmarks.items():
         cells = [of["avg@k"], *([of["pass@k"][most], of["majority"]] if samples > 1 else [])]
         shares = "  ".join(f"{_with_interval(cell):<19}" for cell in cells)
         unscored = f"  {of['unscored']} unscored" if of["unscored"] else ""
         length, cut_off = of["mean_length"]["value"], _percent(of["truncated"]["value"])
-        lines.append(f"{name:<{width}}  {of['problems']:>8}  {shares}  {length:>6.0f}  {cut_off:>6}%{unscored}")
+        reward = "-" if of["mean_reward"]["value"] is None else f"{of['mean_reward']['value']:.3f}"
+        figures = f"{shares}  {reward:>6}  {length:>6.0f}  {cut_off:>6}%"
+        lines.append(f"{name:<{width}}  {of['problems']:>8}  {figures}{unscored}")
     return [*lines, "[ ] 95% interval, from resampling the problems"]
 
 

@@ -6,10 +6,8 @@ and keeps its log.
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +15,22 @@ from typing import Any, Literal
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.servers.launch import gpus_to_reserve
+from megatron_dppo.launch.job_script import (
+    JOB,
+    enter_folder,
+    job_environment,
+    job_words,
+    local_script,
+    ranks_per_node,
+    servers_per_node,
+    slurm_script,
+    slurm_time,
+)
 
-JOB = Path(__file__).with_name("job.sh")
 EXEC_JOB = """
 # The job is this script. It starts its own steps, and ends the job: nothing below this line is reached.
 unset SLURM_UNBUFFEREDIO  # with it, words of several ranks stand in one line
-cd {folder} || exit 2
+{enter}
 exec bash {job}
 """
 
@@ -37,31 +44,29 @@ def launch(
         config: of the run; ``config.cluster`` says on which machines.
         words: what the command line gave, a file and overrides, for the job to read.
         executor: where.
-        dry_run: print what would be run, and run nothing.
+        dry_run: print the same job as a script for ``sbatch`` or ``bash``, and run nothing.
         detach: do not wait for its end, on Slurm.
 
     Returns:
         0 if it succeeded, or was submitted; 1 else, and the log says why.
 
     Raises:
-        UserError: NeMo-Run or Slurm is not there.
+        UserError: NeMo-Run or Slurm is not there. A dry run needs neither.
     """
-    run = _nemo_run()
     on_slurm = executor == "slurm"
-    if on_slurm and not dry_run and shutil.which("sbatch") is None:
+    if dry_run:
+        print(slurm_script(config, words) if on_slurm else local_script(words), end="")
+        return 0
+    run = _nemo_run()
+    if on_slurm and shutil.which("sbatch") is None:
         problem = "sbatch is not on the path: this machine submits no Slurm jobs"
         raise UserError("--executor", executor, problem, "Launch from a login node, or with --executor local")
     with run.Experiment(Path(config.run.dir).name, log_level="WARN") as experiment:
         if on_slurm:
             _add_to_slurm(run, experiment, config, words)
         else:
-            command = shlex.join([sys.executable, "-m", "megatron_dppo", "train", *words])
-            train = run.Script(inline=f"cd {shlex.quote(str(Path.cwd()))} && exec {command}")
+            train = run.Script(inline=local_script(words).partition("\n")[2])
             experiment.add(train, executor=run.LocalExecutor(), name="train")
-        if dry_run:
-            os.environ["COLUMNS"] = "1000"  # the script is to be read by Slurm, and not wrapped
-            experiment.dryrun()
-            return 0
         experiment.run(detach=detach and on_slurm, tail_logs=not on_slurm)
         return 0 if (detach and on_slurm) or _states_at_the_end(experiment) == {"SUCCEEDED"} else 1
 
@@ -77,8 +82,7 @@ def _states_at_the_end(experiment: Any) -> set[str]:
 
 def _add_to_slurm(run: Any, experiment: Any, config: Config, words: Sequence[str]) -> None:
     cluster = config.cluster
-    # The job script takes its first word for the file.
-    words = sorted(words, key=lambda word: "=" in word and not Path(word).is_file())
+    words = job_words(words)
     job = run.Script(path=str(JOB), args=list(words), entrypoint="bash")
     actors = _slurm(run, config, words, cluster.nodes, ranks_per_node(config))
     if not cluster.server_nodes:
@@ -91,9 +95,6 @@ def _add_to_slurm(run: Any, experiment: Any, config: Config, words: Sequence[str
 
 def _slurm(run: Any, config: Config, words: Sequence[str], nodes: int, tasks_per_node: int) -> Any:
     cluster = config.cluster
-    told = {"CONTAINER": cluster.container or "", "CONTAINER_MOUNTS": ",".join(cluster.mounts)}
-    if not cluster.container:
-        told["PYTHON"] = sys.executable
     return run.SlurmExecutor(
         account=cluster.account,
         partition=cluster.partition,
@@ -102,50 +103,17 @@ def _slurm(run: Any, config: Config, words: Sequence[str], nodes: int, tasks_per
         gpus_per_node=cluster.gpus_per_node,
         exclusive=True,
         mem="0",
-        time=_as_time(cluster.hours),
+        time=slurm_time(cluster.hours),
         signal=f"B:USR1@{cluster.warn_s:.0f}",
         # NeMo-Run puts the experiment's folder in the place of /nemo_run, and shows the log* that it finds there.
         additional_parameters={"output": "/nemo_run/log-%x_%j.out", "open_mode": "append"},
-        env_vars={name: shlex.quote(value) for name, value in told.items()},
+        env_vars={name: shlex.quote(value) for name, value in job_environment(config).items()},
         job_name_prefix="megatron-dppo.",
-        setup_lines=EXEC_JOB.format(folder=shlex.quote(str(Path.cwd())), job=shlex.join([str(JOB), *words])),
+        setup_lines=EXEC_JOB.format(enter=enter_folder(), job=shlex.join([str(JOB), *words])),
         tunnel=run.LocalTunnel(job_dir=str(Path(run.config.get_nemorun_home(), "experiments"))),
         packager=run.Packager(),
         launcher=None,
     )
-
-
-def ranks_per_node(config: Config) -> int:
-    """Ranks on each actor node: a GPU each, but for those of the servers that the run itself starts there.
-
-    Raises:
-        UserError: none are left.
-    """
-    cluster, reserved = config.cluster, gpus_to_reserve(config.rollout)
-    left = cluster.gpus_per_node - reserved
-    if left < 1 or (reserved and cluster.nodes > 1):
-        problem = f"the servers of rollout.launch take {reserved} GPUs of the first of {cluster.nodes} nodes"
-        remedy = "Give servers nodes of their own: cluster.server_nodes, with rollout.servers=slurm"
-        raise UserError("cluster.gpus_per_node", cluster.gpus_per_node, problem, remedy)
-    return left
-
-
-def servers_per_node(config: Config) -> int:
-    """Servers on each server node, as many as its GPUs are enough for.
-
-    Raises:
-        UserError: for not a single one.
-    """
-    gpus, tp = config.cluster.gpus_per_node, config.rollout.launch.tp
-    if not isinstance(tp, int) or tp > gpus:
-        problem = f"a server has to have {tp} GPUs on one node, which has {gpus}"
-        raise UserError("rollout.launch.tp", tp, problem, "Give one number, at most cluster.gpus_per_node")
-    return gpus // tp
-
-
-def _as_time(hours: float) -> str:
-    minutes = max(round(60 * hours), 1)
-    return f"{minutes // 60:02}:{minutes % 60:02}:00"
 
 
 def _nemo_run() -> Any:

@@ -81,12 +81,14 @@ def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
         )
     stage, of_experts = layout.tp * layout.cp * dp, layout.expert_tp * layout.ep
     if stage % of_experts:
-        name = "ep" if layout.ep > 1 else "etp"
+        name, other = ("ep", layout.expert_tp) if layout.ep > 1 else ("etp", layout.ep)
+        possible = [size for size in range(1, getattr(layout, name)) if stage % (size * other) == 0]
+        lower = f", or layout.{name} to {' or '.join(map(str, possible))}" if possible else ""
         raise UserError(
             f"layout.{name}",
             getattr(layout, name),
             f"needs a multiple of {of_experts} ranks in a pipeline stage (layout.ep x layout.etp), which has {stage}: "
             f"{layout_text(replace(layout, dp=dp))}",
-            f"Set layout.dp to a multiple of {layout.least_ranks // model}, or lower layout.{name}",
+            f"Set layout.dp to a multiple of {layout.least_ranks // model}{lower}",
         )
     return replace(layout, dp=dp)

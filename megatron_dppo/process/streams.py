@@ -1,13 +1,52 @@
-"""Standard output and error for a run that goes on when nobody reads them any more."""
+"""Standard output and error: for a run that goes on when nobody reads them any more, and for terminals that have no
+more letters than ASCII."""
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import TextIO
+
+IN_ASCII = {
+    "█": "#", "■": "#", "─": "-", "–": "-", "—": "-", "−": "-", "━": "-", "│": "|", "×": "x", "·": ".", "…": "...",
+    "⏎": "/", "→": "->", "✓": "+", "✗": "x", "‖": "||", "Δ": "d", "π": "pi", "’": "'",
+}  # fmt: skip
+"""What stands for the signs that we print."""
+PLAIN = "megatron_dppo.plain"
+COERCED = ("C.UTF-8", "C.utf8", "UTF-8")
+"""What Python sets LC_CTYPE to in a C locale (PEP 538)."""
+
+
+def _plainly(error: UnicodeError) -> tuple[bytes, int]:
+    """Our signs in ASCII, anything else in the bytes of UTF-8, as files have it."""
+    assert isinstance(error, UnicodeEncodeError)
+    letters = error.object[error.start : error.end]
+    said = "".join(IN_ASCII.get(letter, letter) for letter in letters)
+    return said.encode("utf-8", errors="backslashreplace"), error.end
+
+
+codecs.register_error(PLAIN, _plainly)
+
+
+def speaks_ascii(environ: Mapping[str, str]) -> bool:
+    """Whether the locale is C or POSIX: ``LC_ALL`` says so, or else ``LC_CTYPE``, or else ``LANG``."""
+    ctype = environ.get("LC_CTYPE", "")
+    plain = environ.get("LC_ALL") or ("" if ctype in COERCED else ctype) or environ.get("LANG", "")
+    return plain in ("C", "POSIX")
+
+
+def speak_plainly() -> None:
+    """From now on, standard output and error have what the locale of the terminal can show."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            encoding = "ascii" if speaks_ascii(os.environ) else stream.encoding
+            if not encoding.lower().startswith("utf"):
+                stream.reconfigure(encoding=encoding, errors=PLAIN)
 
 
 class _Stream(io.FileIO):
@@ -67,6 +106,7 @@ def _outliving(stream: TextIO | None, descriptor: int) -> TextIO:
             return stream
         stream.flush()
     buffered = io.BufferedWriter(_Stream(descriptor))
-    encoding = getattr(stream, "encoding", None) or "utf-8"
+    encoding = "ascii" if speaks_ascii(os.environ) else getattr(stream, "encoding", None) or "utf-8"
+    errors = "backslashreplace" if encoding.lower().startswith("utf") else PLAIN
     by_line = descriptor == 2 or os.isatty(descriptor)
-    return io.TextIOWrapper(buffered, encoding, errors="backslashreplace", line_buffering=by_line)
+    return io.TextIOWrapper(buffered, encoding, errors=errors, line_buffering=by_line)

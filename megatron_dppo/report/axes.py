@@ -54,9 +54,10 @@ def around(values: Floats, *, form: Form, low: float | None = None, high: float 
 def _round_numbers(axis: Axis, wanted: int) -> list[float]:
     least = (axis.high - axis.low) / wanted
     power = 10.0 ** floor(log10(least))
-    step = next(power * mantissa for mantissa in (1.0, 2.0, 2.5, 5.0, 10.0) if power * mantissa >= least * 0.999)
-    if axis.form == "count":
-        step = max(step, 1.0)
+    steps = [power * mantissa for mantissa in (1.0, 2.0, 2.5, 5.0, 10.0)]
+    if axis.form == "count":  # nothing lies between whole numbers
+        steps = [step for step in steps if step.is_integer()] or [1.0]
+    step = next((step for step in steps if step >= least * 0.999), steps[-1])
     slack = 1e-9 * step
     return [i * step for i in range(ceil((axis.low - slack) / step), floor((axis.high + slack) / step) + 1)]
 

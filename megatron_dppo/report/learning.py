@@ -68,6 +68,11 @@ def learning(runs: Sequence[Run]) -> Section:
         "around an accuracy is its 95% interval (Wilson's, over the held-out problems), where their number is known; "
         "of more than three runs there are only lines."
     )
+    if len(runs) > 1 and any(run.setting("pruning.prompts.rule") not in (None, "none") for run in runs):
+        lead += (
+            " Rewards of these runs are not comparable: a run that prunes prompts chooses those whose rewards are "
+            "averaged. Held-out accuracies are: the same problems are asked, whatever is pruned."
+        )
     return Section("learning", "Reward and accuracy", lead, [*parts, *_by_file(runs)])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
@@ -23,7 +24,7 @@ from megatron_dppo.report.learning import learning, packs, signs, wilson
 from megatron_dppo.report.pruning import prunes, pruning
 from megatron_dppo.report.run import Run, read_runs
 from megatron_dppo.report.tables import benchmarks, options, sample_answers
-from megatron_dppo.report.timing import race, timing
+from megatron_dppo.report.timing import Race, race, timing
 from megatron_dppo.rl.types import Floats
 
 
@@ -46,23 +47,38 @@ def report(folders: Sequence[Path], out: Path, *, png: Path | None = None, price
         price: of one GPU for one hour; None: each run's ``cluster.price_per_gpu_hour``.
 
     Raises:
-        UserError: for a folder that is none of a run, and for a page that is a folder.
+        UserError: for a folder that is none of a run, and for a page that is a folder or cannot be written.
     """
     if out.is_dir():
         raise UserError("--out", out, "is a folder", "Name a file in it, report.html perhaps")
     runs = read_runs(folders)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing_file(out) as partial:
-        # An answer may hold half of a surrogate pair, which UTF-8 has no bytes for.
-        partial.write_text(page(runs, price), encoding="utf-8", errors="replace")
+    text = page(runs, price)
+    with _writing("--out", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing_file(out) as partial:
+            # An answer may hold half of a surrogate pair, which UTF-8 has no bytes for.
+            partial.write_text(text, encoding="utf-8", errors="replace")
     print(f"report               {out}")
     if png is not None:
         from megatron_dppo.report.pictures import draw_pictures
 
-        png.mkdir(parents=True, exist_ok=True)
-        for run in runs:
-            draw_pictures(run, png, prefix=f"{run.name.replace('/', '-')}-", title=run.name)
+        with _writing("--png", png):
+            png.mkdir(parents=True, exist_ok=True)
+            for run in runs:
+                draw_pictures(run, png, prefix=f"{run.name.replace('/', '-')}-", title=run.name)
         print(f"pictures             {png}")
+
+
+@contextmanager
+def _writing(option: str, place: Path) -> Iterator[None]:
+    """What cannot be written there is the user's to mend."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror or error}"
+        raise UserError(
+            option, place, problem, f"Name a place that you may write to: {option} /tmp/{place.name}"
+        ) from None
 
 
 def page(runs: Sequence[Run], price: float | None = None) -> str:
@@ -79,7 +95,8 @@ def page(runs: Sequence[Run], price: float | None = None) -> str:
     return environment.from_string(text).render(
         runs=runs,
         headlines=[(run, _what(run), _state(run), list(_figures(run))) for run in runs],
-        outcome=race(runs),
+        outcome=(outcome := race(runs)),
+        measured=list(_measured(outcome)) if outcome else [],
         sections=sections,
         palette=Markup(_css()),
         style=Markup(style),
@@ -117,6 +134,19 @@ def _state(run: Run) -> str:
     if step >= last or not run.config:
         return ""
     return f"not at its end: step {step:,} of {last:,}, last written {run.written:%Y-%m-%d %H:%M}"
+
+
+def _measured(outcome: Race) -> Iterator[Figure]:
+    """What was measured of runs is written larger than any estimate: each of them over the first one."""
+    of = {"a step": outcome.pace}
+    if outcome.target is not None:
+        of[f"to {say(outcome.target, 'share')}"] = outcome.reached
+    for what, seconds in of.items():
+        first, *others = seconds
+        for name in others:
+            if seconds[first]:
+                value = say(seconds[name] / seconds[first], "times")
+                yield Figure(f"{what}, measured", value, f"{name}'s time over {first}'s")
 
 
 def _figures(run: Run) -> Iterator[Figure]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dppo.data.tokenizer import without_chat_marks
 from megatron_dppo.report.parts import Folded, Note, Part, SampleAnswer, SampleAnswers, SampleProblem, Section, Table
 from megatron_dppo.report.run import Record, Run, default_of, is_number
 from megatron_dppo.settings import settings, short
@@ -29,7 +30,8 @@ def sample_answers(runs: Sequence[Run]) -> Section:
     for run in runs:
         for row in _evenly([row for row in run.answers if row.get("answers")]):
             for shown in row["answers"]:
-                of_run = found.setdefault((shown["prompt"], shown["label"]), {}).setdefault(run.number, [])
+                prompt = without_chat_marks(shown["prompt"])
+                of_run = found.setdefault((prompt, shown["label"]), {}).setdefault(run.number, [])
                 of_run.append(SampleAnswer(int(row["step"]), _clipped(shown["answer"]), shown["correct"]))
     problems = [
         SampleProblem(prompt, label, [(runs[i].name, runs[i].colour, of_run) for i, of_run in by_run.items()])

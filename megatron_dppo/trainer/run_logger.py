@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config import Config
+from megatron_dppo.data.tokenizer import without_chat_marks
 from megatron_dppo.evaluation.evaluate import Evaluation, read_answers, record_answers
 from megatron_dppo.observe.console import Console, LengthGate
 from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics
@@ -141,5 +142,5 @@ def _answers(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    joined = " ⏎ ".join(text.strip().splitlines())
+    joined = " ⏎ ".join(without_chat_marks(text).splitlines())
     return joined if len(joined) <= WIDEST else f"…{joined[1 - WIDEST :]}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.data.tokenizer import Tokenizer, pad_token_id, stop_token_ids
+from megatron_dppo.data.tokenizer import Tokenizer, pad_token_id, stop_token_ids, without_chat_marks
 from megatron_dppo.errors import UserError
 
 
@@ -19,6 +19,15 @@ def test_generation_config_names_the_stops_before_config(tmp_path: Path, tokeniz
     assert stop_token_ids(tmp_path, tokenizer) == (7,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9], "pad_token_id": 3}))
     assert stop_token_ids(tmp_path, tokenizer) == (8, 9)
+
+
+def test_people_are_shown_a_prompt_without_the_marks_of_its_template() -> None:
+    rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2 <|x|> 3?<|im_end|>\n"
+    assert without_chat_marks(rendered + "<|im_start|>assistant\n<think>\n\n</think>\n\n") == (
+        "Be brief.\nWhat is 2 <|x|> 3?"
+    )
+    assert without_chat_marks("<think>\nso\n</think>\n5 <|im_end|>") == "<think>\nso\n</think>\n5"
+    assert without_chat_marks(" 2+3=\n") == "2+3="
 
 
 @pytest.mark.parametrize(

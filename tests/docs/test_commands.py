@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.docs.documents import all_commands
+from tests.docs.documents import DOCUMENTS, ROOT, all_commands, text_of
 from tests.docs.sandbox import Sandbox
-from tests.docs.ways import WAYS, is_run_elsewhere, typed_in, way_of
+from tests.docs.ways import NOT_RUN, WAYS, is_run_elsewhere, typed_in, way_of
 
 MAIN = typed_in("main")
 
@@ -31,6 +33,28 @@ def test_no_way_is_left_over() -> None:
 
 def test_what_is_run_elsewhere_is_run_there() -> None:
     assert [way.commands for way in WAYS if way.suite == "elsewhere" and not is_run_elsewhere(way)] == []
+
+
+def test_what_is_run_nowhere_says_so_on_its_line_and_nothing_else_does() -> None:
+    lines = [line for document in DOCUMENTS for line in text_of(document).splitlines()]
+    marked = {line.removesuffix(NOT_RUN).strip() for line in lines if line.endswith(NOT_RUN)}
+    nowhere = {text for texts in typed_in("nowhere").values() for text in texts}
+    assert nowhere and marked == nowhere
+
+
+def test_the_image_s_versions_are_the_page_s_and_those_of_the_tested_servers() -> None:
+    image, page = (ROOT / "docker/Dockerfile").read_text(), text_of("docs/gpu.md")
+    listed = (ROOT / "tests/servers/requirements-sglang.txt").read_text()
+    pinned = dict(re.findall(r"^ARG (\w+)=(\S+)$", image, re.MULTILINE))
+    for package, text in (("torch", page), ("nvidia-nccl-cu13", page), ("sglang", listed), ("sglang-router", listed)):
+        version = pinned[package.removeprefix("nvidia-").removesuffix("-cu13").replace("-", "_").upper()]
+        assert f"{package}=={version}" in text
+        assert f"{package}=={version}" in page
+    assert f'"transformer-engine[pytorch]=={pinned["TRANSFORMER_ENGINE"]}"' in page
+    for command in re.findall(r"^RUN (.*?[^\\])$", image, re.MULTILINE | re.DOTALL):
+        subprocess.run(["bash", "-n", "-c", command], check=True)
+    copied = (ROOT / "docker/Dockerfile.dockerignore").read_text().split()
+    assert all((ROOT / name[1:]).exists() for name in copied if name.startswith("!"))
 
 
 def test_every_page_with_commands_is_read() -> None:

@@ -32,8 +32,9 @@ class Way:
 
     commands: str
     """A regular expression of the whole command."""
-    suite: Literal["main", "servers", "slurm", "elsewhere"] = "main"
-    """``servers`` and ``slurm`` are marked so, and live beside the tests of these; ``elsewhere`` see ``by``."""
+    suite: Literal["main", "servers", "slurm", "elsewhere", "nowhere"] = "main"
+    """``servers`` and ``slurm`` are marked so, and live beside the tests of these; ``elsewhere`` see ``by``; what runs
+    ``nowhere`` is said to, on its line, by :data:`NOT_RUN`."""
     append: str = ""
     replace: Mapping[str, str] = field(default_factory=dict)
     by: tuple[str, str] = ("", "")
@@ -49,6 +50,7 @@ class Way:
 
 
 CI = ".ci/run"
+NOT_RUN = "# not run here"
 PLACEHOLDERS = {"CONFIG": "configs/quickstart.yaml"}
 EVALUATED = f"{LAYOUT} rollout.max_response_tokens=8 --problems 2"
 TEST_ONLY = {"sbatch ": "sbatch --test-only "}
@@ -84,6 +86,11 @@ WAYS = (
         by=("tests/servers/test_nccl.py", "--no-deps nvidia"),
     ),
     Way(r"pip install --no-build-isolation \"\.\[gpu\]\"", append="--no-deps --dry-run"),
+    Way(r"hf download .*", append="--help"),  # which first refuses what it does not know
+    Way(r"docker .*|git clone .*|cp -r data/qwen/.*|python3\.12 -m venv .*", "nowhere"),
+    Way(r"pip install (torch==|--no-build-isolation \"transformer-engine).*", "nowhere"),
+    Way(r"megatron-dppo train configs/qwen3_4b_math\.yaml --check", replace={" --check": ""}, append=CHECKED),
+    Way(r"megatron-dppo train configs/qwen3_4b_math\.yaml rollout\.launch\.command=\S+", append=CHECKED),
     # Policies, and what trains them.
     Way(r"megatron-dppo init \S+ --tokenizer (arithmetic|bpe .*)"),
     Way(r"megatron-dppo init runs/moe/policy .*"),
@@ -122,6 +129,8 @@ WAYS = (
     Way(r"megatron-dppo report runs/quickstart runs/second .*", replace={"runs/second": "runs/unpruned"}),
     Way(r"megatron-dppo report .*"),
     # Checkpoints.
+    Way(r"megatron-dppo export runs/quickstart \S+ --card"),
+    Way(r"megatron-dppo export .* --push .*", "nowhere"),
     Way(r"python \w+\.py"),
     Way(r"python from_python\.py 60", replace={" 60": " 1"}),
     Way(r"python -c '.*'"),
@@ -158,7 +167,7 @@ WAYS = (
         replace={"--nproc-per-node 8 --nnodes 4 --rdzv-backend c10d --rdzv-endpoint node1:29500": "--nproc-per-node 2"},
         append=f"{SMALL} layout.tp=2",
     ),
-    Way(r"megatron-dppo launch \S+ --executor slurm --dry-run", "slurm"),
+    Way(r"megatron-dppo launch \S+ --executor slurm --dry-run( > job\.sh)?", "slurm"),
     Way(r"megatron-dppo launch \S+ --executor slurm", "slurm", append="--dry-run"),
     Way(r"megatron-dppo serve CONFIG", "elsewhere", by=("megatron_dppo/launch/job.sh", "megatron_dppo serve")),
 )

@@ -10,7 +10,7 @@ from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import FUSED, feed_forward_elements, held_bytes, parameters_of, rank_elements
-from megatron_dppo.estimate.plan import with_settings
+from megatron_dppo.estimate.remedies import with_settings
 from megatron_dppo.estimate.time import exchange_seconds, forward_pass
 from megatron_dppo.estimate.workload import place
 from megatron_dppo.models.shape import PUBLISHED

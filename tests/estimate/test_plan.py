@@ -17,7 +17,8 @@ from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GPUS, Assumptions, read_assumptions
 from megatron_dppo.estimate.memory import actor_memory, parameters_of, rank_elements, resident_bytes, shape_of
-from megatron_dppo.estimate.plan import Plan, as_json, make_plan, with_settings
+from megatron_dppo.estimate.plan import Plan, as_json, make_plan
+from megatron_dppo.estimate.remedies import nodes_of, with_settings
 from megatron_dppo.estimate.report import as_text
 from megatron_dppo.estimate.workload import Lengths, Setup, Work, place, work_of
 from megatron_dppo.models.shape import PUBLISHED
@@ -26,6 +27,7 @@ from megatron_dppo.settings import load_config
 ROOT = Path(__file__).parents[2]
 LARGE = str(ROOT / "configs" / "qwen3_32b_dppo.yaml")
 SMALL = str(ROOT / "configs" / "qwen3_4b_math.yaml")
+EXPERTS = str(ROOT / "configs" / "qwen3_235b_a22b_dppo.yaml")
 
 
 def of(*overrides: str, file: str = LARGE) -> Config:
@@ -72,7 +74,7 @@ def test_ranks_hold_the_policy_between_them(name: str) -> None:
     assert 0 <= held - together - copied < 0.003 * together
 
 
-@pytest.mark.parametrize("words", ["Qwen/Qwen3-32B", "models/Qwen3-30B-A3B-Base", "/x/Qwen3-4B-Instruct-2507"])
+@pytest.mark.parametrize("words", ["Qwen/Qwen3-32B", "models/Qwen3-30B-A3B-Base", "/x/Qwen3-4B-Instruct-2507-FP8"])
 def test_a_published_model_is_known_by_its_name(words: str) -> None:
     assert shape_of(words).hidden in (5120, 2048, 2560)
 
@@ -162,12 +164,56 @@ def test_what_is_proposed_for_a_run_that_does_not_fit_makes_it_fit(overrides: tu
         assert make_plan(changed, made.assumptions).fits, change
         for key in change:  # nothing is proposed that is not needed
             fewer = {name: value for name, value in change.items() if name != key}
-            if key.partition(".")[2] != "sequence_parallel" and "launch" not in key:
-                assert not make_plan(with_settings(made.config, fewer), made.assumptions).fits
+            less = with_settings(made.config, fewer)
+            fair = nodes_of(less) <= nodes_of(changed) and "launch" not in key
+            if fair and key.partition(".")[2] != "sequence_parallel":
+                assert not make_plan(less, made.assumptions).fits
 
 
 def test_a_run_that_fits_has_nothing_proposed() -> None:
-    assert plan().fits and plan().remedies == []
+    assert plan().fits and plan().remedies == [] and plan().closest is None
+
+
+def test_more_nodes_are_proposed_only_where_nothing_helps_on_those_there_are() -> None:
+    made = plan("cluster.nodes=1", "layout.pp=1")
+    assert [nodes_of(with_settings(made.config, change)) for change in made.remedies] == [5] * len(made.remedies)
+    made = plan("cluster.nodes=4", "cluster.server_nodes=4", "layout.ep=4", file=EXPERTS)
+    assert made.remedies == [{"cluster.nodes": 16}]
+    assert ", on 20 nodes in place of 8)" in "\n".join(as_text(made))
+
+
+def test_layers_that_no_power_of_two_divides_are_cut_with_fewer_at_the_ends() -> None:
+    one_stage = ("layout.pp=1", "layout.first_stage_layers=null", "layout.last_stage_layers=null")
+    made = plan(*one_stage, "layout.cp=1", file=EXPERTS)
+    assert {"layout.pp": 4, "layout.first_stage_layers": 23, "layout.last_stage_layers": 23} in made.remedies
+
+
+def test_where_nothing_helps_it_is_said_what_comes_closest_and_what_heads_layers_and_experts_allow() -> None:
+    one = ("cluster.nodes=1", "cluster.server_nodes=1", "layout.ep=1", "layout.cp=1", "layout.tp=1")
+    made = plan(*one, "layout.sequence_parallel=false", "cluster.gpu=a100-40", file=EXPERTS)
+    assert made.remedies == [] and made.closest is not None
+    for change in ({"cluster.nodes": 8}, {"cluster.nodes": 8, "layout.ep": 8}, made.closest.change):
+        changed = make_plan(with_settings(made.config, change), made.assumptions)
+        assert changed.actor.lack >= made.closest.lack > 0.0
+    assert changed.actor.lack == made.closest.lack, "what is said of the last of them, the closest"
+    text = "\n".join(as_text(made))
+    for words in ("Nothing that was tried helps", "4 key-value heads", "94 layers", "128 experts", "1 node"):
+        assert words in text
+
+
+def test_a_run_that_does_not_fit_has_no_times() -> None:
+    servers = ("cluster.server_nodes=0", "rollout.servers=[]", "rollout.launch.count=4", "rollout.ahead=0")
+    shared = ("rollout.colocated=true", "rollout.sync.transport=disk", "cluster.nodes=1", "layout.pp=1", "layout.tp=1")
+    made = plan(*servers, *shared, "layout.sequence_parallel=false", "rollout.launch.tp=2")
+    text, found = "\n".join(as_text(made)), json.loads(json.dumps(as_json(made)))
+    assert not made.server.fits and "GiB, and the trainer leaves no room on its GPU" in text
+    assert (
+        "There are no times of a run that does not fit." in text
+        and "GPU-hours" not in text
+        and "generation" not in text
+    )
+    assert all(found[name] is None for name in ("pruned", "unpruned", "cost", "cost_unpruned", "speed_up", "levers"))
+    assert f"{made.actor.total / 2**30:.1f} of 79.2 GiB" in text
 
 
 @pytest.mark.parametrize(
@@ -271,7 +317,11 @@ def test_hours_and_money_are_seconds_times_gpus_times_the_price() -> None:
     made = plan("cluster.price_per_gpu_hour=2.5", "run.steps=300")
     assert made.cost.gpu_hours == pytest.approx(made.pruned.seconds * 300 * 64 / 3600)
     assert made.cost.money == pytest.approx(2.5 * made.cost.gpu_hours)
+    saved = made.cost_unpruned.money - made.cost.money if made.cost_unpruned.money else 0.0
+    assert f"At 2.50 for an hour of a GPU they cost {made.cost.money:,.0f}, " in (text := "\n".join(as_text(made)))
+    assert f"pruning saves {saved:,.0f}." in text
     assert plan().cost.money is None
+    assert "Set cluster.price_per_gpu_hour to see what they cost." in as_text(plan())
 
 
 def test_faster_machines_take_less_time() -> None:

@@ -40,6 +40,7 @@ def answers(name: str, problems: list[list[bool | None]], majority: float | None
             "sample": sample,
             "label": str(number),
             "correct": correct,
+            "reward": None if correct is None else 2.0 * correct - 1.0,
             "tokens": sample + 1,
             "finish": "length" if sample == 2 else "stop",
             "majority": majority,
@@ -59,6 +60,7 @@ def test_scores_are_counted_by_hand() -> None:
     assert found["pass@k"]["2"]["value"] == pytest.approx((2 / 3 + 1 + 0) / 3)
     assert found["pass@k"]["4"]["value"] == 0.5, "of the two problems with four scored answers"
     assert found["majority"]["value"] == 1.0
+    assert found["mean_reward"]["value"] == pytest.approx((-1 / 3 + 1 - 1) / 3), "of what was scored, and no share"
     assert found["mean_length"] == {"value": 2.5, "low": 2.5, "high": 2.5}
     assert found["truncated"]["value"] == 0.25
     one_token_each = score(by_benchmark(answers("own", [[True]] * 5))["own"])
@@ -78,7 +80,7 @@ def test_nothing_scored_is_null_in_json_and_a_dash_for_people() -> None:
 def test_the_table_has_a_line_for_each_benchmark_and_says_what_its_intervals_are() -> None:
     rows = [*answers("gsm8k", [[True, True], [True, False]]), *answers("minerva", [[False, False]])]
     lines = table({name: score(problems) for name, problems in by_benchmark(rows).items()}, 2)
-    assert lines[0].split() == ["benchmark", "problems", "avg@2", "pass@2", "maj@2", "tokens", "cut", "off"]
+    assert lines[0].split() == ["benchmark", "problems", "avg@2", "pass@2", "maj@2", "reward", "tokens", "cut", "off"]
     assert lines[1].split()[:3] == ["gsm8k", "2", "75.0%"]
     assert lines[2].split()[:5] == ["minerva", "1", "0.0%", "[0.0,", "97.5]"]
     assert "95% interval" in lines[3]

@@ -1,7 +1,8 @@
-"""A run whose log nobody reads any more goes on."""
+"""A run whose log nobody reads any more goes on; on a terminal of ASCII it says the same in ASCII."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +47,38 @@ def test_a_run_outlives_an_output_that_takes_nothing(how: str, tmp_path: Path) -
     assert ended.returncode == 5, ended.stderr
     assert (tmp_path / "file").read_text() == "went on"
     assert "Traceback" not in ended.stderr
+
+
+SHOWS = """
+from rich.console import Console
+from rich.table import Table
+from megatron_dppo.process.streams import outlive_readers, speak_plainly
+if "rank" in __import__("sys").argv:
+    outlive_readers()
+speak_plainly()
+table = Table("step")
+table.add_row("1 – ⏎ █ né")
+Console().print(table)
+"""
+
+
+@pytest.mark.parametrize(
+    ("as_a", "locale", "row"),
+    [
+        ("command", {"LANG": "C"}, "| 1 - / # n\xc3\xa9 |"),
+        ("rank", {"LANG": "C"}, "| 1 - / # n\xc3\xa9 |"),
+        ("rank", {"LC_ALL": "POSIX"}, "| 1 - / # n\xc3\xa9 |"),
+        ("rank", {"LANG": "C.UTF-8"}, "│ 1 – ⏎ █ né │"),
+        ("command", {}, "│ 1 – ⏎ █ né │"),
+        ("command", {"PYTHONIOENCODING": "latin-1", "LANG": "C.UTF-8"}, "| 1 - / # n\xe9 |"),
+    ],
+    ids=str,
+)
+def test_a_terminal_of_ascii_is_shown_no_other_signs(as_a: str, locale: dict[str, str], row: str) -> None:
+    environ = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ} | locale
+    command = [sys.executable, "-c", SHOWS, as_a]
+    shown = subprocess.run(command, env=environ, capture_output=True, timeout=60, check=True).stdout
+    expected = row.encode("latin-1") if row.startswith("|") else row.encode()
+    assert expected in shown.splitlines(), shown
+    letters = shown.decode("utf-8", errors="replace").replace("é", "").replace("\ufffd", "")
+    assert letters.isascii() == row.startswith("|")

@@ -16,6 +16,7 @@ from hypothesis import given
 from megatron_dppo.report.axes import Axis, around, duration, say, smooth, spread, thin
 from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.learning import learning, wilson
+from megatron_dppo.report.page import page
 from megatron_dppo.report.parts import Note, Plots
 from megatron_dppo.report.run import Run, read_runs
 from megatron_dppo.report.timing import Race, race
@@ -126,6 +127,9 @@ def test_a_race_is_to_what_all_have_reached(tmp_path: Path) -> None:
     assert outcome is not None
     assert (outcome.target, dict(outcome.reached)) == (0.6, {"fast": 2.0, "slow": 3.0})
     assert "slow 3.0 s, 1.50 times as long" in outcome.said()
+    shown = page(read_runs([tmp_path / "fast", tmp_path / "slow"]))
+    for title, ratio in (("a step, measured", "3.00×"), ("to 60.0%, measured", "1.50×")):
+        assert f"<dt>{title}</dt><dd><b>{ratio}</b> <span>slow&#39;s time over fast&#39;s</span>" in shown
     stuck = race(read_runs([tmp_path / "fast", run("stuck", 1.0, [0.05, 0.0, 0.0])]))
     assert stuck is not None and stuck.target is None
     assert race(read_runs([tmp_path / "fast"])) is None
@@ -248,6 +252,8 @@ def test_ticks_are_few_distinct_and_on_the_axis(low: float, width: float, form: 
 def test_ticks_read_as_people_write_numbers() -> None:
     assert [word for _, word in Axis(0.0, 1.0, "share").ticks(4)] == ["0%", "25%", "50%", "75%", "100%"]
     assert [word for _, word in Axis(1.0, 60.0, "count").ticks(5)] == ["20", "40", "60"]
+    assert [word for _, word in Axis(0.0, 9.0, "count").ticks(4)] == ["0", "5"], "no step is half done"
+    assert [word for _, word in Axis(0.0, 90.0, "count").ticks(4)] == ["0", "25", "50", "75"]
     assert [word for _, word in Axis(1e-7, 1e-4, log=True).ticks(4)] == ["1e−7", "1e−6", "1e−5", "1e−4"]
     assert [word for _, word in Axis(0.0, 3e6, "count").ticks(3)] == ["0", "1M", "2M", "3M"]
 

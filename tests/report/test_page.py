@@ -78,6 +78,22 @@ def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     assert "a 2.0 s; b 2.0 s, 1.00 times as long" in shown.text
 
 
+def test_rewards_of_runs_that_choose_their_prompts_are_said_to_be_incomparable(tmp_path: Path) -> None:
+    words = "Rewards of these runs are not comparable: a run that prunes prompts chooses"
+    pruned = write_run(tmp_path / "pruned")
+    whole = [write_run(tmp_path / name, pruning=UNPRUNED) for name in "ab"]
+    assert words in write(whole[0], pruned).text
+    assert words not in write(pruned).text and words not in write(*whole).text
+
+
+def test_a_page_that_cannot_be_written_says_so_and_where_it_could_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, pictures in ((tmp_path / "file/report.html", None), (tmp_path / "report.html", tmp_path / "file/png")):
+        with pytest.raises(UserError, match=r"cannot be written: (File exists|Not a directory)") as caught:
+            report([write_run(tmp_path / "run")], place, png=pictures)
+        assert caught.value.setting == ("--png" if pictures else "--out")
+
+
 def test_secrets_among_the_settings_stay_at_home(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name) for name in ("a", "b")]
     for run, token in zip(runs, ("hunter2", "swordfish"), strict=True):
@@ -330,7 +346,7 @@ def test_a_page_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.Mon
     out.write_text("old")
     run = write_run(tmp_path / "run")
     monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError))
-    with pytest.raises(OSError):
+    with pytest.raises(UserError, match="cannot be written"):
         report([run], out)
     assert out.read_text() == "old"
 

@@ -1,4 +1,4 @@
-"""One run as a NeMo-Run experiment: on this machine, on a real Slurm, and as a script to read."""
+"""One run as a NeMo-Run experiment, on this machine and on a real Slurm; and the same job as a script for sbatch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.launch.nemo_run import JOB
 from tests.runs import rows
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.jobs import ENDED, ROOT, WAIT_S, Job, Submitter, one_sglang_server
@@ -78,17 +77,23 @@ def test_told_to_stop_it_saves_and_goes_on_in_its_next_start(submit: Submitter, 
     assert f"requeued: {run}: {saved} of 100000 steps are done" in job.text()
 
 
-def test_a_dry_run_prints_the_script_that_slurm_would_get(submit: Submitter, tmp_path: Path) -> None:
-    done = launch(tmp_path / "nemo", submit.cluster, "configs/qwen3_32b_dppo.yaml", *ON_SLURM[:2], "--dry-run")
-    assert done.returncode == 0, done.stderr
-    lines = [line.strip() for line in done.stdout.splitlines()]
-    for component in ("--nodes=4", "--gpus-per-node=8"):
-        assert lines.count(f"#SBATCH {component}") == 2
-    assert lines.index("#SBATCH --ntasks-per-node=8") < lines.index("#SBATCH hetjob")
-    assert lines.index("#SBATCH hetjob") < lines.index("#SBATCH --ntasks-per-node=1")
-    assert {"#SBATCH --time=24:00:00", "#SBATCH --signal=B:USR1@600", "#SBATCH --open-mode=append"} <= set(lines)
-    assert lines.count(f"exec bash {JOB} configs/qwen3_32b_dppo.yaml") == 1
-    assert not submit.cluster.call("squeue", "-h").stdout
+def test_the_script_of_a_dry_run_is_taken_and_run_as_it_is(submit: Submitter, tmp_path: Path) -> None:
+    def script(*words: str) -> str:
+        done = launch(tmp_path / "nemo", submit.cluster, *words, "--dry-run")
+        assert done.returncode == 0 and not (tmp_path / "nemo").exists(), done.stderr
+        (tmp_path / "job.sh").write_text(done.stdout)
+        return str(tmp_path / "job.sh")
+
+    large = script("configs/qwen3_32b_dppo.yaml", *ON_SLURM[:2])
+    judged = submit.cluster.call("sbatch", "--test-only", large)
+    assert judged.returncode == 0 and " to start at " in judged.stderr, judged.stderr
+    run, settings = submit.settings("run", f"run.steps={STEPS}", "layout.tp=2")
+    sent = submit.cluster.call("sbatch", "--parsable", f"--output={tmp_path}/log", script(*settings, *ON_SLURM))
+    assert sent.returncode == 0, sent.stderr
+    job = Job(submit.cluster, int(sent.stdout), tmp_path / "log", run)
+    assert job.wait() == 0, job.text()
+    assert f"done: {run}: {STEPS} of {STEPS} steps are done" in job.text()
+    assert len(rows(run)) == STEPS
 
 
 def test_a_machine_without_slurm_is_told_so(tmp_path: Path) -> None:

@@ -1,0 +1,163 @@
+"""A model card, made from what a run has written: what it began from, what it was trained on, and what it came to.
+
+A card is for the public. It has the names of files and never their places, and of the settings only those that say what
+the policy is a result of: no host, no account, no environment and no command line of a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import PurePath
+from typing import Any
+
+import yaml
+
+from megatron_dppo import __version__
+from megatron_dppo.models.shape import PUBLISHED
+from megatron_dppo.observe.summary import summarise
+from megatron_dppo.report.axes import say
+from megatron_dppo.report.learning import wilson
+from megatron_dppo.report.run import Record, Run, default_of
+from megatron_dppo.settings import settings, short
+from megatron_dppo.trainer.resume import PLACES
+
+SHOWN = ("run.seed", "run.steps", "model.", "layout.", "data.", "reward.function", "loss.", "pruning.", "pack.",
+         "optimizer.", "rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.temperature",
+         "rollout.max_response_tokens", "rollout.ahead", "rollout.allocation.")  # fmt: skip
+"""Settings that a card may tell."""
+TAG = "megatron-dppo"
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
+
+
+def model_card(run: Run, *, step: int, name: str) -> str:
+    """The text of ``README.md``, for a checkpoint of a run.
+
+    Args:
+        run: whose checkpoint it is.
+        step: that the checkpoint was saved after. What was measured later is left out.
+        name: of the model.
+    """
+    base, data = _base(run), _name(run.setting("data.train"))
+    head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if "/" in base:
+        head["base_model"] = base
+    head["tags"] = ["reinforcement-learning", "dynamic-pruning-policy-optimization", TAG]
+    lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", f"# {name}", ""]
+    what = f"`{base}`, trained for {step:,} steps of reinforcement learning on `{data}` with megatron_dppo."
+    lines += [f"{what} Objective: `{run.setting('loss.name')}`. {_pruning(run)}", ""]
+    sections = {
+        "Held-out accuracy": _accuracy(run, step),
+        "Training": _training(run, step),
+        "Settings that differ from the defaults": _settings(run),
+        "Versions": _versions(),
+    }
+    for title, body in sections.items():
+        lines += [f"## {title}", "", *(list(body) or ["Nothing was recorded."]), ""]
+    return "\n".join(lines)
+
+
+def _base(run: Run) -> str:
+    """What the run began from: the hub's name of a published Qwen3, or else the name of its folder."""
+    name = _name(run.setting("model.path"))
+    return f"Qwen/{name}" if name.lower().startswith(tuple(PUBLISHED)) else name
+
+
+def _name(place: Any) -> str:
+    return PurePath(str(place or "")).name or "(not recorded)"
+
+
+def _pruning(run: Run) -> str:
+    rules = {level: run.setting(f"pruning.{level}.rule") for level in ("prompts", "completions")}
+    parts = [f"{level} by `{rule}`" for level, rule in rules.items() if rule != "none"]
+    return f"Pruning: {', '.join(parts)}." if parts else "Nothing was pruned."
+
+
+def _until(run: Run, step: int) -> list[Record]:
+    """The rows that were written before the checkpoint was."""
+    return [row for row in run.rows if step >= row["step"]]
+
+
+def _accuracy(run: Run, step: int) -> Iterator[str]:
+    """Before training, and at the last evaluation up to the checkpoint's step."""
+    rows = _until(run, step)
+    names = sorted({key for row in rows for key in row if key == "eval/accuracy" or key.startswith("eval/")})
+    names = [key for key in names if key == "eval/accuracy" or key.removeprefix("eval/") in run.problems]
+    if not names:
+        return
+    yield "| held-out problems | number | before | after |"
+    yield "|---|---|---|---|"
+    for key in names:
+        values = [(row["step"], row[key]) for row in rows if key in row]
+        count = run.held_out if key == "eval/accuracy" else run.problems[key.removeprefix("eval/")]
+        what = _held_out(run, key)
+        (_, before), (last, after) = values[0], values[-1]
+        yield f"| {what} | {count or ''} | {say(before, 'share')} | {_sure(after, count)} (step {last:,.0f}) |"
+    yield ""
+    yield "In brackets Wilson's 95% interval over the problems, where their number is known."
+
+
+def _held_out(run: Run, key: str) -> str:
+    if key != "eval/accuracy":
+        return key.removeprefix("eval/")
+    asked = run.setting("data.eval")
+    files = list(asked.values()) if isinstance(asked, dict) else [asked] if asked else []
+    names = [*map(_name, files), *run.setting("eval.benchmarks")]
+    return ", ".join(names) or f"{_name(run.setting('data.train'))}, held out"
+
+
+def _sure(share: float, of: int | None) -> str:
+    if not of:
+        return say(share, "share")
+    low, high = wilson(share, of)
+    return f"{say(share, 'share')} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _training(run: Run, step: int) -> Iterator[str]:
+    found = summarise(_until(run, step))
+    if not found["steps"]:
+        return
+    yield f"- {found['generated_tokens']:,} tokens generated, {found['trained_tokens']:,} trained on, prompts included"
+    if (prompts := found["kept_prompt_fraction"]) is not None and (tokens := found["kept_token_fraction"]) is not None:
+        yield f"- {prompts:.0%} of the prompts were rolled out, and {tokens:.0%} of their tokens trained on"
+    ranks = run.mean("perf/ranks")
+    on = f" on {ranks:.0f} ranks" if ranks else ""
+    yield f"- {found['seconds']:,.0f} s in steps and evaluations{on}"
+    for changed in sorted({change.key for _, of in run.changes for change in of if change.key.startswith(SHOWN)}):
+        yield f"- `{changed}` was changed on the way; what stands below is its last value"
+
+
+def _settings(run: Run) -> Iterator[str]:
+    differ = {
+        key: value
+        for key in settings()
+        if key.startswith(SHOWN) and (value := run.setting(key)) != default_of(key) and value is not None
+    }
+    if not differ:
+        return
+    yield "| setting | value |"
+    yield "|---|---|"
+    for key, value in differ.items():
+        text = " ".join(short(_without_places(key, value)).split()).replace("|", "\\|")
+        yield f"| `{key}` | `{text}` |"
+
+
+def _without_places(key: str, value: Any) -> Any:
+    """Names in the place of paths."""
+    if isinstance(value, dict):
+        return {name: _without_places(key, of) for name, of in value.items()}
+    if isinstance(value, list):
+        return [_without_places(key, of) for of in value]
+    if not isinstance(value, str):
+        return value
+    named = key in PLACES or key.endswith(".function") or value.startswith(("/", "~", "."))
+    return _name(value) if named or ("/" in value and " " not in value) else value
+
+
+def _versions() -> Iterator[str]:
+    yield f"- megatron-dppo {__version__}"
+    for package in PACKAGES:
+        try:
+            yield f"- {package} {version(package)}, where the card was written"
+        except PackageNotFoundError:
+            continue
