@@ -28,6 +28,11 @@ EVAL_FLAGS = {
 """Options of ``eval``: the setting that each is short for, what its value is called, and its meaning."""
 
 
+OF_COMPRESS = {
+    "compress fit": "fit the law of recovery to curves",
+    "compress predict": "say by that law what a smaller policy will lose, and what recovers it",
+}
+"""Commands of two words."""
 MODEL = "Hugging Face directory, run, or checkpoint of a run (default: the model of CONFIG)"
 
 
@@ -47,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    if " ".join(arguments[:2]) in OF_COMPRESS:
+        arguments = [" ".join(arguments[:2]), *arguments[2:]]
     parser = _parser(options_of=arguments[:1])
     chosen, rest = parser.parse_known_args(arguments)
     # argparse takes no positional after an option: overrides that stand there come back as the rest
@@ -66,6 +73,11 @@ def _run_alone(chosen: argparse.Namespace) -> int:
         from megatron_dppo.compress.command import compress
 
         compress(chosen)
+        return 0
+    if chosen.command in OF_COMPRESS:
+        from megatron_dppo.compress.law_command import fit_law, predict
+
+        {"compress fit": fit_law, "compress predict": predict}[chosen.command](chosen)
         return 0
     if chosen.command == "doctor":
         from megatron_dppo.doctor import doctor
@@ -183,6 +195,12 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
         from megatron_dppo.compress.command import add_compress_arguments
 
         add_compress_arguments(compress)
+    for command, what in OF_COMPRESS.items():
+        of = commands.add_parser(command, help=what, description=what[0].upper() + what[1:] + ".")
+        if command in options_of:
+            from megatron_dppo.compress.law_command import add_fit_arguments, add_predict_arguments
+
+            {"compress fit": add_fit_arguments, "compress predict": add_predict_arguments}[command](of)
     doctor = commands.add_parser("doctor", help="show what is installed and what will be used")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -96,7 +96,9 @@ def compress(chosen: argparse.Namespace) -> None:
     cut = choose(model, shape, scored, recipe, say=say)
     losses = _losses(model, cut, others or scored)
     done = {name: getattr(recipe, name) for name in ("method", "score", "keep", "seed")}
-    record = {**done, "from": str(chosen.source), "layers": cut.layers, "zero_attention": cut.silenced, **losses}
+    weights = {"weights_before": parameters(shape), "weights_after": parameters(cut.shape(shape))}
+    parts = {"layers": cut.layers, "zero_attention": cut.silenced}
+    record = {**done, "from": str(chosen.source), **parts, **weights, **losses}
     with in_place(chosen.out) as draft:
         with progress_bar("writing", plan.total_bytes) as advance:
             work = {"record": record, "workers": chosen.workers, "advance": advance}
