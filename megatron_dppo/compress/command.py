@@ -21,6 +21,7 @@ from megatron_dppo.compress.absence import as_cut, mean_loss
 from megatron_dppo.compress.calibration import Batch, batches, draw, read_sequences
 from megatron_dppo.compress.choose import NO_CALIBRATION, SCORES, Recipe, choose
 from megatron_dppo.compress.cut import Cut
+from megatron_dppo.compress.reader import Whole
 from megatron_dppo.compress.surgery import write_cut
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
@@ -93,7 +94,7 @@ def compress(chosen: argparse.Namespace) -> None:
         None if recipe.score == "random" and not scored and not chosen.verify else _load(chosen.source, shape, dtype)
     )
     say = partial(print, file=sys.stderr, flush=True)
-    cut = choose(model, shape, scored, recipe, say=say)
+    cut = choose(Whole(model, shape, scored), shape, recipe, say=say)
     losses = _losses(model, cut, others or scored)
     done = {name: getattr(recipe, name) for name in ("method", "score", "keep", "seed")}
     weights = {"weights_before": parameters(shape), "weights_after": parameters(cut.shape(shape))}
