@@ -51,7 +51,7 @@ def measure() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--keep", type=float, default=0.75)
     parser.add_argument("--recover", default="depth:shapley-loss", metavar="METHOD:SCORE")
-    parser.add_argument("--out", type=Path, help="where policies and runs are kept; otherwise they are not")
+    parser.add_argument("--out", type=Path, help="where policies and runs are kept, and not made again")
     parser.add_argument("--tiny", action="store_true", help="see whether it runs: its figures mean nothing")
     arguments = parser.parse_args()
     if arguments.tiny:
@@ -73,7 +73,7 @@ def measure() -> None:
 
 def of_seed(folder: Path, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Everything that is measured of one policy."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     config = ArithmeticConfig(**SUMS, eval_problems=arguments.problems, seed=seed)
     trained, held_out = make_sums(config)
     write_calibration(folder / "calibration.jsonl", trained)
@@ -87,11 +87,11 @@ def of_seed(folder: Path, arguments: argparse.Namespace, seed: int) -> dict[str,
         for score in scores:
             losses = []
             for draw in range(DRAWS if score == "random" else 1):
-                out = folder / f"{method}:{score}"
+                out = folder / (f"{method}:{score}" + f"-{draw}" * (draw > 0))
                 compress(whole, out, arguments.keep, method, score, seed=1000 * draw + seed)
                 record = json.loads((out / "compress.json").read_text())
                 losses.append(record["loss_after"])
-            found["losses"][out.name] = mean(losses)
+            found["losses"][f"{method}:{score}"] = mean(losses)
             found["loss_whole"] = record["loss_before"]
     small = folder / arguments.recover
     found["recovery"] = curve(small, arguments, seed, held_out)
@@ -156,9 +156,11 @@ def run(*words: Any) -> None:
 
 def compress(source: Path, out: Path, keep: float, method: str, score: str, *, seed: int) -> None:
     """By the calibration data beside the policy."""
+    if out.exists():
+        return
     words = ["--zero-attention"] if method == "2ssp" else []
     run("compress", source, out, "--keep", keep, "--method", method, "--score", score, "--multiple", 8, "--seed", seed,
-        "--calibrate", source.with_name("calibration.jsonl"), "--overwrite", *words)  # fmt: skip
+        "--calibrate", source.with_name("calibration.jsonl"), *words)  # fmt: skip
 
 
 def write_calibration(file: Path, trained: list[Sum]) -> None:
@@ -167,6 +169,8 @@ def write_calibration(file: Path, trained: list[Sum]) -> None:
 
 
 def init(out: Path, hidden: int, layers: int, ffn: int, seed: int) -> None:
+    if out.exists():
+        return
     run("init", out, "--hidden", hidden, "--layers", layers, "--ffn", ffn, "--head-dim", hidden // 4, "--seed", seed,
         "--init-std", 0.05)  # fmt: skip
 
@@ -185,7 +189,8 @@ def sft(start: Path, out: Path, steps: int, seed: int) -> float:
         "layout.tp": 1,
         **{f"data.arithmetic.{name}": value for name, value in sums.items()},
     }
-    run("sft", "configs/quickstart.yaml", *(f"{name}={value}" for name, value in settings.items()))
+    if not out.exists():
+        run("sft", "configs/quickstart.yaml", *(f"{name}={value}" for name, value in settings.items()))
     rows = (out.with_name(f"{out.name}-run") / "sft-log" / "metrics.jsonl").read_text().splitlines()
     return sum(json.loads(row)["train/tokens"] for row in rows)
 

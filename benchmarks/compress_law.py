@@ -3,8 +3,7 @@
     python benchmarks/compress_law.py [--json] [--widths 48 64 96 128] [--keeps 0.75 0.5 0.25] [--out DIR]
 
 A policy of each width learns written-out sums by ``sft``, loses layers (``shapley-loss``), and is trained on by
-``sft`` on other sums. ``megatron-dppo compress fit`` then reads the losses of all these recoveries. What stands in
-``--out`` is not made again.
+``sft`` on other sums. ``megatron-dppo compress fit`` then reads the losses of all these recoveries.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def measure() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--widths", type=int, nargs="+", default=[48, 64, 96, 128])
     parser.add_argument("--keeps", type=float, nargs="+", default=[0.75, 0.5, 0.25])
-    parser.add_argument("--out", type=Path, help="where policies and runs are kept; otherwise they are not")
+    parser.add_argument("--out", type=Path, help="where policies and runs are kept, and not made again")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = arguments.out or Path(name)
@@ -46,16 +45,14 @@ def of_width(folder: Path, width: int, keeps: list[float]) -> list[Path]:
     place = folder / str(width)
     place.mkdir(parents=True, exist_ok=True)
     whole = place / "whole"
-    if not whole.exists():
-        write_calibration(place / "calibration.jsonl", make_sums(ArithmeticConfig(**SUMS, seed=1))[0])
-        init(place / "fresh", width, 4, 2 * width, 1)
-        sft(place / "fresh", whole, WHOLE, 1)
+    write_calibration(place / "calibration.jsonl", make_sums(ArithmeticConfig(**SUMS, seed=1))[0])
+    init(place / "fresh", width, 4, 2 * width, 1)
+    sft(place / "fresh", whole, WHOLE, 1)
     recovered = []
     for keep in keeps:
         small, out = place / f"{keep:g}", place / f"{keep:g}-recovered"
-        if not out.exists():
-            compress(whole, small, keep, "depth", "shapley-loss", seed=1)
-            sft(small, out, RECOVERY, 2)
+        compress(whole, small, keep, "depth", "shapley-loss", seed=1)
+        sft(small, out, RECOVERY, 2)
         recovered.append(out)
     return recovered
 

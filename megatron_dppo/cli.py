@@ -59,11 +59,11 @@ def _run(arguments: Sequence[str]) -> int:
     # argparse takes no positional after an option: overrides that stand there come back as the rest
     if rest and ("settings" not in chosen or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return _run_settings(chosen, [*chosen.settings, *rest]) if "settings" in chosen else _run_alone(chosen)
+    return _run_settings(chosen, [*chosen.settings, *rest]) if "settings" in chosen else _run_alone(chosen, arguments)
 
 
-def _run_alone(chosen: argparse.Namespace) -> int:
-    """A command that reads no run's settings."""
+def _run_alone(chosen: argparse.Namespace, words: Sequence[str]) -> int:
+    """A command that reads no run's settings; ``words`` are those of the command line."""
     if chosen.command == "init":
         from megatron_dppo.init import init_from_arguments
 
@@ -72,8 +72,7 @@ def _run_alone(chosen: argparse.Namespace) -> int:
     if chosen.command == "compress":
         from megatron_dppo.compress.command import compress
 
-        compress(chosen)
-        return 0
+        return compress(chosen, words)
     if chosen.command in OF_COMPRESS:
         from megatron_dppo.compress.law_command import fit_law, predict
 
