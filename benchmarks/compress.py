@@ -92,7 +92,7 @@ def of_seed(folder: Path, arguments: argparse.Namespace, seed: int) -> dict[str,
                 record = json.loads((out / "compress.json").read_text())
                 losses.append(record["loss_after"])
             found["losses"][f"{method}:{score}"] = mean(losses)
-            found["loss_whole"] = record["loss_before"]
+            found.setdefault("loss_whole", record["loss_before"])
     small = folder / arguments.recover
     found["recovery"] = curve(small, arguments, seed, held_out)
     shape, scratch = read_shape(small), folder / "scratch"

@@ -90,6 +90,9 @@ def fit_law(chosen: argparse.Namespace) -> None:
     with replacing_file(chosen.out) as partial:
         partial.write_text(json.dumps(law, indent=1) + "\n", encoding="utf-8")
     print("\n".join(_fit_text(law)))
+    if below := int((points.loss < points.whole).sum()):
+        why = "forms with L0 end above it, and fit only what is being recovered, not what is newly learned"
+        print(f"{below} of {len(points)} points have a loss below the whole policy's: {why}")
     print(f"{chosen.out}: give it to `megatron-dppo compress predict`")
 
 

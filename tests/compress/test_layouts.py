@@ -25,11 +25,12 @@ from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.ranks import RankPool
 
 DENSE = {
+    "tp2": LayoutConfig(tp=2, dp=1),
     "tp2 sp": LayoutConfig(tp=2, dp=1, sequence_parallel=True),
     "pp2 vpp2": LayoutConfig(pp=2, vpp=2, dp=1),
     "cp2": LayoutConfig(cp=2, dp=1),
 }
-EXPERTS = {"ep2 dp2": LayoutConfig(ep=2, dp=2), "pp2": LayoutConfig(pp=2, dp=1)}
+EXPERTS = {"ep2 dp2": LayoutConfig(ep=2, dp=2)}
 CUT = Cut((0, 1, 2, 3), neurons=(tuple(range(7, 70)),) * 4, silenced=(1,))
 GROUPS = Cut((0, 2, 3), groups=((1,),) * 4)
 MOST = 15
