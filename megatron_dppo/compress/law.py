@@ -277,7 +277,7 @@ def held_out(points: Points) -> dict[str, NDArray[np.bool_]]:
 
 def held_out_error(
     form: Form, points: Points, held: NDArray[np.bool_], *, draws: int, seed: int
-) -> dict[str, float | tuple[float, float]] | None:
+) -> dict[str, float | tuple[float, float] | None] | None:
     """Mean |log L̂ − log L| of points that the fit has not seen, with its interval over curves drawn anew for the fit.
 
     None: what is left cannot tell the coefficients apart.
@@ -291,4 +291,4 @@ def held_out_error(
 
     estimate = fit(form, seen, seed=seed)
     drawn = [error(each) for each in bootstrap(form, seen, estimate, draws=draws, seed=seed)]
-    return {"error": error(estimate), "interval": interval(drawn) if drawn else (np.nan, np.nan)}
+    return {"error": error(estimate), "interval": interval(drawn) if drawn else None}

@@ -110,10 +110,10 @@ def _fit_text(law: Mapping[str, Any]) -> list[str]:
         "",
         "mean error of log-losses that a fit has not seen:",
     ]
-    lines.append(f"{'form':14s}{'slopes apart':>14s}" + "".join(f"{title:>26s}" for title in HELD.values()))
+    lines.append(f"{'form':14s}{'slopes apart':>14s}" + "".join(f"{title:>28s}" for title in HELD.values()))
     for name, of in law["forms"].items():
         cells = [_share(of["held_out"][what]) for what in HELD]
-        lines.append(f"{name:14s}{of['slope_difference']:14.3g}" + "".join(f"{cell:>26s}" for cell in cells))
+        lines.append(f"{name:14s}{of['slope_difference']:14.3g}" + "".join(f"{cell:>28s}" for cell in cells))
     lines += ["", f"{law['form']}: {law['forms'][law['form']]['formula']}"]
     for key, value in law["coefficients"].items():
         low, high = law["intervals"].get(key, (np.nan, np.nan))
@@ -124,8 +124,8 @@ def _fit_text(law: Mapping[str, Any]) -> list[str]:
 def _share(error: Mapping[str, Any] | None) -> str:
     if error is None:
         return "-"
-    low, high = error["interval"]
-    return f"{error['error']:.2%} [{low:.2%}, {high:.2%}]"
+    bounds = ", ".join(f"{bound:.1%}" for bound in error["interval"] or ())
+    return f"{error['error']:.1%} [{bounds}]"
 
 
 def add_predict_arguments(parser: argparse.ArgumentParser) -> None:
