@@ -29,6 +29,11 @@ EVAL_FLAGS = {
 """Options of ``eval``: the setting that each is short for, what its value is called, and its meaning."""
 
 
+OF_COMPRESS = {
+    "compress fit": "fit the law of recovery to curves",
+    "compress predict": "say by that law what a smaller policy will lose, and what recovers it",
+}
+"""Commands of two words."""
 MODEL = "Hugging Face directory, run, or checkpoint of a run (default: the model of CONFIG)"
 
 
@@ -49,16 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    if " ".join(arguments[:2]) in OF_COMPRESS:
+        arguments = [" ".join(arguments[:2]), *arguments[2:]]
     parser = _parser(options_of=arguments[:1])
     chosen, rest = parser.parse_known_args(arguments)
     # argparse takes no positional after an option: overrides that stand there come back as the rest
     if rest and ("settings" not in chosen or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return _run_settings(chosen, [*chosen.settings, *rest]) if "settings" in chosen else _run_alone(chosen)
+    return _run_settings(chosen, [*chosen.settings, *rest]) if "settings" in chosen else _run_alone(chosen, arguments)
 
 
-def _run_alone(chosen: argparse.Namespace) -> int:
-    """A command that reads no run's settings."""
+def _run_alone(chosen: argparse.Namespace, words: Sequence[str]) -> int:
+    """A command that reads no run's settings; ``words`` are those of the command line."""
     if chosen.command == "init":
         from megatron_dppo.init import init_from_arguments
 
@@ -67,7 +74,11 @@ def _run_alone(chosen: argparse.Namespace) -> int:
     if chosen.command == "compress":
         from megatron_dppo.compress.command import compress
 
-        compress(chosen)
+        return compress(chosen, words)
+    if chosen.command in OF_COMPRESS:
+        from megatron_dppo.compress.law_command import fit_law, predict
+
+        {"compress fit": fit_law, "compress predict": predict}[chosen.command](chosen)
         return 0
     if chosen.command == "export":
         from megatron_dppo.export import export
@@ -195,6 +206,12 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
         from megatron_dppo.export import add_export_arguments
 
         add_export_arguments(export)
+    for command, what in OF_COMPRESS.items():
+        of = commands.add_parser(command, help=what, description=what[0].upper() + what[1:] + ".")
+        if command in options_of:
+            from megatron_dppo.compress.law_command import add_fit_arguments, add_predict_arguments
+
+            {"compress fit": add_fit_arguments, "compress predict": add_predict_arguments}[command](of)
     doctor = commands.add_parser("doctor", help="show what is installed and what will be used")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -1376,6 +1376,72 @@ MUTANTS = [
         "sparsity",
         "compress/test_cut.py",
     ),
+    Mutant(
+        "compress/shards: a sequence's norm is that of its part on a rank",
+        "if self._group is not None:  # a sequence's norm is of all its tokens",
+        "if False:",
+        "compress/test_layouts.py -k dense",
+    ),
+    Mutant(
+        "compress/shards: the first rank's tokens on every rank",
+        "(each.chunk(tp)[self._world.tp_rank] for each in (sequence, last))",
+        "(each.chunk(tp)[0] for each in (sequence, last))",
+        "compress/test_layouts.py -k dense",
+    ),
+    Mutant(
+        "compress/shards: tokens that several ranks have count each time",
+        "if not self._sequence_parallel and self._world.tp_rank > 0:",
+        "if False:",
+        "compress/test_layouts.py -k dense",
+    ),
+    Mutant(
+        "compress/shards: all units are the first rank's",
+        "row.chunk(self._world.layout.tp)[tp_rank] if kind in cut else row",
+        "row.chunk(self._world.layout.tp)[0] if kind in cut else row",
+        "compress/test_layouts.py -k dense",
+    ),
+    Mutant(
+        "compress/shards: the loss of one replica",
+        "[part for of_rank in world.gather(mine) for part in of_rank]",
+        "world.gather(mine)[0]",
+        "compress/test_layouts.py -k experts",
+    ),
+    Mutant(
+        "compress/law: squares where the law takes absolute values",
+        "np.minimum(1.0, huber / np.maximum(np.abs(residual), 1e-300))",
+        "np.ones_like(residual)",
+        "compress/test_law.py -k wild_points",
+    ),
+    Mutant(
+        "compress/law: constants in the units of the fit",
+        "log = values[constant] + sum(values[exponent] * self.means[name]",
+        "log = values[constant] - sum(values[exponent] * self.means[name]",
+        "compress/test_law.py -k give_back",
+    ),
+    Mutant(
+        "compress/law: the fit sees what is held out",
+        "seen, unseen = points.take(~held), points.take(held)",
+        "seen, unseen = points, points.take(held)",
+        "compress/test_law.py -k held_out",
+    ),
+    Mutant(
+        "compress/law: points drawn anew instead of curves",
+        "np.concatenate([places[n] for n in rng.choice(numbers, len(numbers))])",
+        "np.arange(len(points))",
+        "compress/test_law.py -k intervals",
+    ),
+    Mutant(
+        "compress/law: slopes over the first step",
+        "apart.append(np.abs(np.diff(predicted[of]) - np.diff(points.loss[of])) / steps)",
+        "apart.append(np.abs(np.diff(predicted[of]) - np.diff(points.loss[of])) / steps[0])",
+        "compress/test_law.py -k slopes",
+    ),
+    Mutant(
+        "compress/law: a token costs the same at any size",
+        "time = (1 - grid) * (chosen.run_tokens + along)",
+        "time = chosen.run_tokens + along",
+        "compress/test_law.py -k foretells",
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""A policy without some of its parts, and what their absence costs: leave-one-out values, and greedy removal."""
+"""A policy without some of its parts, and what the absence of each of its layers costs."""
 
 from __future__ import annotations
 
@@ -92,20 +92,3 @@ def leave_one_out(model: Any, batches: Sequence[Batch], distance: Distance) -> l
             else:
                 totals[block] += float((absent - whole).norm(dim=-1).sum())
     return [total / count for total in totals]
-
-
-def remove_greedily(
-    model: Any, batches: Sequence[Batch], count: int, part: Part, *, say: Callable[[str], None]
-) -> list[int]:
-    """The layers whose block or attention is removed, one after the other, each time that which leaves the least
-    perplexity: 2SSP's second stage (2501.17771) where ``part`` is attention."""
-    removed: list[int] = []
-    for turn in range(count):
-        losses = {}
-        for layer in set(range(len(model.model.layers))) - set(removed):
-            gone = [*removed, layer]
-            with without(model, blocks=gone) if part == "block" else without(model, attention=gone):
-                losses[layer] = mean_loss(model, batches)
-        removed.append(min(losses, key=lambda layer: (losses[layer], layer)))
-        say(f"{part} {removed[-1]} removed, {turn + 1} of {count}: loss {losses[removed[-1]]:.4f}")
-    return removed

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from megatron_dppo.compress.absence import as_cut, leave_one_out, remove_greedily
-from megatron_dppo.compress.activity import measure_activity
-from megatron_dppo.compress.calibration import Batch
 from megatron_dppo.compress.cut import Cut, attentions_to_remove, groups_left, highest, layers_left, width_left
+from megatron_dppo.compress.reader import Reader, remove_greedily
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
@@ -94,58 +91,46 @@ class Recipe:
         return Cut(everything, neurons=(tuple(range(width)),) * shape.num_layers, silenced=everything[:gone])
 
 
-def choose(
-    model: Any, shape: PolicyShape, batches: Sequence[Batch], recipe: Recipe, *, say: Callable[[str], None]
-) -> Cut:
+def choose(reader: Reader, shape: PolicyShape, recipe: Recipe, *, say: Callable[[str], None]) -> Cut:
     """Score a policy's parts and keep the best.
 
     Args:
-        model: transformers' causal language model of ``shape``.
-        batches: calibration sequences.
+        reader: the policy, with calibration sequences; ``random`` asks nothing of it.
         say: is told what goes, as it is known.
     """
     sizes = recipe.sizes(shape)
     if recipe.method == "depth":
-        return Cut(_layers(model, shape, batches, recipe, len(sizes.layers), say))
+        return Cut(_layers(reader, shape, recipe, len(sizes.layers), say))
     if sizes.groups is not None:
-        scores = (
-            _random((shape.num_layers, shape.kv_heads), recipe.seed)
-            if recipe.score == "random"
-            else measure_activity(model, shape, batches).groups
-        )
+        if recipe.score == "random":
+            scores = _random((shape.num_layers, shape.kv_heads), recipe.seed)
+        else:
+            scores = reader.activity().groups
         return Cut(sizes.layers, groups=_best(scores, len(sizes.groups[0])))
     assert sizes.neurons is not None
-    cut = Cut(sizes.layers, neurons=_best(_neurons(model, shape, batches, recipe), len(sizes.neurons[0])))
+    cut = Cut(sizes.layers, neurons=_best(_neurons(reader, shape, recipe), len(sizes.neurons[0])))
     if not sizes.silenced:
         return cut
-    with as_cut(model, cut):  # the second stage sees what the first has left
-        removed = remove_greedily(model, batches, len(sizes.silenced), "attention", say=say)
+    with reader.as_cut(cut):  # the second stage sees what the first has left
+        removed = remove_greedily(reader, len(sizes.silenced), "attention", say=say)
     return Cut(cut.layers, cut.neurons, silenced=tuple(sorted(removed)))
 
 
-def _neurons(model: Any, shape: PolicyShape, batches: Sequence[Batch], recipe: Recipe) -> torch.Tensor:
+def _neurons(reader: Reader, shape: PolicyShape, recipe: Recipe) -> torch.Tensor:
     """[L, feed-forward width] the score of each neuron."""
-    if recipe.score == "random":
-        return _random((shape.num_layers, shape.ffn), recipe.seed)
-    layers = [layer.mlp for layer in model.model.layers]
-    if recipe.score == "magnitude":  # of the neuron's two rows and its column
-        squares = [
-            sum(
-                weight.double().square().sum(1)
-                for weight in (m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight.T)
-            )
-            for m in layers
-        ]
-        return torch.stack([square.detach().sqrt().cpu() for square in squares])
-    activity = measure_activity(model, shape, batches)
-    if recipe.score == "activation":
-        return activity.neurons
-    columns = torch.stack([m.down_proj.weight.detach().double().abs().sum(0).cpu() for m in layers])
-    return columns * activity.inputs  # Wanda's |W_ij| · ‖x_j‖₂, summed over the outputs i
+    match recipe.score:
+        case "random":
+            return _random((shape.num_layers, shape.ffn), recipe.seed)
+        case "magnitude":
+            return reader.weights_of_neurons()[0].sqrt()
+        case "activation":
+            return reader.activity().neurons
+    # Wanda's |W_ij| · ‖x_j‖₂, summed over the outputs i
+    return reader.weights_of_neurons()[1] * reader.activity().inputs
 
 
 def _layers(
-    model: Any, shape: PolicyShape, batches: Sequence[Batch], recipe: Recipe, left: int, say: Callable[[str], None]
+    reader: Reader, shape: PolicyShape, recipe: Recipe, left: int, say: Callable[[str], None]
 ) -> tuple[int, ...]:
     """The layers that stay."""
     number = shape.num_layers
@@ -153,13 +138,13 @@ def _layers(
         case "random":
             return highest(_random((number,), recipe.seed).tolist(), left)
         case "greedy":
-            removed = remove_greedily(model, batches, number - left, "block", say=say)
+            removed = remove_greedily(reader, number - left, "block", say=say)
             return tuple(sorted(set(range(number)) - set(removed)))
         case "shapley-loss":
-            return highest(leave_one_out(model, batches, "loss"), left)
+            return highest(reader.leave_one_out("loss"), left)
         case "shapley-logits":
-            return highest(leave_one_out(model, batches, "logits"), left)
-    activity = measure_activity(model, shape, batches)
+            return highest(reader.leave_one_out("logits"), left)
+    activity = reader.activity()
     match recipe.score:
         case "in-a-row":  # those over which the residual stream turns least (2403.17887)
             starts = range(left + 1)

@@ -49,14 +49,14 @@ LOST = re.compile(
 """What libraries say where the other end of a connection has gone."""
 
 
-def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = None) -> int:
+def rank_main(job: str | Callable[[Config], None], config: Config, *, first: Callable[[], None] | None = None) -> int:
     """Run a job as one rank of the process group that the environment describes. Returns the exit code.
 
     With more than one rank a failing rank does not return but ends its process: there may be no way out through a
     collective that others hang in.
 
     Args:
-        job: a key of ``JOBS``, or ``module:function``.
+        job: a function, ``module:function``, or a key of ``JOBS``.
         config: what the job is given.
         first: called before it; its errors are reported in the same way.
     """
@@ -70,8 +70,7 @@ def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = No
     try:
         if first is not None:
             first()
-        module, _, function = JOBS.get(job, job).partition(":")
-        getattr(importlib.import_module(module), function)(config)
+        _function(job)(config)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # torch's errors of distributed checkpoints are no Exceptions
@@ -81,6 +80,14 @@ def rank_main(job: str, config: Config, *, first: Callable[[], None] | None = No
     if code and int(os.environ["WORLD_SIZE"]) > 1:
         os._exit(code)
     return code
+
+
+def _function(job: str | Callable[[Config], None]) -> Callable[[Config], None]:
+    if not isinstance(job, str):
+        return job
+    module, _, name = JOBS.get(job, job).partition(":")
+    function: Callable[[Config], None] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def set_environment(config: Config) -> None:
@@ -140,13 +147,18 @@ def _name() -> str:
     return f"rank {os.environ['RANK']} of {size}" if size > 1 else "the run"
 
 
-def main(job: str, config: str) -> int:
-    """A rank that our own launcher started; what is wrong with the configuration was found there."""
+def obey_launcher() -> None:
+    """End when a signal says so, and with our own launcher, if it started this rank."""
     # A rank in a collective never gets to run Python's handler; and the launcher says what a signal meant.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     if LAUNCHER in os.environ:
         die_with(int(os.environ[LAUNCHER]))
+
+
+def main(job: str, config: str) -> int:
+    """A rank that our own launcher started; what is wrong with the configuration was found there."""
+    obey_launcher()
     return rank_main(job, load_config(config, ()))
 
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import latest_step
@@ -16,7 +16,7 @@ from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.first_failure import MARKER, FirstFailure
 from megatron_dppo.launch.processes import run_ranks
-from megatron_dppo.launch.rank import LAUNCHER, rank_main, set_environment
+from megatron_dppo.launch.rank import LAUNCHER, obey_launcher, rank_main, set_environment
 from megatron_dppo.parallel.layout import layout_text, resolve_layout
 from megatron_dppo.parallel.meeting import LOOPBACK
 from megatron_dppo.process.lock import refuse_if_held
@@ -45,6 +45,33 @@ def run(command: Command, config: Config) -> int:
         os.environ.update(_alone())
         return rank_main(command, config)
     return start_ranks(command, config, ranks)
+
+
+def run_again(words: Sequence[str], config: Config, job: Callable[[Config], None]) -> int:
+    """:func:`run` for a command of more than settings: each rank is this command anew, and comes here again.
+
+    Args:
+        words: of the command line.
+        config: of which the layout, and what else a rank's environment depends on, is read.
+        job: what a rank does.
+    """
+    outlive_readers()
+    if srun_started(os.environ):
+        os.environ.update(torch_environment(os.environ))
+    set_environment(config)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        obey_launcher()
+        return rank_main(job, config)
+    ranks = ranks_of(config.layout)
+    if ranks == 1:
+        os.environ.update(_alone())
+        return rank_main(job, config)
+    with tempfile.TemporaryDirectory(prefix="megatron-dppo-") as folder:
+        marker = Path(folder, "failure")
+        command = [sys.executable, "-m", "megatron_dppo", *words]
+        return run_ranks(
+            command, {**os.environ, **_for_ranks(ranks, marker)}, ranks, FirstFailure(marker), lambda: None
+        )
 
 
 def ranks_to_start(command: Command, config: Config) -> int:

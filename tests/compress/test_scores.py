@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.compress.absence import leave_one_out, mean_loss, remove_greedily, without
+from megatron_dppo.compress.absence import leave_one_out, mean_loss, without
 from megatron_dppo.compress.activity import measure_activity
 from megatron_dppo.compress.calibration import Batch
 from megatron_dppo.compress.choose import SCORES, Recipe, choose
+from megatron_dppo.compress.reader import Whole, remove_greedily
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.models.shape import read_shape
 
@@ -31,6 +32,10 @@ def written_out_loss(model: Any, answers: list[WorkedAnswer]) -> float:
         first = len(answer.prompt_ids)
         losses += [-logprobs[place - 1, ids(answer)[0, place]] for place in range(first, ids(answer).shape[1])]
     return float(torch.stack(losses).mean())
+
+
+def whole(model: Any, policy: Path, read: list[Batch]) -> Whole:
+    return Whole(model, read_shape(policy), read)
 
 
 def shortened(model: Any, layer: int) -> Any:
@@ -84,10 +89,10 @@ def test_activity_is_that_of_loops_over_sequences_and_tokens(
 def test_a_left_out_layer_costs_what_the_shortened_model_loses(
     model: Any, answers: list[WorkedAnswer], read: list[Batch]
 ) -> None:
-    whole = written_out_loss(model, answers)
-    assert mean_loss(model, read) == pytest.approx(whole, rel=1e-9)
+    present = written_out_loss(model, answers)
+    assert mean_loss(model, read) == pytest.approx(present, rel=1e-9)
     short = [shortened(model, layer) for layer in range(4)]
-    expected = [written_out_loss(each, answers) - whole for each in short]
+    expected = [written_out_loss(each, answers) - present for each in short]
     assert leave_one_out(model, read, "loss") == pytest.approx(expected, rel=1e-7)
     for layer, value in enumerate(leave_one_out(model, read, "logits")):
         apart = [
@@ -95,13 +100,13 @@ def test_a_left_out_layer_costs_what_the_shortened_model_loses(
             for a in answers
         ]
         assert value == pytest.approx(float(torch.cat(apart).norm(dim=1).mean()), rel=1e-9)
-    assert mean_loss(model, read) == pytest.approx(whole, rel=1e-12), "the policy is as it was"
+    assert mean_loss(model, read) == pytest.approx(present, rel=1e-12), "the policy is as it was"
 
 
 @torch.no_grad()
-def test_greedy_removal_takes_what_costs_least_each_time(model: Any, read: list[Batch]) -> None:
+def test_greedy_removal_takes_what_costs_least_each_time(model: Any, policy: Path, read: list[Batch]) -> None:
     said: list[str] = []
-    removed = remove_greedily(model, read, 3, "attention", say=said.append)
+    removed = remove_greedily(whole(model, policy, read), 3, "attention", say=said.append)
     with without(model, attention=removed):
         assert said[-1].endswith(f"3 of 3: loss {mean_loss(model, read):.4f}"), "all three are gone together"
     kept_out: list[int] = []
@@ -129,7 +134,7 @@ def test_a_useless_neuron_is_found(model: Any, policy: Path, read: list[Batch], 
         for name in ("gate_proj", "up_proj"):
             getattr(layer.mlp, name).weight[17] = 1e-6
         layer.mlp.down_proj.weight[:, 17] = 1e-6
-    cut = choose(model, read_shape(policy), read, Recipe("width", score, 0.99, multiple=1), say=str)
+    cut = choose(whole(model, policy, read), read_shape(policy), Recipe("width", score, 0.99, multiple=1), say=str)
     assert cut.neurons is not None and all(17 not in kept for kept in cut.neurons)
 
 
@@ -137,7 +142,7 @@ def test_a_useless_neuron_is_found(model: Any, policy: Path, read: list[Batch], 
 def test_a_useless_group_of_heads_is_found(model: Any, policy: Path, read: list[Batch]) -> None:
     for number, layer in enumerate(model.model.layers):
         layer.self_attn.v_proj.weight.unflatten(0, (2, 16))[number % 2] = 0
-    cut = choose(model, read_shape(policy), read, Recipe("heads", "activation", 0.8), say=str)
+    cut = choose(whole(model, policy, read), read_shape(policy), Recipe("heads", "activation", 0.8), say=str)
     assert cut.groups == ((1,), (0,), (1,), (0,))
 
 
@@ -147,5 +152,5 @@ def test_a_useless_layer_is_found(model: Any, policy: Path, read: list[Batch], s
     layer = model.model.layers[1]
     for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
         module.weight *= 1e-6
-    cut = choose(model, read_shape(policy), read, Recipe("depth", score, 0.75), say=str)
+    cut = choose(whole(model, policy, read), read_shape(policy), Recipe("depth", score, 0.75), say=str)
     assert cut.layers == (0, 2, 3)

@@ -98,8 +98,16 @@ WAYS = (
         r"megatron-dppo train configs/quickstart\.yaml model\.path=runs/moe/policy .*",
         append=SMALL.removeprefix(LAYOUT),
     ),
-    Way(r"megatron-dppo compress \S+ \S+ --keep .*", append="--multiple 8"),
-    Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/run .*", append=f"{SMALL} --check"),
+    Way(r"megatron-dppo compress \S+ \S+ --keep .* --verify", append="--multiple 8"),
+    Way(r"megatron-dppo compress \S+ \S+ --keep .* --layout tp=2", replace={"tp=2": "dp=1"}, append="--multiple 8"),
+    Way(r"megatron-dppo compress fit \S+ --out \S+", append="--draws 4"),
+    Way(r"megatron-dppo compress predict .*"),
+    Way(
+        r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/(run|rewarded) .*",
+        append=f"{SMALL} --check",
+    ),
+    Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/distilled .*", append=SMALL),
+    Way(r"megatron-dppo sft configs/quickstart\.yaml run\.dir=runs/compressed/warm .*", append=f"{LAYOUT} sft.steps=1"),
     Way(r"megatron-dppo sft \S+\.yaml .*", append=f"{LAYOUT} sft.steps=1 sft.batch=2"),
     Way(
         r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/(second|grpo|distilled) .*",

@@ -1,0 +1,294 @@
+"""The P² law (arXiv:2411.10272): the loss of a policy that was made smaller, by the tokens it has recovered on.
+
+L = L₀ + (1/ρ)^γ (1/N₀)^δ (N_C/N₀^α + D_C/D^β + E)
+
+Every candidate form is a sum of terms, each a constant times powers of what a curve knows, perhaps above the loss of
+the whole policy. The logarithms of constants, and the exponents, are what is fitted: terms are then never below 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dppo.rl.types import Floats
+
+HUBER = 1e-3
+"""Where the Huber loss of log-losses turns from squares to absolute values, as for Chinchilla (arXiv:2203.15556)."""
+STARTS, POLISHED, STEPS = 40, 3, 300
+SHARED, FALLING = (-2.0, 2.0), (0.05, 1.5)
+"""Where starts draw the exponents that scale the whole bracket, and those of terms that fall."""
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """Losses of P points of several curves. Each field is [P]; all but ``curve`` fp64.
+
+        size 6e8, rate 0.25, tokens 1e8, loss 2.1, whole 1.9, curve 0
+
+    is a policy of 600 million weights that lost a quarter of them, after 100 million tokens.
+    """
+
+    size: Floats
+    """N₀, weights of the whole policy."""
+    rate: Floats
+    """ρ, share of them that is gone."""
+    tokens: Floats
+    """D, trained on since."""
+    loss: Floats
+    """L, in nats per token."""
+    whole: Floats
+    """L₀, the whole policy's."""
+    curve: NDArray[np.int64]
+    """Number of the curve, by which the bootstrap draws."""
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    def take(self, which: NDArray[np.int64] | NDArray[np.bool_]) -> Points:
+        """Some of the points."""
+        return Points(*(getattr(self, field.name)[which] for field in fields(self)))
+
+    def variable(self, name: str) -> Floats:
+        """N₀, ρ, D, or N, the weights of the smaller policy."""
+        named = {"N0": self.size, "rho": self.rate, "D": self.tokens, "N": self.size * (1 - self.rate)}
+        return named[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A candidate for the law: L = [L₀ +] Σ constant · Π variable^(−exponent)."""
+
+    formula: str
+    terms: Mapping[str, Mapping[str, str]]
+    """By the name of a term's constant: its exponents, and the variable that each is of."""
+    above_whole: bool
+    """Whether L₀ is added."""
+    needs: Mapping[str, int]
+    """Least number of values of a variable that tell the coefficients apart."""
+
+    @property
+    def coefficients(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for constant, powers in self.terms.items() for name in (constant, *powers)))
+
+    def fits(self, points: Points) -> bool:
+        """Whether the points can tell the coefficients apart."""
+        enough = all(len(np.unique(points.variable(name))) >= least for name, least in self.needs.items())
+        return enough and len(points) > len(self.coefficients)
+
+
+_SCALE = {"gamma": "rho", "delta": "N0"}
+FORMS = {
+    "p2": Form(
+        "L0 + (1/rho)^gamma (1/N0)^delta (N_C/N0^alpha + D_C/D^beta + E)",
+        {"N_C": {**_SCALE, "alpha": "N0"}, "D_C": {**_SCALE, "beta": "D"}, "E": _SCALE},
+        above_whole=True,
+        needs={"N0": 3, "rho": 2, "D": 3},
+    ),
+    "p2-two-sizes": Form(
+        "L0 + (1/rho)^gamma (1/N0)^delta (D_C/D^beta + E)",
+        {"D_C": {**_SCALE, "beta": "D"}, "E": _SCALE},
+        above_whole=True,
+        needs={"N0": 2, "rho": 2, "D": 3},
+    ),
+    "p2-one-size": Form(
+        "L0 + (1/rho)^gamma (D_C/D^beta + E)",
+        {"D_C": {"gamma": "rho", "beta": "D"}, "E": {"gamma": "rho"}},
+        above_whole=True,
+        needs={"rho": 2, "D": 3},
+    ),
+    "power": Form(
+        "N_C/N^alpha + D_C/D^beta + E, with N = (1 - rho) N0",
+        {"N_C": {"alpha": "N"}, "D_C": {"beta": "D"}, "E": {}},
+        above_whole=False,
+        needs={"N": 3, "D": 3},
+    ),
+}
+"""The law, what is left of it where curves have too few sizes, and the plain power law (Chinchilla's), which knows
+neither the whole policy's loss nor what was removed."""
+
+
+class Problem:
+    """A form on points: the loss is base + Σ_k exp(X_k θ), every variable over its geometric mean."""
+
+    def __init__(self, form: Form, points: Points) -> None:
+        self.names, self._form = form.coefficients, form
+        self.means = {name: float(np.log(points.variable(name)).mean()) for name in ("N0", "rho", "D", "N")}
+        self._design, self._base = self._rows(points)
+        self._log_loss = np.log(points.loss)
+        self._typical = float(np.log(np.maximum(points.loss - self._base, 1e-3 * points.loss)).mean())
+
+    def _rows(self, points: Points) -> tuple[Floats, Floats]:
+        """[terms, P, coefficients] and [P]."""
+        design = np.zeros((len(self._form.terms), len(points), len(self.names)))
+        for rows, (constant, powers) in zip(design, self._form.terms.items(), strict=True):
+            rows[:, self.names.index(constant)] = 1
+            for exponent, name in powers.items():
+                rows[:, self.names.index(exponent)] += self.means[name] - np.log(points.variable(name))
+        return design, points.whole if self._form.above_whole else np.zeros(len(points))
+
+    def start(self, rng: np.random.Generator) -> Floats:
+        drawn = []
+        for name in self.names:
+            if name in self._form.terms:
+                drawn.append(self._typical + rng.uniform(-4, 0.5))
+            else:
+                drawn.append(rng.uniform(*(FALLING if name in ("alpha", "beta") else SHARED)))
+        return np.array(drawn)
+
+    def minimise(self, theta: Floats, huber: float) -> tuple[float, Floats]:
+        """Levenberg and Marquardt's steps, with the weights that make squares into the Huber loss."""
+        value, damping = self._value(theta, huber), 1e-2
+        for _ in range(STEPS):
+            terms = np.exp(self._design @ theta)
+            loss = self._base + terms.sum(0)
+            residual = np.log(loss) - self._log_loss
+            slopes = np.einsum("kp,kpc->pc", terms, self._design) / loss[:, None]
+            weights = np.minimum(1.0, huber / np.maximum(np.abs(residual), 1e-300))
+            curvature = slopes.T @ (weights[:, None] * slopes)
+            gradient = slopes.T @ (weights * residual)
+            better = False
+            while damping < 1e10 and not better:
+                scaled = curvature + damping * np.diag(np.diag(curvature) + 1e-12)
+                move = np.clip(np.linalg.solve(scaled, gradient), -2, 2)
+                there = np.clip(theta - move, -60, 60)
+                found = self._value(there, huber)
+                better = found < value
+                damping *= 0.3 if better else 4
+            if not better:
+                break
+            gain, value, theta = value - found, found, there
+            damping = max(damping, 1e-12)
+            if gain < 1e-10 * value:
+                break
+        return value, theta
+
+    def _value(self, theta: Floats, huber: float) -> float:
+        with np.errstate(over="ignore"):
+            apart = np.abs(np.log(self._base + np.exp(self._design @ theta).sum(0)) - self._log_loss)
+        value = float(np.where(apart <= huber, apart**2 / 2, huber * (apart - huber / 2)).sum())
+        return value if np.isfinite(value) else np.inf
+
+    def coefficients(self, theta: Floats) -> dict[str, float]:
+        """In the variables' own units."""
+        values = dict(zip(self.names, theta.tolist(), strict=True))
+        for constant, powers in self._form.terms.items():
+            log = values[constant] + sum(values[exponent] * self.means[name] for exponent, name in powers.items())
+            values[constant] = float(np.exp(log))
+        return values
+
+    def theta(self, coefficients: Mapping[str, float]) -> Floats:
+        """The way back."""
+        values = dict(coefficients)
+        for constant, powers in self._form.terms.items():
+            log = np.log(max(values[constant], 1e-300))
+            values[constant] = log - sum(values[exponent] * self.means[name] for exponent, name in powers.items())
+        return np.clip(np.array([values[name] for name in self.names]), -60, 60)
+
+
+def fit(form: Form, points: Points, *, seed: int, start: Mapping[str, float] | None = None) -> dict[str, float]:
+    """The coefficients with the least Huber loss of log L̂ − log L.
+
+    Args:
+        start: where to begin; None: from :data:`STARTS` places, by squares at first, of which the best go on.
+    """
+    problem = Problem(form, points)
+    if start is not None:
+        return problem.coefficients(problem.minimise(problem.theta(start), HUBER)[1])
+    rng = np.random.default_rng(seed)
+    rough = sorted((problem.minimise(problem.start(rng), np.inf) for _ in range(STARTS)), key=lambda pair: pair[0])
+    fine = [problem.minimise(theta, HUBER) for _, theta in rough[:POLISHED]]
+    return problem.coefficients(min(fine, key=lambda pair: pair[0])[1])
+
+
+def losses(form: Form, coefficients: Mapping[str, float], points: Points) -> Floats:
+    """[P] L̂; ``points.loss`` is not read."""
+    total = points.whole.copy() if form.above_whole else np.zeros(len(points))
+    for constant, powers in form.terms.items():
+        factors = [points.variable(name) ** -coefficients[exponent] for exponent, name in powers.items()]
+        total += coefficients[constant] * np.prod([np.ones(len(points)), *factors], axis=0)
+    return total
+
+
+def tokens_to(form: Form, coefficients: Mapping[str, float], points: Points) -> Floats:
+    """[P] the tokens at which L̂ is ``points.loss``; infinite where no number of them is enough. ``points.tokens`` is
+    not read."""
+    powers, beta = form.terms["D_C"], coefficients["beta"]
+    if beta <= 0:
+        return np.full(len(points), np.inf)
+    rest = {name: of for name, of in form.terms.items() if name != "D_C"}
+    gap = points.loss - losses(Form("", rest, form.above_whole, {}), coefficients, points)
+    factors = [points.variable(name) ** -coefficients[exponent] for exponent, name in powers.items() if name != "D"]
+    scale = coefficients["D_C"] * np.prod([np.ones(len(points)), *factors], axis=0)
+    return np.where(gap > 0, (scale / np.where(gap > 0, gap, 1.0)) ** (1 / beta), np.inf)
+
+
+def slope_difference(form: Form, coefficients: Mapping[str, float], points: Points) -> float:
+    """Mean over neighbours of a curve of |ΔL̂/ΔD − ΔL/ΔD|, in nats per token: the paper's average slope difference."""
+    predicted, apart = losses(form, coefficients, points), []
+    for number in np.unique(points.curve):
+        of = np.flatnonzero(points.curve == number)
+        of = of[np.argsort(points.tokens[of])]
+        steps = np.diff(points.tokens[of])
+        apart.append(np.abs(np.diff(predicted[of]) - np.diff(points.loss[of])) / steps)
+    return float(np.concatenate(apart).mean())
+
+
+def resampled(form: Form, points: Points, draws: int, seed: int) -> Iterator[Points]:
+    """As many curves as there are, drawn with replacement; of draws those that can tell the coefficients apart."""
+    rng, numbers = np.random.default_rng(seed), np.unique(points.curve)
+    places = {number: np.flatnonzero(points.curve == number) for number in numbers}
+    found = 0
+    for _ in range(20 * draws):
+        chosen = points.take(np.concatenate([places[n] for n in rng.choice(numbers, len(numbers))]))
+        if form.fits(chosen):
+            found += 1
+            yield chosen
+        if found == draws:
+            return
+
+
+def bootstrap(
+    form: Form, points: Points, estimate: Mapping[str, float], *, draws: int, seed: int
+) -> list[dict[str, float]]:
+    """Coefficients of curves drawn anew, each fitted from the estimate on."""
+    return [fit(form, each, seed=seed, start=estimate) for each in resampled(form, points, draws, seed)]
+
+
+def interval(values: Sequence[float] | Floats) -> tuple[float, float]:
+    """From the 5th to the 95th percentile."""
+    low, high = np.quantile(np.asarray(values), (0.05, 0.95))
+    return float(low), float(high)
+
+
+def held_out(points: Points) -> dict[str, NDArray[np.bool_]]:
+    """Which points are held out in turn: those of the largest policy, of the largest ρ, and of each curve's last half
+    of tokens."""
+    last = {number: points.tokens[points.curve == number].max() for number in np.unique(points.curve)}
+    return {
+        "N0": points.size == points.size.max(),
+        "rho": points.rate == points.rate.max(),
+        "D": points.tokens > np.array([last[number] for number in points.curve]) / 2,
+    }
+
+
+def held_out_error(
+    form: Form, points: Points, held: NDArray[np.bool_], *, draws: int, seed: int
+) -> dict[str, float | tuple[float, float] | None] | None:
+    """Mean |log L̂ − log L| of points that the fit has not seen, with its interval over curves drawn anew for the fit.
+
+    None: what is left cannot tell the coefficients apart.
+    """
+    seen, unseen = points.take(~held), points.take(held)
+    if not form.fits(seen) or not len(unseen):
+        return None
+
+    def error(coefficients: Mapping[str, float]) -> float:
+        return float(np.abs(np.log(losses(form, coefficients, unseen) / unseen.loss)).mean())
+
+    estimate = fit(form, seen, seed=seed)
+    drawn = [error(each) for each in bootstrap(form, seen, estimate, draws=draws, seed=seed)]
+    return {"error": error(estimate), "interval": interval(drawn) if drawn else None}

@@ -1,0 +1,268 @@
+"""Scores of a policy that lies in shards on many ranks: the trainer's own, under any layout.
+
+Each rank sums what its shard does on its replica's packs. Of units and heads a tensor-parallel rank has its own; of
+tokens a context-parallel rank has its share, with sequence parallelism a part of it; of layers a stage has its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_dppo.compress.absence import Distance
+from megatron_dppo.compress.activity import Activity
+from megatron_dppo.compress.cut import Cut
+from megatron_dppo.compress.reader import stacked
+from megatron_dppo.data.prompts import WorkedAnswer
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.actor import Policy
+from megatron_dppo.models.context import held_positions
+from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.rl.pack import TrainingSample
+from megatron_dppo.rl.types import Pack
+from megatron_dppo.trainer.assemble import PolicyParts
+
+Sums = dict[tuple[str, int], torch.Tensor]
+"""By what is summed, and the layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Which of a pack's T tokens are of a sequence, on this rank. Padding is of none."""
+
+    sequence: torch.Tensor
+    """[T / cp] int64, the sequence's number in the pack, −1 for padding."""
+    last: torch.Tensor
+    """[T / cp] bool, the last token of a sequence."""
+    sequences: int
+
+
+class Live:
+    """A policy's shard on this rank, with this replica's packs of the sequences."""
+
+    def __init__(self, parts: PolicyParts[Policy], answers: Sequence[WorkedAnswer], max_tokens: int) -> None:
+        self.shape: PolicyShape = parts.shape
+        self._policy, self._world = parts.actor, parts.world
+        samples = [_sample(answer, max_tokens) for answer in answers]
+        made = parts.pack(samples, replicas=parts.world.dp)
+        lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
+        self._packs: list[Pack] = [pack for _, pack in made]
+        self._tokens = [self._tokens_of(pack, [lengths[row] for row in rows]) for rows, pack in made]
+        self._sequences, self._all_tokens = len(samples), sum(lengths)
+        self._layers = {
+            layer.layer_number - 1: layer for chunk in self._policy.chunks for layer in chunk.decoder.layers
+        }
+
+    def _tokens_of(self, pack: Pack, lengths: Sequence[int]) -> _Tokens:
+        sequence, last = np.full(len(pack.token_ids), -1), np.zeros(len(pack.token_ids), bool)
+        for number, (start, length) in enumerate(zip(pack.cu_seqlens, lengths, strict=False)):
+            sequence[start : start + length] = number
+            last[start + length - 1] = True
+        cp = self._world.layout.cp
+        held = held_positions(np.diff(pack.cu_seqlens).tolist(), self._world.cp_rank, cp)
+        numbers, ends = (torch.from_numpy(each)[held].to(self._world.device) for each in (sequence, last))
+        return _Tokens(numbers, ends, len(lengths))
+
+    def loss(self) -> float:
+        world = self._world
+        logprobs = self._policy.log_probabilities(self._packs)
+        speaks = world.last_stage and world.tp_rank == 0 and world.cp_rank == 0
+        mine = [(float(of.sum(dtype=np.float64)), len(of)) for of in logprobs if of is not None] if speaks else []
+        parts = [part for of_rank in world.gather(mine) for part in of_rank]
+        return -sum(total for total, _ in parts) / sum(count for _, count in parts)
+
+    def leave_one_out(self, distance: Distance) -> list[float]:
+        if distance != "loss":
+            problem = "compares all logits, which no rank has under a layout"
+            raise UserError("--score", "shapley-logits", problem, "Give shapley-loss, or no --layout")
+        present, absent = self.loss(), []
+        for layer in range(self.shape.num_layers):
+            with self.without(blocks=[layer]):
+                absent.append(self.loss() - present)
+        return absent
+
+    @contextmanager
+    def without(self, *, blocks: Collection[int] = (), attention: Collection[int] = ()) -> Iterator[None]:
+        def unchanged(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+            return (arguments[0] if arguments else keywords["hidden_states"], *output[1:])
+
+        def nothing(_: Any, __: Any, output: Any) -> Any:
+            return (torch.zeros_like(output[0]), *output[1:])
+
+        with ExitStack() as hooks:
+            for number in self._layers.keys() & set(blocks):
+                hooks.callback(self._layers[number].register_forward_hook(unchanged, with_kwargs=True).remove)
+            for number in self._layers.keys() & set(attention):
+                hooks.callback(self._layers[number].self_attention.register_forward_hook(nothing).remove)
+            yield
+
+    @contextmanager
+    def as_cut(self, cut: Cut) -> Iterator[None]:
+        gone = set(range(self.shape.num_layers)) - set(cut.layers)
+        with ExitStack() as hooks:
+            hooks.enter_context(self.without(blocks=gone, attention=cut.silenced))
+            for number, layer in self._layers.items():
+                if cut.neurons is not None:
+                    hooks.callback(self._keep(layer.mlp.linear_fc2, cut.neurons[number], self.shape.ffn))
+                if cut.groups is not None:
+                    linear = layer.self_attention.linear_proj
+                    hooks.callback(self._keep(linear, cut.groups[number], self.shape.kv_heads))
+            yield
+
+    def _keep(self, linear: Any, kept: Sequence[int], of: int) -> Any:
+        """Let a row-parallel layer see these runs of its inputs alone, of so many over all ranks."""
+        mask = torch.zeros(of, device=self._world.device)
+        mask[list(kept)] = 1
+        mine = mask.chunk(self._world.layout.tp)[self._world.tp_rank]
+
+        def hook(_: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            inputs = arguments[0]
+            runs = inputs.unflatten(-1, (len(mine), -1)) * mine[:, None].to(inputs.dtype)
+            return (runs.flatten(-2), *arguments[1:])
+
+        return linear.register_forward_pre_hook(hook).remove
+
+    def weights_of_neurons(self) -> tuple[torch.Tensor, torch.Tensor]:
+        layers = {}
+        for number, layer in self._layers.items():
+            gate, up = layer.mlp.linear_fc1.weight.chunk(2)
+            layers[number] = (gate, up, layer.mlp.linear_fc2.weight)
+        squares, columns = stacked(list(layers.values()))
+        sums: Sums = {}
+        if self._world.dp_rank == self._world.cp_rank == 0:
+            for place, number in enumerate(layers):
+                sums |= {("squares", number): squares[place], ("columns", number): columns[place]}
+        found = self._gathered(sums, {"squares": self.shape.ffn, "columns": self.shape.ffn}, cut=("squares", "columns"))
+        return found["squares"], found["columns"]
+
+    def activity(self) -> Activity:
+        """:class:`Activity`, of whose ``cosines`` only those of neighbours are known here: others are no numbers."""
+        sums: Sums = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+        with ExitStack() as hooks:
+            watch = _Watch(self, sums)
+            for chunk in self._policy.chunks:
+                hooks.callback(chunk.register_forward_pre_hook(watch.begin(iter(self._tokens))).remove)
+            for number, layer in self._layers.items():
+                attention, mlp = layer.self_attention.linear_proj, layer.mlp
+                hooks.callback(layer.register_forward_hook(watch.residual(number), with_kwargs=True).remove)
+                hooks.callback(attention.register_forward_pre_hook(watch.attention(number)).remove)
+                if not self.shape.experts:
+                    hooks.callback(mlp.linear_fc2.register_forward_pre_hook(watch.feed_forward(number)).remove)
+            self._policy.log_probabilities(self._packs)
+        width = 0 if self.shape.experts else self.shape.ffn
+        sizes = {"norms": width, "squares": width, "groups": self.shape.kv_heads, "streams": 4}
+        found = self._gathered(dict(sums), sizes, cut=("norms", "squares", "groups"))
+        streams, layers = found["streams"], self.shape.num_layers
+        cosines = torch.full((layers + 1, layers + 1), torch.nan, dtype=torch.float64)
+        cosines.diagonal(1).copy_(streams[:, 0] / self._all_tokens)
+        cosines.diagonal(-1).copy_(streams[:, 0] / self._all_tokens)
+        cosines.fill_diagonal_(1.0)
+        return Activity(
+            neurons=found["norms"] / self._sequences,
+            inputs=found["squares"].sqrt(),
+            groups=found["groups"] / self._all_tokens,
+            cosines=cosines,
+            last_cosines=streams[:, 1] / self._sequences,
+            relative_l1=streams[:, 2] / self._all_tokens,
+            relative_l2=streams[:, 3] / self._all_tokens,
+        )
+
+    def _gathered(self, mine: Sums, sizes: dict[str, int], *, cut: Sequence[str]) -> dict[str, torch.Tensor]:
+        """[L, size] fp64 of each kind of sum, over all ranks; kinds in ``cut`` are cut over tensor-parallel ranks."""
+        total = {kind: torch.zeros(self.shape.num_layers, size, dtype=torch.float64) for kind, size in sizes.items()}
+        for tp_rank, sums in self._world.gather((self._world.tp_rank, mine)):
+            for (kind, layer), part in sums.items():
+                row = total[kind][layer]
+                row = row.chunk(self._world.layout.tp)[tp_rank] if kind in cut else row
+                row += part
+        return total
+
+
+class _Watch:
+    """Hooks that add to a rank's sums."""
+
+    def __init__(self, live: Live, sums: Sums) -> None:
+        self._world, self._shape, self._sums = live._world, live.shape, sums
+        layout = self._world.layout
+        self._sequence_parallel = layout.sequence_parallel and layout.tp > 1
+        self._group = parallel_state.get_context_parallel_group() if layout.cp > 1 else None
+        self._of_tokens: _Tokens
+
+    def begin(self, packs: Iterator[_Tokens]) -> Any:
+        """Before a chunk reads a pack. Chunks take turns, and each reads the packs in their order."""
+
+        def hook(_: Any, __: Any) -> None:
+            self._of_tokens = next(packs)
+
+        return hook
+
+    def attention(self, layer: int) -> Any:
+        groups = self._shape.kv_heads // self._world.layout.tp
+
+        def hook(_: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+            inside = self._of_tokens.sequence >= 0
+            outputs = arguments[0].flatten(0, -2)[inside].float().unflatten(-1, (groups, -1))
+            self._sums["groups", layer] = self._sums["groups", layer] + outputs.norm(dim=-1).double().sum(0).cpu()
+
+        return hook
+
+    def feed_forward(self, layer: int) -> Any:
+        def hook(_: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+            tokens = self._of_tokens
+            inside = tokens.sequence >= 0
+            inputs = arguments[0].flatten(0, -2)[inside].float().square()
+            squares = inputs.new_zeros(tokens.sequences, inputs.shape[-1], dtype=torch.float64)
+            squares.index_add_(0, tokens.sequence[inside], inputs.double())
+            if self._group is not None:  # a sequence's norm is of all its tokens
+                dist.all_reduce(squares, group=self._group)
+            if self._world.cp_rank == 0:
+                self._sums["norms", layer] = self._sums["norms", layer] + squares.sqrt().sum(0).cpu()
+                self._sums["squares", layer] = self._sums["squares", layer] + squares.sum(0).cpu()
+
+        return hook
+
+    def residual(self, layer: int) -> Any:
+        def hook(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+            if not self._sequence_parallel and self._world.tp_rank > 0:
+                return  # all of them have the same
+            tokens = self._of_tokens
+            sequence, last = tokens.sequence, tokens.last
+            if self._sequence_parallel:
+                tp = self._world.layout.tp
+                sequence, last = (each.chunk(tp)[self._world.tp_rank] for each in (sequence, last))
+            inside = sequence >= 0
+            streams = arguments[0] if arguments else keywords["hidden_states"], output[0]
+            before, after = (stream.flatten(0, -2)[inside].float() for stream in streams)
+            cosines = (_unit(before) * _unit(after)).sum(-1)
+            update = after - before
+            relative = [update.norm(order, dim=-1) / after.norm(order, dim=-1) for order in (1, 2)]
+            sums = [cosines, cosines * last[inside], *relative]
+            self._sums["streams", layer] = self._sums["streams", layer] + torch.stack(sums).double().sum(-1).cpu()
+
+        return hook
+
+
+def _unit(stream: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(stream, dim=-1, eps=0.0)
+
+
+def _sample(answer: WorkedAnswer, max_tokens: int) -> TrainingSample:
+    prompt = answer.prompt_ids[:max_tokens]
+    response = answer.response_ids[: max_tokens - len(prompt)]
+    return TrainingSample(
+        prompt_ids=prompt,
+        response_ids=response,
+        engine_logprobs=np.zeros(len(response), np.float32),  # no engine made these tokens
+        loss_mask=np.ones(len(response), bool),
+        advantage=0.0,
+        scale=0.0,
+        version=0,
+    )
