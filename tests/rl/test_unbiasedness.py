@@ -62,6 +62,8 @@ class World:
     history: PromptHistory = field(default_factory=lambda: PromptHistory(0.9))
     samples: np.ndarray = field(default_factory=lambda: np.full(PROMPTS, SAMPLES))
     """Completions that each prompt is given, the first of its ``responses``."""
+    taught: np.ndarray = field(default_factory=lambda: np.zeros(PROMPTS, bool))
+    """Prompts to which the reference is a teacher."""
 
     def metadata(self, selection: Selection) -> StepMetadata:
         ids = selection.prompt_ids
@@ -76,6 +78,8 @@ class World:
             sampled_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
             rewards=self.rewards[ids],
             score_norms=np.array([[np.sqrt(((1 - np.exp(lp)) ** 2).sum()) for lp in group] for group in logprobs]),
+            log_ratios=self.taught[ids, None, None] * np.tile([0.0, 1.0], (len(ids), SAMPLES, 1)),
+            teacher=np.full(len(ids), -1),
             forks=no_forks((len(ids), SAMPLES)),
             versions=np.zeros((len(ids), SAMPLES), dtype=np.int64),
             owners=np.zeros(len(ids), dtype=np.int64),
@@ -153,7 +157,8 @@ def gradient(
         )
         own = distributions(world.policy)
         divergence = (own.exp() * (own - teacher)).sum(dim=1)
-        token_loss = losses.loss + config.loss.distillation_coef * divergence
+        taught = world.taught[metadata.prompt_ids[samples.group[np.array(members, int)[pack.sample]]]]
+        token_loss = losses.loss + config.loss.distillation_coef * divergence * torch.from_numpy(taught)
         total = total + (token_loss * torch.from_numpy(pack.scale) / (weight if inside else 1.0)).sum()
     if mistake == "divided by what was kept" and len(samples.group):
         total = total * minibatch.normaliser / len(samples.group)
@@ -266,13 +271,24 @@ def settings(prompts: str, completions: str, **loss) -> Config:
         ("none", "neyman", {"name": "cispo", "tis_cap": 2.0, "tis_level": "sequence"}),
         ("neyman", "neyman", {"name": "gmpo"}),
         ("neyman", "neyman", {"name": "sapo"}),
-        ("neyman", "neyman", {"name": "grpo", "distillation": DistillationConfig(teacher="T", coef=0.5)}),
-        ("neyman", "neyman", {"name": "dr_grpo", "distillation": ALONE}),
-        ("none", "neyman", {"name": "dapo", "distillation": ALONE}),
     ],
 )
 def test_the_expected_pruned_gradient_is_the_full_gradient(world, monkeypatch, prompts, completions, loss):
     assert relative_error(world, settings(prompts, completions, **loss), monkeypatch) < 1e-6
+
+
+@pytest.mark.parametrize("taught", [[True] * PROMPTS, [True, False, False, True, True]], ids=["all", "some"])
+@pytest.mark.parametrize(
+    ("prompts", "loss"),
+    [
+        ("neyman", {"name": "grpo", "distillation": DistillationConfig(teacher="T", coef=0.5)}),
+        ("neyman", {"name": "dr_grpo", "distillation": ALONE}),
+        ("none", {"name": "dapo", "distillation": ALONE}),
+    ],
+)
+def test_so_it_is_with_a_teacher_of_all_prompts_or_of_some(world, monkeypatch, prompts, loss, taught):
+    given = dataclasses.replace(world, taught=np.array(taught))
+    assert relative_error(given, settings(prompts, "neyman", **loss), monkeypatch) < 1e-6
 
 
 @pytest.mark.parametrize("said", ["the same of all", "the inverse of the truth", "random numbers", "nothing of some"])
