@@ -85,7 +85,7 @@ class Trainer:
             frozen=config.model.lora.rank > 0,
         )
         self.engine = to_close.enter_context(closing(self.policy.engine()))
-        self.collector = self.policy.collector(self.engine, workers, offline)
+        self.collector = to_close.enter_context(closing(self.policy.collector(self.engine, workers, offline)))
         verifiers = open_verifiers(config, world, self.held_out, to_close, {config.reward.function: workers})
         self.evaluator = Evaluator(config, world, self.policy.collectors(self.engine, verifiers))
         self.sampler = PromptSampler(config, self.pool)

@@ -197,6 +197,11 @@ class Collector:
             notes["groups whose scoring failed left their step; the rest stands for the window"] = None
         return Collected(held, metadata, self._metrics(parts, metadata), tuple(notes))
 
+    def close(self) -> None:
+        """Let go of the servers that teach. Not collective."""
+        if self._teachers is not None:
+            self._teachers.close()
+
     @property
     def _mine(self) -> slice:
         """This rank's share of what all ranks have in one order."""

@@ -119,6 +119,10 @@ class TeacherServers:
             remedy = "Start SGLang or vLLM there, with the policy's vocabulary and its tokenizer, and resume"
             raise UserError(self.distillation.setting_of(url), url, f"the server {error.problem}", remedy) from error
 
+    def close(self) -> None:
+        """Drop all connections. Not collective."""
+        self._http.close()
+
     async def _contact(self, url: str, tokenizer: Tokenizer, longest: int) -> TeacherServer:
         get = partial(self._http.call, "GET", url, secret=self._secret, timeout_s=CONTROL_S)
         routes, models = (await get("/openapi.json"))["paths"], (await get("/v1/models"))["data"]
