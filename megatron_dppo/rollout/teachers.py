@@ -48,15 +48,16 @@ class TeacherServer:
     """The name by which it is asked for its model."""
     sglang: bool
     """Whether it is SGLang; else it is vLLM."""
+    tokens: int
+    """Of the vocabulary that it shares with the policy."""
 
     def question(self, prompt: NDArray[np.int32], response: NDArray[np.int32]) -> tuple[str, dict[str, Any]]:
         """Path and body of a question about a response's tokens."""
         tokens = [*prompt.tolist(), *response.tolist()]
         if self.sglang:
             sampling = {"max_new_tokens": 0, "temperature": 1.0}
-            start = len(prompt) - 1
-            body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True}
-            return "/generate", {**body, "logprob_start_len": start}
+            asked = {"return_logprob": True, "logprob_start_len": len(prompt) - 1}
+            return "/generate", {"input_ids": tokens, "sampling_params": sampling, **asked}
         body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         return "/v1/completions", body
 
@@ -66,14 +67,18 @@ class TeacherServer:
         Raises:
             ServerError: it speaks of other tokens.
         """
+        asked = response.tolist()
         if self.sglang:
-            told = [(int(token), logprob) for logprob, token, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+            told = [(token, logprob) for logprob, token, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+            # It gives the last token of a vocabulary the id 0, with the log-probability that is that token's.
+            asked = [
+                0 if named == 0 and t >= self.tokens - 1 else t for (named, _), t in zip(told, asked, strict=False)
+            ]
         else:
-            entries = answer["choices"][0]["prompt_logprobs"][-len(response) :]
-            named = [str(token) for token in response.tolist()]
-            told = [(int(t), entry[t]["logprob"]) for t, entry in zip(named, entries, strict=True) if t in entry]
-        if [token for token, _ in told] != response.tolist():
-            raise ServerError(self.url, f"spoke of {len(told)} other tokens than the {len(response)} asked", alive=True)
+            entries = answer["choices"][0]["prompt_logprobs"][-len(asked) :]
+            told = [(t, entry[str(t)]["logprob"]) for t, entry in zip(asked, entries, strict=True) if str(t) in entry]
+        if len(told) != len(response) or [token for token, _ in told] != asked:
+            raise ServerError(self.url, f"spoke of other tokens than the {len(response)} that it was asked", alive=True)
         return np.array([logprob for _, logprob in told], np.float32)
 
 
@@ -100,7 +105,11 @@ class TeacherServers:
             asked = [self._http.start(readable(url, self._contact(url, tokenizer, longest))) for url in urls]
             return {url: self.answer(url, future) for url, future in zip(urls, asked, strict=True)}
 
-        self._servers = world.from_leader(contact)
+        try:
+            self._servers = world.from_leader(contact)
+        except BaseException:
+            self.close()
+            raise
 
     def ask(self, prompt: Prompt, completion: Completion) -> Future[NDArray[np.float32]]:
         """Have a completion to a prompt that a server teaches read, while something else is done."""
@@ -126,7 +135,7 @@ class TeacherServers:
     async def _contact(self, url: str, tokenizer: Tokenizer, longest: int) -> TeacherServer:
         get = partial(self._http.call, "GET", url, secret=self._secret, timeout_s=CONTROL_S)
         routes, models = (await get("/openapi.json"))["paths"], (await get("/v1/models"))["data"]
-        server = TeacherServer(url, models[0]["id"], sglang="/generate" in routes)
+        server = TeacherServer(url, models[0]["id"], sglang="/generate" in routes, tokens=len(tokenizer))
         if models[0]["max_model_len"] <= longest:  # vLLM generates a token, too
             problem = f"takes {models[0]['max_model_len']} tokens, and the longest sequence has {longest}, and one more"
             raise ServerError(url, problem, alive=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
@@ -17,13 +18,23 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from megatron_dppo.config import Config, DistillationConfig, LossConfig, RolloutConfig, replace
-from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.init import write_model
-from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt, Selection, VersionSpan
 from megatron_dppo.rollout import teachers
+from megatron_dppo.rollout.collect import Collector
+from megatron_dppo.rollout.engine import Completions, Look
 from megatron_dppo.rollout.teachers import Reading, TeacherServers
-from tests.rollout.scripted import world_of
+from tests.rollout.scripted import (
+    SAMPLES,
+    Said,
+    ScriptedEngine,
+    ScriptedWorkers,
+    collect_config,
+    pool_of,
+    world_of,
+)
 
 Kind = Literal["sglang", "vllm"]
 
@@ -66,7 +77,9 @@ class Teaching(ThreadingHTTPServer):
         if path == "/generate":
             tokens, start = body["input_ids"], body["logprob_start_len"]
             assert (body["return_logprob"], body["sampling_params"]["max_new_tokens"]) == (True, 0)
-            told = [[p, t + self.shift, None] for p, t in zip(self.logprobs(tokens), tokens, strict=True)][start:]
+            last = len(self.tokenizer) - 1  # which SGLang calls 0
+            named = [0 if t == last else t + self.shift for t in tokens]
+            told = [[p, t, None] for p, t in zip(self.logprobs(tokens), named, strict=True)][start:]
             return {"meta_info": {"input_token_logprobs": [[None, *told[0][1:]], *told[1:]]}}
         assert path == "/v1/completions" and (body["model"], body["max_tokens"]) == (self.folder, 1)
         pairs = zip(self.logprobs(body["prompt"]), body["prompt"], strict=True)
@@ -120,7 +133,7 @@ def groups_of(rng: np.random.Generator, sources: str) -> tuple[list[Prompt], lis
     for number, source in enumerate(sources):
         ids = rng.integers(4, 40, 3 + number).astype(np.int32)
         prompts.append(Prompt(number, ids, "", "", data_source=source))
-        responses = [rng.integers(4, 40, length).astype(np.int32) for length in (1, 7)]
+        responses = [np.array([47], np.int32), rng.integers(4, 40, 7).astype(np.int32)]
         groups.append(
             tuple(
                 Completion(r, np.zeros(len(r), np.float32), np.ones(len(r), bool), (VersionSpan(0, len(r)),), "stop")
@@ -153,6 +166,50 @@ def test_servers_read_what_is_theirs_as_soon_as_it_is_there(kind: Kind, policy: 
                 whole = server.logprobs([*prompt.token_ids.tolist(), *given.token_ids.tolist()])
                 expected = np.array(whole[len(prompt.token_ids) :], np.float32)
                 np.testing.assert_allclose(completion.teacher_logprobs, expected, atol=1e-6)
+
+
+class Waiting(ScriptedEngine):
+    """Goes on generating until the server has been asked of all groups but the last."""
+
+    server: Teaching
+
+    def finish(self, pending: Completions, look: Look | None = None) -> Completions:
+        completions, until = super().finish(pending, look), time.monotonic() + 20.0
+        while self.server.asked < SAMPLES and time.monotonic() < until:
+            time.sleep(0.01)
+        assert self.server.asked == SAMPLES
+        return completions
+
+
+def test_a_step_s_rollouts_are_read_while_others_are_generated_and_so_are_offline_ones(policy: Path) -> None:
+    tokenizer, said = load_tokenizer(policy), [Said("score 1"), Said("score 0"), Said("score 0")]
+    chosen = Selection(np.array([4, 2]), np.ones(2), 2)
+    with teaching("sglang", policy) as server:
+        config = replace(collect_config(), loss=config_of(server.url, here=server.url).loss)
+        engine = Waiting(tokenizer, {4: said, 2: said})
+        engine.server = server
+        servers, stops = TeacherServers(config, world_of(1, 0), tokenizer), (end_token_id(tokenizer),)
+        workers = ScriptedWorkers()
+        with closing(
+            Collector(config, world_of(1, 0), engine, workers, tokenizer, stops, teachers=servers)
+        ) as collector:
+            begun = collector.begin(pool_of(10), chosen, step=0)
+            rollouts = collector.collected([collector.finish(begun)])
+            assert server.asked == 2 * SAMPLES
+            server.asked = 0
+            answers = collector.answers(begun.asked, of_all=6)
+            unread = [tuple(dataclasses.replace(c, teacher_logprobs=None) for c in g) for g in answers.completions]
+            offline = dataclasses.replace(begun, asked=dataclasses.replace(answers, completions=unread))
+            again = collector.collected([collector.finish(offline)])
+    for row, group in rollouts.held.items():
+        for sample, c in enumerate(group.completions):
+            whole = server.logprobs([*group.prompt.token_ids.tolist(), *c.token_ids.tolist()])
+            expected = np.array(whole[len(group.prompt.token_ids) :])
+            np.testing.assert_allclose(c.teacher_logprobs, expected, atol=1e-6)
+            ratio = expected - np.log(0.5)  # and each token weighs the same
+            known = rollouts.metadata.log_ratios[row, sample]
+            np.testing.assert_allclose(known, [ratio.mean(), ratio.std()], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(again.metadata.log_ratios, rollouts.metadata.log_ratios)
 
 
 def test_a_server_that_dies_is_asked_again_and_one_that_speaks_of_other_tokens_stops_the_run(

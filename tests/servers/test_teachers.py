@@ -56,10 +56,10 @@ def sglang_teacher(served_policy: Path, tmp_path_factory: pytest.TempPathFactory
 
 def check(url: str, policy: Path) -> None:
     rng = np.random.default_rng(0)
-    rollout = RolloutConfig(max_response_tokens=64, timeout_s=WAIT_S)
+    rollout = RolloutConfig(max_response_tokens=300, timeout_s=WAIT_S)
     config = Config(loss=LossConfig(distillation=DistillationConfig(teacher=url)), rollout=rollout)
     prompt = Prompt(0, rng.integers(4, 40, 9).astype(np.int32), "", "")
-    given = [rng.integers(4, 40, length).astype(np.int32) for length in (1, 2, 64)]
+    given = [rng.integers(4, 48, length).astype(np.int32) for length in (1, 2, 300)]
     group = tuple(
         Completion(ids, np.zeros(len(ids), np.float32), np.ones(len(ids), bool), (VersionSpan(0, len(ids)),), "stop")
         for ids in given
