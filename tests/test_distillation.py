@@ -205,6 +205,7 @@ def test_a_server_s_gradient_is_on_average_that_of_the_divergence(engine: str) -
 
 
 TAUGHT = "loss.distillation.teacher=T"
+SERVED = f"loss.distillation.teacher={SERVER}"
 ALONE = f"{TAUGHT} loss.distillation.use_task_rewards=false"
 
 
@@ -213,6 +214,9 @@ ALONE = f"{TAUGHT} loss.distillation.use_task_rewards=false"
     [
         ("loss.distillation.use_task_rewards", "loss.distillation.use_task_rewards=false"),
         ("loss.distillation.teacher_checkpoint", "loss.distillation.teacher_checkpoint=c"),
+        ("loss.distillation.teacher_checkpoint", f"{SERVED} loss.distillation.teacher_checkpoint=c"),
+        ("loss.distillation.direction", f"{SERVED} loss.distillation.direction=forward"),
+        ("rollout.temperature", f"{SERVED} rollout.temperature=0.8"),
         ("pruning.prompts.rule", f"{ALONE} pruning.prompts.rule=greso"),
         ("pruning.completions.rule", f"{ALONE} pruning.completions.rule=top_k"),
         ("pruning.prompts.predictor", f"{TAUGHT} pruning.prompts.predictor=record"),
@@ -232,6 +236,13 @@ def test_a_teacher_that_cannot_teach_is_named_before_anything_starts(policies: P
             preflight(load_config(None, [*given, *short, *more]), "train")
         return error.value
 
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "1+1=", "label": "2", "data_source": "{name}"}}\n' for name in "abc"))
+    several = ("loss.distillation.teacher=null", f"data.train={rows}", "data.eval=null")
+    nobody = said(policies[1], *several, f"loss.distillation.teachers={{a: {policies[1]}, c: null}}")
+    assert (nobody.setting, "'b'" in nobody.problem) == ("loss.distillation.teachers", True)
+    absent = said(policies[1], *several, f"loss.distillation.teachers={{a: {tmp_path}/no, b: {policies[1]}, c: null}}")
+    assert absent.setting == "loss.distillation.teachers"
     absent = said(tmp_path / "absent")
     assert absent.setting == "loss.distillation.teacher"
     other = said(write_policy(tmp_path / "other", vocab=VOCAB + 1))

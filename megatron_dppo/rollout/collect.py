@@ -261,8 +261,7 @@ class Collector:
         if self._teachers is None:
             return answers
         reading = begun or Reading(self._teachers, answers.prompts)
-        read = self._world.together(lambda: reading.finish(answers.completions), what="what teachers say")
-        return replace(answers, completions=read)
+        return replace(answers, completions=reading.finish(answers.completions, self._world))
 
     def _check_routing(self, answers: Answers) -> None:
         """Only a conversation that puts its completion together by itself can leave it out."""

@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,15 +26,13 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.engine import Completions
 from megatron_dppo.rollout.servers.client import CONTROL_S
-from megatron_dppo.rollout.servers.http import Http, ServerError, readable
+from megatron_dppo.rollout.servers.http import EXCHANGE_S, Http, ServerError, readable
 from megatron_dppo.rollout.servers.launch import SECRET
 
 T = TypeVar("T")
 
 ASK_AGAIN_S = 3.0
 """Seconds until a server that did not answer is asked again."""
-PATIENCE = 0.9
-"""Share of ``rollout.timeout_s`` for which a rank asks: the others wait for it no longer than that."""
 SHOWN = 20
 """Characters of two vocabularies that are shown from where they part."""
 
@@ -95,7 +93,7 @@ class TeacherServers:
     """
 
     def __init__(self, config: Config, world: World, tokenizer: Tokenizer) -> None:
-        self.distillation, self._rollout = config.loss.distillation, config.rollout
+        self.distillation, self._timeout_s = config.loss.distillation, config.rollout.timeout_s
         self._secret = os.environ.get(SECRET) or None
         self._http, self._room = Http(), asyncio.Semaphore(config.rollout.max_in_flight)
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -133,6 +131,7 @@ class TeacherServers:
         self._http.close()
 
     async def _contact(self, url: str, tokenizer: Tokenizer, longest: int) -> TeacherServer:
+        url = url.rstrip("/")
         get = partial(self._http.call, "GET", url, secret=self._secret, timeout_s=CONTROL_S)
         routes, models = (await get("/openapi.json"))["paths"], (await get("/v1/models"))["data"]
         server = TeacherServer(url, models[0]["id"], sglang="/generate" in routes, tokens=len(tokenizer))
@@ -154,8 +153,8 @@ class TeacherServers:
     ) -> NDArray[np.float32]:
         """A server that has died may come back, and is asked again. What it refuses it would refuse again."""
         path, body = server.question(prompt, response)
-        until = time.monotonic() + PATIENCE * self._rollout.timeout_s
         async with self._room:
+            until = time.monotonic() + self._timeout_s
             while True:
                 left = max(until - time.monotonic(), 1.0)
                 answer = self._http.call("POST", server.url, path, body=body, secret=self._secret, timeout_s=left)
@@ -188,17 +187,19 @@ class Reading:
             if self._servers.distillation.served((prompt := self._prompts[place]).data_source):
                 self._asked[place] = [self._servers.ask(prompt, completion) for completion in group]
 
-    def finish(self, completions: Completions) -> Completions:
-        """The same completions, with what the servers say of those that they teach.
+    def finish(self, completions: Completions, world: World) -> Completions:
+        """The same completions, with what the servers say of those that they teach. Collective.
+
+        Ranks wait in a short collective every ``EXCHANGE_S``, as they do for rollouts.
 
         Raises:
-            UserError: a server has not said it.
+            UserError: on every rank; a server has not said it.
         """
         self.look((place, group) for place, group in enumerate(completions) if place not in self._asked)
-        return [
-            self._read(self._prompts[place], group, self._asked[place]) if place in self._asked else group
-            for place, group in enumerate(completions)
-        ]
+        asked = [future for each in self._asked.values() for future in each]
+        while any(world.gather(bool(wait(asked, EXCHANGE_S).not_done))):
+            pass
+        return world.together(lambda: list(map(self._read, range(len(completions)), completions)), what="teachers")
 
     def abandon(self) -> None:
         """The groups will not be complete: nobody needs what is said of them."""
@@ -206,9 +207,9 @@ class Reading:
             for future in asked:
                 future.cancel()
 
-    def _read(
-        self, prompt: Prompt, group: tuple[Completion, ...], asked: Sequence[Future[NDArray[np.float32]]]
-    ) -> tuple[Completion, ...]:
-        assert self._servers is not None
-        answer = partial(self._servers.answer, str(self._servers.distillation.teacher_of(prompt.data_source)))
-        return tuple(replace(c, teacher_logprobs=answer(each)) for c, each in zip(group, asked, strict=True))
+    def _read(self, place: int, group: tuple[Completion, ...]) -> tuple[Completion, ...]:
+        if self._servers is None or place not in self._asked:
+            return group
+        url = str(self._servers.distillation.teacher_of(self._prompts[place].data_source))
+        said = (self._servers.answer(url, asked) for asked in self._asked[place])
+        return tuple(replace(c, teacher_logprobs=logprobs) for c, logprobs in zip(group, said, strict=True))

@@ -156,7 +156,7 @@ def test_servers_read_what_is_theirs_as_soon_as_it_is_there(kind: Kind, policy: 
         while server.asked < 2 and time.monotonic() < until:  # and finish() has not been called
             time.sleep(0.01)
         assert server.asked == 2
-        read = reading.finish(groups)
+        read = reading.finish(groups, world_of(1, 0))
         assert server.asked == 4
         for prompt, group, before in zip(prompts, read, groups, strict=True):
             for completion, given in zip(group, before, strict=True):
@@ -219,11 +219,11 @@ def test_a_server_that_dies_is_asked_again_and_one_that_speaks_of_other_tokens_s
     prompts, groups = groups_of(np.random.default_rng(1), "a")
     with teaching("sglang", policy) as server, opened(config_of(server.url), policy) as servers:
         server.deaths = 3
-        (group,) = Reading(servers, prompts).finish(groups)
+        (group,) = Reading(servers, prompts).finish(groups, world_of(1, 0))
         assert (server.deaths, server.asked) == (0, 2) and group[0].teacher_logprobs is not None
         server.shift = 1
         with pytest.raises(UserError, match="other tokens") as error:
-            Reading(servers, prompts).finish(groups)
+            Reading(servers, prompts).finish(groups, world_of(1, 0))
         assert (error.value.setting, error.value.value) == ("loss.distillation.teacher", server.url)
 
 

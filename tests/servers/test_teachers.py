@@ -65,7 +65,7 @@ def check(url: str, policy: Path) -> None:
         for ids in given
     )
     with closing(TeacherServers(config, world_of(1, 0), load_tokenizer(policy))) as servers:
-        (read,) = Reading(servers, [prompt]).finish([group])
+        (read,) = Reading(servers, [prompt]).finish([group], world_of(1, 0))
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     for completion in read:
         tokens = torch.from_numpy(np.concatenate([prompt.token_ids, completion.token_ids])).long()
