@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.pruning.census import Census
+from megatron_dppo.rl.census import Census
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.pruning.census import Cell, Census
+from megatron_dppo.rl.census import Cell, Census
 from megatron_dppo.rl.pruning.minibatch import Pruned
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 

@@ -1,4 +1,4 @@
-"""A step's completions, counted: what of them was trained on, by what they were."""
+"""What became of a step's completions: counts and tables, for the log and for pictures."""
 
 from __future__ import annotations
 
