@@ -73,6 +73,8 @@ def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
         sampled_lengths=responses,
         rewards=(rng.random((groups, GROUP)) < rng.random((groups, 1))).astype(float),
         score_norms=np.sqrt(responses * rng.uniform(0.1, 0.5, responses.shape)),
+        log_ratios=np.zeros((*responses.shape, 2)),
+        teacher=np.full(groups, -1),
         forks=no_forks(responses.shape),
         versions=np.zeros(responses.shape, np.int64),
         owners=np.zeros(groups, np.int64),

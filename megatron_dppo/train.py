@@ -85,7 +85,7 @@ class Trainer:
             frozen=config.model.lora.rank > 0,
         )
         self.engine = to_close.enter_context(closing(self.policy.engine()))
-        self.collector = self.policy.collector(self.engine, workers, offline)
+        self.collector = to_close.enter_context(closing(self.policy.collector(self.engine, workers, offline)))
         verifiers = open_verifiers(config, world, self.held_out, to_close, {config.reward.function: workers})
         self.evaluator = Evaluator(config, world, self.policy.collectors(self.engine, verifiers))
         self.sampler = PromptSampler(config, self.pool)
@@ -271,7 +271,7 @@ class Trainer:
         """A checkpoint's batch; or its prompts, to be rolled out anew, where the rollouts are not what this run asks.
 
         Rollouts may be too old by now (``rollout.ahead`` was lowered), or from before their routing was asked for, or
-        before a tree.
+        before a tree, or have other teachers.
 
         Args:
             batch: of ``step + later``.
@@ -281,7 +281,13 @@ class Trainer:
             return batch
         rollout = self.config.rollout
         routed = self.policy.routing is None or all(self.world.gather(batch.routed))
-        if routed and batch.made_for(rollout) and self.version + later - batch.oldest_version <= rollout.ahead:
+        taught = all(self.world.gather(batch.taught_by(self.config.loss.distillation)))
+        if (
+            routed
+            and taught
+            and batch.made_for(rollout)
+            and self.version + later - batch.oldest_version <= rollout.ahead
+        ):
             return batch
         return self.world.from_leader(lambda: self.sampler.with_sizes(batch.selection))
 

@@ -374,8 +374,8 @@ MUTANTS = [
     ),
     Mutant(
         "pruning/score without the first draw",
-        "magnitudes(advantage, config) * c * score_norms / prompt_inclusion",
-        "magnitudes(advantage, config) * c * score_norms",
+        "magnitudes(part, advantage, config) * c * score_norms / prompt_inclusion",
+        "magnitudes(part, advantage, config) * c * score_norms",
         "rl/test_unbiasedness.py::test_the_second_draw_knows_of_the_first",
     ),
     Mutant(
@@ -511,8 +511,8 @@ MUTANTS = [
     ),
     Mutant(
         "sizes/padding is trained on under KL",
-        "config.loss.rewards_alone) | ~present",
-        "config.loss.rewards_alone)",
+        "& rewards_alone) | ~present",
+        "& rewards_alone)",
         "rl/test_group_sizes.py",
     ),
     Mutant(
@@ -655,7 +655,7 @@ MUTANTS = [
         "teacher/divergence without a gradient under context parallelism",
         'LEARNED = ("logprobs", "divergence")',
         'LEARNED = ("logprobs",)',
-        "test_distillation.py::test_an_update_toward_a_teacher_depends_on_no_layout",
+        "test_distillation.py::test_an_update_toward_several_teachers_depends_on_no_layout",
     ),
     Mutant(
         "teacher/no coefficient",
@@ -671,13 +671,13 @@ MUTANTS = [
     ),
     Mutant(
         "teacher/equal rewards dropped",
-        "return self.kl_coef == self.distillation_coef == 0.0",
-        "return self.kl_coef == 0.0",
-        "rl/test_unbiasedness.py::test_the_expected_pruned_gradient_is_the_full_gradient",
+        "~part.log_ratios.any(axis=-1) & (config.loss.kl_coef == 0.0)",
+        "config.loss.kl_coef == 0.0",
+        "rl/test_unbiasedness.py::test_so_it_is_with_a_teacher_of_all_prompts_or_of_some",
     ),
     Mutant(
         "teacher/scores of advantages alone",
-        "np.hypot(advantage, config.loss.distillation_coef)",
+        "np.hypot(advantage + pull[..., 0], pull[..., 1])",
         "np.abs(advantage)",
         "test_distillation.py::test_scores_count_the_teacher",
     ),
@@ -686,6 +686,61 @@ MUTANTS = [
         "if self._taught:\n            return self._size",
         "if False:\n            return self._size",
         "rl/pruning/test_forecast.py::test_with_a_teacher_prompts_whose_rewards_never_differ_count_by_their_gradients",
+    ),
+    Mutant(
+        "teacher/of another source",
+        "(mine[k] == number)[packs[k].sample]",
+        "(mine[k] >= 0)[packs[k].sample]",
+        "test_distillation.py::test_update_is_that_of_the_formula",
+    ),
+    Mutant(
+        "teacher/places among another rank's tokens",
+        "mine if share is None else mine[share.mine]",
+        "mine if share is None else mine[: len(share.mine)]",
+        "test_distillation.py::test_update_is_that_of_the_formula",
+    ),
+    Mutant(
+        "teacher/a server's log-ratio the wrong way round",
+        "arrays.teacher_logprobs - logprobs.detach()",
+        "logprobs.detach() - arrays.teacher_logprobs",
+        "test_distillation.py::test_a_server_s_gradient_is_on_average_that_of_the_divergence",
+    ),
+    Mutant(
+        "teacher/a server's log-ratio to whoever sampled",
+        "arrays.teacher_logprobs - logprobs.detach()",
+        "arrays.teacher_logprobs - arrays.engine_logprobs",
+        "test_distillation.py::test_a_server_s_gradient_is_on_average_that_of_the_divergence",
+    ),
+    Mutant(
+        "teacher/a server's log-ratios unweighted in scores",
+        "np.expm1(logprobs) ** 2 + 1e-12",
+        "np.ones_like(logprobs)",
+        "test_distillation.py::test_scores_of_a_server_are_the_norms_of_its_tokens_advantages",
+    ),
+    Mutant(
+        "teacher/the engine's log-probabilities for a server's",
+        "part[c:d].view(np.float32) if taught",
+        "part[b:c].view(np.float32) if taught",
+        "parallel/test_exchange.py",
+    ),
+    Mutant(
+        "teacher/rollouts that nobody has read",
+        "(c.teacher_logprobs is not None) == distillation.served(source)",
+        "True",
+        "rollout/test_in_flight.py::test_a_batch_knows_whether_its_teachers_are_those_of_the_run",
+    ),
+    Mutant(
+        "teacher/other tokens",
+        "if len(told) != len(response) or [token for token, _ in told] != asked:",
+        "if len(told) != len(response):",
+        "rollout/test_teachers.py",
+    ),
+    Mutant("teacher/another vocabulary", "if ours != theirs:", "if False:", "rollout/test_teachers.py"),
+    Mutant(
+        "teacher/asked at the end alone",
+        "            reading.look(groups)\n",
+        "",
+        "rollout/test_teachers.py::test_a_step_s_rollouts_are_read_while_others_are_generated_and_so_are_offline_ones",
     ),
     # Weights between Megatron and Hugging Face.
     Mutant(

@@ -86,6 +86,8 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups]),
         rewards=np.array([g.rewards for g in groups]),
         score_norms=rng.uniform(0.5, 2.0, lengths.shape),
+        log_ratios=np.zeros((*lengths.shape, 2)),
+        teacher=np.full(QUERIES, -1),
         forks=no_forks(lengths.shape),
         versions=np.zeros(lengths.shape, np.int64),
         owners=np.arange(QUERIES) % ranks,

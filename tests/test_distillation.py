@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,14 @@ from transformers import Qwen3ForCausalLM
 
 from megatron_dppo.config import Config, DistillationConfig, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import advantages, objective_for
+from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
+from megatron_dppo.rl.objectives import OBJECTIVES, advantages, objective_for
+from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.pruning.minibatch import advantages_of_segments, completion_candidates
+from megatron_dppo.rl.types import Group, StepMetadata
+from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.learner import PolicyLoss
 from megatron_dppo.trainer.preflight import check_config, preflight
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -22,22 +29,42 @@ from tests.test_formula import TEMPERATURE, update
 from tests.test_split_invariance import LAYOUTS, ONE, assert_same_update, learned, size_of
 
 COEF = 0.7
+SERVER = "http://teacher:30000"
+Policies = tuple[Path, Path, Path]
 
 
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A student, and a teacher with more layers, another width and tied weights."""
+def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
+    """A student, a teacher with more layers, another width and tied weights, and a small one."""
     folder = tmp_path_factory.mktemp("distillation")
     teacher = write_policy(folder / "teacher", tied=True, layers=8, hidden=64, ffn=96, seed=11)
-    return write_policy(folder / "student"), teacher
+    return write_policy(folder / "student"), teacher, write_policy(folder / "small", hidden=32, seed=12)
 
 
-def configure(
-    policies: tuple[Path, Path], layout: LayoutConfig, *, name: str = "grpo", **distillation: object
-) -> Config:
-    student, teacher = policies
-    given = DistillationConfig(teacher=str(teacher), coef=COEF, **distillation)
-    return config_for(student, layout, LossConfig(name=name, distillation=given), 64, distributed=True)
+def configure(policies: Policies, layout: LayoutConfig, *, several: bool = False, **distillation: object) -> Config:
+    """With one teacher, or with one for each of two sources, a server for a third, and none for a fourth."""
+    student, teacher, small = map(str, policies)
+    given = DistillationConfig(teacher=teacher, coef=COEF, **distillation)
+    if several:
+        given = replace(given, teacher=None, teachers={"a": teacher, "b": small, "c": SERVER, "d": None})
+    return config_for(Path(student), layout, LossConfig(distillation=given), 64, distributed=True)
+
+
+def taught_step(distillation: DistillationConfig, ranks: int) -> tuple[StepMetadata, list[Group]]:
+    """``step_of_groups``, of four sources in turn; what a server says is made up."""
+    metadata, groups = step_of_groups(ranks)
+    rng = np.random.default_rng(3)
+    for row, group in enumerate(groups):
+        prompt = dataclasses.replace(group.prompt, data_source="abcd"[row % 4])
+        said = [rng.normal(-3.0, 1.0, len(c.token_ids)).astype(np.float32) for c in group.completions]
+        if distillation.served(prompt.data_source):
+            read = zip(group.completions, said, strict=True)
+            group = dataclasses.replace(
+                group, completions=tuple(dataclasses.replace(c, teacher_logprobs=each) for c, each in read)
+            )
+        groups[row] = dataclasses.replace(group, prompt=prompt)
+    known = metadata_of(groups, metadata.prompt_inclusion, SAMPLES, 0, 0, distillation)
+    return dataclasses.replace(metadata, log_ratios=known.log_ratios, teacher=known.teacher), groups
 
 
 def log_distributions(model: Qwen3ForCausalLM, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
@@ -47,53 +74,62 @@ def log_distributions(model: Qwen3ForCausalLM, prompt: np.ndarray, response: np.
 
 
 @pytest.mark.parametrize(
-    ("direction", "rewards", "layout"),
-    [("reverse", False, LAYOUTS["tp2 sp"]), ("forward", True, LAYOUTS["cp2"])],
-    ids=["reverse alone", "forward added to rewards"],
+    ("direction", "several", "layout"),
+    [("forward", False, LAYOUTS["tp2 sp"]), ("reverse", True, LAYOUTS["cp2"])],
+    ids=["one teacher alone, forward", "several and a server, added to rewards"],
 )
 def test_update_is_that_of_the_formula(
-    direction: str, rewards: bool, layout: LayoutConfig, ranks: RankPool, policies: tuple[Path, Path]
+    direction: str, several: bool, layout: LayoutConfig, ranks: RankPool, policies: Policies
 ) -> None:
-    """Written out by autograd on transformers' models, with whole distributions."""
-    config = configure(policies, layout, direction=direction, use_task_rewards=rewards)
-    metrics, moved, plan = ranks.run(2, update, config, 1.0)[0]
-    student, teacher = (Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32) for path in policies)
-    metadata, groups = step_of_groups(2)
-    advantage = advantages(metadata.rewards, normalise=True) * rewards
+    """Written out by autograd on transformers' models, with whole distributions, and sampled tokens for the server."""
+    config = configure(policies, layout, direction=direction, use_task_rewards=several, several=several)
+    step = partial(taught_step, config.loss.distillation)
+    metrics, moved, plan = ranks.run(2, update, config, 1.0, step)[0]
+    student, *teachers = (Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32) for path in policies)
+    metadata, groups = step(2)
+    advantage = advantages(metadata.rewards, normalise=True) * several
     z, (minibatch,) = metadata.window * SAMPLES, plan.minibatches
     expected, divergences = torch.zeros(()), []
     kept = minibatch.samples
     assert 0 < len(kept.group) < metadata.rewards.size
+    assert len(np.unique(metadata.teacher[kept.group])) == (3 if several else 1)
     for row, sample, weight in zip(kept.group, kept.completion, kept.weight, strict=True):
-        completion = groups[row].completions[sample]
+        completion, source = groups[row].completions[sample], groups[row].prompt.data_source
         own = log_distributions(student, groups[row].prompt.token_ids, completion.token_ids)
-        with torch.no_grad():
-            other = log_distributions(teacher, groups[row].prompt.token_ids, completion.token_ids)
-        of, to = (own, other) if direction == "reverse" else (other, own)
-        divergence = (of.exp() * (of - to)).sum(dim=1)
         chosen = own[torch.arange(len(own)), torch.from_numpy(completion.token_ids).long()]
-        term = (chosen - chosen.detach()).exp() * advantage[row, sample] - COEF * divergence
+        pull, divergence = torch.zeros(len(own)), torch.zeros(len(own))
+        if several and source == "c":
+            pull = torch.from_numpy(completion.teacher_logprobs) - chosen.detach()
+        elif not several or source != "d":
+            with torch.no_grad():
+                other = log_distributions(
+                    teachers[several and source == "b"], groups[row].prompt.token_ids, completion.token_ids
+                )
+            of, to = (own, other) if direction == "reverse" else (other, own)
+            divergence = (of.exp() * (of - to)).sum(dim=1)
+        term = (chosen - chosen.detach()).exp() * (advantage[row, sample] + COEF * pull) - COEF * divergence
         sampled = torch.from_numpy(completion.loss_mask)
         expected = expected - weight / metadata.sampled_lengths[row, sample] / z * term[sampled].sum()
-        divergences.append(divergence[sampled].detach())
+        divergences.append((divergence - pull)[sampled].detach())
     expected.backward()
     assert metrics["train/loss"] == pytest.approx(expected.item(), rel=1e-4)
     assert metrics["train/distillation_kl"] == pytest.approx(torch.cat(divergences).mean().item(), rel=1e-4)
     for name, parameter in student.named_parameters():
-        step = -parameter.grad / (parameter.grad.abs() + 1)
-        assert (moved[name] - step).norm() <= 1e-4 * step.norm() + 2e-7 * parameter.norm(), name
+        moving = -parameter.grad / (parameter.grad.abs() + 1)
+        assert (moved[name] - moving).norm() <= 1e-4 * moving.norm() + 2e-7 * parameter.norm(), name
 
 
-def test_an_update_toward_a_teacher_depends_on_no_layout(ranks: RankPool, policies: tuple[Path, Path]) -> None:
-    alone = configure(policies, ONE)
+def test_an_update_toward_several_teachers_depends_on_no_layout(ranks: RankPool, policies: Policies) -> None:
+    alone = configure(policies, ONE, several=True)
     calls = {"start": replace(alone, optimizer=replace(alone.optimizer, lr=1e-30)), "reference": alone}
     calls |= {
-        name: configure(policies, LAYOUTS[name]) for name in ("tp2", "cp2", "pp2", "dp2", "pp2 vpp2", "cp2 tp2 sp")
+        name: configure(policies, LAYOUTS[name], several=True)
+        for name in ("tp2", "cp2", "pp2", "dp2", "pp2 vpp2", "cp2 tp2 sp")
     }
-    found = {}
+    step, found = partial(taught_step, alone.loss.distillation), {}
     for size in (1, 2, 4):
         names = [name for name, config in calls.items() if size_of(config.layout) == size]
-        each = ((learned, calls[name], False) for name in names)
+        each = ((learned, calls[name], False, step) for name in names)
         found |= {name: of_ranks[0] for name, of_ranks in zip(names, ranks.in_turn(size, *each), strict=True)}
     (_, start), reference = found.pop("start"), found.pop("reference")
     for name, made in found.items():
@@ -104,11 +140,11 @@ def test_an_update_toward_a_teacher_depends_on_no_layout(ranks: RankPool, polici
 
 def test_scores_count_the_teacher() -> None:
     """Alone it gives every completion the score of an advantage of its weight; beside rewards the two add up."""
-    metadata, _ = step_of_groups(1)
     scores = {}
     for rewards in (False, True):
         config = Config(loss=LossConfig(distillation=DistillationConfig(teacher="T", use_task_rewards=rewards)))
         objective = objective_for(config.loss)
+        metadata, _ = taught_step(config.loss.distillation, 1)
         segments = advantages_of_segments(metadata, config, objective)
         candidates = completion_candidates(metadata, config, objective, segments)
         assert not candidates.zero_advantage.any()
@@ -119,7 +155,57 @@ def test_scores_count_the_teacher() -> None:
     np.testing.assert_allclose(scores[True], unit * np.sqrt(squares + 1.0))
 
 
+def test_scores_of_a_server_are_the_norms_of_its_tokens_advantages() -> None:
+    """√Σ_t (A + β log q_t/p_t)² (1 − p_t)² over the sampled tokens; who has no teacher and A = 0 has no gradient."""
+    given = DistillationConfig(teachers={"a": None, "b": SERVER, "c": SERVER, "d": SERVER}, coef=COEF)
+    config = Config(loss=LossConfig(name="dr_grpo", distillation=given))
+    objective = objective_for(config.loss)
+    metadata, groups = taught_step(given, 1)
+    norms = metadata_of(groups, metadata.prompt_inclusion, SAMPLES, 0, 0, given).score_norms
+    rewards = np.where(np.arange(len(groups))[:, None] < 2, 1.0, metadata.rewards)  # the first two groups' are equal
+    metadata = dataclasses.replace(metadata, score_norms=norms, rewards=rewards)
+    segments = advantages_of_segments(metadata, config, objective)
+    candidates = completion_candidates(metadata, config, objective, segments)
+    for row, group in enumerate(groups):
+        for sample, c in enumerate(group.completions):
+            a = rewards[row, sample] - rewards[row].mean()
+            pull = 0.0 if c.teacher_logprobs is None else COEF * (c.teacher_logprobs - c.logprobs)
+            terms = (a + pull) * (1.0 - np.exp(c.logprobs.astype(np.float64)))
+            expected = np.linalg.norm(terms[c.loss_mask]) / metadata.prompt_inclusion[row]
+            assert candidates.score[row, sample] == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    np.testing.assert_array_equal(candidates.zero_advantage[:2], [[True] * SAMPLES, [False] * SAMPLES])
+
+
+@pytest.mark.parametrize("engine", ["the policy", "another"])
+def test_a_server_s_gradient_is_on_average_that_of_the_divergence(engine: str) -> None:
+    """All tokens of the vocabulary are drawn, each as often as the engine draws it: the expectation, and no sample."""
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(size=9)).requires_grad_()
+    own, teacher, other = (torch.log_softmax(torch.from_numpy(rng.normal(size=9)), 0) for _ in range(3))
+    own = torch.log_softmax(logits, 0)
+    drawn_by = own.detach() if engine == "the policy" else other
+    tokens = [
+        TrainingSample(
+            np.array([0], np.int32), np.array([token], np.int32), np.array([logprob], np.float32), np.ones(1, bool),
+            advantage=0.0, scale=float(np.exp(logprob)), version=0, teacher_logprobs=np.array([said], np.float32),
+        )
+        for token, (logprob, said) in enumerate(zip(drawn_by.tolist(), teacher.tolist(), strict=True))
+    ]  # fmt: skip
+    pack = build_pack(tokens, 18, pad_id=0, align=1)
+    arrays = to_device(Microbatch(pack), torch.device("cpu"), None)
+
+    def gradient(tis_cap: float | None) -> torch.Tensor:
+        loss = PolicyLoss(OBJECTIVES["rloo"], kl_coef=0.0, tis_cap=tis_cap, version=0, distillation_coef=COEF)
+        value, _ = loss(Responses(pack, arrays, own[pack.targets], torch.zeros(9)))
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    (exact,) = torch.autograd.grad(COEF * (own.exp() * (own - teacher)).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(gradient(1e6), exact, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(gradient(None), exact, rtol=1e-5, atol=1e-6) == (engine == "the policy")
+
+
 TAUGHT = "loss.distillation.teacher=T"
+SERVED = f"loss.distillation.teacher={SERVER}"
 ALONE = f"{TAUGHT} loss.distillation.use_task_rewards=false"
 
 
@@ -128,6 +214,9 @@ ALONE = f"{TAUGHT} loss.distillation.use_task_rewards=false"
     [
         ("loss.distillation.use_task_rewards", "loss.distillation.use_task_rewards=false"),
         ("loss.distillation.teacher_checkpoint", "loss.distillation.teacher_checkpoint=c"),
+        ("loss.distillation.teacher_checkpoint", f"{SERVED} loss.distillation.teacher_checkpoint=c"),
+        ("loss.distillation.direction", f"{SERVED} loss.distillation.direction=forward"),
+        ("rollout.temperature", f"{SERVED} rollout.temperature=0.8"),
         ("pruning.prompts.rule", f"{ALONE} pruning.prompts.rule=greso"),
         ("pruning.completions.rule", f"{ALONE} pruning.completions.rule=top_k"),
         ("pruning.prompts.predictor", f"{TAUGHT} pruning.prompts.predictor=record"),
@@ -139,9 +228,7 @@ def test_what_lacks_a_teacher_or_ranks_by_rewards_left_out_is_refused(setting: s
     assert error.value.setting == setting
 
 
-def test_a_teacher_that_cannot_teach_is_named_before_anything_starts(
-    policies: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_teacher_that_cannot_teach_is_named_before_anything_starts(policies: Policies, tmp_path: Path) -> None:
     def said(teacher: Path, *more: str) -> UserError:
         given = (f"model.path={policies[0]}", f"loss.distillation.teacher={teacher}", f"run.dir={tmp_path}/run")
         short = ("data.max_prompt_tokens=16", "rollout.max_response_tokens=16", "data.train=arithmetic")
@@ -149,6 +236,13 @@ def test_a_teacher_that_cannot_teach_is_named_before_anything_starts(
             preflight(load_config(None, [*given, *short, *more]), "train")
         return error.value
 
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "1+1=", "label": "2", "data_source": "{name}"}}\n' for name in "abc"))
+    several = ("loss.distillation.teacher=null", f"data.train={rows}", "data.eval=null")
+    nobody = said(policies[1], *several, f"loss.distillation.teachers={{a: {policies[1]}, c: null}}")
+    assert (nobody.setting, "'b'" in nobody.problem) == ("loss.distillation.teachers", True)
+    absent = said(policies[1], *several, f"loss.distillation.teachers={{a: {tmp_path}/no, b: {policies[1]}, c: null}}")
+    assert absent.setting == "loss.distillation.teachers"
     absent = said(tmp_path / "absent")
     assert absent.setting == "loss.distillation.teacher"
     other = said(write_policy(tmp_path / "other", vocab=VOCAB + 1))

@@ -6,6 +6,7 @@ and normaliser by hand, and one step of Adam with eps = 1 and rate 1, which move
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,15 @@ from tests.ranks import RankPool
 from tests.steps import SAMPLES, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
 
 TEMPERATURE, TIS_CAP, LIMIT = 0.8, 2.0, 24
+Step = tuple[StepMetadata, list[Group]]
 
 
-def update(rank: int, size: int, config: Config, reference_scale: float) -> tuple[dict[str, float], Weights, StepPlan]:
+def update(
+    rank: int, size: int, config: Config, reference_scale: float, step: Callable[[int], Step] = step_of_groups
+) -> tuple[dict[str, float], Weights, StepPlan]:
     """One update. The reference, where there is one, is the policy with all its weights scaled."""
     world, learner, policy = build(config)
-    metadata, groups = step_of_groups(size)
+    metadata, groups = step(size)
     if learner.reference is not None:
         with torch.no_grad():
             for parameter in learner.reference.parameters():

@@ -113,6 +113,10 @@ class Config(Section):
         if not self.loss.distillation_coef:
             return
         prompts, completions = self.pruning.prompts, self.pruning.completions
+        if (servers := self.loss.distillation.servers) and self.rollout.temperature != 1.0:
+            problem = f"and the server {servers[0]}, a teacher, tells of its distributions at temperature 1 alone"
+            remedy = "Set it to 1, or name the teacher's directory"
+            raise UserError("rollout.temperature", self.rollout.temperature, problem, remedy)
         if not self.loss.distillation.use_task_rewards:
             ranked = "ranks by rewards, which loss.distillation.use_task_rewards = false leaves out"
             for level, rule, useful in (

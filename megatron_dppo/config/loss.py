@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Literal
+
+from pydantic import Field
 
 from megatron_dppo.config.types import AboveZero, AtLeastOne, Count, Fraction, NonNegative, Positive, Section, Share
 from megatron_dppo.errors import UserError
@@ -12,24 +15,91 @@ from megatron_dppo.errors import UserError
 class DistillationConfig(Section):
     teacher: str | None = None
     """Hugging Face directory of a teacher with the policy's vocabulary, of any shape: the policy's distribution at each
-    token of its own rollouts is drawn toward the teacher's. null: none."""
+    token of its own rollouts is drawn toward the teacher's. Or the URL of an SGLang or vLLM server, which says how
+    likely the sampled tokens are to it. null: none."""
     teacher_checkpoint: str | None = None
     """A checkpoint of this project, for the weights of the teacher in place of the directory's."""
+    teachers: dict[str, str | None] = Field(default={})
+    """Teachers of prompts by their data source, each as in ``teacher``: ``{math: DIRECTORY, code: http://HOST:PORT,
+    chat: null}``; null: not taught. Sources that are not named have ``teacher``, and are refused without one."""
     coef: AboveZero = 1.0
     """Weight of the divergence of policy and teacher, per token."""
     direction: Literal["reverse", "forward"] = "reverse"
-    """Of the divergence, which is exact over the whole vocabulary. ``reverse``: KL(policy || teacher), which leaves out
-    what the teacher would not say; ``forward``: KL(teacher || policy), which covers all that it would."""
+    """Of the divergence, which is exact over the whole vocabulary unless a server teaches. ``reverse``: KL(policy ||
+    teacher), which leaves out what the teacher would not say; ``forward``: KL(teacher || policy), which covers all that
+    it would."""
     use_task_rewards: bool = True
     """Whether rewards are trained on as well. Without, they are measured and shown, and every advantage is 0."""
 
+    @property
+    def named(self) -> tuple[str, ...]:
+        """All teachers, each once."""
+        return tuple(dict.fromkeys(name for name in (self.teacher, *self.teachers.values()) if name))
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The directories among them: models that the trainer runs itself."""
+        return tuple(name for name in self.named if not is_server(name))
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The URLs among them."""
+        return tuple(name for name in self.named if is_server(name))
+
+    def teacher_of(self, data_source: str) -> str | None:
+        """A prompt's teacher; None: it is not taught."""
+        return self.teachers.get(data_source, self.teacher)
+
+    def model_of(self, data_source: str) -> int:
+        """The place of a prompt's teacher among :attr:`models`; −1: it has none there."""
+        name = self.teacher_of(data_source)
+        return self.models.index(name) if name in self.models else -1
+
+    def served(self, data_source: str) -> bool:
+        """Whether a prompt's teacher is a server."""
+        return self.teacher_of(data_source) in self.servers
+
+    def setting_of(self, teacher: str) -> str:
+        """The setting that names it."""
+        return f"loss.distillation.teacher{'' if teacher == self.teacher else 's'}"
+
+    def check_sources(self, data_sources: Iterable[str]) -> None:
+        """
+        Raises:
+            UserError: prompts of a source have no teacher, and nothing says that they shall have none.
+        """
+        if self.teacher is not None or not self.teachers:
+            return
+        if unnamed := sorted(set(data_sources) - self.teachers.keys()):
+            problem = f"names no teacher for prompts whose data_source is {unnamed[0]!r}"
+            problem += f", nor for {len(unnamed) - 1} other sources" if len(unnamed) > 1 else ""
+            remedy = "Add one, or null if they shall not be taught; or set loss.distillation.teacher, for all others"
+            raise UserError("loss.distillation.teachers", ", ".join(self.teachers), problem, remedy)
+
     def check(self) -> None:
         ignored = None if self.use_task_rewards else "false"
-        for name, given in (("teacher_checkpoint", self.teacher_checkpoint), ("use_task_rewards", ignored)):
-            if self.teacher is None and given is not None:
+        for name, given, wanted in (
+            ("teacher_checkpoint", self.teacher_checkpoint, self.teacher),
+            ("use_task_rewards", ignored, self.named),
+        ):
+            if given is not None and not wanted:
                 problem = "wants a teacher, and loss.distillation.teacher is not set"
                 remedy = "Set that to the Hugging Face directory of the teacher, or leave this out"
                 raise UserError(f"loss.distillation.{name}", given, problem, remedy)
+        if self.teacher_checkpoint is not None and self.teacher in self.servers:
+            problem = f"cannot be the weights of the server {self.teacher}"
+            raise UserError("loss.distillation.teacher_checkpoint", self.teacher_checkpoint, problem, "Leave it out")
+        if self.servers and self.direction == "forward":
+            problem = (
+                f"wants the teacher's whole distributions, and the server {self.servers[0]} tells of sampled tokens"
+            )
+            remedy = "Set it to reverse, or name the teacher's directory"
+            raise UserError("loss.distillation.direction", self.direction, problem, remedy)
+
+
+def is_server(teacher: str) -> bool:
+    """Whether a teacher is a URL, and no directory."""
+    return teacher.startswith(("http://", "https://"))
 
 
 class LossConfig(Section):
@@ -75,18 +145,13 @@ class LossConfig(Section):
 
     @property
     def distillation_coef(self) -> float:
-        """The weight of the divergence from the teacher; 0 without one."""
-        return self.distillation.coef if self.distillation.teacher else 0.0
-
-    @property
-    def rewards_alone(self) -> bool:
-        """Whether a completion with an advantage of 0 has a gradient of exactly 0."""
-        return self.kl_coef == self.distillation_coef == 0.0
+        """The weight of the divergence from a teacher; 0 without any."""
+        return self.distillation.coef if self.distillation.named else 0.0
 
     @property
     def equal_groups_idle(self) -> bool:
         """Whether groups of equal reward have no gradient."""
-        return self.rewards_alone and self.name != "reinforce_pp"
+        return self.kl_coef == self.distillation_coef == 0.0 and self.name != "reinforce_pp"
 
     def check(self) -> None:
         self.distillation.check()

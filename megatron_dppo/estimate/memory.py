@@ -228,17 +228,26 @@ def held_bytes(setup: Setup, stage: int) -> dict[str, float]:
         "gradients": 4.0 * trained.total,
         "optimizer": state * (shared if config.optimizer.distributed else trained.total),
         "reference": weights if config.loss.kl_coef > 0 and not lora.rank else 0.0,
-        "teacher": _teacher_bytes(setup, stage) if config.loss.distillation.teacher else 0.0,
+        "teacher": _teacher_bytes(setup, stage),
     }
 
 
 def _teacher_bytes(setup: Setup, stage: int) -> float:
-    """Its weights, and on the last stage the states of a minibatch's packs, as if every token were a response's."""
+    """Its weights, and on the last stage the states of a minibatch's packs, as if every token were a response's. Of
+    several the largest is counted, and on the last stage the output layers of all, which are needed in training."""
     config, layout = setup.config, setup.placement.layout
-    shape = shape_of(str(config.loss.distillation.teacher))
+    shapes = [shape_of(path) for path in config.loss.distillation.models]
+    if not shapes:
+        return 0.0
     packs = packs_of(dataclasses.replace(setup, config=without_pruning(config))) if stage == layout.pp - 1 else 0
-    states = packs * config.loss.updates_per_rollout * config.pack.max_tokens / layout.cp * shape.hidden
-    return float(setup.width * (rank_elements(shape, stage, layout).total + states))
+    states = packs * config.loss.updates_per_rollout * config.pack.max_tokens / layout.cp
+    weights = {shape: rank_elements(shape, stage, layout).total for shape in shapes}
+    largest = max(shapes, key=lambda shape: weights[shape])
+    heads = 0
+    if stage == layout.pp - 1:
+        sizes = [_sizes(shape, tp=layout.tp, etp=layout.expert_tp, padded=True).embedding for shape in shapes]
+        heads = sum(sizes) - sizes[shapes.index(largest)]
+    return float(setup.width * (weights[largest] + heads + states * max(shape.hidden for shape in shapes)))
 
 
 def chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:

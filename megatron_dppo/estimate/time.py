@@ -45,9 +45,9 @@ def step_time(setup: Setup, *, concurrency: int) -> StepTime:
     forward = once.both(work.trained, work.responses) * (1 + waits)
     everything = once.both(work.seen, work.generated) * (1 + waits)
     taught = 0.0
-    if teacher := config.loss.distillation.teacher:
+    for teacher in config.loss.distillation.models:  # as if each had sequences in all packs
         theirs = forward_pass(replace(setup, shape=shape_of(teacher)))
-        taught = theirs.both(work.trained, work.responses) * (1 + waits)
+        taught += theirs.both(work.trained, work.responses) * (1 + waits)
     phases = {
         "generation": 0.0 if config.data.rollouts else rolled.seconds,
         "score norms": everything if config.pruning.completions.score == "head" else 0.0,

@@ -150,7 +150,7 @@ class Policy:
             batch: Microbatch, arrays: DeviceArrays, output: tuple[torch.Tensor, ...]
         ) -> tuple[torch.Tensor, Sums]:
             logprobs, entropy, *more = output
-            names = ("score_norm",) * score_norm + ("divergence",) * (batch.teacher is not None)
+            names = ("score_norm",) * score_norm + ("divergence",) * bool(batch.teachers)
             return loss(Responses(batch.pack, arrays, logprobs, entropy, **dict(zip(names, more, strict=True))))
 
         return self._pass_over(microbatches, reduce, forward_only=forward_only, score_norm=score_norm)
@@ -180,7 +180,7 @@ class Policy:
                     targets=arrays.targets,
                     share=arrays.share,
                     score_norm=score_norm,
-                    teacher=batch.teacher,
+                    teachers=batch.teachers,
                     states=states,
                 )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,14 +14,11 @@ from megatron_dppo.models.actor import Policy
 from megatron_dppo.models.lora import adapters_off
 from megatron_dppo.models.microbatch import DeviceArrays, Microbatch
 from megatron_dppo.models.teacher_head import TeacherHead
-from megatron_dppo.rl.types import Pack
+from megatron_dppo.rl.types import Bools, Pack
 
 
-class Reference(Policy):
-    """The frozen policy that the loss's KL term compares with.
-
-    Between its passes its weights may wait in the host's memory.
-    """
+class Frozen(Policy):
+    """A policy that is never trained. Between its passes its weights may wait in the host's memory."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -32,38 +30,69 @@ class Reference(Policy):
             waiting = torch.empty_like(parameter, device="cpu", pin_memory=self.world.device.type == "cuda")
             self._on_host[parameter] = parameter.data = waiting.copy_(parameter.data)
 
-    def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
         for parameter, waiting in self._on_host.items():
             parameter.data = waiting.to(self.world.device, non_blocking=True)
         try:
-            return super().log_probabilities(packs)
+            yield
         finally:
             for parameter, waiting in self._on_host.items():
                 parameter.data = waiting
 
 
-class Teacher(Policy):
+class Reference(Frozen):
+    """The frozen policy that the loss's KL term compares with."""
+
+    def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
+        with self._on_device():
+            return super().log_probabilities(packs)
+
+
+class Teacher(Frozen):
     """A frozen model, of any shape with the policy's vocabulary, that the policy is drawn toward. It runs in the
     policy's layout, so that every rank has the teacher's states where it has its own."""
 
     @torch.no_grad()
-    def heads(self, packs: Sequence[Pack], direction: Literal["reverse", "forward"]) -> list[TeacherHead | None]:
+    def heads(
+        self, packs: Sequence[Pack], taught: Sequence[Bools], direction: Literal["reverse", "forward"]
+    ) -> list[TeacherHead | None]:
         """Of each pack what the policy's head asks for, on the ranks of the last stage; None elsewhere. Collective over
         the replica.
 
         The states stay on the device: a response token takes the teacher's width in its dtype, until it is trained on.
+        So does the output layer.
+
+        Args:
+            packs: that it reads.
+            taught: of each pack, [R], the targets that are its to teach.
+            direction: of the divergence.
         """
+        places = {id(pack): self._places(pack, mine) for pack, mine in zip(packs, taught, strict=True)}
 
         def collect(batch: Microbatch, arrays: DeviceArrays, output: tuple[torch.Tensor, ...]) -> Any:
-            return output[0].sum(), {"states": output[0]}
+            rows = places[id(batch.pack)]
+            return output[0].sum(), {"states": output[0] if rows is None else output[0][rows]}
 
         for module in self.modules:
             module.eval()
-        outputs = self._pass_over([Microbatch(pack) for pack in packs], collect, forward_only=True, states=True)
-        if not self.world.last_stage:
-            return [None] * len(packs)
-        weight = self.chunks[-1].output_weight().detach()
-        return [TeacherHead(output["states"].to(weight.dtype), weight, direction) for output in outputs]
+        with self._on_device():
+            outputs = self._pass_over([Microbatch(pack) for pack in packs], collect, forward_only=True, states=True)
+            if not self.world.last_stage:
+                return [None] * len(packs)
+            weight = self.chunks[-1].output_weight().detach()
+        return [
+            TeacherHead(output["states"].to(weight.dtype), weight, direction, places[id(pack)])
+            for pack, output in zip(packs, outputs, strict=True)
+        ]
+
+    def _places(self, pack: Pack, taught: Bools) -> torch.Tensor | None:
+        """Of the targets that this rank scores the places of those that are taught; None: all are."""
+        if taught.all():
+            return None
+        share = self._share(pack)
+        mine = torch.from_numpy(taught)
+        return (mine if share is None else mine[share.mine]).nonzero()[:, 0].to(self.world.device)
 
 
 class BasePolicy:

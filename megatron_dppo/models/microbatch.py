@@ -33,7 +33,8 @@ class Microbatch:
     """[R]"""
     routing: RecordedRouting | None = None
     """Of the pass that gave ``old_logprobs``, to be replayed in place of the pack's."""
-    teacher: TeacherHead | None = None
+    teachers: tuple[TeacherHead, ...] = ()
+    """Each of some of the targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,14 @@ class DeviceArrays:
     versions: torch.Tensor
     """[R] int64, the oldest weights that made any of that sample."""
     advantage: torch.Tensor
-    """[R], fp32, as are the next four."""
+    """[R], fp32, as are the next five."""
     scale: torch.Tensor
     """What a token's loss is multiplied by."""
     engine_logprobs: torch.Tensor
     old_logprobs: torch.Tensor | None
     reference_logprobs: torch.Tensor | None
+    teacher_logprobs: torch.Tensor | None
+    """As in :class:`Pack`."""
     share: Share | None
     """What this rank computes of the pack; None: all."""
 
@@ -105,11 +108,13 @@ def to_device(batch: Microbatch, device: torch.device, share: Share | None) -> D
     for name in ("old_logprobs", "reference_logprobs"):
         if (values := getattr(batch, name)) is not None:
             arrays[name] = np.asarray(values, np.float32)
+    if pack.teacher_logprobs is not None:
+        arrays["teacher_logprobs"] = np.asarray(pack.teacher_logprobs, np.float32)
     ends = np.cumsum([array.nbytes for array in arrays.values()]).tolist()
     staged = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     np.concatenate([array.view(np.uint8) for array in arrays.values()], out=staged.numpy())
     there = staged.to(device, non_blocking=True)
-    placed: dict[str, Any] = {"old_logprobs": None, "reference_logprobs": None, "share": None}
+    placed: dict[str, Any] = dict.fromkeys(("old_logprobs", "reference_logprobs", "teacher_logprobs", "share"))
     for (name, array), end in zip(arrays.items(), ends, strict=True):
         placed[name] = there[end - array.nbytes : end].view(torch.from_numpy(array).dtype)
     if share:

@@ -28,7 +28,7 @@ from megatron_dppo.models.lora import NAME, add_adapters
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
 from megatron_dppo.models.prefix_attention import SharedPrefixes
 from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab
-from megatron_dppo.models.teacher_head import TeacherHead, divergence_from
+from megatron_dppo.models.teacher_head import TeacherHead, divergence_of_each
 
 NOTHING_BETWEEN: dict[str, Any] = (
     {"pad_between_seqs": False} if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__ else {}
@@ -257,7 +257,7 @@ class PolicyModel(GPTModel):
         targets: torch.Tensor | None = None,
         share: Share | None = None,
         score_norm: bool = False,
-        teacher: TeacherHead | None = None,
+        teachers: tuple[TeacherHead, ...] = (),
         states: bool = False,
     ) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """Run this stage on a pack, of which a context-parallel rank takes its share.
@@ -271,7 +271,7 @@ class PolicyModel(GPTModel):
             share: from :func:`context.share_of`, what this rank takes. Without context parallelism it is everything,
                 and this is not read. With it, what is not passed is worked out here, for which the host has to wait.
             score_norm: whether score norms are asked for.
-            teacher: what the divergence is taken from, at the predictors that this rank scores; None: none is.
+            teachers: what the divergence is taken from, at the predictors that this rank scores; none: none is.
             states: whether nothing is scored, and the predictors' hidden states are asked for instead.
 
         Returns:
@@ -294,8 +294,8 @@ class PolicyModel(GPTModel):
         if states:
             return (mine,)
         if share is None:
-            return self._score(mine, targets, score_norm, teacher).present
-        part = self._score(mine, targets[share.mine], score_norm, teacher)
+            return self._score(mine, targets, score_norm, teachers).present
+        part = self._score(mine, targets[share.mine], score_norm, teachers)
         return gather_responses(part, share.mine, len(targets), self.pg_collection.cp).present
 
     def _share(self, packed: PackedSeqParams, predictors: torch.Tensor | None) -> Share:
@@ -315,7 +315,7 @@ class PolicyModel(GPTModel):
         return super().forward(input_ids, position_ids, None, packed_seq_params=packed)
 
     def _score(
-        self, hidden: torch.Tensor, targets: torch.Tensor, score_norm: bool, teacher: TeacherHead | None
+        self, hidden: torch.Tensor, targets: torch.Tensor, score_norm: bool, teachers: tuple[TeacherHead, ...]
     ) -> HeadOutput:
         weight = self.output_weight()
         head: dict[str, Any] = {
@@ -325,9 +325,9 @@ class PolicyModel(GPTModel):
             "chunk_mib": self.head_chunk_mib or HEAD_CHUNK_MIB[hidden.device.type],
         }
         scores = score_responses(hidden, weight, targets, score_norm=score_norm, **head)
-        if teacher is None:
+        if not teachers:
             return scores
-        return scores._replace(divergence=divergence_from(teacher, hidden, weight, **head))
+        return scores._replace(divergence=divergence_of_each(teachers, hidden, weight, **head))
 
     def _for_every_rank(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
         """The predictors' hidden states, [R, h], on every rank; gradients are summed over the ranks on the way back."""

@@ -45,6 +45,22 @@ class TeacherHead(NamedTuple):
     weight: torch.Tensor
     """[V_local, h_teacher], this rank's rows of its output layer: of the same tokens as the student's."""
     direction: Literal["reverse", "forward"]
+    rows: torch.Tensor | None = None
+    """[r] int64, their places among the positions that the rank scores; None: they are all of them."""
+
+
+def divergence_of_each(
+    teachers: Sequence[TeacherHead], hidden: torch.Tensor, weight: torch.Tensor, **settings: Any
+) -> torch.Tensor:
+    """:func:`divergence_from`, [R], where each position has one of several teachers, or none and the divergence 0."""
+    whole = torch.zeros(len(hidden), device=hidden.device)
+    for teacher in teachers:
+        if teacher.rows is None:
+            whole = whole + divergence_from(teacher, hidden, weight, **settings)
+        else:
+            part = divergence_from(teacher, hidden.index_select(0, teacher.rows), weight, **settings)
+            whole = whole.index_add(0, teacher.rows, part)
+    return whole
 
 
 def divergence_from(

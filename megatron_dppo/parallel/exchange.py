@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -71,33 +72,39 @@ class _Route:
 
 
 def deliver(
-    world: World, plan: MinibatchPlan, held: Mapping[int, Group], routing: RoutingWanted | None = None
+    world: World,
+    plan: MinibatchPlan,
+    held: Mapping[int, Group],
+    routing: RoutingWanted | None = None,
+    *,
+    taught: bool = False,
 ) -> list[list[TrainingSample]]:
     """Send the training samples of a minibatch to their replicas. Collective over all ranks.
 
     Every length is known from the plan, so one all-to-all carries all: token ids, log-probabilities bit-cast, loss
-    masks, four tokens a word, and routing where it is wanted.
+    masks, four tokens a word, and, where they are wanted, the teacher's log-probabilities, and routing.
 
     Args:
         world: this rank's place.
         plan: the same on every rank.
         held: the groups that this rank generated, by their index in the step's metadata.
         routing: what of their routing goes to which rank; None: nothing.
+        taught: whether servers teach, so that what they said of tokens goes along; NaN where they do not.
 
     Returns:
         The samples of each pack that this rank trains on, in the plan's order.
     """
     mine = [k for pack in plan.packs[world.dp_rank] for k in pack]
     outgoing = [
-        _route(plan.samples, world.rank, [r for p in plan.packs[d] for r in p], to, routing)
+        _route(plan.samples, world.rank, [r for p in plan.packs[d] for r in p], to, routing, taught=taught)
         for to, d in enumerate(world.replica_of)
     ]
-    incoming = [_route(plan.samples, source, mine, world.rank, routing) for source in range(world.size)]
+    incoming = [_route(plan.samples, source, mine, world.rank, routing, taught=taught) for source in range(world.size)]
     parts = [
         part
         for to, route in enumerate(outgoing)
         for k in route.samples
-        for part in _encode(plan.samples, k, held, to, routing)
+        for part in _encode(plan.samples, k, held, to, routing, taught=taught)
     ]
     sent = torch.from_numpy(np.concatenate([np.empty(0, np.int32), *parts]))
     received = torch.empty(sum(route.words for route in incoming), dtype=torch.int32)
@@ -112,42 +119,55 @@ def deliver(
             group=world.control,
         )
     order = [k for route in incoming for k in route.samples]
-    received_samples = dict(_decode(plan.samples, order, received.numpy(), world.rank, routing))
+    received_samples = dict(_decode(plan.samples, order, received.numpy(), world.rank, routing, taught=taught))
     return [[received_samples[k] for k in pack] for pack in plan.packs[world.dp_rank]]
 
 
-def _route(samples: TrainingSamples, source: int, wanted: list[int], to: int, routing: RoutingWanted | None) -> _Route:
+def _route(
+    samples: TrainingSamples, source: int, wanted: list[int], to: int, routing: RoutingWanted | None, *, taught: bool
+) -> _Route:
     chosen = [k for k in wanted if samples.owner[k] == source]
-    words = sum(_ends(int(samples.prompt_length[k]), int(samples.response_length[k]))[-1] for k in chosen)
+    words = sum(_ends(int(samples.prompt_length[k]), int(samples.response_length[k]), taught)[-1] for k in chosen)
     if routing is not None:
         words += sum(routing.words(samples, k, to) for k in chosen)
     return _Route(chosen, words)
 
 
-def _ends(prompt: int, response: int) -> tuple[int, int, int, int]:
-    """Where the parts of a sample's encoding end, in words: prompt, response, log-probabilities, loss mask."""
-    return prompt, prompt + response, prompt + 2 * response, prompt + 2 * response + -(-response // 4)
+def _ends(prompt: int, response: int, taught: bool) -> tuple[int, ...]:
+    """Where the parts of a sample's encoding end, in words: prompt, response, log-probabilities, those of its teacher,
+    loss mask."""
+    return tuple(accumulate((prompt, response, response, response * taught, -(-response // 4))))
 
 
 def _encode(
-    samples: TrainingSamples, k: int, held: Mapping[int, Group], to: int, routing: RoutingWanted | None
+    samples: TrainingSamples, k: int, held: Mapping[int, Group], to: int, routing: RoutingWanted | None, *, taught: bool
 ) -> Iterator[np.ndarray]:
     group = held[int(samples.group[k])]
     completion: Completion = group.completions[int(samples.completion[k])]
     mask = np.pad(completion.loss_mask, (0, -len(completion.loss_mask) % 4)).view(np.int32)
-    yield from (group.prompt.token_ids, completion.token_ids, completion.logprobs.view(np.int32), mask)
+    yield from (group.prompt.token_ids, completion.token_ids, completion.logprobs.view(np.int32))
+    if taught:
+        known = completion.teacher_logprobs
+        yield (np.full_like(completion.logprobs, np.nan) if known is None else known).view(np.int32)
+    yield mask
     if routing is not None:
         yield routing.encode(samples, k, to, completion)
 
 
 def _decode(
-    samples: TrainingSamples, order: list[int], words: np.ndarray, rank: int, routing: RoutingWanted | None
+    samples: TrainingSamples,
+    order: list[int],
+    words: np.ndarray,
+    rank: int,
+    routing: RoutingWanted | None,
+    *,
+    taught: bool,
 ) -> Iterator[tuple[int, TrainingSample]]:
     position = 0
     for k in order:
         prompt, response = int(samples.prompt_length[k]), int(samples.response_length[k])
-        a, b, c, d = _ends(prompt, response)
-        part, position = words[position : position + d], position + d
+        a, b, c, d, end = _ends(prompt, response, taught)
+        part, position = words[position : position + end], position + end
         table = None
         if routing is not None:
             start, position = position, position + routing.words(samples, k, rank)
@@ -158,7 +178,8 @@ def _decode(
                 prompt_ids=part[:a],
                 response_ids=part[a:b],
                 engine_logprobs=part[b:c].view(np.float32),
-                loss_mask=part[c:].view(bool)[:response],
+                teacher_logprobs=part[c:d].view(np.float32) if taught else None,
+                loss_mask=part[d:].view(bool)[:response],
                 advantage=float(samples.advantage[k]),
                 scale=float(samples.scale[k]),
                 version=int(samples.version[k]),

@@ -41,6 +41,8 @@ class TrainingSample:
     """Of the first tokens of prompt and response, in the layers of this rank's stage."""
     forks: tuple[int, ...] = ()
     """After how many tokens of the response its path in a tree forks, ascending."""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """[L], as in Completion, NaN where no server teaches this one; None where none teaches at all."""
     branch_advantage: tuple[float, ...] = ()
     """Of the tokens from each fork to the next, or to the end; ``advantage`` is that of those before."""
 
@@ -74,6 +76,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     sampled = [np.flatnonzero(sample.loss_mask) for sample in samples]
     responses = [len(sample.prompt_ids) + steps for sample, steps in zip(samples, sampled, strict=True)]
     owner = np.repeat(np.arange(len(samples)), [len(steps) for steps in sampled])
+    of_teachers = [sample.teacher_logprobs for sample in samples if sample.teacher_logprobs is not None]
     return Pack(
         token_ids=token_ids,
         position_ids=layout.positions,
@@ -86,12 +89,8 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
             [np.zeros(0), *(sample.advantages(steps) for sample, steps in zip(samples, sampled, strict=True))]
         ),
         scale=np.array([sample.scale for sample in samples], dtype=np.float64)[owner],
-        engine_logprobs=np.concatenate(
-            [
-                np.zeros(0, np.float32),
-                *(sample.engine_logprobs[steps] for sample, steps in zip(samples, sampled, strict=True)),
-            ]
-        ),
+        engine_logprobs=_of_targets([sample.engine_logprobs for sample in samples], sampled),
+        teacher_logprobs=_of_targets(of_teachers, sampled) if of_teachers else None,
         versions=np.array([sample.version for sample in samples], dtype=np.int64)[owner],
         tree=layout.tree,
         routing=_routing([sample.routing for sample in samples], layout.slots, capacity),
@@ -148,6 +147,11 @@ class _Layout:
             tree=PrefixTree(parents, tokens) if (parents >= 0).any() else None,
             used=used,
         )
+
+
+def _of_targets(of_samples: Sequence[NDArray[np.float32]], sampled: Sequence[Ints]) -> NDArray[np.float32]:
+    """[R], from one value for each token of a sample's response, and the places of those that are trained on."""
+    return np.concatenate([np.zeros(0, np.float32), *(v[at] for v, at in zip(of_samples, sampled, strict=True))])
 
 
 def _joined(parts: Iterable[NDArray[Any]]) -> Ints:

@@ -154,6 +154,7 @@ def training_samples(part: StepMetadata, groups: Ints, pruned: Pruned) -> Traini
         response_length=part.response_lengths[group, completion],
         shared_length=shared_of_kept(part.shared_lengths, group, completion),
         advantage=pruned.segments[group, completion, 0],
+        teacher=part.teacher[group],
         weight=weight,
         scale=weight * pruned.coefficient[group, completion] / pruned.normaliser,
         forks=part.forks["at"][group, completion],

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_dppo.rl.census import Census
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -120,6 +122,8 @@ class Completion:
     fork_weights: tuple[float, ...] = ()
     """In a tree whose branches are pruned beforehand: ``weight`` of each level, see :data:`FORK`. A branch that was not
     generated is in the group as a copy of its first sibling, with the weight 0. Empty: ones."""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """[L], what a server that is this prompt's teacher gives the tokens, at temperature 1; None where none teaches."""
 
     @property
     def oldest_version(self) -> int:
@@ -207,6 +211,12 @@ class StepMetadata:
     """[Q, G]"""
     score_norms: Floats
     """[Q, G], a proxy of the norm of each score ∇ log π: √Σ_t (1 − p_t)², p_t the engine's; ones without these."""
+    log_ratios: Floats
+    """[Q, G, 2], mean and deviation over a completion's tokens of log q/p, the teacher's to the engine's probability of
+    each, weighted by (1 − p_t)². Of a teacher whose whole distribution is compared it is not known yet, and taken for
+    (0, 1); (0, 0): none teaches."""
+    teacher: Ints
+    """[Q], whose whole distribution is compared: a place among ``loss.distillation.models``; −1: nobody's."""
     forks: Forks
     """[Q, G, B], of completions that are the leaves of a tree; B = 0 without one."""
     versions: Ints
@@ -254,6 +264,8 @@ class TrainingSamples:
     """[K], tokens that the pack holds already with the sample before; 0 where it holds all of them anew."""
     advantage: Floats
     """[K]; in a tree that of the tokens before the first fork."""
+    teacher: Ints
+    """[K], as in StepMetadata."""
     weight: Floats
     """[K], 1/(π_prompt·π_completion), the Horvitz-Thompson weight."""
     scale: Floats
@@ -285,42 +297,6 @@ class MinibatchPlan:
     """Tokens per pack, the same for all; 0 where nothing was kept."""
     packs: tuple[tuple[tuple[int, ...], ...], ...]
     """packs[d][k] are the samples in pack k of data-parallel replica d, in order; every d has equally many packs."""
-
-
-Cell = tuple[float, float, int, float, int]
-"""Two coordinates, how many completions are there, the sum of their inclusion probabilities, how many were kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class Census:
-    """A step's completions, counted: a line of ``pruning.jsonl``. The tables hold those with an advantage only.
-
-        Census(kept=(1, 5), pruned=(1, 4), by_group=((0.5, -1.0, 1, 1.0, 1), (0.5, 1.0, 1, 0.4, 0)), ...)
-
-    trains on one completion of 5 tokens. In groups that are half right it kept 1 of 1 wrong and 0 of 1 right answers.
-    """
-
-    kept: tuple[int, int]
-    """Completions trained on, and their tokens. The prompt's tokens count with each completion."""
-    pruned: tuple[int, int]
-    """Those that were not, although they have a gradient."""
-    zero_advantage: tuple[int, int]
-    """Those that have none: A = 0 and no KL term, or a group that a rule left out."""
-    binary: bool
-    """Whether no group has more than two different rewards."""
-    by_group: tuple[Cell, ...]
-    """By the share of the group's answers that are better than its mean, and by the answer's own side, 1 or −1."""
-    by_reward: tuple[Cell, ...]
-    """By the reward's distance from the group's mean in its standard deviations, and by side."""
-    by_cause: tuple[Cell, ...]
-    """By log2 of the response's tokens, and of its |A|·c·√Σ_t(1−p_t)²/π_prompt over the step's median."""
-    by_prediction: tuple[tuple[str, int, int, float, float], ...] = ()
-    """Groups by how they had been predicted, see ``pruning/forecast.py``."""
-
-    def as_row(self) -> dict[str, Any]:
-        """For JSON. The file keeps an older name of ``zero_advantage``."""
-        line = asdict(self)
-        return line | {"idle": line.pop("zero_advantage")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +370,8 @@ class Pack:
     """[R]"""
     versions: Ints
     """[R]"""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """[R], as in Completion, and NaN of completions that no server teaches; None where none has a teacher there."""
     tree: PrefixTree | None = None
     """None where segments share nothing, and each attends to itself alone."""
     routing: Routing | None = None

@@ -7,8 +7,8 @@ calls, so that servers can be at work while the trainer is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, RoutingSha
 from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.rollout.scoring import GroupScoring
+from megatron_dppo.rollout.teachers import Reading, TeacherServers
 from megatron_dppo.rollout.tree import unique_tokens
 
 
@@ -139,12 +140,13 @@ class Collector:
         stop_token_ids: tuple[int, ...],
         routing: RoutingShape | None = None,
         offline: Mapping[int, OfflineGroup] | None = None,
+        teachers: TeacherServers | None = None,
     ) -> None:
         """``routing`` is that of the rollouts which are to be trained on, see :class:`Sampling`; ``offline`` has the
-        groups, by their prompts' ids, that are trained on in the place of the engine's."""
+        groups, by their prompts' ids, that are trained on in the place of the engine's; ``teachers`` read all."""
         self._config, self._world = config, world
         self._engine, self.workers, self._tokenizer = engine, workers, tokenizer
-        self._stops, self._routing, self._offline = stop_token_ids, routing, offline
+        self._stops, self._routing, self._offline, self._teachers = stop_token_ids, routing, offline, teachers
 
     def begin(self, pool: PromptPool, selection: Selection, step: int, again: int = 0) -> Begun:
         """Ask the engine for this rank's share of a selection; ``again`` counts the earlier ones of the step."""
@@ -173,7 +175,7 @@ class Collector:
         each = self._config.rollout.samples_per_prompt
         total = len(selection.prompt_ids) * each if selection.samples is None else int(selection.samples.sum())
         asked = begun.asked
-        answers = asked if isinstance(asked, Answers) else self.answers(asked, of_all=total)
+        answers = self._read(asked) if isinstance(asked, Answers) else self.answers(asked, of_all=total)
         if self._routing is not None:
             self._world.together(lambda: self._check_routing(answers), what="look at the rollouts' routing")
         if self._config.rollout.tree.branches:
@@ -194,6 +196,11 @@ class Collector:
         if any(p.failed_groups for p in parts):
             notes["groups whose scoring failed left their step; the rest stands for the window"] = None
         return Collected(held, metadata, self._metrics(parts, metadata), tuple(notes))
+
+    def close(self) -> None:
+        """Let go of the servers that teach. Not collective."""
+        if self._teachers is not None:
+            self._teachers.close()
 
     @property
     def _mine(self) -> slice:
@@ -225,21 +232,36 @@ class Collector:
         return Asked(prompts, self._engine.begin(prompts, sampling))
 
     def answers(self, asked: Asked, *, of_all: int) -> Answers:
-        """Wait for the completions of this rank's prompts, and score them as they come. Collective.
+        """Wait for the completions of this rank's prompts, and have them scored, and read, as they come. Collective.
 
         Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of all ranks, the rest is
         left unscored: :meth:`check_failures` is then about to stop the run.
         """
         most_failures = math.floor(self._config.reward.max_failures * of_all)
         scoring = GroupScoring(self.workers, self._tokenizer, asked.prompts, most_failures)
+        reading = Reading(self._teachers, asked.prompts)
+
+        def look(complete: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
+            groups = list(complete)
+            reading.look(groups)
+            return scoring.look(groups)
+
         try:
-            completions = self._engine.finish(asked.pending, scoring.look)
+            completions = self._engine.finish(asked.pending, look)
         except BaseException:
             scoring.abandon()
+            reading.abandon()
             raise
         scored = self._world.together(lambda: scoring.finish(completions), what="scores")
         failures = scored.timeouts, scored.errors, scored.tracebacks
-        return Answers(asked.prompts, completions, scored.texts, scored.scores, *failures)
+        return self._read(Answers(asked.prompts, completions, scored.texts, scored.scores, *failures), reading)
+
+    def _read(self, answers: Answers, begun: Reading | None = None) -> Answers:
+        """The answers as their teachers have read them; what has been ``begun`` of that is gone on with. Collective."""
+        if self._teachers is None:
+            return answers
+        reading = begun or Reading(self._teachers, answers.prompts)
+        return replace(answers, completions=reading.finish(answers.completions, self._world))
 
     def _check_routing(self, answers: Answers) -> None:
         """Only a conversation that puts its completion together by itself can leave it out."""
@@ -276,7 +298,14 @@ class Collector:
         rollout = self._config.rollout
         branches, samples = rollout.tree.branches, rollout.most_samples
         part = _Part(
-            metadata=metadata_of(groups, np.array(inclusion), samples, len(branches), self._world.rank),
+            metadata=metadata_of(
+                groups,
+                np.array(inclusion),
+                samples,
+                len(branches),
+                self._world.rank,
+                self._config.loss.distillation,
+            ),
             raw_reward=float(raw),
             negative_logprob=-float(
                 sum(c.logprobs[c.loss_mask].sum(dtype=np.float64) for g in groups for c in g.completions)

@@ -19,7 +19,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from megatron_dppo.bridge.checkpoint_folder import damaged
-from megatron_dppo.config import RolloutConfig
+from megatron_dppo.config import DistillationConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.families import prompts_shared
@@ -54,6 +54,15 @@ class RolloutsInFlight:
     def routed(self) -> bool:
         """Whether every completion on this rank came with its routing."""
         return all(c.routing is not None for group in self.rollouts.held.values() for c in group.completions)
+
+    def taught_by(self, distillation: DistillationConfig) -> bool:
+        """Whether the groups on this rank have these teachers, and the servers among them have read theirs."""
+        of_rows = self.rollouts.metadata.teacher
+        return all(
+            of_rows[row] == distillation.model_of(source := group.prompt.data_source)
+            and all((c.teacher_logprobs is not None) == distillation.served(source) for c in group.completions)
+            for row, group in self.rollouts.held.items()
+        )
 
 
 def write_in_flight(place: Path, steps: Sequence[Selection | RolloutsInFlight], world: World) -> None:
@@ -100,12 +109,17 @@ def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: W
         return selection
     if "surprise" in stored:  # the score norms' name in checkpoints before they were called that
         stored["score_norms"] = stored.pop("surprise")
-    if stored.keys() >= {"rewards", "prompt_lengths"}:  # from before prefixes were shared, trees, groups of any size
+    if stored.keys() >= {
+        "rewards",
+        "prompt_lengths",
+    }:  # from before shared prefixes, trees, groups of any size, teachers
         shape = stored["rewards"].shape
         stored = {
             "shared_lengths": prompts_shared(stored["prompt_lengths"], shape[1]),
             "forks": no_forks(shape),
             "samples": np.full(shape[0], shape[1]),
+            "log_ratios": np.zeros((*shape, 2)),
+            "teacher": np.full(shape[0], -1),
         } | stored
     words = json.loads(str(stored["words"]))
     if missing := [field.name for field in fields(StepMetadata) if field.name not in stored]:
@@ -156,6 +170,10 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
     completions = [completion for group in held.values() for completion in group.completions]
     tables = [completion.routing for completion in completions if completion.routing is not None]
     spans = [(span.version, span.count) for completion in completions for span in completion.versions]
+    nothing = (np.full(len(c.token_ids), np.nan, np.float32) for c in completions)
+    taught = [
+        n if c.teacher_logprobs is None else c.teacher_logprobs for c, n in zip(completions, nothing, strict=True)
+    ]
     return {
         "rows": np.array(list(held), np.int64),
         "token_ids": np.concatenate([np.zeros(0, np.int32), *(c.token_ids for c in completions)]),
@@ -166,6 +184,11 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
         "fork_weights": np.array([c.fork_weights for c in completions], np.float64),
         "span_counts": np.array([len(c.versions) for c in completions], np.int64),
         "spans": np.array(spans, np.int64).reshape(-1, 2),
+        **(
+            {"teacher_logprobs": np.concatenate(taught)}
+            if any(c.teacher_logprobs is not None for c in completions)
+            else {}
+        ),
         **({"routing": np.concatenate(tables), "routed": np.array([*map(len, tables)], np.int64)} if tables else {}),
     }
 
@@ -187,8 +210,9 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
         mask = stored["logprobs"] != np.inf
         stored = stored | {"loss_mask": mask, "logprobs": np.where(mask, stored["logprobs"], np.float32(0.0))}
     routing = np.split(stored["routing"], np.cumsum(stored["routed"])[:-1]) if "routing" in stored else repeat(None)
+    taught = np.split(stored["teacher_logprobs"], ends) if "teacher_logprobs" in stored else repeat(None)
     no_tree = np.zeros((len(lengths), 0))  # earlier checkpoints know of none
-    for token_ids, logprobs, loss_mask, spans, stopped, table, forks, weights in zip(
+    for token_ids, logprobs, loss_mask, spans, stopped, table, forks, weights, said in zip(
         np.split(stored["token_ids"], ends),
         np.split(stored["logprobs"], ends),
         np.split(stored["loss_mask"], ends),
@@ -197,11 +221,13 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
         routing,
         stored.get("forks", no_tree).tolist(),
         stored.get("fork_weights", no_tree).tolist(),
+        taught,
         strict=False,  # splitting nothing gives one piece
     ):
         versions = tuple(VersionSpan(*span) for span in spans.tolist())
         reason: Literal["stop", "length"] = "stop" if stopped else "length"
-        yield Completion(token_ids, logprobs, loss_mask, versions, reason, table, tuple(forks), tuple(weights))
+        said = None if said is None or np.isnan(said).all() else said
+        yield Completion(token_ids, logprobs, loss_mask, versions, reason, table, tuple(forks), tuple(weights), said)
 
 
 def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:

@@ -8,13 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.config import DistillationConfig
 from megatron_dppo.data.offline import OFFLINE
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.families import shared_lengths
 from megatron_dppo.rl.types import FORK, Completion, Floats, Group, StepMetadata, no_forks
 
 
-def metadata_of(groups: Sequence[Group], inclusion: Floats, samples: int, levels: int, owner: int) -> StepMetadata:
+def metadata_of(
+    groups: Sequence[Group],
+    inclusion: Floats,
+    samples: int,
+    levels: int,
+    owner: int,
+    distillation: DistillationConfig = DistillationConfig(),  # noqa: B008
+) -> StepMetadata:
     """The metadata of one rank's groups, without the window that they stand for.
 
     Args:
@@ -23,6 +31,7 @@ def metadata_of(groups: Sequence[Group], inclusion: Floats, samples: int, levels
         samples: G, completions of the largest group that any rank may have.
         levels: B, those at which completions may have forked.
         owner: the rank.
+        distillation: says who teaches which of them.
     """
     shape = (len(groups), samples)
     forks = no_forks(shape)
@@ -35,6 +44,14 @@ def metadata_of(groups: Sequence[Group], inclusion: Floats, samples: int, levels
             into[: len(group.completions)] = row(group)
         return padded
 
+    sources = [group.prompt.data_source for group in groups]
+    teacher = np.array([distillation.model_of(source) for source in sources], np.int64)
+    log_ratios = np.zeros((*shape, 2))
+    log_ratios[teacher >= 0, :, 1] = 1.0
+    for ratios, source, group in zip(log_ratios, sources, groups, strict=True):
+        if distillation.served(source):
+            ratios[: len(group.completions)] = [_log_ratios(c) for c in group.completions]
+
     return StepMetadata(
         prompt_ids=np.array([g.prompt.id for g in groups], np.int64),
         prompt_inclusion=inclusion.astype(np.float64),
@@ -45,6 +62,8 @@ def metadata_of(groups: Sequence[Group], inclusion: Floats, samples: int, levels
         sampled_lengths=table(lambda g: [int(c.loss_mask.sum()) for c in g.completions]),
         rewards=table(lambda g: g.rewards, np.float64),
         score_norms=table(lambda g: [_score_norm(c) for c in g.completions], np.float64),
+        log_ratios=log_ratios,
+        teacher=teacher,
         forks=forks,
         versions=table(lambda g: [c.oldest_version for c in g.completions]),
         owners=np.full(len(groups), owner, np.int64),
@@ -56,6 +75,22 @@ def _score_norm(completion: Completion, tokens: slice = slice(None)) -> float:
     """√Σ_t (1 − p_t)² over some of the tokens, a proxy for the norm of their score that costs nothing."""
     sampled = completion.logprobs[tokens][completion.loss_mask[tokens]]
     return float(np.linalg.norm(-np.expm1(sampled.astype(np.float64))))
+
+
+def _log_ratios(completion: Completion) -> tuple[float, float]:
+    """A row of ``StepMetadata.log_ratios``, of a completion that a server has read.
+
+    A token counts a little more than its weight, so little that it matters only where the policy was sure of all.
+    """
+    mask = completion.loss_mask
+    if completion.teacher_logprobs is None:
+        raise ValueError(f"a completion of {len(mask)} tokens came without its teacher's log-probabilities")
+    if not mask.any():
+        return 0.0, 0.0
+    logprobs = completion.logprobs[mask].astype(np.float64)
+    ratio, weight = completion.teacher_logprobs[mask] - logprobs, np.expm1(logprobs) ** 2 + 1e-12
+    mean = np.average(ratio, weights=weight)
+    return float(mean), float(np.sqrt(np.average((ratio - mean) ** 2, weights=weight)))
 
 
 def _forks(completion: Completion) -> list[tuple[int, float, float, float]]:

@@ -37,6 +37,7 @@ from megatron_dppo.rl.types import Pack, RoutingShape
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.engine import RolloutEngine, WeightSource
 from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.rollout.teachers import TeacherServers
 
 P_co = TypeVar("P_co", bound=Policy, covariant=True)
 FrozenT = TypeVar("FrozenT", bound=Policy)
@@ -102,12 +103,16 @@ class PolicyParts(Generic[P_co]):
     def collector(
         self, engine: RolloutEngine[Any], workers: RewardWorkers, offline: Mapping[int, OfflineGroup] | None = None
     ) -> Collector:
-        parts = self.tokenizer, self.stop_ids, self.routing, offline
-        return Collector(self.config, self.world, engine, workers, *parts)
+        """Of rollouts that are trained on: servers that teach read them. Collective."""
+        config, world = self.config, self.world
+        teachers = TeacherServers(config, world, self.tokenizer) if config.loss.distillation.servers else None
+        parts = self.tokenizer, self.stop_ids, self.routing, offline, teachers
+        return Collector(config, world, engine, workers, *parts)
 
     def collectors(self, engine: RolloutEngine[Any], workers: Mapping[str, RewardWorkers]) -> dict[str, Collector]:
-        """One for each verifier's workers."""
-        return {verifier: self.collector(engine, each) for verifier, each in workers.items()}
+        """One for each verifier's workers, for evaluations."""
+        parts = self.tokenizer, self.stop_ids
+        return {v: Collector(self.config, self.world, engine, each, *parts) for v, each in workers.items()}
 
     def reference(self) -> Reference | BasePolicy:
         """The initial policy, frozen, for the loss's KL term. Collective.
@@ -122,11 +127,19 @@ class PolicyParts(Generic[P_co]):
             reference.leave_device()
         return reference
 
-    def teacher(self) -> Teacher:
-        """What ``loss.distillation.teacher`` names, in the policy's layout. Collective."""
-        config = teacher_config(self.config)
-        shape = self.world.together(lambda: read_shape(config.model.path))
-        return _frozen(Teacher, config, self.world, config.rollout.temperature, shape)
+    def teachers(self) -> list[Teacher]:
+        """The models that ``loss.distillation`` names, in the policy's layout. Collective.
+
+        Of several each waits on the host until its turn comes, so that there is one on the device at a time.
+        """
+        found = []
+        for path in self.config.loss.distillation.models:
+            config = teacher_config(self.config, path)
+            shape = self.world.together(partial(read_shape, path))
+            found.append(_frozen(Teacher, config, self.world, config.rollout.temperature, shape))
+            if len(self.config.loss.distillation.models) > 1:
+                found[-1].leave_device()
+        return found
 
     def pack(
         self, samples: Sequence[TrainingSample], *, replicas: int = 1, min_per_rank: int = 1
@@ -227,10 +240,11 @@ def _frozen(kind: type[FrozenT], config: Config, world: World, temperature: floa
     return policy
 
 
-def teacher_config(config: Config) -> Config:
-    """The run's, with its teacher in the place of its policy."""
+def teacher_config(config: Config, path: str) -> Config:
+    """The run's, with the teacher in a directory in the place of its policy."""
     given = config.loss.distillation
-    model = {"path": given.teacher, "checkpoint": given.teacher_checkpoint, "lora": LoraConfig()}
+    checkpoint = given.teacher_checkpoint if path == given.teacher else None
+    model = {"path": path, "checkpoint": checkpoint, "lora": LoraConfig()}
     return replace(config, model=replace(config.model, **model))
 
 
@@ -246,6 +260,7 @@ def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
 
     def load() -> PromptPool:
         pool = load_prompts(config.data, parts.tokenizer, split="train")
+        config.loss.distillation.check_sources(prompt.data_source for prompt in pool)
         if config.data.rollouts is None:
             check_labels(config.reward.function, [(prompt.place, prompt.label) for prompt in pool])
         return pool

@@ -15,6 +15,7 @@ from megatron_dppo.models.actor import Actor, Sums, learning_rate
 from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
 from megatron_dppo.models.microbatch import Microbatch, RecordedRouting, Responses
 from megatron_dppo.models.routing import REPLACED, REPLAYED
+from megatron_dppo.models.teacher_head import TeacherHead
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.exchange import RoutingWanted, deliver
 from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
@@ -24,6 +25,7 @@ from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepMetadata, Ste
 from megatron_dppo.trainer.agreement import Compared, check_disagreement, compared_rows, logprob_limit
 from megatron_dppo.trainer.assemble import PolicyParts
 
+DIVERGENCE = "train/distillation_kl"
 TIS_CAP = 2.0
 """Cap of the truncated importance weights where rollouts are ahead, or another policy's, and no cap is set."""
 
@@ -59,7 +61,9 @@ class PolicyLoss:
 
     Args:
         version: of the weights that the step starts from: what they have generated, the trainer has to agree with.
-        distillation_coef: what a token's divergence from the teacher is multiplied by, where it has one.
+        distillation_coef: what a token's divergence from its teacher is multiplied by, where it has one. Where the
+            teacher is a server, log q/p of the token that was sampled, times this, is added to its advantage: q is the
+            teacher's probability, p that of the policy as it is now, a constant to the gradient.
     """
 
     def __init__(
@@ -85,23 +89,29 @@ class PolicyLoss:
         if self._scored is not None:
             start = logprobs.detach() if arrays.old_logprobs is None else arrays.old_logprobs
             self._scored.append((pack, start))
+        advantage, taught = arrays.advantage, {}
+        if arrays.teacher_logprobs is not None:
+            log_ratio = arrays.teacher_logprobs - logprobs.detach()
+            log_ratio = torch.where(log_ratio.isnan(), 0.0, log_ratio)
+            advantage = advantage + self._distillation_coef * log_ratio
+            taught = {DIVERGENCE: -log_ratio.sum()}
         losses = token_losses(
             self._objective,
             logprobs=logprobs,
             old_logprobs=arrays.old_logprobs,
             engine_logprobs=arrays.engine_logprobs,
             reference_logprobs=arrays.reference_logprobs,
-            advantage=arrays.advantage,
+            advantage=advantage,
             kl_coef=self._kl_coef,
             tis_cap=self._tis_cap,
             sample=arrays.sample,
             samples=int(pack.sample.max(initial=-1)) + 1,
             fresh=arrays.versions == self._version,
         )
-        token_loss, taught = losses.loss, {}
+        token_loss = losses.loss
         if responses.divergence is not None:
             token_loss = token_loss + self._distillation_coef * responses.divergence
-            taught = {"train/distillation_kl": responses.divergence.detach().sum()}
+            taught[DIVERGENCE] = taught.get(DIVERGENCE, 0.0) + responses.divergence.detach().sum()
         loss = (token_loss * arrays.scale).sum()
         sums = {
             **losses.sums,
@@ -117,11 +127,11 @@ class Learner:
     """The actor, the frozen models that its loss asks for, and the step between a plan and new weights."""
 
     def __init__(self, parts: PolicyParts[Actor], timers: PhaseTimers) -> None:
-        """Load the reference and the teacher where the loss asks for them; both choose experts by themselves.
+        """Load the reference and the teachers where the loss asks for them; all choose experts by themselves.
         Collective."""
         self._config, self._world, self._actor = parts.config, parts.world, parts.actor
         self.reference: Reference | BasePolicy | None = parts.reference() if parts.config.loss.kl_coef > 0 else None
-        self.teacher: Teacher | None = parts.teacher() if parts.config.loss.distillation.teacher else None
+        self.teachers: list[Teacher] = parts.teachers()
         self._pad_id, self._timers = parts.pad_id, timers
         self._routing: RoutingWanted | None = None
         if parts.routing and self._actor.routing:
@@ -144,7 +154,7 @@ class Learner:
         with self._timers("deliver"):
             packs = {i: self._packs(m, held) for i, m in enumerate(plan.minibatches) if m.capacity}
         with self._timers("log_probs"):
-            microbatches = {i: self._microbatches(p) for i, p in packs.items()}
+            microbatches = {i: self._microbatches(plan.minibatches[i], p) for i, p in packs.items()}
         settings = self._config.loss
         cap = importance_cap(self._config)
         loss = PolicyLoss(
@@ -204,18 +214,39 @@ class Learner:
         return replace(metadata, score_norms=score_norms)
 
     def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:
+        servers = self._config.loss.distillation.servers
         return [
             build_pack(samples, minibatch.capacity, self._pad_id, align=self._config.layout.row_multiple)
-            for samples in deliver(self._world, minibatch, held, self._routing)
+            for samples in deliver(self._world, minibatch, held, self._routing, taught=bool(servers))
         ]
 
-    def _microbatches(self, packs: list[Pack]) -> list[Microbatch]:
+    def _microbatches(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[Microbatch]:
         """With one update per rollout the ratio is 1 against the policy itself, and no pass for old values is made."""
         nothing = [None] * len(packs)
         old, chosen = self._before_updates(packs) if self._config.loss.updates_per_rollout > 1 else (nothing, nothing)
         reference = self.reference.log_probabilities(packs) if self.reference else nothing
-        taught = self.teacher.heads(packs, self._config.loss.distillation.direction) if self.teacher else nothing
+        taught = self._heads(minibatch, packs)
         return [Microbatch(*parts) for parts in zip(packs, old, reference, chosen, taught, strict=True)]
+
+    def _heads(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[tuple[TeacherHead, ...]]:
+        """What the teachers say of each pack. One after the other reads the packs in which any of its sequences are, on
+        this replica or on another, with which it may share experts."""
+        found: list[tuple[TeacherHead, ...]] = [() for _ in packs]
+        of_replicas = [
+            [minibatch.samples.teacher[np.array(rows, np.int64)] for rows in replica] for replica in minibatch.packs
+        ]
+        mine = of_replicas[self._world.dp_rank]
+        for number, teacher in enumerate(self.teachers):
+            read = [k for k in range(len(packs)) if any((replica[k] == number).any() for replica in of_replicas)]
+            if read and self._config.layout.vpp > 1:  # whose stages want so many packs
+                read = list(range(len(packs)))
+            if not read:
+                continue
+            taught = [(mine[k] == number)[packs[k].sample] for k in read]
+            heads = teacher.heads([packs[k] for k in read], taught, self._config.loss.distillation.direction)
+            for k, head in zip(read, heads, strict=True):
+                found[k] += (head,) if head else ()
+        return found
 
     def _before_updates(
         self, packs: list[Pack]

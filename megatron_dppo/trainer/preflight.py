@@ -32,7 +32,6 @@ MASTER_AND_MOMENTS = 12
 """Bytes per weight of the optimizer's state: an fp32 master copy and Adam's two moments."""
 OVERHEAD = 4 * 2**20
 """Bytes of what lies around the weights: logs, the tokenizer, the picture."""
-TEACHER = "loss.distillation.teacher"
 
 
 def preflight(config: Config, command: Command) -> None:
@@ -51,8 +50,9 @@ def preflight(config: Config, command: Command) -> None:
         place = find_checkpoint(Path(config.model.checkpoint))
         if command in TRAINING:
             _check_own(place, "model.checkpoint", Path(config.model.checkpoint), Path(config.run.dir))
-    if command == "train" and config.loss.distillation.teacher is not None:
-        _check_teacher(config, shape)
+    if command == "train":
+        for teacher in config.loss.distillation.models:
+            _check_teacher(config, shape, Path(teacher), config.loss.distillation.setting_of(teacher))
     _check_adapters(config, shape)
     _check_positions(config, shape, command)
     _check_data(config, command)
@@ -89,43 +89,44 @@ def _check_routing(config: Config, shape: PolicyShape) -> None:
         raise UserError("loss.replay_routing", replayed, problem, "Set it to none, or take a mixture of experts")
 
 
-def _check_teacher(config: Config, shape: PolicyShape) -> None:
-    """Look at the teacher's files, and hold its vocabulary, its positions and the layout against its shape.
+def _check_teacher(config: Config, shape: PolicyShape, teacher: Path, setting: str) -> None:
+    """Look at a teacher's files, and hold its vocabulary, its positions and the layout against its shape.
 
     Args:
+        config: of the run.
         shape: the policy's.
+        teacher: its directory.
+        setting: that names it.
 
     Raises:
         UserError: for the first thing that is wrong.
     """
-    given = config.loss.distillation
-    teacher = Path(str(given.teacher))
+    stored = config.loss.distillation.teacher_checkpoint if setting == "loss.distillation.teacher" else None
     try:
         theirs = read_shape(teacher)
         check_layout(theirs, config.layout)
-        if given.teacher_checkpoint is None:
+        if stored is None:
             check_weights(teacher, theirs)
         else:
-            checkpoint = Path(given.teacher_checkpoint)
-            _check_own(find_checkpoint(checkpoint), f"{TEACHER}_checkpoint", checkpoint, Path(config.run.dir))
+            _check_own(find_checkpoint(Path(stored)), f"{setting}_checkpoint", Path(stored), Path(config.run.dir))
     except UserError as error:  # which speaks of the policy
-        named = {"model.path": TEACHER, "model.checkpoint": f"{TEACHER}_checkpoint"}
+        named = {"model.path": setting, "model.checkpoint": f"{setting}_checkpoint"}
         problem = error.problem if error.setting in named else f"{error.problem}, of the teacher in {teacher}"
         raise UserError(named.get(error.setting, error.setting), error.value, problem, error.remedy) from error
     if theirs.vocab_size != shape.vocab_size:
         problem = f"has {theirs.vocab_size} tokens, and the policy in {config.model.path} has {shape.vocab_size}"
-        raise UserError(TEACHER, teacher, problem, "Give a teacher of the policy's vocabulary")
+        raise UserError(setting, teacher, problem, "Give a teacher of the policy's vocabulary")
     ours, others = _tokens(Path(config.model.path)), _tokens(teacher)
     different = [token for token in sorted(ours.keys() & others.keys()) if ours[token] != others[token]]
     if different:
         first = different[0]
         problem = f"its token {first} is {others[first]!r:.40}, and that of the policy is {ours[first]!r:.40}"
-        raise UserError(TEACHER, teacher, problem, "Give a teacher of the policy's vocabulary")
+        raise UserError(setting, teacher, problem, "Give a teacher of the policy's vocabulary")
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > theirs.max_positions:
         problem = f"was made for {theirs.max_positions} positions, and the longest sequence has {longest} tokens"
         remedy = "Lower data.max_prompt_tokens or rollout.max_response_tokens, or give another teacher"
-        raise UserError(TEACHER, teacher, problem, remedy)
+        raise UserError(setting, teacher, problem, remedy)
 
 
 def _tokens(folder: Path) -> dict[int, str]:
@@ -194,6 +195,8 @@ def _check_file(source: Source, config: Config, command: Command) -> None:
         GENERATORS[source.name].check(config.data)
         return
     examples = read_examples(source, config.data, "train", responses=command == "sft")
+    if command == "train" and source.setting in ("data.train", "data.rollouts"):
+        config.loss.distillation.check_sources(example.data_source for example in examples)
     if command != "sft" and source.setting != "data.rollouts":
         wanted = len(examples) if source.setting == "data.train" else config.eval.problems
         _check_labels(config.reward.function, examples[:wanted])

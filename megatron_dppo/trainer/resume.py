@@ -32,6 +32,7 @@ from megatron_dppo.bridge.checkpoint_folder import damaged, latest_checkpoint, r
 from megatron_dppo.bridge.checksums import Checksums, DamagedError
 from megatron_dppo.bridge.fingerprint import fingerprint
 from megatron_dppo.config import Config, ModelConfig
+from megatron_dppo.config.loss import is_server
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.settings import as_yaml, settings, short
@@ -56,16 +57,8 @@ RESULTS = (
 LIMITS = ("reward.timeout_s", "reward.workers", "reward.memory_mib", "reward.max_failures")
 PROMPTS = ("data.", "run.seed")
 """What the order of the prompts depends on, and what is known of each of them."""
-PLACES = (
-    "model.path",
-    "model.checkpoint",
-    "loss.distillation.teacher",
-    "loss.distillation.teacher_checkpoint",
-    "data.train",
-    "data.rollouts",
-    "data.eval",
-)
-"""Files and folders, which have several names."""
+PLACES = ("model.path", "model.checkpoint", "loss.distillation.teacher", "data.train", "data.rollouts", "data.eval")
+"""What settings begin with that name files and folders, which have several names."""
 OF_THE_START = ("run.dir", "run.resume")
 """Settings that say nothing of a step."""
 STATE = "trainer_state.json"
@@ -125,7 +118,7 @@ def changes(before: Settings, now: Settings) -> list[Change]:
     for key, setting in settings().items():
         default = list(setting.default) if isinstance(setting.default, tuple) else setting.default
         was, is_now = before.get(key, default), now.get(key, default)
-        if key not in OF_THE_START and was != is_now and not (key in PLACES and _same_place(was, is_now)):
+        if key not in OF_THE_START and was != is_now and not (key.startswith(PLACES) and _same_place(was, is_now)):
             found.append(Change(key, was, is_now))
     return found
 
@@ -220,8 +213,12 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _same_place(one: Any, other: Any) -> bool:
-    """Whether two names, if they are such, are of one file or folder."""
-    return isinstance(one, str) and isinstance(other, str) and Path(one).resolve() == Path(other).resolve()
+    """Whether two names, if they are such, are of one file or folder, or both of servers, whose addresses change."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return all(one[name] == other[name] or _same_place(one[name], other[name]) for name in one)
+    if not (isinstance(one, str) and isinstance(other, str)):
+        return False
+    return (is_server(one) and is_server(other)) or Path(one).resolve() == Path(other).resolve()
 
 
 CUT = ("tp", "pp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")

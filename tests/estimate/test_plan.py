@@ -47,6 +47,16 @@ def trainer_parts(config: Config) -> dict[str, float]:
     return actor_memory(setup(config)).parts
 
 
+def test_of_several_teachers_one_is_in_memory_and_the_output_layers_of_all() -> None:
+    def held(named: str) -> dict[str, float]:
+        return trainer_parts(of(f"loss.distillation.teachers={{{named}}}", "layout.tp=1", "layout.pp=1", file=SMALL))
+
+    one, several = held("a: qwen3-8b"), held("a: qwen3-8b, b: qwen3-4b, c: http://t:1, d: null")
+    head = 2 * PUBLISHED["qwen3-4b"].vocab_size * PUBLISHED["qwen3-4b"].hidden
+    assert several["teacher"] - one["teacher"] == pytest.approx(head, rel=1e-3)
+    assert held("c: http://t:1")["teacher"] == 0.0
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_bridges(name: str) -> None:
     counted = parameters_of(PUBLISHED[name])

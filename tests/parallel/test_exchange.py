@@ -33,6 +33,7 @@ def group(index: int) -> Group:
             (VersionSpan(0, length),),
             "stop",
             routing_of(index, sample),
+            teacher_logprobs=None if index == 1 else np.arange(length, dtype=np.float32) - 100 * index - sample,
         )
         for sample, length in enumerate(RESPONSE_LENGTHS[index])
     )
@@ -51,6 +52,7 @@ def plan() -> MinibatchPlan:
         response_length=np.array(RESPONSE_LENGTHS)[groups, completions],
         shared_length=np.array([0, 2, 0, 1, 0]),
         advantage=np.arange(5.0),
+        teacher=np.full(5, -1),
         weight=np.ones(5),
         scale=np.arange(5.0) / 10,
         forks=np.arange(10).reshape(5, 2),
@@ -63,7 +65,11 @@ def received(rank: int, size: int, layout: LayoutConfig, routed: bool) -> tuple[
     world = initialize(layout, seed=1, timeout_s=60.0)
     held = {i: group(i) for i in range(3) if OWNERS[i] == rank}
     layers = [np.arange(rank, SHAPE.layers, 2) for rank in range(size)]  # some have more of them than others
-    return world.dp_rank, deliver(world, plan(), held, RoutingWanted(SHAPE, layers) if routed else None), layers[rank]
+    return (
+        world.dp_rank,
+        deliver(world, plan(), held, RoutingWanted(SHAPE, layers) if routed else None, taught=routed),
+        layers[rank],
+    )
 
 
 def test_every_rank_of_a_replica_gets_its_samples_in_the_planned_order(ranks: RankPool) -> None:
@@ -84,8 +90,11 @@ def test_every_rank_of_a_replica_gets_its_samples_in_the_planned_order(ranks: Ra
                     assert got.forks == (2 * row, 2 * row + 1)
                     assert got.branch_advantage == (2 * row / 3, (2 * row + 1) / 3)
                     if not routed:
-                        assert got.routing is None
+                        assert got.routing is None and got.teacher_logprobs is None
                         continue
+                    said = completion.teacher_logprobs
+                    none = np.full(len(got.response_ids), np.nan, np.float32)
+                    np.testing.assert_array_equal(got.teacher_logprobs, none if said is None else said)
                     known = completion.routing[:, layers]
                     np.testing.assert_array_equal(got.routing[: len(known)], known)
                     assert len(got.routing) == len(got.prompt_ids) + len(got.response_ids) - 1

@@ -27,6 +27,8 @@ def step_metadata(
         "sampled_lengths": fields.get("response_lengths", lengths),
         "rewards": (rng.random((groups, samples)) < rng.random((groups, 1))).astype(float),
         "score_norms": np.sqrt(lengths * rng.uniform(0.1, 0.5, (groups, samples))),
+        "log_ratios": np.zeros((groups, samples, 2)),
+        "teacher": np.full(groups, -1),
         "forks": no_forks((groups, samples)),
         "versions": np.zeros((groups, samples), np.int64),
         "owners": rng.integers(0, 4, groups),

@@ -178,7 +178,8 @@ def of_sizes(samples: Ints, width: int, seed: int = 0, *, graded: bool = False) 
 
     known = {f.name: getattr(made, f.name) for f in fields(StepMetadata)}
     arrays = {name: padded(value) if isinstance(value, np.ndarray) else value for name, value in known.items()}
-    return StepMetadata(**arrays | {"forks": no_forks((len(samples), width))})
+    shape = (len(samples), width)
+    return StepMetadata(**arrays | {"forks": no_forks(shape), "log_ratios": np.zeros((*shape, 2))})
 
 
 def everything_of(metadata: StepMetadata, config: Config) -> list[object]:

@@ -62,6 +62,22 @@ class World:
     history: PromptHistory = field(default_factory=lambda: PromptHistory(0.9))
     samples: np.ndarray = field(default_factory=lambda: np.full(PROMPTS, SAMPLES))
     """Completions that each prompt is given, the first of its ``responses``."""
+    taught: np.ndarray = field(default_factory=lambda: np.zeros(PROMPTS, bool))
+    """Prompts to which the reference is a teacher."""
+    serves: bool = False
+    """Whether it tells of sampled tokens alone, as a server does."""
+
+    def log_ratio(self, prompt: int, sample: int) -> tuple[float, float]:
+        """Mean and deviation over a completion's tokens, as the planner knows them."""
+        if not self.taught[prompt] or not self.serves:
+            return 0.0, float(self.taught[prompt])
+        tokens = torch.from_numpy(np.concatenate([self.prompts[prompt], response := self.responses[prompt][sample]]))
+        with torch.no_grad():
+            said = self.reference(tokens[:-1], torch.arange(len(tokens) - 1))[-len(response) :]
+        own = self.engine_logprobs[prompt][sample].astype(np.float64)
+        ratio, weight = said[range(len(response)), response].numpy() - own, np.expm1(own) ** 2
+        mean = np.average(ratio, weights=weight)
+        return mean, np.sqrt(np.average((ratio - mean) ** 2, weights=weight))
 
     def metadata(self, selection: Selection) -> StepMetadata:
         ids = selection.prompt_ids
@@ -76,6 +92,8 @@ class World:
             sampled_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
             rewards=self.rewards[ids],
             score_norms=np.array([[np.sqrt(((1 - np.exp(lp)) ** 2).sum()) for lp in group] for group in logprobs]),
+            log_ratios=np.array([[self.log_ratio(q, i) for i in range(SAMPLES)] for q in ids]).reshape(-1, SAMPLES, 2),
+            teacher=np.full(len(ids), -1),
             forks=no_forks((len(ids), SAMPLES)),
             versions=np.zeros((len(ids), SAMPLES), dtype=np.int64),
             owners=np.zeros(len(ids), dtype=np.int64),
@@ -139,6 +157,9 @@ def gradient(
         with torch.no_grad():
             old, reference, teacher = score(world.old), score(world.reference), distributions(world.reference)
         weight = torch.from_numpy(samples.weight[np.array(members, dtype=int)][pack.sample])
+        taught = torch.from_numpy(world.taught[metadata.prompt_ids[samples.group[np.array(members, int)[pack.sample]]]])
+        coef, own = config.loss.distillation_coef * taught, distributions(world.policy)
+        pull = (reference - score(world.policy).detach()) * world.serves
         inside = mistake == "weight inside the clip"
         losses = token_losses(
             objective_for(config.loss),
@@ -146,14 +167,13 @@ def gradient(
             old_logprobs=old,
             engine_logprobs=torch.from_numpy(pack.engine_logprobs),
             reference_logprobs=reference if config.loss.kl_coef else None,
-            advantage=torch.from_numpy(pack.advantage),
+            advantage=torch.from_numpy(pack.advantage) + coef * pull,
             kl_coef=config.loss.kl_coef,
             tis_cap=config.loss.tis_cap,
             sample=torch.from_numpy(pack.sample),
         )
-        own = distributions(world.policy)
-        divergence = (own.exp() * (own - teacher)).sum(dim=1)
-        token_loss = losses.loss + config.loss.distillation_coef * divergence
+        divergence = (own.exp() * (own - teacher)).sum(dim=1) * (not world.serves)
+        token_loss = losses.loss + coef * divergence
         total = total + (token_loss * torch.from_numpy(pack.scale) / (weight if inside else 1.0)).sum()
     if mistake == "divided by what was kept" and len(samples.group):
         total = total * minibatch.normaliser / len(samples.group)
@@ -266,13 +286,28 @@ def settings(prompts: str, completions: str, **loss) -> Config:
         ("none", "neyman", {"name": "cispo", "tis_cap": 2.0, "tis_level": "sequence"}),
         ("neyman", "neyman", {"name": "gmpo"}),
         ("neyman", "neyman", {"name": "sapo"}),
-        ("neyman", "neyman", {"name": "grpo", "distillation": DistillationConfig(teacher="T", coef=0.5)}),
-        ("neyman", "neyman", {"name": "dr_grpo", "distillation": ALONE}),
-        ("none", "neyman", {"name": "dapo", "distillation": ALONE}),
     ],
 )
 def test_the_expected_pruned_gradient_is_the_full_gradient(world, monkeypatch, prompts, completions, loss):
     assert relative_error(world, settings(prompts, completions, **loss), monkeypatch) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("taught", "serves"),
+    [([True] * PROMPTS, False), ([True, False, False, True, True], False), ([True, False, False, True, True], True)],
+    ids=["all", "some", "some by a server"],
+)
+@pytest.mark.parametrize(
+    ("prompts", "loss"),
+    [
+        ("neyman", {"name": "grpo", "distillation": DistillationConfig(teacher="T", coef=0.5)}),
+        ("neyman", {"name": "dr_grpo", "distillation": ALONE}),
+        ("none", {"name": "dapo", "distillation": ALONE}),
+    ],
+)
+def test_so_it_is_with_a_teacher_of_all_prompts_or_of_some(world, monkeypatch, prompts, loss, taught, serves):
+    given = dataclasses.replace(world, taught=np.array(taught), serves=serves)
+    assert relative_error(given, settings(prompts, "neyman", **loss), monkeypatch) < 1e-6
 
 
 @pytest.mark.parametrize("said", ["the same of all", "the inverse of the truth", "random numbers", "nothing of some"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dppo.config import AllocationConfig, BranchConfig, RolloutConfig, TreeConfig
+from megatron_dppo.config import AllocationConfig, BranchConfig, DistillationConfig, RolloutConfig, TreeConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
@@ -40,6 +40,7 @@ def group_of(prompt: int, *, routed: bool = False, samples: int = 3) -> Group:
                 (VersionSpan(4, length),) if sample == 1 else mixed,
                 "length" if rng.random() < 0.5 else "stop",
                 rng.integers(0, 300, (length + sample, 3, 2)).astype(np.uint16) if routed else None,
+                teacher_logprobs=-rng.random(length).astype(np.float32) if prompt % 2 else None,
             )
         )
     return Group(pool_of(10)[prompt], tuple(completions), rng.random(samples))
@@ -58,6 +59,8 @@ def batch_of(world: World, *, routed: bool = False) -> RolloutsInFlight:
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups.values()]).reshape(shape),
         rewards=np.array([g.rewards for g in groups.values()]).reshape(shape),
         score_norms=np.random.default_rng(0).random(shape),
+        log_ratios=np.zeros((*shape, 2)),
+        teacher=np.full(len(groups), -1),
         forks=no_forks(shape),
         versions=np.array([[c.oldest_version for c in g.completions] for g in groups.values()]).reshape(shape),
         owners=np.full(len(groups), world.rank),
@@ -79,6 +82,8 @@ def same_group(ours: Group, expected: Group) -> bool:
             and (one.token_ids.dtype, one.logprobs.dtype, one.loss_mask.dtype) == (np.int32, np.float32, bool)
             and (one.versions, one.finish_reason) == (other.versions, other.finish_reason)
             and (one.forks, one.fork_weights) == (other.forks, other.fork_weights)
+            and (one.teacher_logprobs is None) == (other.teacher_logprobs is None)
+            and (one.teacher_logprobs is None or np.array_equal(one.teacher_logprobs, other.teacher_logprobs))
             and (one.routing is None) == (other.routing is None)
             and (one.routing is None or one.routing.dtype == np.uint16)
             and (one.routing is None or np.array_equal(one.routing, other.routing))
@@ -129,6 +134,21 @@ def test_routing_comes_back_where_there_was_any(routed: bool, tmp_path: Path) ->
         assert not batch.rollouts.held or batch.routed == routed
         for row, group in batch.rollouts.held.items():
             assert same_group(group, group_of(int(batch.rollouts.metadata.prompt_ids[row]), routed=routed))
+
+
+@pytest.mark.parametrize(
+    ("teacher", "read", "unread"), [("http://t:1", True, False), (None, False, True), ("T", False, False)]
+)
+def test_a_batch_knows_whether_its_teachers_are_those_of_the_run(teacher: str | None, read: bool, unread: bool) -> None:
+    batch = batch_of(world_of(1, 0))
+
+    def of(prompt: int) -> bool:
+        rows = {row: group for row, group in batch.rollouts.held.items() if group.prompt.id == prompt}
+        alone = replace(batch, rollouts=replace(batch.rollouts, held=rows))
+        return alone.taught_by(DistillationConfig(teachers={"here": teacher}))
+
+    odd, even = (next(p for p in PROMPTS if p % 2 == rest) for rest in (1, 0))
+    assert (of(odd), of(even)) == (read, unread)
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 3)])

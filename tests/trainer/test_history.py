@@ -68,6 +68,20 @@ def test_how_long_how_fast_and_where_a_run_goes_on_may_change(override: str, tmp
     check_resume(load_config(None, words(tmp_path, override)))
 
 
+@pytest.mark.parametrize(
+    ("teachers", "moved"),
+    [("{a: http://h:2, b: ./dir, c: null}", True), ("{a: http://h:1, b: other, c: null}", False), ("{a: dir}", False)],
+)
+def test_a_server_that_teaches_may_move_and_other_teachers_are_other_settings(
+    teachers: str, moved: bool, tmp_path: Path
+) -> None:
+    setting = "loss.distillation.teachers="
+    before = load_config(None, words(tmp_path, f"{setting}{{a: http://h:1, b: dir, c: null}}"))
+    record(tmp_path, 0, before)
+    found = changed_since(tmp_path, 3, load_config(None, words(tmp_path, setting + teachers)))
+    assert (found == []) == moved
+
+
 def test_a_run_that_has_saved_nothing_begins_anew_with_whatever_settings(tmp_path: Path) -> None:
     record(tmp_path, 0, load_config(None, words(tmp_path)))
     check_resume(load_config(None, words(tmp_path, "loss.name=gspo")))

@@ -29,7 +29,7 @@ class CompletionCandidates:
     advantage: Floats
     score: Floats
     """A proxy of the norm of the term that enters the sum, |A|·c·√Σ_t(1−p_t)²/π_prompt (``pruning.completions.score``
-    chooses another; with a teacher √(A² + β²) takes the place of |A|). It has the first draw's 1/π, since the
+    chooses another; with a teacher ``magnitudes`` takes the place of |A|). It has the first draw's 1/π, since the
     completions of seldom kept prompts weigh more."""
     cost: Floats
     """Tokens that it takes up in a pack, prompt and response."""

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.rl.census import Cell, Census
 from megatron_dppo.rl.pruning.minibatch import Pruned
-from megatron_dppo.rl.types import Bools, Cell, Census, Floats, StepMetadata
+from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 # The coordinates of the census's tables are rounded, so that the tables stay small.
 PER_GROUP = 16
@@ -106,9 +107,9 @@ def left_out(part: StepMetadata) -> Pruned:
 def variance_inflation(parts: Sequence[tuple[StepMetadata, Pruned]]) -> float:
     """By how much pruning multiplies the sum of squares of the terms: Σ h²/(π_prompt·π) over Σ h²; 1 without pruning.
 
-    h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm, with √(A² + β²) for |A| where there is a teacher. Both sums run
-    over the window, and are estimated from the prompts rolled out. This is the variance of *independent* draws with the
-    same probabilities. A systematic draw has less, of which there is no unbiased estimate. 1 if every h is 0.
+    h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm, with ``magnitude`` for |A| where there is a teacher. Both sums
+    run over the window, and are estimated from the prompts rolled out. This is the variance of *independent* draws with
+    the same probabilities. A systematic draw has less, of which there is no unbiased estimate. 1 if every h is 0.
     """
     squares = [(_squares(part, pruned), pruned.weight[part.present]) for part, pruned in parts]
     full = sum(float(square.sum()) for square, _ in squares)

@@ -47,7 +47,7 @@ class Pruned:
     normaliser: float
     """Z"""
     magnitude: Floats
-    """√(A² + β²), β the weight of a teacher's divergence; |A| without one."""
+    """Of the advantages of a completion's tokens, see :func:`magnitudes`; |A| without a teacher."""
 
 
 def prune_minibatch(
@@ -104,7 +104,7 @@ def prune_minibatch(
         zero_advantage=candidates.zero_advantage,
         segments=segments,
         normaliser=z,
-        magnitude=magnitudes(candidates.advantage, config),
+        magnitude=magnitudes(part, candidates.advantage, config),
     )
 
 
@@ -120,15 +120,18 @@ def advantages_of_segments(part: StepMetadata, config: Config, objective: Object
     return segment_advantages(part.rewards, part.response_lengths, part.forks, tree)
 
 
-def magnitudes(advantage: Floats, config: Config) -> Floats:
-    """√(A² + β²), β the weight of a teacher's divergence: [Q, G] as A. Without a teacher it is |A|.
+def magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
+    """√ of the mean square of what multiplies the scores of a completion's tokens: [Q, G] as A. Without a teacher: |A|.
 
-    A token's gradient by the logits is −A·(e_t − p) + β·p·(log(p/q) − KL), where the log-ratios are known only once the
-    teacher has read the rollouts. They are taken to be of size 1, and the two terms to be orthogonal. Either vanishes
-    where the policy is certain, so that both are multiplied by the norm of the scores. That is a guess: it sets
-    probabilities, and no weight depends on its being right.
+    A server's tokens have the advantages A + β·log q/p, whose mean square is (A + β·mean)² + (β·deviation)².
+
+    Of a teacher's whole distribution a token's gradient by the logits is −A·(e_t − p) + β·p·(log(p/q) − KL), where the
+    log-ratios are known only once the teacher has read the rollouts. They are taken to be of size 1, and the two terms
+    to be orthogonal: √(A² + β²). Either vanishes where the policy is certain, so that both are multiplied by the norm
+    of the scores. That is a guess: it sets probabilities, and no weight depends on its being right.
     """
-    magnitude: Floats = np.hypot(advantage, config.loss.distillation_coef)
+    pull = config.loss.distillation_coef * part.log_ratios
+    magnitude: Floats = np.hypot(advantage + pull[..., 0], pull[..., 1])
     return magnitude
 
 
@@ -142,12 +145,13 @@ def completion_candidates(
     present, prompt_inclusion = part.present, part.prompt_inclusion[:, None]
     share = shares(part.samples, present, counted_size(part.samples, config.rollout))
     c = coefficient(objective.aggregation, part.sampled_lengths, share)
+    rewards_alone = ~part.log_ratios.any(axis=-1) & (config.loss.kl_coef == 0.0)
     score_norms = 1.0 if config.pruning.completions.score == "advantage" else part.score_norms
     return CompletionCandidates(
         advantage=advantage,
-        score=magnitudes(advantage, config) * c * score_norms / prompt_inclusion,
+        score=magnitudes(part, advantage, config) * c * score_norms / prompt_inclusion,
         cost=part.tokens.astype(np.float64),
         floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
-        zero_advantage=((advantage == 0.0) & config.loss.rewards_alone) | ~present,
+        zero_advantage=((advantage == 0.0) & rewards_alone) | ~present,
         present=present,
     )

@@ -1,0 +1,248 @@
+"""What servers that teach are asked, and what becomes of their answers; real ones are asked in ``tests/servers``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from megatron_dppo.config import Config, DistillationConfig, LossConfig, RolloutConfig, replace
+from megatron_dppo.data.tokenizer import end_token_id, load_tokenizer
+from megatron_dppo.errors import UserError
+from megatron_dppo.init import write_model
+from megatron_dppo.rl.types import Completion, Prompt, Selection, VersionSpan
+from megatron_dppo.rollout import teachers
+from megatron_dppo.rollout.collect import Collector
+from megatron_dppo.rollout.engine import Completions, Look
+from megatron_dppo.rollout.teachers import Reading, TeacherServers
+from tests.rollout.scripted import (
+    SAMPLES,
+    Said,
+    ScriptedEngine,
+    ScriptedWorkers,
+    collect_config,
+    pool_of,
+    world_of,
+)
+
+Kind = Literal["sglang", "vllm"]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher") / "qwen3"
+    write_model(folder, hidden=32, heads=2, kv_heads=1, head_dim=16, ffn=32, std=0.3)
+    return folder
+
+
+class Teaching(ThreadingHTTPServer):
+    """Transformers' model behind the routes of SGLang or of vLLM, in the form of their answers."""
+
+    def __init__(self, kind: Kind, policy: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.kind, self.folder, self.tokenizer = kind, str(policy), load_tokenizer(policy)
+        self.model = Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.float32)
+        self.most, self.asked, self.deaths, self.shift = 1024, 0, 0, 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    @torch.no_grad()
+    def logprobs(self, tokens: list[int]) -> list[float | None]:
+        logits = self.model(torch.tensor([tokens])).logits[0, :-1]
+        return [None, *torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()]
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        if path == "/openapi.json":
+            return {"paths": {"/generate": {}} if self.kind == "sglang" else {"/v1/completions": {}}}
+        if path == "/v1/models":
+            return {"data": [{"id": self.folder, "max_model_len": self.most}]}
+        if path == "/detokenize":
+            skips = body.get("skip_special_tokens", self.kind == "sglang")
+            text = self.tokenizer.decode(body["tokens"], skip_special_tokens=skips)
+            return {"text": text} if self.kind == "sglang" else {"prompt": text}
+        self.asked += 1
+        if path == "/generate":
+            tokens, start = body["input_ids"], body["logprob_start_len"]
+            assert (body["return_logprob"], body["sampling_params"]["max_new_tokens"]) == (True, 0)
+            last = len(self.tokenizer) - 1  # which SGLang calls 0
+            named = [0 if t == last else t + self.shift for t in tokens]
+            told = [[p, t, None] for p, t in zip(self.logprobs(tokens), named, strict=True)][start:]
+            return {"meta_info": {"input_token_logprobs": [[None, *told[0][1:]], *told[1:]]}}
+        assert path == "/v1/completions" and (body["model"], body["max_tokens"]) == (self.folder, 1)
+        pairs = zip(self.logprobs(body["prompt"]), body["prompt"], strict=True)
+        told = [p and {str(t + self.shift): {"logprob": p, "rank": 1}} for p, t in pairs]
+        return {"choices": [{"prompt_logprobs": told}]}
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Teaching
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+        if self.path in ("/generate", "/v1/completions") and self.server.deaths:
+            self.server.deaths -= 1
+            self.connection.close()
+            return
+        content = json.dumps(self.server.answer(self.path, body)).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@contextmanager
+def teaching(kind: Kind, policy: Path) -> Iterator[Teaching]:
+    with Teaching(kind, policy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@contextmanager
+def opened(config: Config, tokens: Path) -> Iterator[TeacherServers]:
+    with closing(TeacherServers(config, world_of(1, 0), load_tokenizer(tokens))) as servers:
+        yield servers
+
+
+def config_of(url: str, **teachers: str | None) -> Config:
+    given = DistillationConfig(teacher=None if teachers else url, teachers=teachers)
+    return Config(loss=LossConfig(distillation=given), rollout=RolloutConfig(max_response_tokens=16, timeout_s=20.0))
+
+
+def groups_of(rng: np.random.Generator, sources: str) -> tuple[list[Prompt], list[tuple[Completion, ...]]]:
+    prompts, groups = [], []
+    for number, source in enumerate(sources):
+        ids = rng.integers(4, 40, 3 + number).astype(np.int32)
+        prompts.append(Prompt(number, ids, "", "", data_source=source))
+        responses = [np.array([47], np.int32), rng.integers(4, 40, 7).astype(np.int32)]
+        groups.append(
+            tuple(
+                Completion(r, np.zeros(len(r), np.float32), np.ones(len(r), bool), (VersionSpan(0, len(r)),), "stop")
+                for r in responses
+            )
+        )
+    return prompts, groups
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_servers_read_what_is_theirs_as_soon_as_it_is_there(kind: Kind, policy: Path) -> None:
+    prompts, groups = groups_of(np.random.default_rng(0), "aba")
+    with (
+        teaching(kind, policy) as server,
+        opened(config_of(server.url, a=server.url, b=None), policy) as servers,
+    ):
+        reading = Reading(servers, prompts)
+        reading.look([(2, groups[2])])
+        until = time.monotonic() + 20.0
+        while server.asked < 2 and time.monotonic() < until:  # and finish() has not been called
+            time.sleep(0.01)
+        assert server.asked == 2
+        read = reading.finish(groups, world_of(1, 0))
+        assert server.asked == 4
+        for prompt, group, before in zip(prompts, read, groups, strict=True):
+            for completion, given in zip(group, before, strict=True):
+                if prompt.data_source == "b":
+                    assert completion is given
+                    continue
+                whole = server.logprobs([*prompt.token_ids.tolist(), *given.token_ids.tolist()])
+                expected = np.array(whole[len(prompt.token_ids) :], np.float32)
+                np.testing.assert_allclose(completion.teacher_logprobs, expected, atol=1e-6)
+
+
+class Waiting(ScriptedEngine):
+    """Goes on generating until the server has been asked of all groups but the last."""
+
+    server: Teaching
+
+    def finish(self, pending: Completions, look: Look | None = None) -> Completions:
+        completions, until = super().finish(pending, look), time.monotonic() + 20.0
+        while self.server.asked < SAMPLES and time.monotonic() < until:
+            time.sleep(0.01)
+        assert self.server.asked == SAMPLES
+        return completions
+
+
+def test_a_step_s_rollouts_are_read_while_others_are_generated_and_so_are_offline_ones(policy: Path) -> None:
+    tokenizer, said = load_tokenizer(policy), [Said("score 1"), Said("score 0"), Said("score 0")]
+    chosen = Selection(np.array([4, 2]), np.ones(2), 2)
+    with teaching("sglang", policy) as server:
+        config = replace(collect_config(), loss=config_of(server.url, here=server.url).loss)
+        engine = Waiting(tokenizer, {4: said, 2: said})
+        engine.server = server
+        servers, stops = TeacherServers(config, world_of(1, 0), tokenizer), (end_token_id(tokenizer),)
+        workers = ScriptedWorkers()
+        with closing(
+            Collector(config, world_of(1, 0), engine, workers, tokenizer, stops, teachers=servers)
+        ) as collector:
+            begun = collector.begin(pool_of(10), chosen, step=0)
+            rollouts = collector.collected([collector.finish(begun)])
+            assert server.asked == 2 * SAMPLES
+            server.asked = 0
+            answers = collector.answers(begun.asked, of_all=6)
+            unread = [tuple(dataclasses.replace(c, teacher_logprobs=None) for c in g) for g in answers.completions]
+            offline = dataclasses.replace(begun, asked=dataclasses.replace(answers, completions=unread))
+            again = collector.collected([collector.finish(offline)])
+    for row, group in rollouts.held.items():
+        for sample, c in enumerate(group.completions):
+            whole = server.logprobs([*group.prompt.token_ids.tolist(), *c.token_ids.tolist()])
+            expected = np.array(whole[len(group.prompt.token_ids) :])
+            np.testing.assert_allclose(c.teacher_logprobs, expected, atol=1e-6)
+            ratio = expected - np.log(0.5)  # and each token weighs the same
+            known = rollouts.metadata.log_ratios[row, sample]
+            np.testing.assert_allclose(known, [ratio.mean(), ratio.std()], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(again.metadata.log_ratios, rollouts.metadata.log_ratios)
+
+
+def test_a_server_that_dies_is_asked_again_and_one_that_speaks_of_other_tokens_stops_the_run(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teachers, "ASK_AGAIN_S", 0.05)
+    prompts, groups = groups_of(np.random.default_rng(1), "a")
+    with teaching("sglang", policy) as server, opened(config_of(server.url), policy) as servers:
+        server.deaths = 3
+        (group,) = Reading(servers, prompts).finish(groups, world_of(1, 0))
+        assert (server.deaths, server.asked) == (0, 2) and group[0].teacher_logprobs is not None
+        server.shift = 1
+        with pytest.raises(UserError, match="other tokens") as error:
+            Reading(servers, prompts).finish(groups, world_of(1, 0))
+        assert (error.value.setting, error.value.value) == ("loss.distillation.teacher", server.url)
+
+
+def test_a_server_that_cannot_teach_is_named_before_the_first_step(policy: Path, tmp_path: Path) -> None:
+    def said(config: Config, tokens: Path = policy) -> str:
+        with pytest.raises(UserError) as error, opened(config, tokens):
+            pass
+        assert error.value.setting == "loss.distillation.teachers"
+        return str(error.value.problem)
+
+    with teaching("vllm", policy) as server:
+        config = config_of(server.url, a=server.url)
+        server.most = config.data.max_prompt_tokens + 16
+        assert f"takes {server.most} tokens" in said(config)
+        server.most += 1
+        with opened(config, policy):
+            pass
+        for file in policy.glob("*token*"):
+            (tmp_path / file.name).write_text(file.read_text().replace('"7"', '"seven"'))
+        (tmp_path / "config.json").write_text((policy / "config.json").read_text())
+        assert "another vocabulary: it goes on with '7" in said(config, tmp_path)
+    assert "broke off" in said(replace(config, rollout=replace(config.rollout, timeout_s=1.0)))
