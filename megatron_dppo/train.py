@@ -34,7 +34,7 @@ from megatron_dppo.rollout.collect import Begun, Collected
 from megatron_dppo.rollout.in_flight import RolloutsInFlight, read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import staleness
 from megatron_dppo.trainer.agreement import check_agreement
-from megatron_dppo.trainer.assemble import assemble_policy, load_offline_groups, load_pools, lock_run
+from megatron_dppo.trainer.assemble import assemble_policy, load_pools, lock_run
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.collapse import CollapseGuard
 from megatron_dppo.trainer.learner import Learner
@@ -72,8 +72,8 @@ class Trainer:
         to_close.enter_context(closing(watchdog))
         world.together(workers.wait_ready)
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
-        self.pool, self.held_out = load_pools(self.policy)  # a bad row is named before any server is started
-        offline = load_offline_groups(self.policy, self.pool)
+        # A bad row is named before any server is started.
+        self.pool, self.held_out, offline = load_pools(self.policy)
         self.learner = Learner(self.policy, self.timers)
         weights, gpu = parameters_of(self.policy.shape), GPUS[config.cluster.gpu]
         self.usage = Usage(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_dppo.config import BranchConfig, Config
-from megatron_dppo.data.offline import OfflineGroup
+from megatron_dppo.data.offline import OfflineGroup, held_by
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
@@ -24,7 +24,7 @@ from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, engine_seed
-from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, RoutingShape, Score, Selection, StepMetadata
+from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Score, Selection, StepMetadata
 from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.rollout.scoring import GroupScoring
@@ -141,21 +141,21 @@ class Collector:
         offline: Mapping[int, OfflineGroup] | None = None,
     ) -> None:
         """``routing`` is that of the rollouts which are to be trained on, see :class:`Sampling`; ``offline`` has the
-        groups, by their prompts' ids, that are trained on in the place of the engine's."""
+        groups that this rank holds, by their prompts' ids, which are trained on in the place of the engine's."""
         self._config, self._world = config, world
         self._engine, self.workers, self._tokenizer = engine, workers, tokenizer
         self._stops, self._routing, self._offline = stop_token_ids, routing, offline
 
     def begin(self, pool: PromptPool, selection: Selection, step: int, again: int = 0) -> Begun:
         """Ask the engine for this rank's share of a selection; ``again`` counts the earlier ones of the step."""
-        rollout, counts = self._config.rollout, selection.samples
-        prompts = [pool[int(prompt)] for prompt in selection.prompt_ids[self._mine]]
+        rollout, counts, mine = self._config.rollout, selection.samples, self._mine(selection)
+        prompts = [pool[int(prompt)] for prompt in selection.prompt_ids[mine]]
         if self._offline is not None:
             return Begun(selection, _offline_answers(prompts, self._offline), step)
         asked = self.ask(
             prompts,
             samples=rollout.samples_per_prompt if counts is None else rollout.most_samples,
-            counts=() if counts is None else tuple(counts[self._mine].tolist()),
+            counts=() if counts is None else tuple(counts[mine].tolist()),
             temperature=rollout.temperature,
             seed=engine_seed(self._config.run.seed, step, Purpose.SAMPLING, again),
             routing=self._routing,
@@ -178,7 +178,7 @@ class Collector:
             self._world.together(lambda: self._check_routing(answers), what="look at the rollouts' routing")
         if self._config.rollout.tree.branches:
             self._world.together(lambda: self._check_forks(answers), what="look at where the rollouts fork")
-        groups, part = self._share(answers, selection.inclusion[self._mine])
+        groups, part = self._share(answers, selection.inclusion[self._mine(selection)])
         parts = self._world.gather(part)
         self.check_failures(parts, total)
         return Round(groups, parts, _window_left(selection.window, parts))
@@ -195,10 +195,12 @@ class Collector:
             notes["groups whose scoring failed left their step; the rest stands for the window"] = None
         return Collected(held, metadata, self._metrics(parts, metadata), tuple(notes))
 
-    @property
-    def _mine(self) -> slice:
-        """This rank's share of what all ranks have in one order."""
-        return slice(self._world.rank, None, self._world.size)
+    def _mine(self, selection: Selection) -> Ints:
+        """The places of this rank's prompts in a selection."""
+        rank, ranks = self._world.rank, self._world.size
+        if self._offline is not None:
+            return np.flatnonzero(held_by(rank, ranks, selection.prompt_ids))
+        return np.arange(rank, len(selection.prompt_ids), ranks)
 
     def ask(
         self,
