@@ -72,6 +72,12 @@ MUTANTS = [
         "test_offline.py::test_tokens_have_the_weight_of_policy_over_behaviour_up_to_the_cap",
     ),
     Mutant(
+        "offline/every group on every rank",
+        "prompt_ids % ranks == rank",
+        "prompt_ids % ranks >= 0",
+        "test_offline.py::test_each_group_is_on_one_rank_and_prompts_have_none_of_it",
+    ),
+    Mutant(
         "offline/the version of the run",
         "OFFLINE = -1",
         "OFFLINE = 0",
@@ -315,6 +321,43 @@ MUTANTS = [
         "work = pieces.sums(costs(lengths, pieces.shared))",
         "work = pieces.sums(costs(lengths))",
         "rl/test_packing.py -k family",
+    ),
+    # Roles.
+    Mutant(
+        "roles/rewards of those who are silent",
+        'speaks = known["tokens"] > 0\n',
+        'speaks = known["tokens"] >= 0\n',
+        "rl/test_roles.py",
+    ),
+    Mutant(
+        "roles/one group for all",
+        'rewards = np.take_along_axis(known["reward"][rows], speakers_first, axis=1)',
+        "rewards = np.take_along_axis(part.rewards[rows], speakers_first, axis=1)",
+        "rl/test_roles.py",
+    ),
+    Mutant(
+        "roles/advantages out of order",
+        "np.put_along_axis(of_role, speakers_first, found, axis=1)",
+        "of_role = found",
+        "rl/test_roles.py",
+    ),
+    Mutant(
+        "roles/one advantage for a conversation",
+        "if self.roles is None else self.roles[steps]",
+        "if self.roles is None else 0 * self.roles[steps]",
+        "rl/test_roles.py",
+    ),
+    Mutant(
+        "roles/a mean of advantages",
+        "size = np.sqrt((parts**2 * share).sum(axis=-1))",
+        "size = np.abs((parts * share).sum(axis=-1))",
+        "rl/test_roles.py rl/test_tree_plan.py",
+    ),
+    Mutant(
+        "roles/lost on the way",
+        "completion.roles + np.int8(1)",
+        "np.sign(completion.roles + np.int8(1))",
+        "parallel/test_exchange.py::test_tokens_keep_their_roles_on_the_way",
     ),
     # Trees.
     Mutant(

@@ -76,7 +76,7 @@ def deliver(
     """Send the training samples of a minibatch to their replicas. Collective over all ranks.
 
     Every length is known from the plan, so one all-to-all carries all: token ids, log-probabilities bit-cast, loss
-    masks, four tokens a word, and routing where it is wanted.
+    masks, four tokens a word, and routing where it is wanted. A token's place in the mask has the number of its role.
 
     Args:
         world: this rank's place.
@@ -134,7 +134,8 @@ def _encode(
 ) -> Iterator[np.ndarray]:
     group = held[int(samples.group[k])]
     completion: Completion = group.completions[int(samples.completion[k])]
-    mask = np.pad(completion.loss_mask, (0, -len(completion.loss_mask) % 4)).view(np.int32)
+    said_by = completion.loss_mask.astype(np.int8) if completion.roles is None else completion.roles + np.int8(1)
+    mask = np.pad(said_by, (0, -len(said_by) % 4)).view(np.int32)
     yield from (group.prompt.token_ids, completion.token_ids, completion.logprobs.view(np.int32), mask)
     if routing is not None:
         yield routing.encode(samples, k, to, completion)
@@ -148,7 +149,7 @@ def _decode(
         prompt, response = int(samples.prompt_length[k]), int(samples.response_length[k])
         a, b, c, d = _ends(prompt, response)
         part, position = words[position : position + d], position + d
-        table = None
+        said_by, table = part[c:].view(np.int8)[:response], None
         if routing is not None:
             start, position = position, position + routing.words(samples, k, rank)
             table = routing.decode(samples, k, rank, words[start:position])
@@ -158,7 +159,7 @@ def _decode(
                 prompt_ids=part[:a],
                 response_ids=part[a:b],
                 engine_logprobs=part[b:c].view(np.float32),
-                loss_mask=part[c:].view(bool)[:response],
+                loss_mask=said_by > 0,
                 advantage=float(samples.advantage[k]),
                 scale=float(samples.scale[k]),
                 version=int(samples.version[k]),
@@ -166,5 +167,6 @@ def _decode(
                 routing=table,
                 forks=tuple(samples.forks[k].tolist()),
                 branch_advantage=tuple(samples.branch_advantage[k].tolist()),
+                roles=said_by - np.int8(1) if samples.branch_advantage.shape[1] > samples.forks.shape[1] else None,
             ),
         )

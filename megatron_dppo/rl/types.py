@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_dppo.rl.census import Census
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -23,6 +25,10 @@ FORK = np.dtype([("at", np.int64), ("norm", np.float64), ("logprob", np.float64)
 """``at``: after how many tokens of the response the path forks; all of them where it ended before. ``norm``,
 ``logprob``: of the segment that begins there, its score's and its own. ``weight``: of the branch that it takes there,
 1/(the probability with which it was generated), and 0 where it was not; see ``rl/trees.py``."""
+Roles = NDArray[np.void]
+"""[…, R], of dtype :data:`ROLE`: what each of ``rollout.roles`` had of a conversation."""
+ROLE = np.dtype([("reward", np.float64), ("tokens", np.int64), ("norm", np.float64)])
+"""``reward``: the role's own, penalties included. ``tokens``: that it sampled. ``norm``: of their score."""
 Label = str | dict[str, Any] | list[Any]
 """A reference answer: a text, or what a data set keeps in its place, such as the tests that a program has to pass."""
 
@@ -120,6 +126,9 @@ class Completion:
     fork_weights: tuple[float, ...] = ()
     """In a tree whose branches are pruned beforehand: ``weight`` of each level, see :data:`FORK`. A branch that was not
     generated is in the group as a copy of its first sibling, with the weight 0. Empty: ones."""
+    roles: NDArray[np.int8] | None = None
+    """In a conversation of several roles: which of ``rollout.roles`` sampled each token, from 0; −1 where
+    ``loss_mask`` is False. None: there are no roles."""
 
     @property
     def oldest_version(self) -> int:
@@ -142,6 +151,8 @@ class Score:
     """The answer that the verifier found in the completion, where it tells it."""
     by: tuple[str, ...] = ()
     """The equivalences by which the answer is equal to the label, where the verifier tells them."""
+    roles: Mapping[str, float] = field(default_factory=dict)
+    """Rewards of the roles of a conversation; a role that is not here has ``reward``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +220,8 @@ class StepMetadata:
     """[Q, G], a proxy of the norm of each score ∇ log π: √Σ_t (1 − p_t)², p_t the engine's; ones without these."""
     forks: Forks
     """[Q, G, B], of completions that are the leaves of a tree; B = 0 without one."""
+    roles: Roles
+    """[Q, G, R], of conversations in several roles; R = 0 elsewhere."""
     versions: Ints
     """[Q, G], the oldest weights that made any of a completion's tokens."""
     owners: Ints
@@ -232,6 +245,11 @@ def no_forks(completions: tuple[int, ...]) -> Forks:
     return np.zeros((*completions, 0), FORK)
 
 
+def no_roles(completions: tuple[int, ...]) -> Roles:
+    """The roles of completions of this shape that no roles share: none."""
+    return np.zeros((*completions, 0), ROLE)
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingSamples:
     """The K kept completions of one minibatch, sorted by (group, completion).
@@ -253,7 +271,7 @@ class TrainingSamples:
     shared_length: Ints
     """[K], tokens that the pack holds already with the sample before; 0 where it holds all of them anew."""
     advantage: Floats
-    """[K]; in a tree that of the tokens before the first fork."""
+    """[K]; in a tree that of the tokens before the first fork, among roles that of the first one's."""
     weight: Floats
     """[K], 1/(π_prompt·π_completion), the Horvitz-Thompson weight."""
     scale: Floats
@@ -261,7 +279,7 @@ class TrainingSamples:
     forks: Ints
     """[K, B], after how many tokens of the response its path forks; B = 0 without a tree."""
     branch_advantage: Floats
-    """[K, B], the advantage of the tokens from each fork to the next, or to the end."""
+    """[K, B], the advantage of the tokens from each fork to the next, or to the end; [K, R − 1], of the other roles."""
 
     @property
     def lengths(self) -> Ints:
@@ -285,42 +303,6 @@ class MinibatchPlan:
     """Tokens per pack, the same for all; 0 where nothing was kept."""
     packs: tuple[tuple[tuple[int, ...], ...], ...]
     """packs[d][k] are the samples in pack k of data-parallel replica d, in order; every d has equally many packs."""
-
-
-Cell = tuple[float, float, int, float, int]
-"""Two coordinates, how many completions are there, the sum of their inclusion probabilities, how many were kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class Census:
-    """A step's completions, counted: a line of ``pruning.jsonl``. The tables hold those with an advantage only.
-
-        Census(kept=(1, 5), pruned=(1, 4), by_group=((0.5, -1.0, 1, 1.0, 1), (0.5, 1.0, 1, 0.4, 0)), ...)
-
-    trains on one completion of 5 tokens. In groups that are half right it kept 1 of 1 wrong and 0 of 1 right answers.
-    """
-
-    kept: tuple[int, int]
-    """Completions trained on, and their tokens. The prompt's tokens count with each completion."""
-    pruned: tuple[int, int]
-    """Those that were not, although they have a gradient."""
-    zero_advantage: tuple[int, int]
-    """Those that have none: A = 0 and no KL term, or a group that a rule left out."""
-    binary: bool
-    """Whether no group has more than two different rewards."""
-    by_group: tuple[Cell, ...]
-    """By the share of the group's answers that are better than its mean, and by the answer's own side, 1 or −1."""
-    by_reward: tuple[Cell, ...]
-    """By the reward's distance from the group's mean in its standard deviations, and by side."""
-    by_cause: tuple[Cell, ...]
-    """By log2 of the response's tokens, and of its |A|·c·√Σ_t(1−p_t)²/π_prompt over the step's median."""
-    by_prediction: tuple[tuple[str, int, int, float, float], ...] = ()
-    """Groups by how they had been predicted, see ``pruning/forecast.py``."""
-
-    def as_row(self) -> dict[str, Any]:
-        """For JSON. The file keeps an older name of ``zero_advantage``."""
-        line = asdict(self)
-        return line | {"idle": line.pop("zero_advantage")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +369,7 @@ class Pack:
     sample: Ints
     """[R], which of the pack's training samples (0 to their number − 1) a target belongs to."""
     advantage: Floats
-    """[R], of the target's sample, as are ``scale`` and ``versions``; in a tree of the target's segment."""
+    """[R], of the target's sample, as are ``scale`` and ``versions``; in a tree of its segment, or of its role."""
     scale: Floats
     """[R]"""
     engine_logprobs: NDArray[np.float32]

@@ -178,6 +178,8 @@ class Collector:
             self._world.together(lambda: self._check_routing(answers), what="look at the rollouts' routing")
         if self._config.rollout.tree.branches:
             self._world.together(lambda: self._check_forks(answers), what="look at where the rollouts fork")
+        if self._config.rollout.roles:
+            self._world.together(lambda: self._check_roles(answers), what="look at the roles' rewards")
         groups, part = self._share(answers, selection.inclusion[self._mine(selection)])
         parts = self._world.gather(part)
         self.check_failures(parts, total)
@@ -260,8 +262,17 @@ class Collector:
             remedy = "Have it grow what Sampling.branches asks for (rollout/tree.py), or set rollout.tree.branches=[]"
             raise UserError("rollout.tree.branches", levels, problem, remedy)
 
+    def _check_roles(self, answers: Answers) -> None:
+        roles, function = self._config.rollout.roles, self._config.reward.function
+        scores = (score for group in answers.scores for score in group if score is not None)
+        if unknown := next((role for score in scores for role in score.roles if role not in roles), None):
+            problem = f"gave a reward to the role {unknown!r}, and rollout.roles has {', '.join(roles)}"
+            raise UserError("reward.function", function, problem, "Call roles as they are called there")
+
     def _share(self, answers: Answers, inclusions: Floats) -> tuple[list[Group], _Part]:
+        rollout = self._config.rollout
         groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []
+        of_roles: list[Floats] = []
         for prompt, pi, completions, scores in zip(
             answers.prompts, inclusions, answers.completions, answers.scores, strict=True
         ):
@@ -273,12 +284,21 @@ class Collector:
             raw += rewards.sum()
             correct += sum(score.correct for score in known)
             truncated += sum(c.finish_reason == "length" for c in completions)
-            groups.append(Group(prompt, completions, rewards + self._penalty(completions)))
+            penalty = self._penalty(completions)
+            groups.append(Group(prompt, completions, rewards + penalty))
             inclusion.append(pi)
-        rollout = self._config.rollout
+            by_role = [[score.roles.get(role, score.reward) for role in rollout.roles] for score in known]
+            of_roles.append(np.array(by_role) + penalty[:, None])
         branches, samples = rollout.tree.branches, rollout.most_samples
         part = _Part(
-            metadata=metadata_of(groups, np.array(inclusion), samples, len(branches), self._world.rank),
+            metadata=metadata_of(
+                groups,
+                np.array(inclusion),
+                samples,
+                len(branches),
+                self._world.rank,
+                role_rewards=of_roles if rollout.roles else (),
+            ),
             raw_reward=float(raw),
             negative_logprob=-float(
                 sum(c.logprobs[c.loss_mask].sum(dtype=np.float64) for g in groups for c in g.completions)
@@ -339,9 +359,20 @@ class Collector:
             "rollout/samples_per_prompt/max": float(groups.max(initial=0)),
             "rollout/samples_per_prompt/mean": float(groups.sum()) / max(len(groups), 1),
             "rollout/dropped_groups": float(sum(p.failed_groups for p in parts)),
+            **_of_roles(metadata, self._config.rollout.roles),
             "reward/timeouts": float(sum(p.timeouts for p in parts)),
             "reward/errors": float(sum(p.errors for p in parts)),
         }
+
+
+def _of_roles(metadata: StepMetadata, roles: Sequence[str]) -> dict[str, float]:
+    """The mean reward of each role, over the conversations in which it speaks."""
+    if not metadata.roles.size:
+        return {}
+    reward, speaks = metadata.roles["reward"], metadata.roles["tokens"] > 0
+    count = np.maximum(speaks.sum(axis=(0, 1)), 1)
+    means = np.where(speaks, reward, 0.0).sum(axis=(0, 1)) / count
+    return {f"rollout/role_reward/{role}": float(mean) for role, mean in zip(roles, means, strict=True)}
 
 
 def _offline_answers(prompts: Sequence[Prompt], offline: Mapping[int, OfflineGroup]) -> Answers:

@@ -23,7 +23,17 @@ from megatron_dppo.config import RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.families import prompts_shared
-from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan, no_forks
+from megatron_dppo.rl.types import (
+    Completion,
+    Group,
+    Ints,
+    Prompt,
+    Selection,
+    StepMetadata,
+    VersionSpan,
+    no_forks,
+    no_roles,
+)
 from megatron_dppo.rollout.collect import Collected
 
 FOLDER = "rollouts"
@@ -39,10 +49,12 @@ class RolloutsInFlight:
     rollouts: Collected
 
     def made_for(self, rollout: RolloutConfig) -> bool:
-        """Whether these are as many completions to a prompt, with as many levels of forks, as ``rollout`` asks for."""
+        """Whether these are as many completions to a prompt, with as many levels of forks and roles, as ``rollout``
+        asks for."""
         known, levels = self.rollouts.metadata, len(rollout.tree.branches)
         fits = (known.samples >= rollout.least_samples) & (known.samples <= rollout.most_samples)
-        return bool(fits.all()) and known.forks.shape[2] == levels
+        as_asked = known.forks.shape[2] == levels and known.roles.shape[2] == len(rollout.roles)
+        return bool(fits.all()) and as_asked
 
     @property
     def oldest_version(self) -> int:
@@ -105,6 +117,7 @@ def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: W
         stored = {
             "shared_lengths": prompts_shared(stored["prompt_lengths"], shape[1]),
             "forks": no_forks(shape),
+            "roles": no_roles(shape),
             "samples": np.full(shape[0], shape[1]),
         } | stored
     words = json.loads(str(stored["words"]))
@@ -155,6 +168,7 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
     """Groups by row of the metadata, which has their prompts, lengths and rewards; one after the other."""
     completions = [completion for group in held.values() for completion in group.completions]
     tables = [completion.routing for completion in completions if completion.routing is not None]
+    roles = [completion.roles for completion in completions if completion.roles is not None]
     spans = [(span.version, span.count) for completion in completions for span in completion.versions]
     return {
         "rows": np.array(list(held), np.int64),
@@ -166,6 +180,7 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
         "fork_weights": np.array([c.fork_weights for c in completions], np.float64),
         "span_counts": np.array([len(c.versions) for c in completions], np.int64),
         "spans": np.array(spans, np.int64).reshape(-1, 2),
+        **({"roles": np.concatenate(roles)} if roles else {}),
         **({"routing": np.concatenate(tables), "routed": np.array([*map(len, tables)], np.int64)} if tables else {}),
     }
 
@@ -187,8 +202,9 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
         mask = stored["logprobs"] != np.inf
         stored = stored | {"loss_mask": mask, "logprobs": np.where(mask, stored["logprobs"], np.float32(0.0))}
     routing = np.split(stored["routing"], np.cumsum(stored["routed"])[:-1]) if "routing" in stored else repeat(None)
+    roles = np.split(stored["roles"], ends) if "roles" in stored else repeat(None)
     no_tree = np.zeros((len(lengths), 0))  # earlier checkpoints know of none
-    for token_ids, logprobs, loss_mask, spans, stopped, table, forks, weights in zip(
+    for token_ids, logprobs, loss_mask, spans, stopped, table, forks, weights, said_by in zip(
         np.split(stored["token_ids"], ends),
         np.split(stored["logprobs"], ends),
         np.split(stored["loss_mask"], ends),
@@ -197,11 +213,12 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
         routing,
         stored.get("forks", no_tree).tolist(),
         stored.get("fork_weights", no_tree).tolist(),
+        roles,
         strict=False,  # splitting nothing gives one piece
     ):
         versions = tuple(VersionSpan(*span) for span in spans.tolist())
         reason: Literal["stop", "length"] = "stop" if stopped else "length"
-        yield Completion(token_ids, logprobs, loss_mask, versions, reason, table, tuple(forks), tuple(weights))
+        yield Completion(token_ids, logprobs, loss_mask, versions, reason, table, tuple(forks), tuple(weights), said_by)
 
 
 def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:

@@ -11,10 +11,28 @@ from numpy.typing import NDArray
 from megatron_dppo.data.offline import OFFLINE
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.families import shared_lengths
-from megatron_dppo.rl.types import FORK, Completion, Floats, Group, StepMetadata, no_forks
+from megatron_dppo.rl.types import (
+    FORK,
+    ROLE,
+    Bools,
+    Completion,
+    Floats,
+    Group,
+    Roles,
+    StepMetadata,
+    no_forks,
+    no_roles,
+)
 
 
-def metadata_of(groups: Sequence[Group], inclusion: Floats, samples: int, levels: int, owner: int) -> StepMetadata:
+def metadata_of(
+    groups: Sequence[Group],
+    inclusion: Floats,
+    samples: int,
+    levels: int,
+    owner: int,
+    role_rewards: Sequence[Floats] = (),
+) -> StepMetadata:
     """The metadata of one rank's groups, without the window that they stand for.
 
     Args:
@@ -23,6 +41,7 @@ def metadata_of(groups: Sequence[Group], inclusion: Floats, samples: int, levels
         samples: G, completions of the largest group that any rank may have.
         levels: B, those at which completions may have forked.
         owner: the rank.
+        role_rewards: Q of [G, R], the rewards of the roles in each conversation; empty: there are no roles.
     """
     shape = (len(groups), samples)
     forks = no_forks(shape)
@@ -46,16 +65,28 @@ def metadata_of(groups: Sequence[Group], inclusion: Floats, samples: int, levels
         rewards=table(lambda g: g.rewards, np.float64),
         score_norms=table(lambda g: [_score_norm(c) for c in g.completions], np.float64),
         forks=forks,
+        roles=_roles(groups, samples, role_rewards) if role_rewards else no_roles(shape),
         versions=table(lambda g: [c.oldest_version for c in g.completions]),
         owners=np.full(len(groups), owner, np.int64),
         window=0.0,
     )
 
 
-def _score_norm(completion: Completion, tokens: slice = slice(None)) -> float:
+def _score_norm(completion: Completion, tokens: slice | Bools = slice(None)) -> float:
     """√Σ_t (1 − p_t)² over some of the tokens, a proxy for the norm of their score that costs nothing."""
     sampled = completion.logprobs[tokens][completion.loss_mask[tokens]]
     return float(np.linalg.norm(-np.expm1(sampled.astype(np.float64))))
+
+
+def _roles(groups: Sequence[Group], samples: int, rewards: Sequence[Floats]) -> Roles:
+    roles = np.zeros((len(groups), samples, rewards[0].shape[1]), ROLE)
+    for into, group, of_group in zip(roles, groups, rewards, strict=True):
+        into["reward"][: len(of_group)] = of_group
+        for row, completion in zip(into, group.completions, strict=False):
+            for number, role in enumerate(row):
+                mine: Bools = np.equal(np.asarray(completion.roles), number)
+                role["tokens"], role["norm"] = mine.sum(), _score_norm(completion, mine)
+    return roles
 
 
 def _forks(completion: Completion) -> list[tuple[int, float, float, float]]:

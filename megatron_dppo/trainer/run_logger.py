@@ -13,7 +13,8 @@ from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics
 from megatron_dppo.observe.summary import print_summary, read_summary, write_summary
 from megatron_dppo.observe.timers import saved_seconds
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.types import Census, StepPlan
+from megatron_dppo.rl.census import Census
+from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.trainer.collapse import Best
 from megatron_dppo.trainer.learner import bound_of_weights

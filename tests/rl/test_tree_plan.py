@@ -12,7 +12,7 @@ from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.trees import path_advantages, segment_advantages
-from megatron_dppo.rl.types import FORK, Floats, StepMetadata, StepPlan
+from megatron_dppo.rl.types import FORK, Floats, StepMetadata, StepPlan, no_roles
 from tests.rl.integration import FixedOffset, outcomes
 from tests.rl.steps import step_config
 from tests.rl.tree_toy import LONGEST, Forests, forests, fork_at, toy
@@ -48,6 +48,7 @@ def metadata_of(given: Forests, groups: slice = slice(None)) -> StepMetadata:
         rewards=given.rewards[groups],
         score_norms=norms[groups],
         forks=given.forks[groups],
+        roles=no_roles(given.lengths[groups].shape),
         versions=np.zeros_like(given.lengths[groups]),
         owners=np.zeros(count, np.int64),
         window=float(count),

@@ -430,7 +430,7 @@ def test_ranks_share_the_work_and_know_the_same(tokenizer: Tokenizer) -> None:
         known = result.metadata
         assert result.metrics == pytest.approx(alone.metrics)
         assert result.notes == alone.notes
-        for field in set(StepMetadata.__slots__) - {"owners", "forks"}:
+        for field in set(StepMetadata.__slots__) - {"owners", "forks", "roles"}:
             np.testing.assert_allclose(getattr(known, field), getattr(alone.metadata, field), rtol=1e-12)
         np.testing.assert_array_equal(known.forks, alone.metadata.forks)
         held = {row: group.prompt.id for row, group in result.held.items()}

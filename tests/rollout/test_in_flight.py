@@ -13,7 +13,7 @@ from megatron_dppo.config import AllocationConfig, BranchConfig, RolloutConfig, 
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
-from megatron_dppo.rl.types import FORK, Completion, Group, Selection, StepMetadata, VersionSpan, no_forks
+from megatron_dppo.rl.types import FORK, Completion, Group, Selection, StepMetadata, VersionSpan, no_forks, no_roles
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.rollout.in_flight import RolloutsInFlight, read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import metadata_of
@@ -59,6 +59,7 @@ def batch_of(world: World, *, routed: bool = False) -> RolloutsInFlight:
         rewards=np.array([g.rewards for g in groups.values()]).reshape(shape),
         score_norms=np.random.default_rng(0).random(shape),
         forks=no_forks(shape),
+        roles=no_roles(shape),
         versions=np.array([[c.oldest_version for c in g.completions] for g in groups.values()]).reshape(shape),
         owners=np.full(len(groups), world.rank),
         window=0.0,
@@ -79,6 +80,7 @@ def same_group(ours: Group, expected: Group) -> bool:
             and (one.token_ids.dtype, one.logprobs.dtype, one.loss_mask.dtype) == (np.int32, np.float32, bool)
             and (one.versions, one.finish_reason) == (other.versions, other.finish_reason)
             and (one.forks, one.fork_weights) == (other.forks, other.fork_weights)
+            and np.array_equal(one.roles, other.roles)
             and (one.routing is None) == (other.routing is None)
             and (one.routing is None or one.routing.dtype == np.uint16)
             and (one.routing is None or np.array_equal(one.routing, other.routing))
@@ -195,7 +197,7 @@ def test_rollouts_from_before_there_were_trees_are_read(tmp_path: Path) -> None:
     for name in ("step", "rank_00000"):
         file = tmp_path / "rollouts" / f"{name}.npz"
         with np.load(file) as stored:
-            np.savez(file, **{key: stored[key] for key in stored.files if not key.startswith("fork")})
+            np.savez(file, **{key: stored[key] for key in stored.files if not key.startswith(("fork", "roles"))})
     back = read(world, tmp_path)
     assert back.rollouts.metadata.forks.shape == (len(PROMPTS), 3, 0)
     for row, group in back.rollouts.held.items():
@@ -227,6 +229,34 @@ def test_groups_of_unequal_size_come_back_as_they_were(writers: int, readers: in
             allocation = AllocationConfig(rule="neyman", least=least, most=most)
             assert batch.made_for(RolloutConfig(samples_per_prompt=3, allocation=allocation)) == fits
         assert not batch.made_for(RolloutConfig(samples_per_prompt=3))
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 3)])
+def test_roles_come_back_with_their_rewards(writers: int, readers: int, tmp_path: Path) -> None:
+    def in_roles(prompt: int) -> Group:
+        group = group_of(prompt)
+        masks = [completion.loss_mask for completion in group.completions]
+        said_by = [np.where(mask, np.arange(len(mask)) % 2, -1).astype(np.int8) for mask in masks]
+        completions = (replace(c, roles=roles) for c, roles in zip(group.completions, said_by, strict=True))
+        return replace(group, completions=tuple(completions))
+
+    def write(world: World) -> StepMetadata:
+        groups = {prompt: in_roles(prompt) for prompt in PROMPTS[world.rank :: world.size]}
+        rewards = [np.random.default_rng(prompt).random((3, 2)) for prompt in groups]
+        part = metadata_of(list(groups.values()), np.ones(len(groups)), 3, 0, world.rank, role_rewards=rewards)
+        metadata = gather_metadata(world.gather(part), window=11.7)
+        held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
+        batch = RolloutsInFlight(SELECTION, Collected(held, metadata, METRICS, ()))
+        write_in_flight(tmp_path, [batch], world)
+        return metadata
+
+    metadata = as_ranks(writers, write)[0]
+    for batch in as_ranks(readers, lambda world: read(world, tmp_path)):
+        np.testing.assert_array_equal(batch.rollouts.metadata.roles, metadata.roles)
+        for row, group in batch.rollouts.held.items():
+            assert same_group(group, in_roles(int(metadata.prompt_ids[row])))
+        for roles, fits in ((("a", "b"), True), ((), False)):
+            assert batch.made_for(RolloutConfig(samples_per_prompt=3, roles=roles)) == fits
 
 
 def test_rollouts_from_before_groups_could_differ_in_size_are_read(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.rl.census import Cell, Census
 from megatron_dppo.rl.pruning.minibatch import Pruned
-from megatron_dppo.rl.types import Bools, Cell, Census, Floats, StepMetadata
+from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 # The coordinates of the census's tables are rounded, so that the tables stay small.
 PER_GROUP = 16

@@ -8,12 +8,13 @@ import json
 import numpy as np
 import pytest
 
+from megatron_dppo.rl.census import Census
 from megatron_dppo.rl.group_sizes import group_advantages
 from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.pruning.features import PromptFeatures
 from megatron_dppo.rl.pruning.forecast import Judgement, PromptForecast, Visits, beta_log_likelihood
 from megatron_dppo.rl.pruning.history import PromptHistory
-from megatron_dppo.rl.types import Census, Floats, Ints, Prompt, StepPlan
+from megatron_dppo.rl.types import Floats, Ints, Prompt, StepPlan
 from tests.rl.steps import made_up_pool
 
 POOL, WINDOW, GROUP = 384, 32, 8
