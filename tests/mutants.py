@@ -176,20 +176,20 @@ MUTANTS = [
     ),
     Mutant(
         "loss/rloo's baseline knows its own reward",
-        "result = deviation * (samples / (samples - 1))[:, None]",
+        "result = deviation * (samples / np.maximum(samples - 1, 1))[:, None]",
         "result = deviation",
         "rl/test_group_sizes.py -k others",
     ),
     Mutant(
         "loss/moments of what was rolled out",
-        "weight = shares(samples, part.present, 1) / part.prompt_inclusion[:, None]",
-        "weight = shares(samples, part.present, 1)",
+        "weight = shares(samples, present, 1) / prompt_inclusion[:, None]",
+        "weight = shares(samples, present, 1)",
         "rl/test_minibatch_moments.py",
     ),
     Mutant(
         "loss/moments in which large groups count more",
-        "weight = shares(samples, part.present, 1) / part.prompt_inclusion[:, None]",
-        "weight = part.present / part.prompt_inclusion[:, None]",
+        "weight = shares(samples, present, 1) / prompt_inclusion[:, None]",
+        "weight = present / prompt_inclusion[:, None]",
         "rl/test_minibatch_moments.py",
     ),
     Mutant(
@@ -256,9 +256,33 @@ MUTANTS = [
     Mutant("ahead/nobody holds the bound", "if oldest > bound:", "if oldest < 0:", "rollout/test_collect.py"),
     Mutant(
         "ahead/prompts that were drawn and not asked are not saved",
-        "if not isinstance(batch, Begun)]",
-        "if isinstance(batch, RolloutsInFlight)]",
+        "                steps.append(batch)\n",
+        "                steps += [batch] if isinstance(batch, RolloutsInFlight) else []\n",
         AHEAD,
+    ),
+    Mutant(
+        "ahead/what was broken off begins anew",
+        "for one in each if not one.fresh",
+        "for one in each if one.ended",
+        "servers/test_dispatch.py::test_what_is_broken_off_goes_on_from_the_tokens_that_it_has",
+    ),
+    Mutant(
+        "ahead/what had ended is asked for again",
+        "left = alike_so_far([sample for sample in samples if not sample.ended])",
+        "left = alike_so_far(samples)",
+        "servers/test_dispatch.py::test_what_is_broken_off_goes_on_from_the_tokens_that_it_has",
+    ),
+    Mutant(
+        "ahead/what is broken off is asked on",
+        "            batch.broken_off = True\n",
+        "            pass\n",
+        "servers/test_dispatch.py::test_what_is_broken_off_goes_on_from_the_tokens_that_it_has",
+    ),
+    Mutant(
+        "ahead/goes on however old it is",
+        "and one.completion.oldest_version >= oldest",
+        "and oldest >= 0",
+        "rollout/test_in_flight.py -k broken_off",
     ),
     Mutant(
         "ahead/a version is a step",
@@ -468,8 +492,8 @@ MUTANTS = [
     ),
     Mutant(
         "pruning/squares with the draw's weight",
-        "terms *= metadata.prompt_inclusion[:, None]",
-        "pass",
+        "terms = known.score * metadata.prompt_inclusion[:, None]",
+        "terms = known.score",
         "trainer/test_prompt_sampler.py::test_what_is_learned_of_a_gradient_has_no_weight_of_the_draw",
     ),
     Mutant("pruning/evidence never fades", "self.decay * old.right", "old.right", "rl/pruning/test_history.py"),
@@ -584,8 +608,8 @@ MUTANTS = [
     ),
     Mutant(
         "sizes/servers give all as many",
-        "batch.sampling.count(index)",
-        "batch.sampling.samples",
+        "root_of(self.prompts[index], self.sampling.count(index), ",
+        "root_of(self.prompts[index], self.sampling.samples, ",
         "servers/test_dispatch.py",
     ),
     Mutant(

@@ -25,8 +25,8 @@ from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Score, Selection, StepMetadata
-from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
-from megatron_dppo.rollout.metadata import metadata_of
+from megatron_dppo.rollout.engine import Completions, Progress, RolloutEngine, Sampling
+from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
 from megatron_dppo.rollout.scoring import GroupScoring
 from megatron_dppo.rollout.tree import unique_tokens
 
@@ -146,8 +146,11 @@ class Collector:
         self._engine, self.workers, self._tokenizer = engine, workers, tokenizer
         self._stops, self._routing, self._offline = stop_token_ids, routing, offline
 
-    def begin(self, pool: PromptPool, selection: Selection, step: int, again: int = 0) -> Begun:
-        """Ask the engine for this rank's share of a selection; ``again`` counts the earlier ones of the step."""
+    def begin(
+        self, pool: PromptPool, selection: Selection, step: int, again: int = 0, so_far: Progress | None = None
+    ) -> Begun:
+        """Ask the engine for this rank's share of a selection, or for what is missing from ``so_far``; ``again`` counts
+        the earlier selections of the step."""
         rollout, counts, mine = self._config.rollout, selection.samples, self._mine(selection)
         prompts = [pool[int(prompt)] for prompt in selection.prompt_ids[mine]]
         if self._offline is not None:
@@ -160,8 +163,14 @@ class Collector:
             seed=engine_seed(self._config.run.seed, step, Purpose.SAMPLING, again),
             routing=self._routing,
             branches=rollout.tree.branches,
+            so_far=so_far,
         )
         return Begun(selection, asked, step)
+
+    def break_off(self, begun: Sequence[Begun]) -> list[Progress] | None:
+        """How far batches are, which are then not to be finished; None: they are. Collective."""
+        asked = [batch.asked.pending for batch in begun if isinstance(batch.asked, Asked)]
+        return self._engine.break_off(asked) if asked else None
 
     def finish(self, begun: Begun) -> Round:
         """Wait for what was begun, and score it. Collective.
@@ -214,8 +223,9 @@ class Collector:
         seed: int,
         routing: RoutingShape | None = None,
         branches: tuple[BranchConfig, ...] = (),
+        so_far: Progress | None = None,
     ) -> Asked:
-        """Have the engine begin with completions of this rank's prompts (there may be none)."""
+        """Have the engine begin with completions of this rank's prompts (there may be none), or go on with them."""
         sampling = Sampling(
             samples=samples,
             max_tokens=self._config.rollout.max_response_tokens,
@@ -226,6 +236,8 @@ class Collector:
             branches=branches,
             counts=counts,
         )
+        if so_far is not None:
+            return Asked(prompts, self._engine.go_on(prompts, sampling, so_far))
         return Asked(prompts, self._engine.begin(prompts, sampling))
 
     def answers(self, asked: Asked, *, of_all: int) -> Answers:
@@ -359,20 +371,10 @@ class Collector:
             "rollout/samples_per_prompt/max": float(groups.max(initial=0)),
             "rollout/samples_per_prompt/mean": float(groups.sum()) / max(len(groups), 1),
             "rollout/dropped_groups": float(sum(p.failed_groups for p in parts)),
-            **_of_roles(metadata, self._config.rollout.roles),
+            **mean_role_rewards(metadata, self._config.rollout.roles),
             "reward/timeouts": float(sum(p.timeouts for p in parts)),
             "reward/errors": float(sum(p.errors for p in parts)),
         }
-
-
-def _of_roles(metadata: StepMetadata, roles: Sequence[str]) -> dict[str, float]:
-    """The mean reward of each role, over the conversations in which it speaks."""
-    if not metadata.roles.size:
-        return {}
-    reward, speaks = metadata.roles["reward"], metadata.roles["tokens"] > 0
-    count = np.maximum(speaks.sum(axis=(0, 1)), 1)
-    means = np.where(speaks, reward, 0.0).sum(axis=(0, 1)) / count
-    return {f"rollout/role_reward/{role}": float(mean) for role, mean in zip(roles, means, strict=True)}
 
 
 def _offline_answers(prompts: Sequence[Prompt], offline: Mapping[int, OfflineGroup]) -> Answers:

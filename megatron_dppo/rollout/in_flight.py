@@ -1,8 +1,9 @@
 """Rollouts in flight, in a checkpoint: what a run that rolls out ahead has not trained on yet.
 
 ``rollouts/`` in a checkpoint's folder is the next step's, ``rollouts_2/`` that of the one after it, and so on. Each
-holds ``step.npz``, with what every rank knows, and the tokens of each rank's groups in a file of its own. A step whose
-prompts are drawn and not rolled out has the first alone. A run goes on from them with any number of ranks.
+holds ``step.npz``, with what every rank knows, and the tokens of each rank's groups in a file of its own. Groups that
+servers were at work on are there as far as they were. A step whose prompts are drawn and not rolled out has the first
+file alone. A run goes on from them with any number of ranks.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ from megatron_dppo.rl.types import (
     no_roles,
 )
 from megatron_dppo.rollout.collect import Collected
+from megatron_dppo.rollout.engine import Progress, SoFar
 
 FOLDER = "rollouts"
 _STEP = "step.npz"
 _CHOSEN = "selection."
+_RANKS = "broken_off_by_ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,37 @@ class RolloutsInFlight:
         return all(c.routing is not None for group in self.rollouts.held.values() for c in group.completions)
 
 
-def write_in_flight(place: Path, steps: Sequence[Selection | RolloutsInFlight], world: World) -> None:
+@dataclass(frozen=True, slots=True)
+class BrokenOff:
+    """A step's rollouts, as far as they are."""
+
+    selection: Selection
+    so_far: Progress
+    """Of this rank's prompts."""
+
+    def made_for(self, rollout: RolloutConfig, *, oldest: int, routed: bool) -> bool:
+        """Whether this rank may go on with them.
+
+        Args:
+            rollout: its limit may have been lowered since.
+            oldest: version before which no token may have been made.
+            routed: whether the routing of tokens is asked for.
+        """
+        limit = rollout.max_response_tokens
+        return all(
+            len(one.completion.token_ids) < limit + one.ended
+            and one.completion.oldest_version >= oldest
+            and (one.completion.routing is not None) >= routed
+            for each in self.so_far.values()
+            for one in each
+        )
+
+
+Waiting = Selection | BrokenOff | RolloutsInFlight
+"""What a checkpoint holds of a step that is not trained on yet."""
+
+
+def write_in_flight(place: Path, steps: Sequence[Waiting], world: World) -> None:
     """Write into a checkpoint's folder what the next steps have, in their order: this rank's groups, and on the leader
     what goes for all. Not collective."""
     for number, batch in enumerate(steps):
@@ -80,12 +113,15 @@ def write_in_flight(place: Path, steps: Sequence[Selection | RolloutsInFlight], 
             words = json.dumps({"metrics": rollouts.metrics, "notes": rollouts.notes, "ranks": world.size})
             known = {"words": np.array(words), **asdict(rollouts.metadata)}
             _save(_file(folder, world.rank), _tokens(rollouts.held))
+        elif isinstance(batch, BrokenOff):
+            selection, known = batch.selection, {_RANKS: np.array(world.size)}
+            _save(_file(folder, world.rank), _parts(batch.so_far))
         if world.leads:
             chosen = {_CHOSEN + name: value for name, value in asdict(selection).items() if value is not None}
             _save(folder / _STEP, known | chosen)
 
 
-def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> list[Selection | RolloutsInFlight]:
+def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> list[Waiting]:
     """What a checkpoint holds of the next steps, in their order. Collective.
 
     Ranks keep their groups where there are as many of them as there were; else every rank takes each n-th.
@@ -104,10 +140,15 @@ def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> list[Se
     return [_read(_folder(place, number), arrays, pool, world) for number, arrays in enumerate(stored)]
 
 
-def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: World) -> Selection | RolloutsInFlight:
+def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: World) -> Waiting:
     place = folder.parent
     chosen = {name.removeprefix(_CHOSEN): value for name, value in stored.items() if name.startswith(_CHOSEN)}
     selection = Selection(**chosen | {"window": int(chosen["window"])})
+    if _RANKS in stored:
+        share = set(selection.prompt_ids[world.rank :: world.size].tolist())  # as the collector asks for them
+        files = [_file(folder, writer) for writer in range(int(stored[_RANKS]))]
+        found = world.together(lambda: [_so_far(_arrays(file), share) for file in files], what="rollouts broken off")
+        return BrokenOff(selection, {prompt: known for each in found for prompt, known in each.items()})
     if "words" not in stored:
         return selection
     if "surprise" in stored:  # the score norms' name in checkpoints before they were called that
@@ -167,11 +208,34 @@ def _save(file: Path, arrays: Mapping[str, Any]) -> None:
 def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
     """Groups by row of the metadata, which has their prompts, lengths and rewards; one after the other."""
     completions = [completion for group in held.values() for completion in group.completions]
+    return {"rows": np.array(list(held), np.int64), **_packed(completions)}
+
+
+def _parts(so_far: Progress) -> dict[str, np.ndarray]:
+    """Completions so far, one after the other, each with its prompt, its slot, its length, and whether it has ended."""
+    listed = [(prompt, one) for prompt, each in so_far.items() for one in each]
+    places = [(prompt, one.slot, len(one.completion.token_ids), one.ended) for prompt, one in listed]
+    return {
+        "places": np.array(places, np.int64).reshape(-1, 4),
+        **_packed([one.completion for _, one in listed]),
+    }
+
+
+def _so_far(stored: dict[str, Any], share: set[int]) -> Progress:
+    """What a file of ``_parts`` has of some prompts, by their ids."""
+    found: dict[int, list[SoFar]] = {}
+    completions = _completions(stored, stored["places"][:, 2])
+    for (prompt, slot, _, ended), completion in zip(stored["places"].tolist(), completions, strict=True):
+        if prompt in share:
+            found.setdefault(prompt, []).append(SoFar(slot, completion, bool(ended)))
+    return found
+
+
+def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
     tables = [completion.routing for completion in completions if completion.routing is not None]
     roles = [completion.roles for completion in completions if completion.roles is not None]
     spans = [(span.version, span.count) for completion in completions for span in completion.versions]
     return {
-        "rows": np.array(list(held), np.int64),
         "token_ids": np.concatenate([np.zeros(0, np.int32), *(c.token_ids for c in completions)]),
         "logprobs": np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in completions)]),
         "loss_mask": np.concatenate([np.zeros(0, bool), *(c.loss_mask for c in completions)]),

@@ -104,6 +104,16 @@ def _forks(completion: Completion) -> list[tuple[int, float, float, float]]:
     ]
 
 
+def mean_role_rewards(metadata: StepMetadata, roles: Sequence[str]) -> dict[str, float]:
+    """``rollout/role_reward/…``, the mean reward of each role, over the conversations in which it speaks."""
+    if not metadata.roles.size:
+        return {}
+    reward, speaks = metadata.roles["reward"], metadata.roles["tokens"] > 0
+    count = np.maximum(speaks.sum(axis=(0, 1)), 1)
+    means = np.where(speaks, reward, 0.0).sum(axis=(0, 1)) / count
+    return {f"rollout/role_reward/{role}": float(mean) for role, mean in zip(roles, means, strict=True)}
+
+
 def staleness(metadata: StepMetadata, version: int, *, bound: int) -> dict[str, float]:
     """How much older than ``version`` the weights are that rolled out a step.
 

@@ -15,7 +15,8 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.types import FORK, Completion, Group, Selection, StepMetadata, VersionSpan, no_forks, no_roles
 from megatron_dppo.rollout.collect import Collected
-from megatron_dppo.rollout.in_flight import RolloutsInFlight, read_in_flight, write_in_flight
+from megatron_dppo.rollout.engine import SoFar
+from megatron_dppo.rollout.in_flight import BrokenOff, RolloutsInFlight, read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import metadata_of
 from tests.rollout.scripted import as_ranks, pool_of, world_of
 
@@ -229,6 +230,40 @@ def test_groups_of_unequal_size_come_back_as_they_were(writers: int, readers: in
             allocation = AllocationConfig(rule="neyman", least=least, most=most)
             assert batch.made_for(RolloutConfig(samples_per_prompt=3, allocation=allocation)) == fits
         assert not batch.made_for(RolloutConfig(samples_per_prompt=3))
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 3), (3, 2)])
+def test_what_was_broken_off_comes_back_on_the_rank_that_asks_for_it(
+    writers: int, readers: int, routed: bool, tmp_path: Path
+) -> None:
+    """Some prompts have all of their completions, some one, and some none."""
+
+    def known(prompt: int) -> list[SoFar]:
+        group = group_of(prompt, routed=routed)
+        return [SoFar(slot, c, slot == 1) for slot, c in enumerate(group.completions)][: prompt % 4]
+
+    def write(world: World) -> None:
+        mine = SELECTION.prompt_ids[world.rank :: world.size].tolist()
+        broken_off = BrokenOff(SELECTION, {prompt: known(prompt) for prompt in mine})
+        write_in_flight(tmp_path, [broken_off, SELECTION], world)
+
+    as_ranks(writers, write)
+    backs = as_ranks(readers, lambda world: read_in_flight(tmp_path, pool_of(10), world))
+    for rank, (back, drawn) in enumerate(backs):
+        assert isinstance(back, BrokenOff) and isinstance(drawn, Selection)
+        np.testing.assert_array_equal(back.selection.prompt_ids, SELECTION.prompt_ids)
+        assert back.so_far.keys() == {p for p in SELECTION.prompt_ids[rank::readers].tolist() if p % 4}
+        for prompt, each in back.so_far.items():
+            assert [(one.slot, one.ended) for one in each] == [(one.slot, one.ended) for one in known(prompt)]
+            group = group_of(prompt, routed=routed)
+            ours = replace(group, completions=tuple(one.completion for one in each))
+            assert same_group(ours, replace(group, completions=group.completions[: len(each)]))
+    first = backs[0][0]
+    assert isinstance(first, BrokenOff)
+    for oldest, limit, wanted, fits in ((3, 9, False, True), (4, 9, False, False), (3, 3, False, False)):
+        assert first.made_for(RolloutConfig(max_response_tokens=limit), oldest=oldest, routed=wanted) == fits
+    assert first.made_for(RolloutConfig(), oldest=0, routed=True) == routed
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 3)])
