@@ -378,6 +378,12 @@ MUTANTS = [
         "rl/test_roles.py rl/test_tree_plan.py",
     ),
     Mutant(
+        "roles/lost where parts are joined",
+        "_roles(parts) if any(part.roles is not None for part in parts) else None",
+        "None",
+        "servers/test_conversations.py::test_each_token_comes_with_its_role",
+    ),
+    Mutant(
         "roles/lost on the way",
         "completion.roles + np.int8(1)",
         "np.sign(completion.roles + np.int8(1))",

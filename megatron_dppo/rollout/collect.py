@@ -276,6 +276,9 @@ class Collector:
 
     def _check_roles(self, answers: Answers) -> None:
         roles, function = self._config.rollout.roles, self._config.reward.function
+        if any(completion.roles is None for group in answers.completions for completion in group):
+            problem = "want to know who said what, and a completion came without"
+            raise UserError("rollout.roles", list(roles), problem, "Have the engine's conversations say it")
         scores = (score for group in answers.scores for score in group if score is not None)
         if unknown := next((role for score in scores for role in score.roles if role not in roles), None):
             problem = f"gave a reward to the role {unknown!r}, and rollout.roles has {', '.join(roles)}"

@@ -101,7 +101,12 @@ def joined(turns: Iterable[Part]) -> Completion:
         versions=tuple(spans),
         finish_reason=finish_reason,
         routing=_routing([part.routing for part in parts if part.routing is not None]),
+        roles=_roles(parts) if any(part.roles is not None for part in parts) else None,
     )
+
+
+def _roles(parts: Sequence[Completion]) -> NDArray[np.int8]:
+    return np.concatenate([np.full(len(p.token_ids), -1, np.int8) if p.roles is None else p.roles for p in parts])
 
 
 def _routing(of_turns: Sequence[Routing]) -> Routing | None:

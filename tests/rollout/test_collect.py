@@ -121,6 +121,8 @@ def test_each_role_has_its_own_reward_and_the_penalty_of_the_whole_conversation(
     np.testing.assert_allclose((known["norm"] ** 2).sum(axis=-1), result.metadata.score_norms[0] ** 2)
     assert result.metrics["rollout/role_reward/solver"] == pytest.approx((2.0 + penalty) / 3)
     assert result.metrics["rollout/role_reward/critic"] == pytest.approx(3.0 + penalty)
+    with pytest.raises(UserError, match="a completion came without"):
+        bench.collect({3: [*in_roles[:2], Said("score 1")]}, config=config)
     unknown = [Said("score 1 judge 2", roles=[0] * 16), *in_roles[1:]]
     with pytest.raises(UserError, match="reward to the role 'judge'"):
         bench.collect({3: unknown}, config=config)

@@ -121,6 +121,8 @@ def test_each_sampled_token_has_the_role_of_its_turn() -> None:
     whole = completed(turns, PROMPT, generated, 20, ("solver", "critic"))
     assert whole.roles is not None and whole.roles.dtype == np.int8
     assert whole.roles.tolist() == [0, 0, -1, 1, 0, 0, 0]
+    again = joined([whole, [6], turn(9)])
+    assert again.roles is not None and again.roles.tolist() == [*whole.roles, -1, -1]
     cut = completed(turns, PROMPT, generated, 4, ("solver", "critic"))
     assert cut.roles is not None and cut.roles.tolist() == [0, 0, -1, 1]
     taken = completed(whole, PROMPT, [], 20, ("solver", "critic"))
