@@ -35,7 +35,7 @@ from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.packing import QWEN3_4B, pack_sequences
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
-from megatron_dppo.rl.types import Floats, Ints, StepMetadata, no_forks
+from megatron_dppo.rl.types import Floats, Ints, StepMetadata, no_forks, no_roles
 
 SHORTEST, LONGEST, MAX_TOKENS = 64, 8192, 16384
 GROUP, GROUPS_PER_RANK = 8, 16
@@ -76,6 +76,7 @@ def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
         log_ratios=np.zeros((*responses.shape, 2)),
         teacher=np.full(groups, -1),
         forks=no_forks(responses.shape),
+        roles=no_roles(responses.shape),
         versions=np.zeros(responses.shape, np.int64),
         owners=np.zeros(groups, np.int64),
         window=float(groups),

@@ -31,10 +31,10 @@ from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import plan_step, unpruned
 from megatron_dppo.rl.types import Selection, StepPlan
 from megatron_dppo.rollout.collect import Begun, Collected
-from megatron_dppo.rollout.in_flight import RolloutsInFlight, read_in_flight, write_in_flight
+from megatron_dppo.rollout.in_flight import BrokenOff, RolloutsInFlight, Waiting, read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import staleness
 from megatron_dppo.trainer.agreement import check_agreement
-from megatron_dppo.trainer.assemble import assemble_policy, load_offline_groups, load_pools, lock_run
+from megatron_dppo.trainer.assemble import assemble_policy, load_pools, lock_run
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.collapse import CollapseGuard
 from megatron_dppo.trainer.learner import Learner
@@ -72,8 +72,8 @@ class Trainer:
         to_close.enter_context(closing(watchdog))
         world.together(workers.wait_ready)
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
-        self.pool, self.held_out = load_pools(self.policy)  # a bad row is named before any server is started
-        offline = load_offline_groups(self.policy, self.pool)
+        # A bad row is named before any server is started.
+        self.pool, self.held_out, offline = load_pools(self.policy)
         self.learner = Learner(self.policy, self.timers)
         weights, gpu = parameters_of(self.policy.shape), GPUS[config.cluster.gpu]
         self.usage = Usage(
@@ -94,8 +94,8 @@ class Trainer:
         if config.run.export:
             self.policy.check_export_run()
         self.step, self.version = 0, 0
-        self.queue: deque[Selection | Begun | RolloutsInFlight] = deque()
-        """The rollouts of the next steps in their order: selected, asked for, or there already."""
+        self.queue: deque[Waiting | Begun] = deque()
+        """The rollouts of the next steps in their order: selected, broken off, asked for, or there already."""
         self._resume()
         self.logger = RunLogger(config, world, step=self.step, dropped_prompts=self.pool.dropped)
 
@@ -159,17 +159,23 @@ class Trainer:
             step = self.step + 1 + place
             if place == len(self.queue):
                 self.queue.append(self.select(step))
-            if isinstance(selection := self.queue[place], Selection):
+            if isinstance(batch := self.queue[place], Selection | BrokenOff):
                 with self.timers("rollout"):
-                    self.queue[place] = self.collector.begin(self.pool, selection, step)
+                    self.queue[place] = self.begin(batch, step)
 
-    def roll_out(self, given: Selection | Begun | RolloutsInFlight) -> Collected:
+    def begin(self, given: Selection | BrokenOff, step: int) -> Begun:
+        """Ask for a step's rollouts, or for the rest of them."""
+        if isinstance(given, BrokenOff):
+            return self.collector.begin(self.pool, given.selection, step, so_far=given.so_far)
+        return self.collector.begin(self.pool, given, step)
+
+    def roll_out(self, given: Waiting | Begun) -> Collected:
         """Generate and score; every rank its own share."""
         with self.timers("rollout"):
             if isinstance(given, RolloutsInFlight):
                 return given.rollouts
-            if isinstance(given, Selection):
-                given = self.collector.begin(self.pool, given, self.step)
+            if isinstance(given, Selection | BrokenOff):
+                given = self.begin(given, self.step)
             return self.collect(given)
 
     def collect(self, begun: Begun) -> Collected:
@@ -238,12 +244,20 @@ class Trainer:
                 self.logger.write(0)
 
     def save(self) -> None:
-        """Write a checkpoint. Rollouts in flight are waited for: they are part of it. Begun anew after it, those that
-        are short would be favoured: a batch is rarely unfinished without a long completion."""
+        """Write a checkpoint. Rollouts in flight are part of it as far as they are, and go on at once. Begun anew after
+        it, those that are short would be favoured: a batch is rarely unfinished without a long completion."""
+        begun = [batch for batch in self.queue if isinstance(batch, Begun)]
+        progress = iter(self.collector.break_off(begun) or ())
+        steps: list[Waiting] = []
         for place, batch in enumerate(self.queue):
-            if isinstance(batch, Begun):
-                self.queue[place] = RolloutsInFlight(batch.selection, self.collect(batch))
-        steps = [batch for batch in self.queue if not isinstance(batch, Begun)]
+            if not isinstance(batch, Begun):
+                steps.append(batch)
+            elif (so_far := next(progress, None)) is None:
+                steps.append(waited := RolloutsInFlight(batch.selection, self.collect(batch)))
+                self.queue[place] = waited
+            else:
+                steps.append(part := BrokenOff(batch.selection, so_far))
+                self.queue[place] = self.begin(part, batch.step)
         write = partial(write_in_flight, steps=steps, world=self.world) if steps else None
         best = self.guard.saving(self.step)
         state = {"version": self.version, **self.guard.state_dict(), **self.sampler.state_dict()}
@@ -267,7 +281,7 @@ class Trainer:
             raise damaged(place, "run.dir", f"does not hold a run's state ({error!r})") from error
         self.queue.extend(self._still_of_use(batch, later) for later, batch in enumerate(steps))
 
-    def _still_of_use(self, batch: Selection | RolloutsInFlight, later: int) -> Selection | RolloutsInFlight:
+    def _still_of_use(self, batch: Waiting, later: int) -> Waiting:
         """A checkpoint's batch; or its prompts, to be rolled out anew, where the rollouts are not what this run asks.
 
         Rollouts may be too old by now (``rollout.ahead`` was lowered), or from before their routing was asked for, or
@@ -280,6 +294,11 @@ class Trainer:
         if isinstance(batch, Selection):
             return batch
         rollout = self.config.rollout
+        if isinstance(batch, BrokenOff):
+            oldest, asked = self.version + later - rollout.ahead, self.policy.routing is not None
+            if all(self.world.gather(batch.made_for(rollout, oldest=oldest, routed=asked))):
+                return batch
+            return self.world.from_leader(lambda: self.sampler.with_sizes(batch.selection))
         routed = self.policy.routing is None or all(self.world.gather(batch.routed))
         taught = all(self.world.gather(batch.taught_by(self.config.loss.distillation)))
         if (

@@ -84,6 +84,12 @@ MUTANTS = [
         "test_offline.py::test_tokens_have_the_weight_of_policy_over_behaviour_up_to_the_cap",
     ),
     Mutant(
+        "offline/every group on every rank",
+        "prompt_ids % ranks == rank",
+        "prompt_ids % ranks >= 0",
+        "test_offline.py::test_each_group_is_on_one_rank_and_prompts_have_none_of_it",
+    ),
+    Mutant(
         "offline/the version of the run",
         "OFFLINE = -1",
         "OFFLINE = 0",
@@ -182,20 +188,20 @@ MUTANTS = [
     ),
     Mutant(
         "loss/rloo's baseline knows its own reward",
-        "result = deviation * (samples / (samples - 1))[:, None]",
+        "result = deviation * (samples / np.maximum(samples - 1, 1))[:, None]",
         "result = deviation",
         "rl/test_group_sizes.py -k others",
     ),
     Mutant(
         "loss/moments of what was rolled out",
-        "weight = shares(samples, part.present, 1) / part.prompt_inclusion[:, None]",
-        "weight = shares(samples, part.present, 1)",
+        "weight = shares(samples, present, 1) / prompt_inclusion[:, None]",
+        "weight = shares(samples, present, 1)",
         "rl/test_minibatch_moments.py",
     ),
     Mutant(
         "loss/moments in which large groups count more",
-        "weight = shares(samples, part.present, 1) / part.prompt_inclusion[:, None]",
-        "weight = part.present / part.prompt_inclusion[:, None]",
+        "weight = shares(samples, present, 1) / prompt_inclusion[:, None]",
+        "weight = present / prompt_inclusion[:, None]",
         "rl/test_minibatch_moments.py",
     ),
     Mutant(
@@ -262,9 +268,33 @@ MUTANTS = [
     Mutant("ahead/nobody holds the bound", "if oldest > bound:", "if oldest < 0:", "rollout/test_collect.py"),
     Mutant(
         "ahead/prompts that were drawn and not asked are not saved",
-        "if not isinstance(batch, Begun)]",
-        "if isinstance(batch, RolloutsInFlight)]",
+        "                steps.append(batch)\n",
+        "                steps += [batch] if isinstance(batch, RolloutsInFlight) else []\n",
         AHEAD,
+    ),
+    Mutant(
+        "ahead/what was broken off begins anew",
+        "for one in each if not one.fresh",
+        "for one in each if one.ended",
+        "servers/test_dispatch.py::test_what_is_broken_off_goes_on_from_the_tokens_that_it_has",
+    ),
+    Mutant(
+        "ahead/what had ended is asked for again",
+        "left = alike_so_far([sample for sample in samples if not sample.ended])",
+        "left = alike_so_far(samples)",
+        "servers/test_dispatch.py::test_what_is_broken_off_goes_on_from_the_tokens_that_it_has",
+    ),
+    Mutant(
+        "ahead/what is broken off is asked on",
+        "            batch.broken_off = True\n",
+        "            pass\n",
+        "servers/test_dispatch.py::test_what_is_broken_off_goes_on_from_the_tokens_that_it_has",
+    ),
+    Mutant(
+        "ahead/goes on however old it is",
+        "and one.completion.oldest_version >= oldest",
+        "and oldest >= 0",
+        "rollout/test_in_flight.py -k broken_off",
     ),
     Mutant(
         "ahead/a version is a step",
@@ -327,6 +357,49 @@ MUTANTS = [
         "work = pieces.sums(costs(lengths, pieces.shared))",
         "work = pieces.sums(costs(lengths))",
         "rl/test_packing.py -k family",
+    ),
+    # Roles.
+    Mutant(
+        "roles/rewards of those who are silent",
+        'speaks = known["tokens"] > 0\n',
+        'speaks = known["tokens"] >= 0\n',
+        "rl/test_roles.py",
+    ),
+    Mutant(
+        "roles/one group for all",
+        'rewards = np.take_along_axis(known["reward"][rows], speakers_first, axis=1)',
+        "rewards = np.take_along_axis(part.rewards[rows], speakers_first, axis=1)",
+        "rl/test_roles.py",
+    ),
+    Mutant(
+        "roles/advantages out of order",
+        "np.put_along_axis(of_role, speakers_first, found, axis=1)",
+        "of_role = found",
+        "rl/test_roles.py",
+    ),
+    Mutant(
+        "roles/one advantage for a conversation",
+        "if self.roles is None else self.roles[steps]",
+        "if self.roles is None else 0 * self.roles[steps]",
+        "rl/test_roles.py",
+    ),
+    Mutant(
+        "roles/a mean of advantages",
+        "size = np.sqrt((parts**2 * share).sum(axis=-1))",
+        "size = np.abs((parts * share).sum(axis=-1))",
+        "rl/test_roles.py rl/test_tree_plan.py",
+    ),
+    Mutant(
+        "roles/lost where parts are joined",
+        "_roles(parts) if any(part.roles is not None for part in parts) else None",
+        "None",
+        "servers/test_conversations.py::test_each_token_comes_with_its_role",
+    ),
+    Mutant(
+        "roles/lost on the way",
+        "completion.roles + np.int8(1)",
+        "np.sign(completion.roles + np.int8(1))",
+        "parallel/test_exchange.py::test_tokens_keep_their_roles_on_the_way",
     ),
     # Trees.
     Mutant(
@@ -437,8 +510,8 @@ MUTANTS = [
     ),
     Mutant(
         "pruning/squares with the draw's weight",
-        "terms *= metadata.prompt_inclusion[:, None]",
-        "pass",
+        "terms = known.score * metadata.prompt_inclusion[:, None]",
+        "terms = known.score",
         "trainer/test_prompt_sampler.py::test_what_is_learned_of_a_gradient_has_no_weight_of_the_draw",
     ),
     Mutant("pruning/evidence never fades", "self.decay * old.right", "old.right", "rl/pruning/test_history.py"),
@@ -553,8 +626,8 @@ MUTANTS = [
     ),
     Mutant(
         "sizes/servers give all as many",
-        "batch.sampling.count(index)",
-        "batch.sampling.samples",
+        "root_of(self.prompts[index], self.sampling.count(index), ",
+        "root_of(self.prompts[index], self.sampling.samples, ",
         "servers/test_dispatch.py",
     ),
     Mutant(

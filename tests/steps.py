@@ -23,7 +23,7 @@ from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize
 from megatron_dppo.rl.families import LEAST_SHARED, shared_lengths
 from megatron_dppo.rl.plan import plan_step
-from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan, no_forks
+from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan, no_forks, no_roles
 from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 from megatron_dppo.trainer.learner import Learner
@@ -89,6 +89,7 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         log_ratios=np.zeros((*lengths.shape, 2)),
         teacher=np.full(QUERIES, -1),
         forks=no_forks(lengths.shape),
+        roles=no_roles(lengths.shape),
         versions=np.zeros(lengths.shape, np.int64),
         owners=np.arange(QUERIES) % ranks,
         window=float(QUERIES + 3),

@@ -22,8 +22,8 @@ from megatron_dppo.config import (
     PruningConfig,
     replace,
 )
-from megatron_dppo.data.offline import load_offline
-from megatron_dppo.data.prompts import load_prompts
+from megatron_dppo.data.offline import OfflineGroup, load_offline
+from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
@@ -178,12 +178,32 @@ def test_a_bad_row_is_named_with_its_line(edit: Edit, words: str, policy: Path, 
         assert part in str(caught.value)
 
 
-def load(policy: Path, file: Path, samples: int = 3) -> dict[int, Any]:
+def load(
+    policy: Path, file: Path, samples: int = 3, rank: int = 0, ranks: int = 1
+) -> tuple[PromptPool, dict[int, OfflineGroup]]:
     config = offline(settings(policy, file.parent), file)
-    tokenizer = load_tokenizer(policy / "hf")
-    pool = load_prompts(config.data, tokenizer, split="train")
     vocab = read_shape(policy / "hf").vocab_size
-    return load_offline(config.data, pool, tokenizer, samples=samples, limit=9, vocab_size=vocab, stops=(1,))
+    return load_offline(
+        config.data,
+        load_tokenizer(policy / "hf"),
+        rank=rank,
+        ranks=ranks,
+        samples=samples,
+        limit=9,
+        vocab_size=vocab,
+        stops=(1,),
+    )
+
+
+def test_each_group_is_on_one_rank_and_prompts_have_none_of_it(policy: Path) -> None:
+    shares = [load(policy, policy / "rollouts.jsonl", rank=rank, ranks=3) for rank in range(3)]
+    pool, whole = load(policy, policy / "rollouts.jsonl")
+    assert [sorted(groups) for _, groups in shares] == [list(range(rank, 16, 3)) for rank in range(3)]
+    for own, groups in shares:
+        assert [prompt.text for prompt in own] == [prompt.text for prompt in pool]
+        assert not any("completions" in prompt.extra for prompt in own)
+        for prompt, group in groups.items():
+            assert group.scores == whole[prompt].scores
 
 
 def test_groups_of_another_size_are_refused(policy: Path) -> None:
@@ -203,7 +223,7 @@ def test_texts_are_tokenised_and_a_stop_token_ends_them(kind: str, policy: Path,
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
     else:
         file.write_text(json.dumps(row))
-    (group,) = load(policy, file).values()
+    (group,) = load(policy, file)[1].values()
     first, second, _ = group.completions
     assert load_tokenizer(policy / "hf").decode(first.token_ids) == "#5"
     assert (first.finish_reason, second.finish_reason) == ("length", "stop")

@@ -242,6 +242,24 @@ def test_what_unequal_groups_cannot_go_with_is_refused(overrides: list[str], set
     assert _refused(["rollout.allocation.least=1"]).setting == "rollout.allocation.least"
 
 
+@pytest.mark.parametrize(
+    ("override", "setting"),
+    [
+        ("rollout.conversation=null", "rollout.roles"),
+        ("rollout.roles=[solver,solver]", "rollout.roles"),
+        ("rollout.allocation.rule=neyman", "rollout.allocation.rule"),
+        ("pruning.prompts.rule=greso", "pruning.prompts.rule"),
+        ("pruning.completions.score=head", "pruning.completions.score"),
+    ],
+)
+def test_what_roles_cannot_go_with_is_refused(override: str, setting: str) -> None:
+    spoken = ["rollout.conversation=a:b", "rollout.roles=[solver,critic]"]
+    load_config(None, spoken).check()
+    with pytest.raises(UserError) as caught:
+        load_config(None, [*spoken, override]).check()
+    assert caught.value.setting == setting
+
+
 @pytest.mark.parametrize("rule", ["dynamic_sampling", "greso"])
 def test_rules_that_replace_groups_go_one_step_ahead_at_most(rule: str) -> None:
     """Two ahead, the next step is asked for before they know which groups of this one they replace."""

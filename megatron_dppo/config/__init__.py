@@ -78,6 +78,7 @@ class Config(Section):
             if tree:
                 self.rollout.tree.check(self.rollout.samples_per_prompt, limit)
                 self._check_tree()
+            self._check_roles()
             self._check_updates()
             self.data.check(self.rollout.prompts_per_step)
             if self.data.rollouts is not None:
@@ -108,6 +109,24 @@ class Config(Section):
             problem = "measures whole completions, and those of rollout.tree have an advantage for each segment"
             remedy = "Set it to engine or advantage"
             raise UserError("pruning.completions.score", score, problem, remedy)
+
+    def _check_roles(self) -> None:
+        rollout, pruning = self.rollout, self.pruning
+        if not (roles := rollout.roles):
+            return
+        if rollout.conversation is None:
+            problem = "speak in a conversation, and rollout.conversation names none"
+            raise UserError("rollout.roles", list(roles), problem, "Name one, or set rollout.roles=[]")
+        if len(set(roles)) < len(roles) or not all(roles):
+            raise UserError("rollout.roles", list(roles), "are to have a name of their own each", "Rename them")
+        one_reward = "knows one reward of a completion, and those of rollout.roles have one for each role"
+        for setting, value, refused, remedy in (
+            ("rollout.allocation.rule", rollout.allocation.rule, ("neyman",), "Set it to equal"),
+            ("pruning.prompts.rule", pruning.prompts.rule, ("greso", "dynamic_sampling"), "Set it to neyman or none"),
+            ("pruning.completions.score", pruning.completions.score, ("head",), "Set it to engine or advantage"),
+        ):
+            if value in refused:
+                raise UserError(setting, value, one_reward, f"{remedy}, or rollout.roles=[]")
 
     def _check_distillation(self) -> None:
         if not self.loss.distillation_coef:

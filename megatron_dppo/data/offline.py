@@ -21,12 +21,11 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from megatron_dppo.config import DataConfig
-from megatron_dppo.data.prompts import PromptPool
-from megatron_dppo.data.rows import Row, read_rows
+from megatron_dppo.data.prompts import PromptPool, prompts_and_rows
+from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import Tokenizer
-from megatron_dppo.rl.types import Completion, Prompt, Score, VersionSpan
+from megatron_dppo.rl.types import Bools, Completion, Ints, Score, VersionSpan
 
-SETTING = "data.rollouts"
 OFFLINE = -1
 """The version of tokens that no weights of the run have made."""
 LARGEST_REWARD = 1e9
@@ -47,35 +46,41 @@ class _BadError(ValueError):
     """What is wrong with a completion, to stand after its number, and the remedy."""
 
 
+def held_by(rank: int, ranks: int, prompt_ids: Ints) -> Bools:
+    """Whether one of so many ranks has the groups of these prompts. Each group is on one rank. [n] in, [n] out."""
+    held: Bools = prompt_ids % ranks == rank
+    return held
+
+
 def load_offline(
     data: DataConfig,
-    pool: PromptPool,
     tokenizer: Tokenizer,
     *,
+    rank: int,
+    ranks: int,
     samples: int,
     limit: int,
     vocab_size: int,
     stops: Sequence[int],
-) -> dict[int, OfflineGroup]:
-    """The groups of ``data.rollouts`` by the ids of their prompts.
+) -> tuple[PromptPool, dict[int, OfflineGroup]]:
+    """The prompts of ``data.rollouts``, and one rank's share of the groups by the ids of their prompts.
 
     Args:
         data: names the file.
-        pool: the file's prompts.
-        tokenizer: of the policy, for completions that are texts.
+        tokenizer: of the policy, for prompts, and for completions that are texts.
+        rank: whose share.
+        ranks: that share the groups.
         samples: G, completions of every prompt.
         limit: most tokens of a completion.
         vocab_size: of the policy.
         stops: tokens that end a response.
 
     Raises:
-        UserError: for the first row that cannot be trained on; names its line.
+        UserError: for a prompt as ``load_prompts``, and for the first row of the share that cannot be trained on; names
+            its line.
     """
-    assert data.rollouts is not None
-    rows = {row.place: row for row in read_rows(data.rollouts, SETTING)}
 
-    def group(prompt: Prompt) -> OfflineGroup:
-        row = rows[prompt.place]
+    def group(row: Row) -> OfflineGroup:
         listed = row.values.get("completions")
         if not isinstance(listed, list) or not all(isinstance(each, Mapping) for each in listed):
             remedy = 'Give a list like [{"token_ids": [5, 2], "logprobs": [-0.7, -0.1], "reward": 1.0}]'
@@ -86,7 +91,9 @@ def load_offline(
         made = [_completion(row, i, each, tokenizer, limit, vocab_size, stops) for i, each in enumerate(listed, 1)]
         return OfflineGroup(tuple(completion for completion, _ in made), tuple(score for _, score in made))
 
-    return {prompt.id: group(prompt) for prompt in pool}
+    pool, rows = prompts_and_rows(data, tokenizer, split="train")
+    mine = np.flatnonzero(held_by(rank, ranks, np.arange(len(pool)))).tolist()
+    return pool, {prompt: group(rows[prompt]) for prompt in mine}
 
 
 def _completion(

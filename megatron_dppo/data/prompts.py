@@ -96,7 +96,9 @@ def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Exampl
         answer = _as_text(row, key, answer)
     if responses and is_blank(answer):
         raise row.error(f"has an empty answer in column {key!r}", "Remove the row")
-    return Example(row, prompt, answer, data_source, extra if isinstance(extra, Mapping) else row.values)
+    if not isinstance(extra, Mapping):
+        extra = {name: value for name, value in row.values.items() if name != "completions" or not unlabelled}
+    return Example(row, prompt, answer, data_source, extra)
 
 
 def _as_text(row: Row, key: str, value: Any) -> str:
@@ -206,8 +208,13 @@ def load_prompts(data: DataConfig, tokenizer: Tokenizer, *, split: Split) -> Pro
         UserError: for a file that is absent, empty or malformed, a row without its prompt or label, a chat template
             that fails, a prompt over ``data.max_prompt_tokens``, or a pool that loses all its prompts to that limit.
     """
+    return prompts_and_rows(data, tokenizer, split=split)[0]
+
+
+def prompts_and_rows(data: DataConfig, tokenizer: Tokenizer, *, split: Split) -> tuple[PromptPool, list[Row]]:
+    """The pool of a split, and the row of each of its prompts. See ``load_prompts``."""
     rendered, dropped = _load(data, tokenizer, split, responses=False)
-    return PromptPool(_prompts(rendered), dropped)
+    return PromptPool(_prompts(rendered), dropped), [r.example.row for r in rendered]
 
 
 def prompts_of(rows: Sequence[Row], data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:

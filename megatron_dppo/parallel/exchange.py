@@ -82,7 +82,8 @@ def deliver(
     """Send the training samples of a minibatch to their replicas. Collective over all ranks.
 
     Every length is known from the plan, so one all-to-all carries all: token ids, log-probabilities bit-cast, loss
-    masks, four tokens a word, and, where they are wanted, the teacher's log-probabilities, and routing.
+    masks, four tokens a word, and, where they are wanted, the teacher's log-probabilities, and routing. A token's place
+    in the mask has the number of its role.
 
     Args:
         world: this rank's place.
@@ -144,12 +145,12 @@ def _encode(
 ) -> Iterator[np.ndarray]:
     group = held[int(samples.group[k])]
     completion: Completion = group.completions[int(samples.completion[k])]
-    mask = np.pad(completion.loss_mask, (0, -len(completion.loss_mask) % 4)).view(np.int32)
+    said_by = completion.loss_mask.astype(np.int8) if completion.roles is None else completion.roles + np.int8(1)
     yield from (group.prompt.token_ids, completion.token_ids, completion.logprobs.view(np.int32))
     if taught:
         known = completion.teacher_logprobs
         yield (np.full_like(completion.logprobs, np.nan) if known is None else known).view(np.int32)
-    yield mask
+    yield np.pad(said_by, (0, -len(said_by) % 4)).view(np.int32)
     if routing is not None:
         yield routing.encode(samples, k, to, completion)
 
@@ -168,7 +169,7 @@ def _decode(
         prompt, response = int(samples.prompt_length[k]), int(samples.response_length[k])
         a, b, c, d, end = _ends(prompt, response, taught)
         part, position = words[position : position + end], position + end
-        table = None
+        said_by, table = part[d:].view(np.int8)[:response], None
         if routing is not None:
             start, position = position, position + routing.words(samples, k, rank)
             table = routing.decode(samples, k, rank, words[start:position])
@@ -179,7 +180,7 @@ def _decode(
                 response_ids=part[a:b],
                 engine_logprobs=part[b:c].view(np.float32),
                 teacher_logprobs=part[c:d].view(np.float32) if taught else None,
-                loss_mask=part[d:].view(bool)[:response],
+                loss_mask=said_by > 0,
                 advantage=float(samples.advantage[k]),
                 scale=float(samples.scale[k]),
                 version=int(samples.version[k]),
@@ -187,5 +188,6 @@ def _decode(
                 routing=table,
                 forks=tuple(samples.forks[k].tolist()),
                 branch_advantage=tuple(samples.branch_advantage[k].tolist()),
+                roles=said_by - np.int8(1) if samples.branch_advantage.shape[1] > samples.forks.shape[1] else None,
             ),
         )

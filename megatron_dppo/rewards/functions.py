@@ -121,6 +121,25 @@ def to_score(returned: object) -> tuple[float, bool]:
         if "score" not in returned:
             raise InvalidScoreError("a mapping without 'score'", returned)
         score, accuracy = returned["score"], returned.get("acc")
+    reward = _number(score, returned)
+    if accuracy != accuracy:
+        raise InvalidScoreError("an 'acc' that is not a number", returned)
+    return reward, reward >= 1.0 if accuracy is None else bool(accuracy)
+
+
+def role_rewards(returned: object) -> dict[str, float]:
+    """What a function gave the roles of a conversation: ``roles``, where it returned a mapping with them.
+
+    Raises:
+        InvalidScoreError: as ``to_score``.
+    """
+    roles = returned.get("roles", {}) if isinstance(returned, Mapping) else {}
+    if not isinstance(roles, Mapping):
+        raise InvalidScoreError(f"a {type(roles).__name__} for roles", returned)
+    return {str(role): _number(reward, returned) for role, reward in roles.items()}
+
+
+def _number(score: object, returned: object) -> float:
     if not isinstance(score, numbers.Real):
         raise InvalidScoreError(f"a {type(score).__name__} for a score", returned)
     try:
@@ -131,9 +150,7 @@ def to_score(returned: object) -> tuple[float, bool]:
         raise InvalidScoreError("a score that is not finite", returned)
     if abs(reward) > LARGEST:
         raise InvalidScoreError(f"a score beyond ±{LARGEST:g}", returned)
-    if accuracy != accuracy:
-        raise InvalidScoreError("an 'acc' that is not a number", returned)
-    return reward, reward >= 1.0 if accuracy is None else bool(accuracy)
+    return reward
 
 
 def details(returned: object) -> tuple[str | None, tuple[str, ...]]:

@@ -5,8 +5,8 @@ the trainer's main module. The keeper, which forks it and runs nothing of the us
 function leaves behind, in whatever sessions, and ends them with the scoring: when that ends, when the trainer says so
 (SIGTERM), and when the trainer has died. It ends as the scoring ended.
 
-Messages out are ("ready",), ("refused", UserError), ("score", i, reward, correct, answer, by) and ("error", i, kind,
-text); a message in is a list of (i, pickled :class:`ScoreItem`).
+Messages out are ("ready",), ("refused", UserError), ("score", i, reward, correct, answer, by, roles) and ("error", i,
+kind, text); a message in is a list of (i, pickled :class:`ScoreItem`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.process.lifetime import adopt_orphans, die_with, end_children
 from megatron_dppo.process.streams import outlive_readers
 from megatron_dppo.rewards.adapters import ScoreItem, Scorer
-from megatron_dppo.rewards.functions import InvalidScoreError, details, resolve, to_score
+from megatron_dppo.rewards.functions import InvalidScoreError, details, resolve, role_rewards, to_score
 
 MEBIBYTE = 2**20
 
@@ -137,7 +137,7 @@ def _score(function: Scorer, index: int, item: ScoreItem, timeout_s: float) -> t
             returned = function(item)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-        return "score", index, *to_score(returned), *details(returned)
+        return "score", index, *to_score(returned), *details(returned), role_rewards(returned)
     except InvalidScoreError as error:
         return "error", index, error.kind, f"{error}\nfor the completion {item.solution!r:.300}"
     except BaseException as error:  # a function that calls sys.exit has failed like any other

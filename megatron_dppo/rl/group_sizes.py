@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.rl.objectives import Objective, advantages, shares
-from megatron_dppo.rl.types import Bools, Floats, Ints, StepMetadata
+from megatron_dppo.rl.types import Bools, Floats, Ints
 
 SHUFFLES = 32
 """Orders of a group of more than two different rewards, in which sub-groups are windows."""
@@ -49,7 +49,9 @@ def compared_size(rollout: RolloutConfig, objective: Objective) -> int | None:
     return rollout.allocation.least if objective.normalise else rollout.samples_per_prompt
 
 
-def minibatch_advantages(part: StepMetadata, rollout: RolloutConfig, objective: Objective) -> Floats:
+def minibatch_advantages(
+    rewards: Floats, samples: Ints, prompt_inclusion: Floats, rollout: RolloutConfig, objective: Objective
+) -> Floats:
     """The advantages of a minibatch's completions, before anything of it is pruned; [Q, G], and 0.0 in padding.
 
     ``others`` is RLOO's r − mean of the others (arXiv:2402.14740), whose expected gradient is the same for
@@ -57,19 +59,24 @@ def minibatch_advantages(part: StepMetadata, rollout: RolloutConfig, objective: 
     (arXiv:2501.03262): moments of the whole minibatch, in which prompts count alike, whatever their group has. A rolled
     out prompt stands for 1/π, so that moments of a window whose prompts were pruned are estimated: advantages are then
     ratios, whose bias vanishes as 1/(number of prompts). The draw of completions does not touch them.
+
+    Args:
+        rewards: [Q, G]; what is behind a group's completions is padding.
+        samples: [Q], G_q of each group, one at least.
+        prompt_inclusion: [Q]
     """
-    rewards, samples = part.rewards, part.samples
     if not len(samples):
         return np.zeros_like(rewards)
-    weight = shares(samples, part.present, 1) / part.prompt_inclusion[:, None]
+    present: Bools = np.arange(rewards.shape[1]) < samples[:, None]
+    weight = shares(samples, present, 1) / prompt_inclusion[:, None]
     weight /= weight.sum()
     deviation = group_advantages(rewards, samples, normalise=False, as_of=None)
     if objective.baseline == "batch":
-        mixed = (rewards[part.present] != rewards[0, 0]).any()
-        deviation = np.where(part.present & mixed, rewards - (weight * rewards).sum(), 0.0)
+        mixed = (rewards[present] != rewards[0, 0]).any()
+        deviation = np.where(present & mixed, rewards - (weight * rewards).sum(), 0.0)
         result = deviation
     elif objective.baseline == "others":
-        result = deviation * (samples / (samples - 1))[:, None]
+        result = deviation * (samples / np.maximum(samples - 1, 1))[:, None]
     else:
         as_of = compared_size(rollout, objective)
         result = group_advantages(rewards, samples, normalise=objective.normalise, as_of=as_of)

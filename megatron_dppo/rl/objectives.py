@@ -132,6 +132,26 @@ def advantages(rewards: Floats, *, normalise: bool) -> Floats:
     return deviation / np.where(mixed, np.sqrt(np.mean(deviation**2, axis=1, keepdims=True)), 1.0)
 
 
+def whole_advantage(parts: Floats, squares: Floats) -> Floats:
+    """One advantage for a completion whose parts have several, by which the rules of pruning know it.
+
+    Its size is such that |a|·s = √Σ_l A_l² s_l², with s_l the score norms of the parts and s² their sum of squares. A
+    completion of the one advantage a would have a gradient of the same norm, where the scores of its tokens are
+    orthogonal. So A² is a second moment over tokens, weighted by the squares of their scores. The sign is that of Σ_l
+    A_l s_l².
+
+    Args:
+        parts: [Q, G, n], the advantages A_l.
+        squares: [Q, G, n], s_l².
+
+    Returns:
+        [Q, G]; 0 where all parts with s_l > 0 have the advantage 0, and nowhere else.
+    """
+    share = squares / np.maximum(squares.sum(axis=-1, keepdims=True), np.finfo(float).tiny)
+    size = np.sqrt((parts**2 * share).sum(axis=-1))
+    return np.where((parts * share).sum(axis=-1) < 0.0, -size, size)
+
+
 def soft_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> Floats:
     """DAPO's soft penalty of overlong responses (arXiv:2503.14476, equation 13), to be added to the reward.
 

@@ -44,11 +44,15 @@ class TrainingSample:
     teacher_logprobs: NDArray[np.float32] | None = None
     """[L], as in Completion, NaN where no server teaches this one; None where none teaches at all."""
     branch_advantage: tuple[float, ...] = ()
-    """Of the tokens from each fork to the next, or to the end; ``advantage`` is that of those before."""
+    """Of the tokens from each fork to the next, or to the end; ``advantage`` is that of those before. Among roles: of
+    those after the first, whose is ``advantage``."""
+    roles: NDArray[np.int8] | None = None
+    """[L], which role sampled each token, from 0; −1 where ``loss_mask`` is False. None: there is one at most."""
 
     def advantages(self, steps: Ints) -> Floats:
-        """Of the response's tokens at ``steps``."""
-        return np.array([self.advantage, *self.branch_advantage])[np.searchsorted(self.forks, steps, side="right")]
+        """Of the response's tokens at ``steps``, which the policy sampled."""
+        which = np.searchsorted(self.forks, steps, side="right") if self.roles is None else self.roles[steps]
+        return np.array([self.advantage, *self.branch_advantage])[which]
 
 
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:

@@ -181,6 +181,11 @@ def notes(
             yield f"pruning.{level}.rule = {rule} is biased: {biased}"
     for setting, why in biased_settings(config.rollout.tree):
         yield f"{setting} is biased: {why}"
+    if config.rollout.roles:
+        yield (
+            "rollout.roles: each role has the gradient of its own reward by its own tokens, the others being a part of "
+            "its environment that changes with the policy: their sum is the gradient of no one objective"
+        )
     if objective.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
         yield "token_mean with pruned prompts: the normaliser is estimated, the gradient a ratio (bias O(1/prompts))"
     if (objective.whiten or objective.baseline == "batch") and (metadata.prompt_inclusion < 1.0).any():

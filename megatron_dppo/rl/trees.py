@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import TreeConfig
+from megatron_dppo.rl.objectives import whole_advantage
 from megatron_dppo.rl.types import Floats, Forks, Ints
 
 Number = TypeVar("Number", np.int64, np.float64)
@@ -189,11 +190,9 @@ def first_slots(lengths: Ints, forks: Forks, tree: TreeConfig) -> Ints:
 
 
 def path_advantages(segments: Floats, lengths: Ints, score_norms: Floats, forks: Forks) -> Floats:
-    """One advantage for a whole path, by which the rules of pruning know it: a root mean square over its segments.
+    """The ``whole_advantage`` of a path, whose parts are its segments.
 
-    Its size is such that |a|·s = √Σ_l A_l² s_l², with s_l the score norms of the segments and s that of the whole path:
-    a completion of the one advantage a would have a gradient of the same norm. A segment counts by its tokens as well,
-    so little that it matters only where all norms are 0. The sign is that of Σ_l A_l s_l².
+    A segment counts by its tokens as well, so little that it matters only where all norms are 0.
 
     Args:
         segments: [Q, G, B + 1], advantages.
@@ -206,10 +205,8 @@ def path_advantages(segments: Floats, lengths: Ints, score_norms: Floats, forks:
     """
     branches = forks["norm"] ** 2
     trunk = np.maximum(score_norms**2 - branches.sum(axis=-1), 0.0)
-    share = np.concatenate([trunk[..., None], branches], axis=-1) + 1e-12 * segment_lengths(lengths, forks)
-    share /= np.maximum(share.sum(axis=-1, keepdims=True), np.finfo(float).tiny)
-    size = np.sqrt((segments**2 * share).sum(axis=-1))
-    return np.where((segments * share).sum(axis=-1) < 0.0, -size, size)
+    squares = np.concatenate([trunk[..., None], branches], axis=-1)
+    return whole_advantage(segments, squares + 1e-12 * segment_lengths(lengths, forks))
 
 
 def _of_nodes(slots: NDArray[Number], nodes: int) -> NDArray[Number]:

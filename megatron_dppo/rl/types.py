@@ -25,6 +25,10 @@ FORK = np.dtype([("at", np.int64), ("norm", np.float64), ("logprob", np.float64)
 """``at``: after how many tokens of the response the path forks; all of them where it ended before. ``norm``,
 ``logprob``: of the segment that begins there, its score's and its own. ``weight``: of the branch that it takes there,
 1/(the probability with which it was generated), and 0 where it was not; see ``rl/trees.py``."""
+Roles = NDArray[np.void]
+"""[…, R], of dtype :data:`ROLE`: what each of ``rollout.roles`` had of a conversation."""
+ROLE = np.dtype([("reward", np.float64), ("tokens", np.int64), ("norm", np.float64)])
+"""``reward``: the role's own, penalties included. ``tokens``: that it sampled. ``norm``: of their score."""
 Label = str | dict[str, Any] | list[Any]
 """A reference answer: a text, or what a data set keeps in its place, such as the tests that a program has to pass."""
 
@@ -124,6 +128,9 @@ class Completion:
     generated is in the group as a copy of its first sibling, with the weight 0. Empty: ones."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[L], what a server that is this prompt's teacher gives the tokens, at temperature 1; None where none teaches."""
+    roles: NDArray[np.int8] | None = None
+    """In a conversation of several roles: which of ``rollout.roles`` sampled each token, from 0; −1 where
+    ``loss_mask`` is False. None: there are no roles."""
 
     @property
     def oldest_version(self) -> int:
@@ -146,6 +153,8 @@ class Score:
     """The answer that the verifier found in the completion, where it tells it."""
     by: tuple[str, ...] = ()
     """The equivalences by which the answer is equal to the label, where the verifier tells them."""
+    roles: Mapping[str, float] = field(default_factory=dict)
+    """Rewards of the roles of a conversation; a role that is not here has ``reward``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +228,8 @@ class StepMetadata:
     """[Q], whose whole distribution is compared: a place among ``loss.distillation.models``; −1: nobody's."""
     forks: Forks
     """[Q, G, B], of completions that are the leaves of a tree; B = 0 without one."""
+    roles: Roles
+    """[Q, G, R], of conversations in several roles; R = 0 elsewhere."""
     versions: Ints
     """[Q, G], the oldest weights that made any of a completion's tokens."""
     owners: Ints
@@ -242,6 +253,11 @@ def no_forks(completions: tuple[int, ...]) -> Forks:
     return np.zeros((*completions, 0), FORK)
 
 
+def no_roles(completions: tuple[int, ...]) -> Roles:
+    """The roles of completions of this shape that no roles share: none."""
+    return np.zeros((*completions, 0), ROLE)
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingSamples:
     """The K kept completions of one minibatch, sorted by (group, completion).
@@ -263,7 +279,7 @@ class TrainingSamples:
     shared_length: Ints
     """[K], tokens that the pack holds already with the sample before; 0 where it holds all of them anew."""
     advantage: Floats
-    """[K]; in a tree that of the tokens before the first fork."""
+    """[K]; in a tree that of the tokens before the first fork, among roles that of the first one's."""
     teacher: Ints
     """[K], as in StepMetadata."""
     weight: Floats
@@ -273,7 +289,7 @@ class TrainingSamples:
     forks: Ints
     """[K, B], after how many tokens of the response its path forks; B = 0 without a tree."""
     branch_advantage: Floats
-    """[K, B], the advantage of the tokens from each fork to the next, or to the end."""
+    """[K, B], the advantage of the tokens from each fork to the next, or to the end; [K, R − 1], of the other roles."""
 
     @property
     def lengths(self) -> Ints:
@@ -363,7 +379,7 @@ class Pack:
     sample: Ints
     """[R], which of the pack's training samples (0 to their number − 1) a target belongs to."""
     advantage: Floats
-    """[R], of the target's sample, as are ``scale`` and ``versions``; in a tree of the target's segment."""
+    """[R], of the target's sample, as are ``scale`` and ``versions``; in a tree of its segment, or of its role."""
     scale: Floats
     """[R]"""
     engine_logprobs: NDArray[np.float32]

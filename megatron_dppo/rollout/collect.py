@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_dppo.config import BranchConfig, Config
-from megatron_dppo.data.offline import OfflineGroup
+from megatron_dppo.data.offline import OfflineGroup, held_by
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
@@ -24,9 +24,9 @@ from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, engine_seed
-from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, RoutingShape, Score, Selection, StepMetadata
-from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
-from megatron_dppo.rollout.metadata import metadata_of
+from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Score, Selection, StepMetadata
+from megatron_dppo.rollout.engine import Completions, Progress, RolloutEngine, Sampling
+from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
 from megatron_dppo.rollout.scoring import GroupScoring
 from megatron_dppo.rollout.teachers import Reading, TeacherServers
 from megatron_dppo.rollout.tree import unique_tokens
@@ -143,27 +143,37 @@ class Collector:
         teachers: TeacherServers | None = None,
     ) -> None:
         """``routing`` is that of the rollouts which are to be trained on, see :class:`Sampling`; ``offline`` has the
-        groups, by their prompts' ids, that are trained on in the place of the engine's; ``teachers`` read all."""
+        groups that this rank holds, by their prompts' ids, which are trained on in the place of the engine's;
+        ``teachers`` read all."""
         self._config, self._world = config, world
         self._engine, self.workers, self._tokenizer = engine, workers, tokenizer
         self._stops, self._routing, self._offline, self._teachers = stop_token_ids, routing, offline, teachers
 
-    def begin(self, pool: PromptPool, selection: Selection, step: int, again: int = 0) -> Begun:
-        """Ask the engine for this rank's share of a selection; ``again`` counts the earlier ones of the step."""
-        rollout, counts = self._config.rollout, selection.samples
-        prompts = [pool[int(prompt)] for prompt in selection.prompt_ids[self._mine]]
+    def begin(
+        self, pool: PromptPool, selection: Selection, step: int, again: int = 0, so_far: Progress | None = None
+    ) -> Begun:
+        """Ask the engine for this rank's share of a selection, or for what is missing from ``so_far``; ``again`` counts
+        the earlier selections of the step."""
+        rollout, counts, mine = self._config.rollout, selection.samples, self._mine(selection)
+        prompts = [pool[int(prompt)] for prompt in selection.prompt_ids[mine]]
         if self._offline is not None:
             return Begun(selection, _offline_answers(prompts, self._offline), step)
         asked = self.ask(
             prompts,
             samples=rollout.samples_per_prompt if counts is None else rollout.most_samples,
-            counts=() if counts is None else tuple(counts[self._mine].tolist()),
+            counts=() if counts is None else tuple(counts[mine].tolist()),
             temperature=rollout.temperature,
             seed=engine_seed(self._config.run.seed, step, Purpose.SAMPLING, again),
             routing=self._routing,
             branches=rollout.tree.branches,
+            so_far=so_far,
         )
         return Begun(selection, asked, step)
+
+    def break_off(self, begun: Sequence[Begun]) -> list[Progress] | None:
+        """How far batches are, which are then not to be finished; None: they are. Collective."""
+        asked = [batch.asked.pending for batch in begun if isinstance(batch.asked, Asked)]
+        return self._engine.break_off(asked) if asked else None
 
     def finish(self, begun: Begun) -> Round:
         """Wait for what was begun, and score it. Collective.
@@ -180,7 +190,9 @@ class Collector:
             self._world.together(lambda: self._check_routing(answers), what="look at the rollouts' routing")
         if self._config.rollout.tree.branches:
             self._world.together(lambda: self._check_forks(answers), what="look at where the rollouts fork")
-        groups, part = self._share(answers, selection.inclusion[self._mine])
+        if self._config.rollout.roles:
+            self._world.together(lambda: self._check_roles(answers), what="look at the roles' rewards")
+        groups, part = self._share(answers, selection.inclusion[self._mine(selection)])
         parts = self._world.gather(part)
         self.check_failures(parts, total)
         return Round(groups, parts, _window_left(selection.window, parts))
@@ -202,10 +214,12 @@ class Collector:
         if self._teachers is not None:
             self._teachers.close()
 
-    @property
-    def _mine(self) -> slice:
-        """This rank's share of what all ranks have in one order."""
-        return slice(self._world.rank, None, self._world.size)
+    def _mine(self, selection: Selection) -> Ints:
+        """The places of this rank's prompts in a selection."""
+        rank, ranks = self._world.rank, self._world.size
+        if self._offline is not None:
+            return np.flatnonzero(held_by(rank, ranks, selection.prompt_ids))
+        return np.arange(rank, len(selection.prompt_ids), ranks)
 
     def ask(
         self,
@@ -217,8 +231,9 @@ class Collector:
         seed: int,
         routing: RoutingShape | None = None,
         branches: tuple[BranchConfig, ...] = (),
+        so_far: Progress | None = None,
     ) -> Asked:
-        """Have the engine begin with completions of this rank's prompts (there may be none)."""
+        """Have the engine begin with completions of this rank's prompts (there may be none), or go on with them."""
         sampling = Sampling(
             samples=samples,
             max_tokens=self._config.rollout.max_response_tokens,
@@ -229,6 +244,8 @@ class Collector:
             branches=branches,
             counts=counts,
         )
+        if so_far is not None:
+            return Asked(prompts, self._engine.go_on(prompts, sampling, so_far))
         return Asked(prompts, self._engine.begin(prompts, sampling))
 
     def answers(self, asked: Asked, *, of_all: int) -> Answers:
@@ -280,8 +297,20 @@ class Collector:
             remedy = "Have it grow what Sampling.branches asks for (rollout/tree.py), or set rollout.tree.branches=[]"
             raise UserError("rollout.tree.branches", levels, problem, remedy)
 
+    def _check_roles(self, answers: Answers) -> None:
+        roles, function = self._config.rollout.roles, self._config.reward.function
+        if any(completion.roles is None for group in answers.completions for completion in group):
+            problem = "want to know who said what, and a completion came without"
+            raise UserError("rollout.roles", list(roles), problem, "Have the engine's conversations say it")
+        scores = (score for group in answers.scores for score in group if score is not None)
+        if unknown := next((role for score in scores for role in score.roles if role not in roles), None):
+            problem = f"gave a reward to the role {unknown!r}, and rollout.roles has {', '.join(roles)}"
+            raise UserError("reward.function", function, problem, "Call roles as they are called there")
+
     def _share(self, answers: Answers, inclusions: Floats) -> tuple[list[Group], _Part]:
+        rollout = self._config.rollout
         groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []
+        of_roles: list[Floats] = []
         for prompt, pi, completions, scores in zip(
             answers.prompts, inclusions, answers.completions, answers.scores, strict=True
         ):
@@ -293,9 +322,11 @@ class Collector:
             raw += rewards.sum()
             correct += sum(score.correct for score in known)
             truncated += sum(c.finish_reason == "length" for c in completions)
-            groups.append(Group(prompt, completions, rewards + self._penalty(completions)))
+            penalty = self._penalty(completions)
+            groups.append(Group(prompt, completions, rewards + penalty))
             inclusion.append(pi)
-        rollout = self._config.rollout
+            by_role = [[score.roles.get(role, score.reward) for role in rollout.roles] for score in known]
+            of_roles.append(np.array(by_role) + penalty[:, None])
         branches, samples = rollout.tree.branches, rollout.most_samples
         part = _Part(
             metadata=metadata_of(
@@ -305,6 +336,7 @@ class Collector:
                 len(branches),
                 self._world.rank,
                 self._config.loss.distillation,
+                role_rewards=of_roles if rollout.roles else (),
             ),
             raw_reward=float(raw),
             negative_logprob=-float(
@@ -366,6 +398,7 @@ class Collector:
             "rollout/samples_per_prompt/max": float(groups.max(initial=0)),
             "rollout/samples_per_prompt/mean": float(groups.sum()) / max(len(groups), 1),
             "rollout/dropped_groups": float(sum(p.failed_groups for p in parts)),
+            **mean_role_rewards(metadata, self._config.rollout.roles),
             "reward/timeouts": float(sum(p.timeouts for p in parts)),
             "reward/errors": float(sum(p.errors for p in parts)),
         }

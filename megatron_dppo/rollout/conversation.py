@@ -11,6 +11,9 @@
 
 The completion is the three turns in a row. Its loss mask is True on the question and the answer, which the policy
 sampled, and False on what it was told.
+
+With ``rollout.roles`` the policy speaks in several roles, each with a reward of its own, and every turn of its says in
+which: ``[("solver", attempt), told, ("critic", review)]``. See ``rl/roles.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ from numpy.typing import NDArray
 
 from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
 
-Turn = Completion | Sequence[int] | NDArray[np.integer]
+Part = Completion | Sequence[int] | NDArray[np.integer]
 """What the policy said, as :meth:`Client.generate` returned it; or token ids that it was given to read."""
+Turn = Part | tuple[str, Completion]
+"""With ``rollout.roles`` what the policy said stands behind its role."""
 
 
 class Client(Protocol):
@@ -67,7 +72,7 @@ class UnusableError(ValueError):
     """A conversation returned what cannot be trained on. The text is to stand after "it"."""
 
 
-def joined(turns: Iterable[Turn]) -> Completion:
+def joined(turns: Iterable[Part]) -> Completion:
     """One completion of several turns. It ends as the last of the policy's turns did.
 
     Tokens that the policy was given count as the version of the turn after them, or of the last turn. What a token's
@@ -96,7 +101,12 @@ def joined(turns: Iterable[Turn]) -> Completion:
         versions=tuple(spans),
         finish_reason=finish_reason,
         routing=_routing([part.routing for part in parts if part.routing is not None]),
+        roles=_roles(parts) if any(part.roles is not None for part in parts) else None,
     )
+
+
+def _roles(parts: Sequence[Completion]) -> NDArray[np.int8]:
+    return np.concatenate([np.full(len(p.token_ids), -1, np.int8) if p.roles is None else p.roles for p in parts])
 
 
 def _routing(of_turns: Sequence[Routing]) -> Routing | None:
@@ -128,10 +138,17 @@ def beginning(completion: Completion, length: int, read: int) -> Completion:
         versions=tuple(spans),
         finish_reason="length",
         routing=None if completion.routing is None else completion.routing[:read],
+        roles=None if completion.roles is None else completion.roles[:length],
     )
 
 
-def completed(returned: Completion | Sequence[Turn], prompt: Prompt, generated: Generated, limit: int) -> Completion:
+def completed(
+    returned: Completion | Sequence[Turn],
+    prompt: Prompt,
+    generated: Generated,
+    limit: int,
+    roles: Sequence[str] = (),
+) -> Completion:
     """The completion of a conversation, cut off at ``limit`` tokens.
 
     Args:
@@ -139,6 +156,7 @@ def completed(returned: Completion | Sequence[Turn], prompt: Prompt, generated: 
         prompt: of the conversation.
         generated: by its client.
         limit: tokens of a response.
+        roles: of the run.
 
     Raises:
         UnusableError: it cannot be trained on.
@@ -146,8 +164,12 @@ def completed(returned: Completion | Sequence[Turn], prompt: Prompt, generated: 
     if not isinstance(returned, Completion):
         if not isinstance(returned, Sequence):
             raise UnusableError(f"returned a {type(returned).__name__}, neither a list of turns nor a completion")
-        _check_contexts(returned, prompt, generated)
-        returned = joined(returned)
+        turns, said_by = _without_roles(returned, roles)
+        _check_contexts(turns, prompt, generated)
+        returned = joined(turns)
+        if roles:
+            lengths = [len(turn.token_ids if isinstance(turn, Completion) else turn) for turn in turns]
+            returned = replace(returned, roles=np.repeat(np.array(said_by, np.int8), lengths))
     whole = replace(
         returned,
         token_ids=np.asarray(returned.token_ids, np.int32),
@@ -155,12 +177,31 @@ def completed(returned: Completion | Sequence[Turn], prompt: Prompt, generated: 
         loss_mask=np.asarray(returned.loss_mask, bool),
     )
     _check(whole, limit)
+    _check_roles(whole, roles)
     if len(whole.token_ids) <= limit:
         return whole
     return beginning(whole, limit, read=len(prompt.token_ids) + limit - 1)
 
 
-def _check_contexts(turns: Sequence[Turn], prompt: Prompt, generated: Generated) -> None:
+def _without_roles(turns: Sequence[Turn], roles: Sequence[str]) -> tuple[list[Part], list[int]]:
+    """The turns by themselves, and which role each is of; −1: of none, as tokens that the policy was given."""
+    alone: list[Part] = []
+    said_by: list[int] = []
+    known = f"and rollout.roles has {', '.join(map(repr, roles)) or 'none'}"
+    for number, turn in enumerate(turns):
+        role = None
+        if isinstance(turn, tuple) and len(turn) == 2 and isinstance(turn[0], str):
+            role, turn = turn
+        if role is not None and not isinstance(turn, Completion):
+            raise UnusableError(f"returned a turn {number} of the role {role!r} that the policy has not said")
+        if (isinstance(turn, Completion) and bool(roles) and role is None) or (role is not None and role not in roles):
+            raise UnusableError(f"returned a turn {number} of {f'the role {role!r}' if role else 'no role'}, {known}")
+        alone.append(turn)
+        said_by.append(-1 if role is None else roles.index(role))
+    return alone, said_by
+
+
+def _check_contexts(turns: Sequence[Part], prompt: Prompt, generated: Generated) -> None:
     """The log-probabilities of a turn hold after the tokens that it was generated from, and after no others."""
     contexts = {id(turn): context for context, turn in generated}
     before = prompt.token_ids.tolist()
@@ -189,6 +230,19 @@ def _check(completion: Completion, limit: int) -> None:
         raise UnusableError("returned log-probabilities of sampled tokens that are not finite")
     if (count := sum(span.count for span in completion.versions)) != length:
         raise UnusableError(f"returned the versions of {count} tokens for a response of {length}")
+
+
+def _check_roles(completion: Completion, roles: Sequence[str]) -> None:
+    said_by = completion.roles
+    if (said_by is not None) != bool(roles):
+        there = "without the role of each token" if roles else "with roles"
+        raise UnusableError(f"returned a response {there}, and rollout.roles has {', '.join(roles) or 'none'}")
+    if said_by is None:
+        return
+    if len(said_by) != len(completion.token_ids) or ((said_by >= 0) != completion.loss_mask).any():
+        raise UnusableError("returned a response whose roles are not those of its sampled tokens, and -1 elsewhere")
+    if said_by.max() >= len(roles):
+        raise UnusableError(f"returned a response of a role {said_by.max()}, and rollout.roles has {len(roles)}")
 
 
 def _given(token_ids: Sequence[int] | NDArray[np.integer]) -> Completion:

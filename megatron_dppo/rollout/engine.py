@@ -19,6 +19,21 @@ Bucket = Mapping[str, torch.Tensor]
 Completions = list[tuple[Completion, ...]]
 """One tuple of completions per prompt, in the order of the prompts."""
 
+
+@dataclass(frozen=True, slots=True)
+class SoFar:
+    """A completion that was there, if only in part, as its prompt was broken off."""
+
+    slot: int
+    """Its number among those of its prompt."""
+    completion: Completion
+    """One token at least."""
+    ended: bool
+
+
+Progress = Mapping[int, Sequence[SoFar]]
+"""How far prompts are, by their ids; what has no token yet is left out."""
+
 Look = Callable[[Iterable[tuple[int, tuple[Completion, ...]]]], bool]
 """Takes groups that are complete while others are waited for, each with the place of its prompt, and says whether it is
 still at work on them."""
@@ -88,6 +103,16 @@ class RolloutEngine(Protocol[Pending]):
                 twice, and some may not come at all. It may not raise, and meets no other rank.
         """
         ...
+
+    def break_off(self, pending: Sequence[Pending]) -> list[Progress] | None:
+        """Break off all that was begun and is not finished, and say how far it is: what a checkpoint is to hold of it.
+        None: it cannot be broken off, and is to be finished. Collective."""
+        return None
+
+    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Progress) -> Pending:
+        """As ``begin``, from where this or another engine was broken off. One that begins all of it anew is right, too:
+        it is those alone that were not finished which must not be."""
+        return self.begin(prompts, sampling)
 
     def pause(self) -> None:
         """Stop generating and release what stands in the way of an update of the weights, or of training on the same

@@ -1,8 +1,9 @@
 """Rollouts in flight, in a checkpoint: what a run that rolls out ahead has not trained on yet.
 
 ``rollouts/`` in a checkpoint's folder is the next step's, ``rollouts_2/`` that of the one after it, and so on. Each
-holds ``step.npz``, with what every rank knows, and the tokens of each rank's groups in a file of its own. A step whose
-prompts are drawn and not rolled out has the first alone. A run goes on from them with any number of ranks.
+holds ``step.npz``, with what every rank knows, and the tokens of each rank's groups in a file of its own. Groups that
+servers were at work on are there as far as they were. A step whose prompts are drawn and not rolled out has the first
+file alone. A run goes on from them with any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +24,24 @@ from megatron_dppo.config import DistillationConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.families import prompts_shared
-from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan, no_forks
+from megatron_dppo.rl.types import (
+    Completion,
+    Group,
+    Ints,
+    Prompt,
+    Selection,
+    StepMetadata,
+    VersionSpan,
+    no_forks,
+    no_roles,
+)
 from megatron_dppo.rollout.collect import Collected
+from megatron_dppo.rollout.engine import Progress, SoFar
 
 FOLDER = "rollouts"
 _STEP = "step.npz"
 _CHOSEN = "selection."
+_RANKS = "broken_off_by_ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +52,12 @@ class RolloutsInFlight:
     rollouts: Collected
 
     def made_for(self, rollout: RolloutConfig) -> bool:
-        """Whether these are as many completions to a prompt, with as many levels of forks, as ``rollout`` asks for."""
+        """Whether these are as many completions to a prompt, with as many levels of forks and roles, as ``rollout``
+        asks for."""
         known, levels = self.rollouts.metadata, len(rollout.tree.branches)
         fits = (known.samples >= rollout.least_samples) & (known.samples <= rollout.most_samples)
-        return bool(fits.all()) and known.forks.shape[2] == levels
+        as_asked = known.forks.shape[2] == levels and known.roles.shape[2] == len(rollout.roles)
+        return bool(fits.all()) and as_asked
 
     @property
     def oldest_version(self) -> int:
@@ -65,7 +80,37 @@ class RolloutsInFlight:
         )
 
 
-def write_in_flight(place: Path, steps: Sequence[Selection | RolloutsInFlight], world: World) -> None:
+@dataclass(frozen=True, slots=True)
+class BrokenOff:
+    """A step's rollouts, as far as they are."""
+
+    selection: Selection
+    so_far: Progress
+    """Of this rank's prompts."""
+
+    def made_for(self, rollout: RolloutConfig, *, oldest: int, routed: bool) -> bool:
+        """Whether this rank may go on with them.
+
+        Args:
+            rollout: its limit may have been lowered since.
+            oldest: version before which no token may have been made.
+            routed: whether the routing of tokens is asked for.
+        """
+        limit = rollout.max_response_tokens
+        return all(
+            len(one.completion.token_ids) < limit + one.ended
+            and one.completion.oldest_version >= oldest
+            and (one.completion.routing is not None) >= routed
+            for each in self.so_far.values()
+            for one in each
+        )
+
+
+Waiting = Selection | BrokenOff | RolloutsInFlight
+"""What a checkpoint holds of a step that is not trained on yet."""
+
+
+def write_in_flight(place: Path, steps: Sequence[Waiting], world: World) -> None:
     """Write into a checkpoint's folder what the next steps have, in their order: this rank's groups, and on the leader
     what goes for all. Not collective."""
     for number, batch in enumerate(steps):
@@ -77,12 +122,15 @@ def write_in_flight(place: Path, steps: Sequence[Selection | RolloutsInFlight], 
             words = json.dumps({"metrics": rollouts.metrics, "notes": rollouts.notes, "ranks": world.size})
             known = {"words": np.array(words), **asdict(rollouts.metadata)}
             _save(_file(folder, world.rank), _tokens(rollouts.held))
+        elif isinstance(batch, BrokenOff):
+            selection, known = batch.selection, {_RANKS: np.array(world.size)}
+            _save(_file(folder, world.rank), _parts(batch.so_far))
         if world.leads:
             chosen = {_CHOSEN + name: value for name, value in asdict(selection).items() if value is not None}
             _save(folder / _STEP, known | chosen)
 
 
-def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> list[Selection | RolloutsInFlight]:
+def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> list[Waiting]:
     """What a checkpoint holds of the next steps, in their order. Collective.
 
     Ranks keep their groups where there are as many of them as there were; else every rank takes each n-th.
@@ -101,10 +149,15 @@ def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> list[Se
     return [_read(_folder(place, number), arrays, pool, world) for number, arrays in enumerate(stored)]
 
 
-def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: World) -> Selection | RolloutsInFlight:
+def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: World) -> Waiting:
     place = folder.parent
     chosen = {name.removeprefix(_CHOSEN): value for name, value in stored.items() if name.startswith(_CHOSEN)}
     selection = Selection(**chosen | {"window": int(chosen["window"])})
+    if _RANKS in stored:
+        share = set(selection.prompt_ids[world.rank :: world.size].tolist())  # as the collector asks for them
+        files = [_file(folder, writer) for writer in range(int(stored[_RANKS]))]
+        found = world.together(lambda: [_so_far(_arrays(file), share) for file in files], what="rollouts broken off")
+        return BrokenOff(selection, {prompt: known for each in found for prompt, known in each.items()})
     if "words" not in stored:
         return selection
     if "surprise" in stored:  # the score norms' name in checkpoints before they were called that
@@ -117,6 +170,7 @@ def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: W
         stored = {
             "shared_lengths": prompts_shared(stored["prompt_lengths"], shape[1]),
             "forks": no_forks(shape),
+            "roles": no_roles(shape),
             "samples": np.full(shape[0], shape[1]),
             "log_ratios": np.zeros((*shape, 2)),
             "teacher": np.full(shape[0], -1),
@@ -168,14 +222,38 @@ def _save(file: Path, arrays: Mapping[str, Any]) -> None:
 def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
     """Groups by row of the metadata, which has their prompts, lengths and rewards; one after the other."""
     completions = [completion for group in held.values() for completion in group.completions]
+    return {"rows": np.array(list(held), np.int64), **_packed(completions)}
+
+
+def _parts(so_far: Progress) -> dict[str, np.ndarray]:
+    """Completions so far, one after the other, each with its prompt, its slot, its length, and whether it has ended."""
+    listed = [(prompt, one) for prompt, each in so_far.items() for one in each]
+    places = [(prompt, one.slot, len(one.completion.token_ids), one.ended) for prompt, one in listed]
+    return {
+        "places": np.array(places, np.int64).reshape(-1, 4),
+        **_packed([one.completion for _, one in listed]),
+    }
+
+
+def _so_far(stored: dict[str, Any], share: set[int]) -> Progress:
+    """What a file of ``_parts`` has of some prompts, by their ids."""
+    found: dict[int, list[SoFar]] = {}
+    completions = _completions(stored, stored["places"][:, 2])
+    for (prompt, slot, _, ended), completion in zip(stored["places"].tolist(), completions, strict=True):
+        if prompt in share:
+            found.setdefault(prompt, []).append(SoFar(slot, completion, bool(ended)))
+    return found
+
+
+def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
     tables = [completion.routing for completion in completions if completion.routing is not None]
+    roles = [completion.roles for completion in completions if completion.roles is not None]
     spans = [(span.version, span.count) for completion in completions for span in completion.versions]
     nothing = (np.full(len(c.token_ids), np.nan, np.float32) for c in completions)
     taught = [
         n if c.teacher_logprobs is None else c.teacher_logprobs for c, n in zip(completions, nothing, strict=True)
     ]
     return {
-        "rows": np.array(list(held), np.int64),
         "token_ids": np.concatenate([np.zeros(0, np.int32), *(c.token_ids for c in completions)]),
         "logprobs": np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in completions)]),
         "loss_mask": np.concatenate([np.zeros(0, bool), *(c.loss_mask for c in completions)]),
@@ -189,6 +267,7 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
             if any(c.teacher_logprobs is not None for c in completions)
             else {}
         ),
+        **({"roles": np.concatenate(roles)} if roles else {}),
         **({"routing": np.concatenate(tables), "routed": np.array([*map(len, tables)], np.int64)} if tables else {}),
     }
 
@@ -211,8 +290,9 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
         stored = stored | {"loss_mask": mask, "logprobs": np.where(mask, stored["logprobs"], np.float32(0.0))}
     routing = np.split(stored["routing"], np.cumsum(stored["routed"])[:-1]) if "routing" in stored else repeat(None)
     taught = np.split(stored["teacher_logprobs"], ends) if "teacher_logprobs" in stored else repeat(None)
+    roles = np.split(stored["roles"], ends) if "roles" in stored else repeat(None)
     no_tree = np.zeros((len(lengths), 0))  # earlier checkpoints know of none
-    for token_ids, logprobs, loss_mask, spans, stopped, table, forks, weights, said in zip(
+    for token_ids, logprobs, loss_mask, spans, stopped, table, forks, weights, said, said_by in zip(
         np.split(stored["token_ids"], ends),
         np.split(stored["logprobs"], ends),
         np.split(stored["loss_mask"], ends),
@@ -222,12 +302,14 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
         stored.get("forks", no_tree).tolist(),
         stored.get("fork_weights", no_tree).tolist(),
         taught,
+        roles,
         strict=False,  # splitting nothing gives one piece
     ):
         versions = tuple(VersionSpan(*span) for span in spans.tolist())
         reason: Literal["stop", "length"] = "stop" if stopped else "length"
         said = None if said is None or np.isnan(said).all() else said
-        yield Completion(token_ids, logprobs, loss_mask, versions, reason, table, tuple(forks), tuple(weights), said)
+        tree = tuple(forks), tuple(weights)
+        yield Completion(token_ids, logprobs, loss_mask, versions, reason, table, *tree, said, said_by)
 
 
 def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:

@@ -12,7 +12,18 @@ from megatron_dppo.config import DistillationConfig
 from megatron_dppo.data.offline import OFFLINE
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.families import shared_lengths
-from megatron_dppo.rl.types import FORK, Completion, Floats, Group, StepMetadata, no_forks
+from megatron_dppo.rl.types import (
+    FORK,
+    ROLE,
+    Bools,
+    Completion,
+    Floats,
+    Group,
+    Roles,
+    StepMetadata,
+    no_forks,
+    no_roles,
+)
 
 
 def metadata_of(
@@ -22,6 +33,7 @@ def metadata_of(
     levels: int,
     owner: int,
     distillation: DistillationConfig = DistillationConfig(),  # noqa: B008
+    role_rewards: Sequence[Floats] = (),
 ) -> StepMetadata:
     """The metadata of one rank's groups, without the window that they stand for.
 
@@ -32,6 +44,7 @@ def metadata_of(
         levels: B, those at which completions may have forked.
         owner: the rank.
         distillation: says who teaches which of them.
+        role_rewards: Q of [G, R], the rewards of the roles in each conversation; empty: there are no roles.
     """
     shape = (len(groups), samples)
     forks = no_forks(shape)
@@ -65,13 +78,14 @@ def metadata_of(
         log_ratios=log_ratios,
         teacher=teacher,
         forks=forks,
+        roles=_roles(groups, samples, role_rewards) if role_rewards else no_roles(shape),
         versions=table(lambda g: [c.oldest_version for c in g.completions]),
         owners=np.full(len(groups), owner, np.int64),
         window=0.0,
     )
 
 
-def _score_norm(completion: Completion, tokens: slice = slice(None)) -> float:
+def _score_norm(completion: Completion, tokens: slice | Bools = slice(None)) -> float:
     """√Σ_t (1 − p_t)² over some of the tokens, a proxy for the norm of their score that costs nothing."""
     sampled = completion.logprobs[tokens][completion.loss_mask[tokens]]
     return float(np.linalg.norm(-np.expm1(sampled.astype(np.float64))))
@@ -93,6 +107,17 @@ def _log_ratios(completion: Completion) -> tuple[float, float]:
     return float(mean), float(np.sqrt(np.average((ratio - mean) ** 2, weights=weight)))
 
 
+def _roles(groups: Sequence[Group], samples: int, rewards: Sequence[Floats]) -> Roles:
+    roles = np.zeros((len(groups), samples, rewards[0].shape[1]), ROLE)
+    for into, group, of_group in zip(roles, groups, rewards, strict=True):
+        into["reward"][: len(of_group)] = of_group
+        for row, completion in zip(into, group.completions, strict=False):
+            for number, role in enumerate(row):
+                mine: Bools = np.equal(np.asarray(completion.roles), number)
+                role["tokens"], role["norm"] = mine.sum(), _score_norm(completion, mine)
+    return roles
+
+
 def _forks(completion: Completion) -> list[tuple[int, float, float, float]]:
     """A row of ``FORK`` for each level of a tree."""
     weights = completion.fork_weights or (1.0,) * len(completion.forks)
@@ -106,6 +131,16 @@ def _forks(completion: Completion) -> list[tuple[int, float, float, float]]:
         )
         for tokens, weight in zip(segments, weights, strict=True)
     ]
+
+
+def mean_role_rewards(metadata: StepMetadata, roles: Sequence[str]) -> dict[str, float]:
+    """``rollout/role_reward/…``, the mean reward of each role, over the conversations in which it speaks."""
+    if not metadata.roles.size:
+        return {}
+    reward, speaks = metadata.roles["reward"], metadata.roles["tokens"] > 0
+    count = np.maximum(speaks.sum(axis=(0, 1)), 1)
+    means = np.where(speaks, reward, 0.0).sum(axis=(0, 1)) / count
+    return {f"rollout/role_reward/{role}": float(mean) for role, mean in zip(roles, means, strict=True)}
 
 
 def staleness(metadata: StepMetadata, version: int, *, bound: int) -> dict[str, float]:

@@ -248,10 +248,17 @@ def teacher_config(config: Config, path: str) -> Config:
     return replace(config, model=replace(config.model, **model))
 
 
-def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem]]:
-    """The training pool, and the held-out problems that evaluations answer."""
-    train, positions = load_training_pool(parts), parts.shape.max_positions
-    return train, parts.world.together(lambda: held_out(parts.config, parts.tokenizer, max_positions=positions))
+def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem], dict[int, OfflineGroup] | None]:
+    """The training pool; the held-out problems that evaluations answer; and this rank's share of ``data.rollouts``, or
+    None where the policy rolls out. Collective."""
+    offline: dict[int, OfflineGroup] | None = None
+    if parts.config.data.rollouts is None:
+        train = load_training_pool(parts)
+    else:
+        train, offline = _load_offline(parts)
+    positions = parts.shape.max_positions
+    problems = parts.world.together(lambda: held_out(parts.config, parts.tokenizer, max_positions=positions))
+    return train, problems, offline
 
 
 def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
@@ -261,29 +268,28 @@ def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
     def load() -> PromptPool:
         pool = load_prompts(config.data, parts.tokenizer, split="train")
         config.loss.distillation.check_sources(prompt.data_source for prompt in pool)
-        if config.data.rollouts is None:
-            check_labels(config.reward.function, [(prompt.place, prompt.label) for prompt in pool])
+        check_labels(config.reward.function, [(prompt.place, prompt.label) for prompt in pool])
         return pool
 
     return parts.world.together(load)
 
 
-def load_offline_groups(parts: PolicyParts[Any], pool: PromptPool) -> dict[int, OfflineGroup] | None:
-    """What ``data.rollouts`` has of the prompts that training draws from; None: the policy rolls out. Collective."""
-    data, rollout = parts.config.data, parts.config.rollout
-    if data.rollouts is None:
-        return None
+def _load_offline(parts: PolicyParts[Any]) -> tuple[PromptPool, dict[int, OfflineGroup]]:
+    data, rollout, world = parts.config.data, parts.config.rollout, parts.world
     load = partial(
         load_offline,
         data,
-        pool,
         parts.tokenizer,
+        rank=world.rank,
+        ranks=world.size,
         samples=rollout.samples_per_prompt,
         limit=rollout.max_response_tokens,
         vocab_size=parts.shape.vocab_size,
         stops=parts.stop_ids,
     )
-    return parts.world.together(load)
+    pool, groups = world.together(load)
+    world.together(lambda: parts.config.loss.distillation.check_sources(prompt.data_source for prompt in pool))
+    return pool, groups
 
 
 def _load(chunks: Sequence[PolicyModel], config: Config, shape: PolicyShape, world: World) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.group_sizes import compared_size, counted_size, minibatch_advantages
+from megatron_dppo.rl.group_sizes import compared_size, counted_size
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pruning.allocation import allocate
 from megatron_dppo.rl.pruning.features import PromptFeatures
@@ -197,8 +197,8 @@ class PromptSampler:
         been predicted."""
         samples = metadata.samples
         segments = advantages_of_segments(metadata, self._config, self._objective)
-        terms = completion_candidates(metadata, self._config, self._objective, segments).score
-        terms *= metadata.prompt_inclusion[:, None]
+        known = completion_candidates(metadata, self._config, self._objective, segments)
+        terms = known.score * metadata.prompt_inclusion[:, None]
         group_size = counted_size(samples, self._config.rollout)
         return self._history.judge_and_learn(
             Visits(
@@ -206,7 +206,7 @@ class PromptSampler:
                 samples=samples,
                 group_size=group_size,
                 rewards=metadata.rewards,
-                advantages=minibatch_advantages(metadata, self._config.rollout, self._objective),
+                advantages=known.advantage,
                 squares=(terms**2).sum(axis=1) * samples / group_size,
                 tokens=np.maximum(metadata.sampled_lengths.sum(axis=1) / samples, 1.0),
             )

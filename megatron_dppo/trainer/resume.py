@@ -51,6 +51,7 @@ RESULTS = (
     "loss.",
     "pruning.",
     "rollout.temperature",
+    "rollout.roles",
     "run.seed",
 )
 """Settings that decide what a result is a result of, all but ``LIMITS``."""

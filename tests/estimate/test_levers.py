@@ -63,7 +63,7 @@ def test_nobody_knows_the_price_of_more_pruning_than_was_measured() -> None:
 
 
 def test_prices_are_those_of_the_page_that_they_name() -> None:
-    """The column "steps to 60%" of docs/pruning_measured.md, row by row; later tables are of longer runs and other tasks."""
+    """The column "steps to 60%", row by row; later tables are of longer runs and other tasks."""
     page = text_of("docs/pruning_measured.md")
     for price in PRICES:
         words = f"prompts {price.prompts:g}, tokens" if price.prompts < 1.0 else "completions alone,"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from megatron_dppo.config import LayoutConfig
@@ -23,7 +25,13 @@ def routing_of(index: int, sample: int) -> np.ndarray:
     return rng.integers(0, SHAPE.experts, (tokens, SHAPE.layers, SHAPE.per_token)).astype(SHAPE.dtype)
 
 
-def group(index: int) -> Group:
+def roles_of(index: int, sample: int) -> np.ndarray:
+    """−1 where the policy sampled nothing."""
+    tokens = np.arange(RESPONSE_LENGTHS[index][sample])
+    return np.where(tokens % 3 == index, -1, tokens % 2).astype(np.int8)
+
+
+def group(index: int, *, roles: bool = False) -> Group:
     prompt = Prompt(index, np.arange(PROMPT_LENGTHS[index], dtype=np.int32) + 100 * index, "", "")
     completions = tuple(
         Completion(
@@ -34,6 +42,7 @@ def group(index: int) -> Group:
             "stop",
             routing_of(index, sample),
             teacher_logprobs=None if index == 1 else np.arange(length, dtype=np.float32) - 100 * index - sample,
+            roles=roles_of(index, sample) if roles else None,
         )
         for sample, length in enumerate(RESPONSE_LENGTHS[index])
     )
@@ -72,6 +81,26 @@ def received(rank: int, size: int, layout: LayoutConfig, routed: bool) -> tuple[
     )
 
 
+def received_roles(rank: int, size: int) -> tuple[int, list]:
+    world = initialize(LayoutConfig(dp=2), seed=1, timeout_s=60.0)
+    held = {i: group(i, roles=True) for i in range(3) if OWNERS[i] == rank}
+    given = plan()
+    samples = replace(given.samples, forks=np.zeros((5, 0), np.int64), branch_advantage=np.arange(5)[:, None] / 3)
+    return world.dp_rank, deliver(world, replace(given, samples=samples), held)
+
+
+def test_tokens_keep_their_roles_on_the_way(ranks: RankPool) -> None:
+    for replica, packs in ranks.run(2, received_roles):
+        for pack, rows in zip(packs, plan().packs[replica], strict=True):
+            for got, row in zip(pack, rows, strict=True):
+                samples = plan().samples
+                expected = roles_of(int(samples.group[row]), int(samples.completion[row]))
+                np.testing.assert_array_equal(got.roles, expected)
+                np.testing.assert_array_equal(got.loss_mask, expected >= 0)
+                sampled = np.flatnonzero(got.loss_mask)
+                np.testing.assert_array_equal(got.advantages(sampled), np.array([row, row / 3])[expected[sampled]])
+
+
 def test_every_rank_of_a_replica_gets_its_samples_in_the_planned_order(ranks: RankPool) -> None:
     four = LayoutConfig(tp=2, dp=2), LayoutConfig(pp=2, dp=2)
     for size, layout, routed in ((2, LayoutConfig(dp=2), True), (4, four[0], False), (4, four[1], True)):
@@ -88,7 +117,7 @@ def test_every_rank_of_a_replica_gets_its_samples_in_the_planned_order(ranks: Ra
                     np.testing.assert_array_equal(got.loss_mask, completion.loss_mask)
                     assert (got.advantage, got.scale, got.version) == (row, row / 10, row + 20)
                     assert got.forks == (2 * row, 2 * row + 1)
-                    assert got.branch_advantage == (2 * row / 3, (2 * row + 1) / 3)
+                    assert got.branch_advantage == (2 * row / 3, (2 * row + 1) / 3) and got.roles is None
                     if not routed:
                         assert got.routing is None and got.teacher_logprobs is None
                         continue

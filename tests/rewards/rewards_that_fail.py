@@ -22,6 +22,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     match solution_str.split():
         case ["score", number]:
             return float(number)
+        case ["score", number, role, own]:
+            return {"score": float(number), "roles": {role: float(own)}}
         case ["spin"]:
             while True:
                 pass

@@ -10,7 +10,15 @@ import pytest
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.adapters import ScoreItem
-from megatron_dppo.rewards.functions import LARGEST, InvalidScoreError, check_labels, details, resolve, to_score
+from megatron_dppo.rewards.functions import (
+    LARGEST,
+    InvalidScoreError,
+    check_labels,
+    details,
+    resolve,
+    role_rewards,
+    to_score,
+)
 
 SOURCE = """
 import neighbour
@@ -100,6 +108,15 @@ def test_scores_and_correctness_are_told_apart(returned: object, expected: tuple
 def test_what_is_no_number_to_train_on_is_an_error(returned: object) -> None:
     with pytest.raises(InvalidScoreError):
         to_score(returned)
+
+
+def test_each_role_of_a_conversation_may_have_a_reward() -> None:
+    returned = {"score": 0.5, "roles": {"solver": 1, "critic": np.float32(-0.25)}}
+    assert (to_score(returned), role_rewards(returned)) == ((0.5, False), {"solver": 1.0, "critic": -0.25})
+    assert role_rewards(1.0) == role_rewards({"score": 1.0}) == {}
+    for wrong in ([1.0], {"solver": None}, {"solver": float("nan")}):
+        with pytest.raises(InvalidScoreError):
+            role_rewards({"score": 0.5, "roles": wrong})
 
 
 def test_rewards_up_to_the_largest_leave_advantages_and_squares_finite() -> None:

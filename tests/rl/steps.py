@@ -9,7 +9,7 @@ import numpy as np
 from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, PackConfig, PruningConfig, RolloutConfig
 from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.pruning.history import PromptHistory
-from megatron_dppo.rl.types import Prompt, StepMetadata, no_forks
+from megatron_dppo.rl.types import Prompt, StepMetadata, no_forks, no_roles
 
 
 def step_metadata(
@@ -30,6 +30,7 @@ def step_metadata(
         "log_ratios": np.zeros((groups, samples, 2)),
         "teacher": np.full(groups, -1),
         "forks": no_forks((groups, samples)),
+        "roles": no_roles((groups, samples)),
         "versions": np.zeros((groups, samples), np.int64),
         "owners": rng.integers(0, 4, groups),
     }

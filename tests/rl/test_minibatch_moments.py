@@ -20,7 +20,8 @@ NAMES = ["reinforce_pp", "reinforce_pp_baseline"]
 
 
 def advantages_of(name: str, part: StepMetadata) -> Floats:
-    return minibatch_advantages(part, RolloutConfig(), objective_for(LossConfig(name=name)))
+    known = part.rewards, part.samples, part.prompt_inclusion
+    return minibatch_advantages(*known, RolloutConfig(), objective_for(LossConfig(name=name)))
 
 
 @pytest.mark.parametrize("name", NAMES)

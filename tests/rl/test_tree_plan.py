@@ -12,7 +12,7 @@ from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.trees import path_advantages, segment_advantages
-from megatron_dppo.rl.types import FORK, Floats, StepMetadata, StepPlan
+from megatron_dppo.rl.types import FORK, Floats, StepMetadata, StepPlan, no_roles
 from tests.rl.integration import FixedOffset, outcomes
 from tests.rl.steps import step_config
 from tests.rl.tree_toy import LONGEST, Forests, forests, fork_at, toy
@@ -50,6 +50,7 @@ def metadata_of(given: Forests, groups: slice = slice(None)) -> StepMetadata:
         log_ratios=np.zeros((*given.lengths[groups].shape, 2)),
         teacher=np.full(count, -1),
         forks=given.forks[groups],
+        roles=no_roles(given.lengths[groups].shape),
         versions=np.zeros_like(given.lengths[groups]),
         owners=np.zeros(count, np.int64),
         window=float(count),

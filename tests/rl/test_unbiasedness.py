@@ -25,7 +25,7 @@ from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates, select
-from megatron_dppo.rl.types import MinibatchPlan, Selection, StepMetadata, TrainingSamples, no_forks
+from megatron_dppo.rl.types import MinibatchPlan, Selection, StepMetadata, TrainingSamples, no_forks, no_roles
 from tests.rl.integration import FixedMask, FixedOffset, outcomes
 from tests.rl.steps import Foretold, step_config
 
@@ -95,6 +95,7 @@ class World:
             log_ratios=np.array([[self.log_ratio(q, i) for i in range(SAMPLES)] for q in ids]).reshape(-1, SAMPLES, 2),
             teacher=np.full(len(ids), -1),
             forks=no_forks((len(ids), SAMPLES)),
+            roles=no_roles((len(ids), SAMPLES)),
             versions=np.zeros((len(ids), SAMPLES), dtype=np.int64),
             owners=np.zeros(len(ids), dtype=np.int64),
             window=float(selection.window),

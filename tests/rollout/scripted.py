@@ -42,6 +42,8 @@ class Said:
     """Places of tokens that the policy did not sample."""
     forks: tuple[int, ...] = ()
     fork_weights: tuple[float, ...] = ()
+    roles: Sequence[int] = ()
+    """Of each token; empty: there are none."""
 
 
 Script = Mapping[int, Sequence[Said]]
@@ -82,6 +84,7 @@ class ScriptedEngine(RolloutEngine[Completions]):
             "stop" if said.ended else "length",
             forks=said.forks,
             fork_weights=said.fork_weights,
+            roles=np.array(said.roles, np.int8) if said.roles else None,
         )
 
 

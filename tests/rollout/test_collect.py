@@ -107,6 +107,28 @@ def test_group_one_of_whose_scores_failed_leaves_whole(bench: Bench) -> None:
     assert any("left their step" in note for note in result.notes)
 
 
+def test_each_role_has_its_own_reward_and_the_penalty_of_the_whole_conversation(bench: Bench) -> None:
+    """A role of which the function says nothing has the score. A number is the reward of all."""
+    config = collect_config(overlong_buffer=8)
+    config = replace(config, rollout=replace(config.rollout, roles=("solver", "critic")))
+    both, alone = [0] * 9 + [1] * 8, [0] * 8
+    in_roles = [Said("score 1 critic 3", roles=both), Said("score 0", roles=alone), Said("score 1", roles=alone)]
+    result = bench.collect({3: in_roles}, config=config)
+    known = result.metadata.roles[0]
+    penalty = (20 - 8 - 17) / 8
+    assert known["reward"].tolist() == [[1.0 + penalty, 3.0 + penalty], [0.0, 0.0], [1.0, 1.0]]
+    assert known["tokens"].tolist() == [[9, 8], [8, 0], [8, 0]]
+    np.testing.assert_allclose((known["norm"] ** 2).sum(axis=-1), result.metadata.score_norms[0] ** 2)
+    assert result.metrics["rollout/role_reward/solver"] == pytest.approx((2.0 + penalty) / 3)
+    assert result.metrics["rollout/role_reward/critic"] == pytest.approx(3.0 + penalty)
+    with pytest.raises(UserError, match="a completion came without"):
+        bench.collect({3: [*in_roles[:2], Said("score 1")]}, config=config)
+    unknown = [Said("score 1 judge 2", roles=[0] * 16), *in_roles[1:]]
+    with pytest.raises(UserError, match="reward to the role 'judge'"):
+        bench.collect({3: unknown}, config=config)
+    assert bench.collect({3: MIXED}).metadata.roles.shape == (1, 3, 0)
+
+
 def test_what_the_policy_was_given_is_part_of_the_response_and_of_no_figure_of_what_it_sampled(bench: Bench) -> None:
     given = Said("score 1", probability=(0.5, 0.5, 0.5, 1e-9, 1e-9, 0.5, 0.5, 0.5), given=(3, 4))
     result = bench.collect({4: [given, *said("score 0", "score 0")]})
@@ -430,7 +452,7 @@ def test_ranks_share_the_work_and_know_the_same(tokenizer: Tokenizer) -> None:
         known = result.metadata
         assert result.metrics == pytest.approx(alone.metrics)
         assert result.notes == alone.notes
-        for field in set(StepMetadata.__slots__) - {"owners", "forks"}:
+        for field in set(StepMetadata.__slots__) - {"owners", "forks", "roles"}:
             np.testing.assert_allclose(getattr(known, field), getattr(alone.metadata, field), rtol=1e-12)
         np.testing.assert_array_equal(known.forks, alone.metadata.forks)
         held = {row: group.prompt.id for row, group in result.held.items()}

@@ -114,6 +114,45 @@ def test_a_completion_of_the_functions_own_is_taken_if_it_can_be_trained_on() ->
             completed(Completion(**fields), PROMPT, [], 20)
 
 
+def test_each_sampled_token_has_the_role_of_its_turn() -> None:
+    first, second, third = turn(1, 2), turn(3), turn(4, 5, STOP)
+    generated = [([7, 8], first), ([7, 8, 1, 2, 6], second), ([7, 8, 1, 2, 6, 3], third)]
+    turns = [("solver", first), [6], ("critic", second), ("solver", third)]
+    whole = completed(turns, PROMPT, generated, 20, ("solver", "critic"))
+    assert whole.roles is not None and whole.roles.dtype == np.int8
+    assert whole.roles.tolist() == [0, 0, -1, 1, 0, 0, 0]
+    again = joined([whole, [6], turn(9)])
+    assert again.roles is not None and again.roles.tolist() == [*whole.roles, -1, -1]
+    cut = completed(turns, PROMPT, generated, 4, ("solver", "critic"))
+    assert cut.roles is not None and cut.roles.tolist() == [0, 0, -1, 1]
+    taken = completed(whole, PROMPT, [], 20, ("solver", "critic"))
+    assert taken.roles is not None and taken.roles.tolist() == whole.roles.tolist()
+    for wrong, words in (
+        (None, "without the role of each token, and rollout.roles has solver, critic"),
+        (whole.roles[:-1], "not those of its sampled tokens"),
+        (np.zeros(7, np.int8), "not those of its sampled tokens"),
+        (np.where(whole.roles < 0, -1, 2), "of a role 2, and rollout.roles has 2"),
+    ):
+        with pytest.raises(UnusableError, match=words):
+            completed(replace(whole, roles=wrong), PROMPT, [], 20, ("solver", "critic"))
+    with pytest.raises(UnusableError, match=r"with roles, and rollout\.roles has none"):
+        completed(whole, PROMPT, [], 20)
+
+
+@pytest.mark.parametrize(
+    ("turns", "roles", "words"),
+    [
+        ([SAID], ("solver",), "turn 0 of no role, and rollout.roles has 'solver'"),
+        ([("judge", SAID)], ("solver", "critic"), "of the role 'judge', and rollout.roles has 'solver', 'critic'"),
+        ([("solver", SAID)], (), "of the role 'solver', and rollout.roles has none"),
+        ([("solver", SAID), ("solver", [5])], ("solver",), "turn 1 of the role 'solver' that the policy has not said"),
+    ],
+)
+def test_turns_without_a_known_role_are_refused(turns: list[Turn], roles: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UnusableError, match=words):
+        completed(turns, PROMPT, [([7, 8], SAID)], 20, roles)
+
+
 def routed(turn: Completion, rows: int, number: int) -> Completion:
     return replace(turn, routing=np.full((rows, 1, 1), number, np.uint8))
 
@@ -150,10 +189,35 @@ class ScriptedClient:
         return said
 
 
-def test_the_worked_example_of_the_recipe_reads_what_the_calculator_says(tmp_path: Path) -> None:
-    (block,) = [block for block in blocks("docs/recipes/conversation.md") if block.title == "my_agent.py"]
+def worked_example(title: str) -> dict[str, Any]:
+    (block,) = [block for block in blocks("docs/recipes/conversation.md") if block.title == title]
     scope: dict[str, Any] = {}
     exec(block.text, scope)
+    return scope
+
+
+def test_the_worked_example_of_several_roles_gives_each_its_tokens_and_its_reward(tmp_path: Path) -> None:
+    scope = worked_example("my_roles.py")
+    write_tokenizer(character_tokenizer(), tmp_path, max_tokens=512)
+    tokenizer: Any = load_tokenizer(tmp_path)
+    prompt = Prompt(0, np.array(tokenizer.encode("7+8="), np.int32), "", "")
+    client = ScriptedClient(tokenizer, "14", "no", "15")
+    returned = asyncio.run(scope["rollout"](client, prompt))
+    completion = completed(returned, prompt, client.generated, 60, ("solver", "critic"))
+    sampled = [[token for token in tokens if token != STOP] for tokens in _by_role(completion)]
+    assert [tokenizer.decode(tokens) for tokens in sampled] == ["1415", "no"]
+    text = tokenizer.decode([token for token in completion.token_ids if token != STOP])
+    assert text == "14#review no#answer 15"
+    scored = [scope["compute_score"]("", text, label) for label in ("15", "14", "16")]
+    assert [(each["score"], each["roles"]["critic"]) for each in scored] == [(1.0, 1.0), (0.0, -1.0), (0.0, 0.0)]
+
+
+def _by_role(completion: Completion) -> list[list[int]]:
+    return [completion.token_ids[completion.roles == role].tolist() for role in (0, 1)]
+
+
+def test_the_worked_example_of_the_recipe_reads_what_the_calculator_says(tmp_path: Path) -> None:
+    scope = worked_example("my_agent.py")
     write_tokenizer(character_tokenizer(), tmp_path, max_tokens=512)
     tokenizer: Any = load_tokenizer(tmp_path)
     prompt = Prompt(0, np.array(tokenizer.encode("7+8+1="), np.int32), "", "")

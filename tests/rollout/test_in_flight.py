@@ -13,9 +13,10 @@ from megatron_dppo.config import AllocationConfig, BranchConfig, DistillationCon
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
-from megatron_dppo.rl.types import FORK, Completion, Group, Selection, StepMetadata, VersionSpan, no_forks
+from megatron_dppo.rl.types import FORK, Completion, Group, Selection, StepMetadata, VersionSpan, no_forks, no_roles
 from megatron_dppo.rollout.collect import Collected
-from megatron_dppo.rollout.in_flight import RolloutsInFlight, read_in_flight, write_in_flight
+from megatron_dppo.rollout.engine import SoFar
+from megatron_dppo.rollout.in_flight import BrokenOff, RolloutsInFlight, read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import metadata_of
 from tests.rollout.scripted import as_ranks, pool_of, world_of
 
@@ -62,6 +63,7 @@ def batch_of(world: World, *, routed: bool = False) -> RolloutsInFlight:
         log_ratios=np.zeros((*shape, 2)),
         teacher=np.full(len(groups), -1),
         forks=no_forks(shape),
+        roles=no_roles(shape),
         versions=np.array([[c.oldest_version for c in g.completions] for g in groups.values()]).reshape(shape),
         owners=np.full(len(groups), world.rank),
         window=0.0,
@@ -84,6 +86,7 @@ def same_group(ours: Group, expected: Group) -> bool:
             and (one.forks, one.fork_weights) == (other.forks, other.fork_weights)
             and (one.teacher_logprobs is None) == (other.teacher_logprobs is None)
             and (one.teacher_logprobs is None or np.array_equal(one.teacher_logprobs, other.teacher_logprobs))
+            and np.array_equal(one.roles, other.roles)
             and (one.routing is None) == (other.routing is None)
             and (one.routing is None or one.routing.dtype == np.uint16)
             and (one.routing is None or np.array_equal(one.routing, other.routing))
@@ -215,7 +218,7 @@ def test_rollouts_from_before_there_were_trees_are_read(tmp_path: Path) -> None:
     for name in ("step", "rank_00000"):
         file = tmp_path / "rollouts" / f"{name}.npz"
         with np.load(file) as stored:
-            np.savez(file, **{key: stored[key] for key in stored.files if not key.startswith("fork")})
+            np.savez(file, **{key: stored[key] for key in stored.files if not key.startswith(("fork", "roles"))})
     back = read(world, tmp_path)
     assert back.rollouts.metadata.forks.shape == (len(PROMPTS), 3, 0)
     for row, group in back.rollouts.held.items():
@@ -247,6 +250,68 @@ def test_groups_of_unequal_size_come_back_as_they_were(writers: int, readers: in
             allocation = AllocationConfig(rule="neyman", least=least, most=most)
             assert batch.made_for(RolloutConfig(samples_per_prompt=3, allocation=allocation)) == fits
         assert not batch.made_for(RolloutConfig(samples_per_prompt=3))
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 3), (3, 2)])
+def test_what_was_broken_off_comes_back_on_the_rank_that_asks_for_it(
+    writers: int, readers: int, routed: bool, tmp_path: Path
+) -> None:
+    """Some prompts have all of their completions, some one, and some none."""
+
+    def known(prompt: int) -> list[SoFar]:
+        group = group_of(prompt, routed=routed)
+        return [SoFar(slot, c, slot == 1) for slot, c in enumerate(group.completions)][: prompt % 4]
+
+    def write(world: World) -> None:
+        mine = SELECTION.prompt_ids[world.rank :: world.size].tolist()
+        broken_off = BrokenOff(SELECTION, {prompt: known(prompt) for prompt in mine})
+        write_in_flight(tmp_path, [broken_off, SELECTION], world)
+
+    as_ranks(writers, write)
+    backs = as_ranks(readers, lambda world: read_in_flight(tmp_path, pool_of(10), world))
+    for rank, (back, drawn) in enumerate(backs):
+        assert isinstance(back, BrokenOff) and isinstance(drawn, Selection)
+        np.testing.assert_array_equal(back.selection.prompt_ids, SELECTION.prompt_ids)
+        assert back.so_far.keys() == {p for p in SELECTION.prompt_ids[rank::readers].tolist() if p % 4}
+        for prompt, each in back.so_far.items():
+            assert [(one.slot, one.ended) for one in each] == [(one.slot, one.ended) for one in known(prompt)]
+            group = group_of(prompt, routed=routed)
+            ours = replace(group, completions=tuple(one.completion for one in each))
+            assert same_group(ours, replace(group, completions=group.completions[: len(each)]))
+    first = backs[0][0]
+    assert isinstance(first, BrokenOff)
+    for oldest, limit, wanted, fits in ((3, 9, False, True), (4, 9, False, False), (3, 3, False, False)):
+        assert first.made_for(RolloutConfig(max_response_tokens=limit), oldest=oldest, routed=wanted) == fits
+    assert first.made_for(RolloutConfig(), oldest=0, routed=True) == routed
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 3)])
+def test_roles_come_back_with_their_rewards(writers: int, readers: int, tmp_path: Path) -> None:
+    def in_roles(prompt: int) -> Group:
+        group = group_of(prompt)
+        masks = [completion.loss_mask for completion in group.completions]
+        said_by = [np.where(mask, np.arange(len(mask)) % 2, -1).astype(np.int8) for mask in masks]
+        completions = (replace(c, roles=roles) for c, roles in zip(group.completions, said_by, strict=True))
+        return replace(group, completions=tuple(completions))
+
+    def write(world: World) -> StepMetadata:
+        groups = {prompt: in_roles(prompt) for prompt in PROMPTS[world.rank :: world.size]}
+        rewards = [np.random.default_rng(prompt).random((3, 2)) for prompt in groups]
+        part = metadata_of(list(groups.values()), np.ones(len(groups)), 3, 0, world.rank, role_rewards=rewards)
+        metadata = gather_metadata(world.gather(part), window=11.7)
+        held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
+        batch = RolloutsInFlight(SELECTION, Collected(held, metadata, METRICS, ()))
+        write_in_flight(tmp_path, [batch], world)
+        return metadata
+
+    metadata = as_ranks(writers, write)[0]
+    for batch in as_ranks(readers, lambda world: read(world, tmp_path)):
+        np.testing.assert_array_equal(batch.rollouts.metadata.roles, metadata.roles)
+        for row, group in batch.rollouts.held.items():
+            assert same_group(group, in_roles(int(metadata.prompt_ids[row])))
+        for roles, fits in ((("a", "b"), True), ((), False)):
+            assert batch.made_for(RolloutConfig(samples_per_prompt=3, roles=roles)) == fits
 
 
 def test_rollouts_from_before_groups_could_differ_in_size_are_read(tmp_path: Path) -> None:

@@ -17,6 +17,17 @@ async def rollout(client, prompt):
     return [first, told, second]
 
 
+async def rollout_in_roles(client, prompt):
+    first, told, second = await rollout(client, prompt)
+    return [("asker", first), told, ("answerer", second)]
+
+
+def reward_of_roles(data_source, solution_str, ground_truth, extra_info=None):
+    """The asker's is that of the one who answers, and the answerer's is for a short answer."""
+    of_answer = float(len(solution_str) % 2)
+    return {"score": of_answer, "roles": {"answerer": -len(solution_str) / 10}}
+
+
 async def generate(args, sample: Sample, sampling_params) -> Sample:
     assert not args.partial_rollout, "partial rollout is not supported by this function"
     state = GenerateState(args)

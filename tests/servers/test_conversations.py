@@ -72,6 +72,10 @@ async def rollout(client, prompt):
     second = await client.generate([*tokens, *first.token_ids, 1, ABORTS])
     return [first, [1, ABORTS], second]
 
+async def speak_in_roles(client, prompt):
+    first, told, second = await rollout(client, prompt)
+    return [("asker", first), told, ("answerer", second)]
+
 async def give_up_at_first(client, prompt):
     SEEN[prompt.id] = SEEN.get(prompt.id, 0) + 1
     if SEEN[prompt.id] == 1:
@@ -135,10 +139,11 @@ def converse(
     attempts: int = 3,
     setting: str = "custom_generate",
     counts: tuple[int, ...] = (),
+    roles: tuple[str, ...] = (),
 ) -> tuple[Batch, dict, list]:
     """Have a function answer; the batch, the servers that were lost, and what is left in the prompts."""
     (folder / "tools.py").write_text(FUNCTIONS)
-    rollout = RolloutConfig(**{setting: f"{folder / 'tools.py'}:{function}"}, request_timeout_s=20.0)
+    rollout = RolloutConfig(**{setting: f"{folder / 'tools.py'}:{function}"}, request_timeout_s=20.0, roles=roles)
     write_tokenizer(character_tokenizer(), folder, max_tokens=512)
     conversations = conversations_of(Config(model=ModelConfig(path=str(folder)), rollout=rollout))
     assert conversations is not None
@@ -205,6 +210,15 @@ def test_turns_are_joined_as_they_were_generated_also_where_the_server_broke_one
         assert completion.loss_mask.tolist() == [True, True, False, False, True, True, True]
         assert completion.logprobs[completion.loss_mask].tolist() == [-0.5, -0.25, -0.5, -0.5, -0.25]
         assert (completion.versions, completion.finish_reason) == ((VersionSpan(3, 7),), "stop")
+
+
+def test_each_token_comes_with_its_role(url: str, tmp_path: Path) -> None:
+    batch, *_ = converse("speak_in_roles", url, tmp_path, setting="conversation", roles=("answerer", "asker"))
+    assert batch.error is None
+    for completion in (completion for group in batch.groups() for completion in group):
+        assert completion.roles is not None and completion.roles.tolist() == [1, 1, -1, -1, 0, 0, 0]
+    batch, *_ = converse("speak_in_roles", url, tmp_path, setting="conversation")
+    assert isinstance(batch.error, UserError) and "rollout.roles has none" in str(batch.error)
 
 
 def test_a_conversation_that_gives_up_is_had_again_and_costs_no_server(url: str, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ COMPLETIONS = 16 * 4
     ("kind", "setting"),
     [
         ("sglang", "custom_generate={}:generate"),
-        ("sglang", "conversation={}:rollout"),
+        ("sglang", "conversation={}:rollout_in_roles"),
         ("vllm", "conversation={}:rollout"),
     ],
 )
@@ -39,6 +39,8 @@ def test_conversations_with_a_tool_are_trained_on_as_the_server_scored_them(
 ) -> None:
     run, server = tmp_path / "run", real_servers.get(kind, 1)
     settings = [f"rollout.{setting.format(FILE)}", "pruning.prompts.rule=none", "run.steps=2", "eval.show=4"]
+    if in_roles := setting.endswith("in_roles"):
+        settings += ["rollout.roles=[asker,answerer]", f"reward.function={FILE}:reward_of_roles"]
     where = [f"rollout.engine={kind}", f"rollout.servers=[{server.api.url}]"]
     process = start(run, served_policy, *where, *settings, secret=server.secret)
     first, *steps = finish(process, run)
@@ -48,6 +50,11 @@ def test_conversations_with_a_tool_are_trained_on_as_the_server_scored_them(
         assert step["train/rollout_logprob_abs_diff"] <= AGREES
         assert step["train/token_mult_prob_error"] <= 1 + AGREES
         assert (step["rollout/stale_tokens"], step["staleness/mean"]) == (0.0, 0.0)
+        of_roles = [step.get(f"rollout/role_reward/{role}") for role in ("asker", "answerer")]
+        if in_roles:
+            assert of_roles[0] == pytest.approx(step["rollout/reward"]) and of_roles[1] < 0.0
+        else:
+            assert of_roles == [None, None]
         told = step["rollout/response_len/mean"] * COMPLETIONS - step["rollout/generated_tokens"]
         assert told == pytest.approx(len(TOOL) * COMPLETIONS), "a second turn follows every first one"
     answers = (run / "answers.jsonl").read_text()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_dppo.rl.types import Completion, Prompt, RoutingShape, VersionSpan
-from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.engine import Progress, Sampling
 from megatron_dppo.rollout.servers.batch import Batch, wait
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
 from megatron_dppo.rollout.servers.dispatch import Dispatcher, PromptFailedError
@@ -119,6 +119,106 @@ class Gradual(Script):
         pieces = await super().generate(ask, timeout_s=timeout_s)
         await asyncio.sleep(0.01 * max(len(piece.token_ids) for piece in pieces))
         return pieces
+
+
+class Breakable(Script):
+    """Takes a while for each token, and can be broken off."""
+
+    aborts: asyncio.Event
+    token_s = 0.01
+
+    async def generate(self, ask: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
+        pieces, clock = await super().generate(ask, timeout_s=timeout_s), asyncio.get_running_loop().time
+        began = clock()
+        try:
+            await asyncio.wait_for(self.aborts.wait(), self.token_s * max(len(piece.token_ids) for piece in pieces))
+        except TimeoutError:
+            return pieces
+        made = int((clock() - began) / self.token_s)
+        return [p if len(p.token_ids) <= made else _piece(p.token_ids[:made].tolist(), reason="abort") for p in pieces]
+
+    async def abort(self) -> None:
+        self.aborts.set()
+
+
+def _broken_off(
+    http: Http, dispatcher: Dispatcher, servers: Sequence[Breakable], batches: Sequence[Batch]
+) -> list[Progress]:
+    """After a while, as an engine does it."""
+    time.sleep(0.06)
+    dispatcher.ask_no_more(batches)
+    for server in servers:
+        http.run(server.abort())
+    return dispatcher.progress(batches, 10.0)
+
+
+def _breakable(http: Http, answer: Callable[[Script, GenerateRequest], list[GenerateResult]]) -> Breakable:
+    server = Breakable("http://a:1", http, answer)
+    server.aborts = asyncio.Event()
+    return server
+
+
+def test_what_is_broken_off_goes_on_from_the_tokens_that_it_has(http: Http) -> None:
+    """As another run has read it. What had ended is not asked for again, and what had not begun is asked whole."""
+
+    def long_for_some(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
+        first, made = ask.token_ids[0], len(ask.token_ids) - 2
+        whole = [first] * (7 if first > 1 else 2) + [0]
+        return [_piece(whole[made:]) for _ in range(ask.samples)]
+
+    server = _breakable(http, long_for_some)
+    server.token_s = 0.05
+    dispatcher = _dispatcher(http, server, max_in_flight=2)
+    batch = dispatcher.begin(_prompts(4), SAMPLING, 5)
+    while len(server.asks) < 3:
+        time.sleep(0.01)
+    (so_far,) = _broken_off(http, dispatcher, [server], [batch])
+    assert len(server.asks) == 3 and so_far[3] == []
+    assert [one.ended for one in so_far[0]] == [True] * SAMPLES
+    made = {prompt: [one.completion.token_ids.tolist() for one in so_far[prompt]] for prompt in (1, 2)}
+    assert all(1 <= len(tokens) < 8 for tokens in made[1]) and not any(one.ended for one in so_far[1])
+
+    other = Script("http://b:1", http, long_for_some)
+    batch = _dispatcher(http, other).begin(_prompts(4), SAMPLING, 5, so_far)
+    batch.wait(20.0)
+    lengths = {0: 3, 1: 8, 2: 8, 3: 8}
+    for prompt, group in enumerate(batch.groups()):
+        whole = [prompt + 1] * (lengths[prompt] - 1) + [0]
+        assert [c.token_ids.tolist() for c in group] == [whole] * SAMPLES
+        assert all(c.logprobs.tolist() == [-token for token in whole] for c in group)
+    asked = sorted((list(ask.token_ids), ask.samples, ask.max_tokens) for ask in other.asks)
+    unfinished = [([2, 7, *tokens], 1, 8 - len(tokens)) for tokens in made[1]]
+    assert [ask for ask in asked if ask[0][0] == 2] == sorted(unfinished)
+    assert not any(tokens[0] == 1 for tokens, _, _ in asked) and asked[-1] == ([4, 7], SAMPLES, 8)
+
+
+def test_what_is_broken_off_is_as_long_in_the_end_as_what_is_sampled(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless what was unfinished is begun anew."""
+
+    def lengths() -> np.ndarray:
+        server, sampling = _breakable(http, _abort_now_and_then), replace(SAMPLING, max_tokens=LONGEST)
+        dispatcher = _dispatcher(http, server, max_in_flight=192)
+        batches = [dispatcher.begin(_prompts(64), replace(sampling, seed=seed), 5) for seed in range(3)]
+        known = _broken_off(http, dispatcher, [server], batches)
+        others = _dispatcher(http, Script("http://b:1", http, _abort_now_and_then), max_in_flight=192)
+        made = []
+        for seed, so_far in enumerate(known):
+            batch = others.begin(_prompts(64), replace(sampling, seed=10 + seed), 5, so_far)
+            batch.wait(20.0)
+            assert batch.is_over and batch.error is None
+            made += [len(c.token_ids) for group in batch.groups() for c in group]
+        return np.array(made)
+
+    assert _p_of_lengths(lengths()) > 0.01
+    kept = Batch.progress
+    monkeypatch.setattr(
+        Batch,
+        "progress",
+        lambda batch: {prompt: [one for one in each if one.ended] for prompt, each in kept(batch).items()},
+    )
+    assert _p_of_lengths(lengths()) < 0.01
 
 
 def _abort_now_and_then(server: Script, ask: GenerateRequest) -> list[GenerateResult]:

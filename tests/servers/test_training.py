@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -181,6 +182,8 @@ def test_a_run_two_steps_ahead_that_is_killed_goes_on_with_the_batches_in_flight
     wait_for(tracker, process, run)
     kill(process)
     assert tracker.read_text().strip() == "2"
+    batches = sorted((run / "checkpoints" / "iter_0000002").glob("rollouts*/step.npz"))
+    assert len(batches) == 2 and all("broken_off_by_ranks" in np.load(batch) for batch in batches)
 
     steps = finish(start(run, served_policy, *settings, secret=sglang_tp1.secret), run)[1:]
     assert "resuming after step 2" in (run / "log").read_text()

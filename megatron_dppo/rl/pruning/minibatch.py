@@ -17,6 +17,7 @@ from megatron_dppo.rl.pruning.completion_rules import (
 )
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
 from megatron_dppo.rl.pruning.schedule import adapted_keep
+from megatron_dppo.rl.roles import conversation_advantages, role_advantages
 from megatron_dppo.rl.trees import path_advantages, segment_advantages
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
@@ -42,8 +43,8 @@ class Pruned:
     """A = 0, no KL term and no teacher: the gradient is exactly 0. No rule trains on these, and none is said to save
     them. True for padding, too."""
     segments: Floats
-    """[Q, G, B + 1], the advantage of each segment of a path in a tree, of which ``advantage`` is a mean; B = 0, and
-    ``advantage`` itself, without one."""
+    """[Q, G, B + 1], the advantage of each segment of a path in a tree, or [Q, G, R] of each role in a conversation, of
+    which ``advantage`` is a mean; without either [Q, G, 1], ``advantage`` itself."""
     normaliser: float
     """Z"""
     magnitude: Floats
@@ -109,14 +110,18 @@ def prune_minibatch(
 
 
 def advantages_of_segments(part: StepMetadata, config: Config, objective: Objective) -> Floats:
-    """[Q, G, B + 1], the advantage of each segment of a path in a tree; B = 0, one for a completion, without.
+    """[Q, G, B + 1], the advantage of each segment of a path in a tree; [Q, G, R], of each role in a conversation;
+    [Q, G, 1], of a completion that is neither.
 
     All are 0 where a teacher alone is trained on."""
-    tree = config.rollout.tree
+    tree, roles = config.rollout.tree, part.roles.shape[-1]
     if not config.loss.distillation.use_task_rewards:
-        return np.zeros((*part.rewards.shape, part.forks.shape[-1] + 1))
+        return np.zeros((*part.rewards.shape, roles or part.forks.shape[-1] + 1))
+    if roles:
+        return role_advantages(part, config.rollout, objective)
     if not tree.branches:
-        return minibatch_advantages(part, config.rollout, objective)[..., None]
+        known = part.rewards, part.samples, part.prompt_inclusion
+        return minibatch_advantages(*known, config.rollout, objective)[..., None]
     return segment_advantages(part.rewards, part.response_lengths, part.forks, tree)
 
 
@@ -142,6 +147,8 @@ def completion_candidates(
     advantage = segments[..., 0]
     if part.forks.shape[-1]:
         advantage = path_advantages(segments, part.response_lengths, part.score_norms, part.forks)
+    elif part.roles.shape[-1]:
+        advantage = conversation_advantages(segments, part.roles)
     present, prompt_inclusion = part.present, part.prompt_inclusion[:, None]
     share = shares(part.samples, present, counted_size(part.samples, config.rollout))
     c = coefficient(objective.aggregation, part.sampled_lengths, share)

@@ -12,9 +12,9 @@ import numpy as np
 
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import joined
-from megatron_dppo.rollout.engine import Completions, Look, Sampling
+from megatron_dppo.rollout.engine import Completions, Look, Progress, Sampling, SoFar
 from megatron_dppo.rollout.servers.client import ServerClient
-from megatron_dppo.rollout.tree import Branches, Entropies, Stem, TreePath, forks_of, grown, leaves_of
+from megatron_dppo.rollout.tree import Branches, Entropies, Stem, TreePath, forks_of, grown, leaves_of, root_of
 
 LOOK_S = 0.05
 """How often groups that are complete are looked at, while others are waited for."""
@@ -59,10 +59,21 @@ class PartialCompletion:
 class Batch:
     """Prompts under way. The main thread waits for it, and reads how far it is."""
 
-    def __init__(self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int, number: int) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        oldest: int,
+        number: int,
+        so_far: Progress | None = None,
+    ) -> None:
         self.prompts, self.sampling, self.number = prompts, sampling, number
         self.oldest = oldest
-        """Version before which no token may have been made."""
+        """Version before which no token may be made from now on."""
+        self.samples = [self._samples(index, (so_far or {}).get(p.id, ())) for index, p in enumerate(prompts)]
+        """Of each prompt what begins with it."""
+        self.broken_off = False
+        """Whether no more of it is to be asked."""
         self.paths: list[list[TreePath]] = [[] for _ in prompts]
         """Those of each prompt that have ended."""
         self.finished = 0
@@ -86,6 +97,24 @@ class Batch:
     def wait(self, seconds: float) -> None:
         """Until it is finished or has failed, for so long at most."""
         self._over.wait(seconds)
+
+    def progress(self) -> Progress:
+        """How far it is, where nothing forks."""
+        samples = {prompt.id: each for prompt, each in zip(self.prompts, self.samples, strict=True)}
+        return {
+            prompt: [SoFar(one.slot, joined(one.parts), one.ended) for one in each if not one.fresh]
+            for prompt, each in samples.items()
+        }
+
+    def _samples(self, index: int, so_far: Sequence[SoFar]) -> list[PartialCompletion]:
+        stem = root_of(self.prompts[index], self.sampling.count(index), self.sampling.branches)
+        known = {each.slot: each for each in so_far}
+        return [
+            PartialCompletion(stem, slot, [known[slot].completion], ended=known[slot].ended)
+            if slot in known
+            else PartialCompletion(stem, slot)
+            for slot in stem.slots
+        ]
 
     def groups(self) -> Completions:
         return [leaves_of(paths, self.sampling.branches) for paths in self.paths]

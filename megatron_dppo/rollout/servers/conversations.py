@@ -161,13 +161,22 @@ class Conversations:
         remedy: what to do where it returns what cannot be trained on.
         tokenizer: of the policy.
         timeout_s: how long the conversations of one prompt may take.
+        roles: of the run.
     """
 
     def __init__(
-        self, setting: str, spec: str, function: Function, *, remedy: str, tokenizer: Any, timeout_s: float
+        self,
+        setting: str,
+        spec: str,
+        function: Function,
+        *,
+        remedy: str,
+        tokenizer: Any,
+        timeout_s: float,
+        roles: Sequence[str] = (),
     ) -> None:
         self._setting, self._spec, self._function, self._remedy = setting, spec, function, remedy
-        self._tokenizer, self._timeout_s = tokenizer, timeout_s
+        self._tokenizer, self._timeout_s, self._roles = tokenizer, timeout_s, roles
         self._thread = Http()
 
     def close(self) -> None:
@@ -206,7 +215,7 @@ class Conversations:
         own = replace(prompt, label=copy.deepcopy(prompt.label), extra=copy.deepcopy(dict(prompt.extra)))
         try:
             returned = await self._function(client, own)
-            return completed(returned, prompt, client.generated, client.max_tokens)
+            return completed(returned, prompt, client.generated, client.max_tokens, self._roles)
         except (ServerError, UserError):
             raise
         except TryAgainError as error:

@@ -36,7 +36,8 @@ def conversations_of(config: Config) -> Conversations | None:
     parameters: tuple[str, ...]
     if rollout.conversation is not None:
         setting, spec, parameters = OURS, rollout.conversation, ("client", "prompt")
-        remedy = "Have it return the turns as client.generate returned them, with lists of token ids between them"
+        said = f'("{rollout.roles[0]}", turn) for each turn' if rollout.roles else "the turns"
+        remedy = f"Have it return {said} as client.generate returned them, with lists of token ids between them"
     elif rollout.custom_generate is not None:
         setting, spec, parameters = SLIMES, rollout.custom_generate, ("args", "sample", "sampling_params")
         remedy = "Have it return the sample with tokens, response_length, rollout_log_probs, loss_mask and status"
@@ -57,6 +58,7 @@ def conversations_of(config: Config) -> Conversations | None:
         remedy=remedy,
         tokenizer=load_tokenizer(config.model.path),
         timeout_s=rollout.request_timeout_s,
+        roles=rollout.roles,
     )
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
@@ -21,15 +23,12 @@ from functools import partial
 from typing import Any
 
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
-from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.engine import Progress, Sampling
 from megatron_dppo.rollout.servers.batch import Batch, PartialCompletion, alike_so_far
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.conversations import ConversationError, Conversations, completion_of
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable
-from megatron_dppo.rollout.tree import (
-    root_of,
-    wants_entropies,
-)
+from megatron_dppo.rollout.tree import wants_entropies
 
 PROBE_S = 5.0
 """How long a server, whose connection broke, may take to say that it lives."""
@@ -78,6 +77,7 @@ class Dispatcher:
         self._failures = Counter[ServerClient]()
         """In a row."""
         self._lost: dict[str, str] = {}
+        self._running = weakref.WeakKeyDictionary[Batch, Future[None]]()
         self._waiting: list[tuple[tuple[int, int], asyncio.Future[None]]] = []
         """Those that wait for room or for a server, with their places."""
         self._numbers = itertools.count()
@@ -92,17 +92,43 @@ class Dispatcher:
         """These servers are asked from now on, and no others; what is under way elsewhere is asked anew."""
         self._http.run(self._serve_from(clients))
 
-    def begin(self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int) -> Batch:
+    def begin(
+        self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int, so_far: Progress | None = None
+    ) -> Batch:
         """Ask for all of these prompts, and return at once.
 
         Args:
             prompts: in whose order they are asked, and the groups come back.
             sampling: the same for all.
-            oldest: version before which no token may have been made; a server that gives an older one is lost.
+            oldest: version before which no token may be made; a server that gives an older one is lost.
+            so_far: what there is of them; what has ended is not asked for.
         """
-        batch = Batch(prompts, sampling, oldest, next(self._numbers))
-        self._http.start(self._run(batch)).add_done_callback(lambda future: batch.over(_outcome(future)))
+        batch = Batch(prompts, sampling, oldest, next(self._numbers), so_far)
+        future = self._http.start(self._run(batch))
+        future.add_done_callback(lambda future: batch.over(_outcome(future)))
+        self._running[batch] = future
         return batch
+
+    def ask_no_more(self, batches: Sequence[Batch]) -> None:
+        """Of these. What servers are at work on comes back yet."""
+        for batch in batches:
+            batch.broken_off = True
+        self._http.run(self._let_go())
+
+    def progress(self, batches: Sequence[Batch], wait_s: float) -> list[Progress]:
+        """How far batches are of which no more is asked, once servers have aborted them; what does not come back within
+        so many seconds is given up."""
+        until = time.monotonic() + wait_s
+        for batch in batches:
+            batch.wait(max(until - time.monotonic(), 0.0))
+            self._running.pop(batch).cancel()
+        return self._http.run(self._progress(batches))
+
+    async def _let_go(self) -> None:
+        self._wake()
+
+    async def _progress(self, batches: Sequence[Batch]) -> list[Progress]:
+        return [batch.progress() for batch in batches]
 
     async def _take_lost(self) -> dict[str, str]:
         lost, self._lost = self._lost, {}
@@ -121,9 +147,12 @@ class Dispatcher:
 
     async def _prompt(self, batch: Batch, index: int) -> None:
         """See one prompt through."""
-        stem = root_of(batch.prompts[index], batch.sampling.count(index), batch.sampling.branches)
-        await self._samples(batch, index, [PartialCompletion(stem, slot) for slot in stem.slots])
-        batch.prompt_ended(index)
+        samples = batch.samples[index]
+        batch.some_ended(index, [sample for sample in samples if sample.ended])
+        left = alike_so_far([sample for sample in samples if not sample.ended])
+        await _all(self._samples(batch, index, each) for each in left)
+        if not batch.broken_off:
+            batch.prompt_ended(index)
 
     async def _samples(
         self,
@@ -150,6 +179,8 @@ class Dispatcher:
             if failure := await self._part(batch, index, samples, attempt, avoided):
                 attempt, last = attempt + 1, failure
                 self.resubmitted += 1
+            if batch.broken_off:
+                return
             alike = alike_so_far([sample for sample in samples if not sample.ended])
             others = bool(failure) and not avoided >= set(self._asked)
             if alike and sum(sample.length for sample in samples) == before and not others:
@@ -171,6 +202,9 @@ class Dispatcher:
         """
         place = (batch.number, index)
         client = await self._server(place, failed, samples[0].server if samples[0].fresh else None)
+        if batch.broken_off:
+            self._wake()  # for the next one that waits
+            return None
         read_versions = partial(self._spans, client, batch.oldest)
         answer: Coroutine[Any, Any, Sequence[GenerateResult | Completion]]
         if self._conversations is not None:

@@ -18,7 +18,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import Completions, Look, Sampling, WeightSource
+from megatron_dppo.rollout.engine import Completions, Look, Progress, Sampling, WeightSource
 from megatron_dppo.rollout.servers.batch import Batch, wait
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.conversations import Conversations
@@ -31,6 +31,9 @@ from megatron_dppo.rollout.servers.pool import CLIENTS, Pool, Server
 from megatron_dppo.rollout.servers.processes import new_secret
 from megatron_dppo.rollout.servers.sync import Sync, Timings
 from megatron_dppo.rollout.servers.transports import open_transport
+
+BREAK_OFF_S = 10.0
+"""How long aborted requests may take to come back. A server that was paused as they arrived keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class ServerEngine:
             self._http = Http()
             opened.callback(self._http.close)
             conversations = world.together(lambda: conversations_of(config), what="import of a conversation")
+            self._converses = conversations is not None
             if conversations is not None:
                 opened.callback(conversations.close)
             self._pool: Pool | None = None
@@ -108,6 +112,22 @@ class ServerEngine:
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
         return self._dispatcher.begin(prompts, sampling, self._version)
+
+    def break_off(self, pending: Sequence[Batch]) -> list[Progress] | None:
+        """Conversations and trees are not: of a function's turns, and of forks, servers know nothing."""
+        if self._converses or any(batch.sampling.branches for batch in pending):
+            return None
+        self._dispatcher.ask_no_more(pending)
+        self._world.gather(None)  # only then servers abort: no rank asks them again
+        self._lose(self._sync.abort(self._serving()))
+        progress = self._dispatcher.progress(pending, BREAK_OFF_S)
+        self._world.gather(None)  # and no rank has anything under way as they go on
+        self.resume()
+        return progress
+
+    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Progress) -> Batch:
+        known = None if self._converses or sampling.branches else so_far
+        return self._dispatcher.begin(prompts, sampling, self._version, known)
 
     def finish(self, pending: Batch, look: Look | None = None) -> Completions:
         """Wait until the prompts of all ranks are answered. Ranks exchange how far they are, at least once a second.

@@ -110,6 +110,10 @@ class Sync:
         self.timings = Timings(paused - began, loaded - paused, ended - loaded, bytes=sent)
         return None
 
+    def abort(self, clients: Sequence[ServerClient]) -> Mapping[str, str]:
+        """Have the servers break off what they are at, and pause; what went wrong, by URL."""
+        return self._ask_all(clients, lambda client: client.pause("abort"))
+
     def resume(self, clients: Sequence[ServerClient]) -> Mapping[str, str]:
         """Have the servers generate; what went wrong, by URL."""
         began = time.perf_counter()
