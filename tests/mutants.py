@@ -1060,14 +1060,38 @@ MUTANTS = [
     ),
     # Rewards.
     Mutant(
+        "rewards/groups are taken apart",
+        "if not worker.takes_groups and len(unit) > 1:",
+        "if len(unit) > 1:",
+        "rewards/test_groups.py",
+    ),
+    Mutant(
+        "rewards/scores are missing",
+        "if len(scores := list(returned)) != len(items):",
+        "scores = list(returned)\n        if False:",
+        "rewards/test_groups.py",
+    ),
+    Mutant(
+        "rewards/a group has the time of one completion",
+        "limit_s = timeout_s * len(items)",
+        "limit_s = timeout_s",
+        "rewards/test_groups.py",
+    ),
+    Mutant(
+        "rewards/a group that fails counts once",
+        "self._scored.errors += len(unit)",
+        "self._scored.errors += 1",
+        "rewards/test_groups.py",
+    ),
+    Mutant(
         "rewards/a function that hangs is waited for",
-        "signal.setitimer(signal.ITIMER_PROF, timeout_s)",
+        "signal.setitimer(signal.ITIMER_PROF, limit_s)",
         "signal.setitimer(signal.ITIMER_PROF, 0.0)",
         "rewards/test_workers.py::test_function_that_hangs_costs_its_completion_only -k spin",
     ),
     Mutant(
         "rewards/no second worker for what one has died over",
-        "if index in self._lost_once:",
+        "if unit.start in self._lost_once:",
         "if True:",
         "rewards/test_workers.py::test_completion_whose_worker_was_killed_once_is_scored_by_another",
     ),
