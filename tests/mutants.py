@@ -1058,6 +1058,37 @@ MUTANTS = [
         "0",
         "rollout/test_collect.py -k trees",
     ),
+    # Conversations with the local engine.
+    Mutant(
+        "conversations/a turn repeats the luck of another",
+        "self.prompt.id + self.asked * TURN",
+        "self.prompt.id",
+        "rollout/test_local_conversations.py",
+    ),
+    Mutant(
+        "conversations/a slow tool is not waited for",
+        "if all(place in self._asked for place in under_way):",
+        "if self._asked:",
+        "rollout/test_local_conversations.py",
+    ),
+    Mutant(
+        "conversations/a turn has no length of its own",
+        "limit = left if max_tokens is None else min(left, max_tokens)",
+        "limit = left",
+        "rollout/test_local_conversations.py",
+    ),
+    Mutant(
+        "conversations/turns end where responses do",
+        "replace(self._sampling, stop_token_ids=stops)",
+        "self._sampling",
+        "rollout/test_local_conversations.py",
+    ),
+    Mutant(
+        "conversations/servers are compared by conversations",
+        "self.finish(self._attempt(prompts, sampling, None))",
+        "self.finish(self.begin(prompts, sampling))",
+        "rollout/test_local_conversations.py",
+    ),
     # Rewards.
     Mutant(
         "rewards/groups are taken apart",

@@ -210,8 +210,8 @@ class RolloutConfig(Section):
     stop_token_ids: tuple[int, ...] | None = None
     """Tokens that end a completion; null: the policy's end-of-sequence tokens."""
     conversation: str | None = None
-    """``async rollout(client, prompt)`` as ``module:function`` or ``file.py:function``: it has a conversation with a
-    server for each completion, and may call tools between its turns. null: a completion is one request."""
+    """``async rollout(client, prompt)`` as ``module:function`` or ``file.py:function``: it has a conversation with the
+    policy for each completion, and may call tools between its turns. null: a completion is one request."""
     custom_generate: str | None = None
     """slime's ``async custom_generate(args, sample, sampling_params)``, in the place of rollout.conversation: it speaks
     to an SGLang server."""

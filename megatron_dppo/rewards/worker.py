@@ -6,8 +6,8 @@ function leaves behind, in whatever sessions, and ends them with the scoring: wh
 (SIGTERM), and when the trainer has died. It ends as the scoring ended.
 
 Messages out are ("ready", whether the function takes groups), ("refused", UserError), ("error", unit, kind, text) and
-("scores", unit, [(reward, correct, answer, by), …]). A message in is a list of (unit, pickled items). A unit is the range
-of one completion's number, or of those of a group; an item is a :class:`ScoreItem`.
+("scores", unit, [(reward, correct, answer, by), …]). A message in is a list of (unit, pickled items). A unit is the
+range of one completion's number, or of those of a group; an item is a :class:`ScoreItem`.
 """
 
 from __future__ import annotations
