@@ -1089,6 +1089,25 @@ MUTANTS = [
         "self.finish(self.begin(prompts, sampling))",
         "rollout/test_local_conversations.py",
     ),
+    # Environments of verifiers, where that is installed.
+    Mutant(
+        "verifiers/a reward function that fails is worth nothing",
+        "raise sys.exc_info()[1] or RuntimeError(record.getMessage())",
+        "return",
+        "data/test_verifiers.py",
+    ),
+    Mutant(
+        "verifiers/held-out problems are trained on",
+        'if (number in held_out) == (split == "eval")',
+        'if number in held_out or split == "train"',
+        "data/test_verifiers.py",
+    ),
+    Mutant(
+        "verifiers/an environment keeps the signals",
+        "for number, handler in taken.items():",
+        "for number, handler in ():",
+        "data/test_verifiers.py",
+    ),
     # Rewards.
     Mutant(
         "rewards/groups are taken apart",

@@ -24,6 +24,7 @@ BUILTIN = {
     "math": "megatron_dppo.rewards.math.verdict:math_verdict",
     "exact": "megatron_dppo.rewards.functions:exact_score",
     "reasoning_gym": "megatron_dppo.rewards.functions:reasoning_gym_score",
+    "verifiers": "megatron_dppo.data.verifiers:group_score",
 }
 OF_TEXT = ("math", "exact")
 """Those that compare an answer with the label, letter by letter or as mathematics."""
