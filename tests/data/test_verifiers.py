@@ -114,7 +114,7 @@ def test_held_out_problems_are_the_environments_own_or_drawn_once() -> None:
     ("config", "words"),
     [
         (replace(CONFIG, arguments={"tools": True}), "has several turns (Tools)"),
-        (replace(CONFIG, environment="no_such"), "= no_such cannot be loaded (ValueError: Could not import"),
+        (replace(CONFIG, environment="no_such"), "no_such: cannot be loaded (ValueError: Could not import"),
         (replace(CONFIG, eval_problems=9), "leaves nothing to train on of the 9 problems"),
     ],
 )
