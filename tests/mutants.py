@@ -1198,16 +1198,90 @@ MUTANTS = [
         "0",
         "rollout/test_collect.py -k trees",
     ),
+    # Conversations with the local engine.
+    Mutant(
+        "conversations/a turn repeats the luck of another",
+        "self.prompt.id + self.asked * TURN",
+        "self.prompt.id",
+        "rollout/test_local_conversations.py",
+    ),
+    Mutant(
+        "conversations/a slow tool is not waited for",
+        "if all(place in self._asked for place in under_way):",
+        "if self._asked:",
+        "rollout/test_local_conversations.py",
+    ),
+    Mutant(
+        "conversations/a turn has no length of its own",
+        "limit = left if max_tokens is None else min(left, max_tokens)",
+        "limit = left",
+        "rollout/test_local_conversations.py",
+    ),
+    Mutant(
+        "conversations/turns end where responses do",
+        "replace(self._sampling, stop_token_ids=stops)",
+        "self._sampling",
+        "rollout/test_local_conversations.py",
+    ),
+    Mutant(
+        "conversations/servers are compared by conversations",
+        "self.finish(self._attempt(prompts, sampling, None))",
+        "self.finish(self.begin(prompts, sampling))",
+        "rollout/test_local_conversations.py",
+    ),
+    # Environments of verifiers, where that is installed.
+    Mutant(
+        "verifiers/a reward function that fails is worth nothing",
+        "raise sys.exc_info()[1] or RuntimeError(record.getMessage())",
+        "return",
+        "data/test_verifiers.py",
+    ),
+    Mutant(
+        "verifiers/held-out problems are trained on",
+        'if (number in held_out) == (split == "eval")',
+        'if number in held_out or split == "train"',
+        "data/test_verifiers.py",
+    ),
+    Mutant(
+        "verifiers/an environment keeps the signals",
+        "for number, handler in taken.items():",
+        "for number, handler in ():",
+        "data/test_verifiers.py",
+    ),
     # Rewards.
     Mutant(
+        "rewards/groups are taken apart",
+        "if not worker.takes_groups and len(unit) > 1:",
+        "if len(unit) > 1:",
+        "rewards/test_groups.py",
+    ),
+    Mutant(
+        "rewards/scores are missing",
+        "if len(scores := list(returned)) != len(items):",
+        "scores = list(returned)\n        if False:",
+        "rewards/test_groups.py",
+    ),
+    Mutant(
+        "rewards/a group has the time of one completion",
+        "limit_s = timeout_s * len(items)",
+        "limit_s = timeout_s",
+        "rewards/test_groups.py",
+    ),
+    Mutant(
+        "rewards/a group that fails counts once",
+        "self._scored.errors += len(unit)",
+        "self._scored.errors += 1",
+        "rewards/test_groups.py",
+    ),
+    Mutant(
         "rewards/a function that hangs is waited for",
-        "signal.setitimer(signal.ITIMER_PROF, timeout_s)",
+        "signal.setitimer(signal.ITIMER_PROF, limit_s)",
         "signal.setitimer(signal.ITIMER_PROF, 0.0)",
         "rewards/test_workers.py::test_function_that_hangs_costs_its_completion_only -k spin",
     ),
     Mutant(
         "rewards/no second worker for what one has died over",
-        "if index in self._lost_once:",
+        "if unit.start in self._lost_once:",
         "if True:",
         "rewards/test_workers.py::test_completion_whose_worker_was_killed_once_is_scored_by_another",
     ),

@@ -38,6 +38,23 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("policy"))
 
 
+CONVERSATION = '''
+import asyncio
+import random
+
+async def rollout(client, prompt):
+    """Two turns, and a tool between them that takes no time or some."""
+    first = await client.generate(prompt.token_ids, max_tokens=3)
+    await asyncio.sleep(0.01 * random.random())
+    told = client.tokenizer.encode("=7", add_special_tokens=False)
+    return [first, told, await client.generate([*prompt.token_ids, *first.token_ids, *told])]
+
+def group_rm(args, samples):
+    order = sorted(sample.response for sample in samples)
+    return [float(order.index(sample.response)) for sample in samples]
+'''
+
+
 class Mortal(Trainer):
     """Dies before a step trains."""
 
@@ -111,6 +128,30 @@ def test_a_run_that_dies_with_trees_in_flight_goes_on_bit_by_bit(policy: Path, r
     assert rows(tmp_path / "run") == undisturbed
     for row in undisturbed[1:]:
         assert row["rollout/unique_tokens"] < row["rollout/generated_tokens"] and row["train/grad_norm"] > 0
+
+
+def test_a_run_that_dies_with_conversations_in_flight_goes_on_bit_by_bit(
+    policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Scored by the group, too."""
+    (file := tmp_path / "agent.py").write_text(CONVERSATION)
+
+    def converses(run: Path) -> Config:
+        config = configure(policy, run, ONE, ahead=1)
+        rollout = replace(config.rollout, conversation=f"{file}:rollout")
+        pruning = replace(config.pruning, prompts=PromptPruningConfig(rule="none"))
+        reward = replace(config.reward, function=f"{file}:group_rm")
+        return replace(config, rollout=rollout, pruning=pruning, reward=reward)
+
+    ranks.run(1, live, converses(tmp_path / "undisturbed"))
+    ranks.run(1, die, converses(tmp_path / "run"))
+    ranks.run(1, live, converses(tmp_path / "run"))
+    undisturbed = rows(tmp_path / "undisturbed")
+    assert rows(tmp_path / "run") == undisturbed
+    assert undisturbed[1]["train/rollout_logprob_abs_diff"] < 1e-5
+    for row in undisturbed[1:]:
+        told = row["rollout/response_len/mean"] - row["rollout/generated_tokens"] / (8 * 3)
+        assert told == pytest.approx(2) and row["train/grad_norm"] > 0
 
 
 def test_a_run_that_dies_with_unequal_groups_in_flight_goes_on_bit_by_bit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_dppo.config.data import ArithmeticConfig, DataConfig, ReasoningGymConfig, RewardConfig
+from megatron_dppo.config.data import ArithmeticConfig, DataConfig, ReasoningGymConfig, RewardConfig, VerifiersConfig
 from megatron_dppo.config.loss import (
     CompletionPruningConfig,
     DistillationConfig,

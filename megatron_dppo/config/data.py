@@ -46,9 +46,21 @@ class ReasoningGymConfig(Section):
     """Seed of the problems."""
 
 
+class VerifiersConfig(Section):
+    """Read where ``data.train`` is ``verifiers``; see ``data/verifiers.py``."""
+
+    environment: str = ""
+    """An environment of one turn, by the id that verifiers' ``load_environment`` takes."""
+    arguments: dict[str, Any] = Field(default={})
+    """For its ``load_environment``."""
+    eval_problems: Positive = 200
+    """Problems that are drawn to be held out where the environment has no held-out ones of its own."""
+
+
 class DataConfig(Section):
     train: str = "arithmetic"
-    """JSONL or parquet file of prompts; or ``arithmetic`` or ``reasoning_gym``, which generate them."""
+    """JSONL or parquet file of prompts; or ``arithmetic`` or ``reasoning_gym``, which generate them; or ``verifiers``,
+    whose environments bring them."""
     rollouts: str | None = None
     """JSONL or parquet file of prompts with completions, rewards and log-probabilities of another policy, which are
     trained on in the place of data.train and of the policy's own rollouts; see ``data/offline.py``. Biased: a
@@ -77,6 +89,7 @@ class DataConfig(Section):
     """What a prompt over max_prompt_tokens does: stop before the run begins, or leave the pool, counted."""
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
+    verifiers: VerifiersConfig = VerifiersConfig()
 
     def check(self, prompts_per_step: int) -> None:
         pools = {"arithmetic": self.arithmetic.problems, "reasoning_gym": self.reasoning_gym.problems}
@@ -89,8 +102,8 @@ class DataConfig(Section):
 
 class RewardConfig(Section):
     function: str = "math"
-    """``math``, ``exact``, ``reasoning_gym`` (its tasks' own verifiers), or a function with verl's, slime's or TRL's
-    signature as ``module:function`` or ``file.py:function``."""
+    """``math``, ``exact``, ``reasoning_gym`` (its tasks' own verifiers), ``verifiers`` (its environment's rubric), or a
+    function with verl's, slime's or TRL's signature as ``module:function`` or ``file.py:function``."""
     timeout_s: Seconds = 10.0
     """Seconds of processor time for scoring one completion, and ten times as many on the clock, for functions that wait
     or have other processes compute; past either the worker is killed and the group leaves the step."""

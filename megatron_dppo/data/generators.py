@@ -11,7 +11,10 @@
 verifier of its own, which ``reward.function=reasoning_gym`` calls. It is an extra:
 ``pip install megatron-dppo[reasoning-gym]``.
 
-Both pools are finite: prompts come back, and pruning by history has a history.
+``verifiers`` has environments: problems with a rubric, which ``reward.function=verifiers`` asks; see
+``data/verifiers.py``. It is an extra as well.
+
+All pools are finite: prompts come back, and pruning by history has a history.
 """
 
 from __future__ import annotations
@@ -26,16 +29,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle, islice
 from typing import Any, Literal
 
-from megatron_dppo.config import ArithmeticConfig, DataConfig, ReasoningGymConfig
+from megatron_dppo.config import ArithmeticConfig, DataConfig, ReasoningGymConfig, VerifiersConfig
 from megatron_dppo.data.rows import Row
 from megatron_dppo.errors import UserError
 
 Split = Literal["train", "eval"]
 REASONING_GYM = "reasoning_gym"
 """The name in ``data.train``, and what stands before a slash in the ``data_source`` of each prompt."""
+VERIFIERS = "verifiers"
+"""Another one."""
 REPEATS = 20
 """Known problems in a row after which a family is taken to have no more, or hardly any."""
 
@@ -136,8 +142,41 @@ def make_problems(config: ReasoningGymConfig, *, split: Split) -> list[Row]:
         UserError: as ``check_tasks``; and where there are fewer distinct problems than asked for.
     """
     check_tasks(config)
+    return _rows_of_process("megatron_dppo.data.generators", config, split)
+
+
+def check_environment(config: VerifiersConfig) -> None:
+    """Make sure that ``data.verifiers`` names an environment, and that there is a verifiers that could load it.
+
+    Raises:
+        UserError: it does not, or there is none.
+    """
+    try:
+        release = version(VERIFIERS)
+    except PackageNotFoundError as error:
+        remedy = "pip install megatron-dppo[verifiers]"
+        raise UserError("data.train", VERIFIERS, "verifiers is not installed", remedy) from error
+    if tuple(map(int, release.split(".")[:2])) >= (0, 4):
+        problem = f"verifiers {release} has no load_environment any more, which environments are loaded by here"
+        raise UserError("data.train", VERIFIERS, problem, 'pip install "megatron-dppo[verifiers]"')
+    if not config.environment:
+        raise UserError("data.verifiers.environment", "", "names no environment", "Give the id of one")
+
+
+def environment_problems(config: VerifiersConfig, *, split: Split) -> list[Row]:
+    """Problems of an environment of verifiers, as rows of a file. ``extra_info`` has what its rubric needs.
+
+    Raises:
+        UserError: as ``check_environment``; and where the environment cannot be loaded, has several turns, or fewer
+            problems than are to be held out.
+    """
+    check_environment(config)
+    return _rows_of_process("megatron_dppo.data.verifiers", config, split)
+
+
+def _rows_of_process(module: str, config: ReasoningGymConfig | VerifiersConfig, split: Split) -> list[Row]:
     made = subprocess.run(
-        [sys.executable, "-m", "megatron_dppo.data.generators"],
+        [sys.executable, "-m", module],
         env=os.environ | {"PYTHONHASHSEED": "0"},
         input=pickle.dumps((config, split)),
         stdout=subprocess.PIPE,
@@ -240,6 +279,10 @@ GENERATORS: Mapping[str, Generator] = {
     REASONING_GYM: Generator(
         check=lambda data: check_tasks(data.reasoning_gym),
         rows=lambda data, split: make_problems(data.reasoning_gym, split=split),
+    ),
+    VERIFIERS: Generator(
+        check=lambda data: check_environment(data.verifiers),
+        rows=lambda data, split: environment_problems(data.verifiers, split=split),
     ),
 }
 

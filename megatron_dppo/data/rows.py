@@ -145,7 +145,7 @@ def read_rows(file: str, setting: str) -> list[Row]:
     """
     path = Path(file)
     if not path.is_file():
-        remedy = "Give the path of a JSONL or parquet file, or a generator: arithmetic, reasoning_gym"
+        remedy = "Give the path of a JSONL or parquet file, or a generator: arithmetic, reasoning_gym, verifiers"
         raise UserError(setting, file, "is no file", remedy)
     readers = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
     if path.suffix not in readers:

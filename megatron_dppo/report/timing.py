@@ -28,11 +28,11 @@ NARROWEST = 0.07
 TEST = ("data.eval", "data.prompt_key", "data.label_key", "eval.benchmarks", "eval.folder", "eval.samples",
         "eval.temperature", "reward.function")  # fmt: skip
 """Settings that decide what an accuracy is measured on."""
-GENERATED = ("data.arithmetic.", "data.reasoning_gym.")
+GENERATED = ("data.arithmetic.", "data.reasoning_gym.", "data.verifiers.")
 """Settings of generators decide it too, except ``TRAINING_ONLY``."""
 TRAINING_ONLY = ("problems", "forgotten_carries", "short_answers", "eval_problems")
 """``eval_problems`` says how many problems are held out, and the runs' own records say how many were asked."""
-COUNTS = ("eval.problems", "data.arithmetic.eval_problems", "data.reasoning_gym.eval_problems")
+COUNTS = ("eval.problems", *(f"{generator}eval_problems" for generator in GENERATED))
 
 
 def timing(runs: Sequence[Run]) -> Section:

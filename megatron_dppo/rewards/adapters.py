@@ -5,18 +5,20 @@ written   signature                                                            t
 ========  ===================================================================  ==================================
 verl      ``compute_score(data_source, solution_str, ground_truth, extra_info)``  anything else
 slime     ``async custom_rm(args, sample)``                                    ``args`` first, or ``sample`` second
+slime     ``async group_rm(args, samples)``                                    the same, and the second's name
 TRL       ``reward(completions, **columns)``                                   ``completions`` or ``prompts``
 ========  ===================================================================  ==================================
 
 verl calls by keyword, and so do we: parameters stand in any order, with or without defaults, behind a star, or in
-``**kwargs``. slime calls by position, TRL by keyword. All three become a :class:`Scorer`, which scoring processes call.
+``**kwargs``. slime calls by position, TRL by keyword. What scoring processes call is a :class:`Scorer`; slime's
+``group_rm``, which is called with all completions of a prompt at once, becomes a :class:`GroupScorer`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -70,20 +72,48 @@ Scorer = Callable[[ScoreItem], Any]
 """A reward function of any form, called with one completion. It returns what the function returned."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupScorer:
+    """A reward function that sees all completions of a prompt at once."""
+
+    function: Callable[[Sequence[ScoreItem]], Any]
+    """Returns the scores in the order of the completions."""
+
+    def __call__(self, items: Sequence[ScoreItem]) -> list[Any]:
+        """What the function returned for each of ``items``, the completions of one prompt.
+
+        Raises:
+            GroupScoresError: it did not return one score for each.
+        """
+        returned = self.function(items)
+        if not isinstance(returned, Iterable) or isinstance(returned, str | Mapping):
+            raise GroupScoresError(f"a {type(returned).__name__}, not a list of scores", len(items))
+        if len(scores := list(returned)) != len(items):
+            raise GroupScoresError(f"{len(scores)} scores", len(items))
+        return scores
+
+
+class GroupScoresError(ValueError):
+    """A function of groups did not return one score for each completion."""
+
+    def __init__(self, returned: str, wanted: int) -> None:
+        super().__init__(f"the reward function returned {returned} for a group of {wanted} completions")
+
+
 class NotScoredError(ValueError):
     """A function of TRL's form returned None: it says that the completion is not its to score."""
 
 
 class UnfitFunctionError(TypeError):
-    """A function cannot be called with one completion at a time; the message says why."""
+    """A function cannot be called as any of the trainers would; the message says why."""
 
 
-def adapted(function: RewardFunction) -> Scorer:
+def adapted(function: RewardFunction) -> Scorer | GroupScorer:
     """What calls ``function`` as the trainer that it was written for would.
 
     Raises:
-        UnfitFunctionError: for slime's ``group_rm`` form, which takes all samples of a group, for one of TRL's form
-            that needs the trainer's state, and for one that none of the three could call.
+        UnfitFunctionError: for one of TRL's form that needs the trainer's state, and for one that none of the three
+            could call.
     """
     try:
         signature = inspect.signature(function)
@@ -94,7 +124,8 @@ def adapted(function: RewardFunction) -> Scorer:
         return _from_trl(function, signature.parameters)
     if len(named) > 1 and (named[0] == "args" or named[1] in ("sample", "samples")):
         if named[1].endswith(GROUPS):
-            raise UnfitFunctionError(f"takes {named[1]!r}, a group of them; completions are scored one at a time")
+            _check(signature, "(args, samples), as slime does", Arguments(), [Sample()])
+            return GroupScorer(lambda items: _awaited(function(Arguments(), [_sample(item) for item in items])))
         _check(signature, "(args, sample), as slime does", Arguments(), Sample())
         return _from_slime(function)
     _check(signature, f"({', '.join(VERL)}), each by its name, as verl does", **dict.fromkeys(VERL))
@@ -117,11 +148,17 @@ def _from_verl(function: RewardFunction) -> Scorer:
 
 
 def _from_slime(function: RewardFunction) -> Scorer:
-    def score(item: ScoreItem) -> Any:
-        sample = Sample(prompt=item.rendered, response=item.solution, label=item.label, metadata=dict(item.extra))
-        return _awaited(function(Arguments(), sample))
+    return lambda item: _awaited(function(Arguments(), _sample(item)))
 
-    return score
+
+def _sample(item: ScoreItem) -> Sample:
+    return Sample(
+        prompt=item.rendered,
+        response=item.solution,
+        label=item.label,
+        metadata=dict(item.extra),
+        response_length=len(item.token_ids),
+    )
 
 
 def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Parameter]) -> Scorer:

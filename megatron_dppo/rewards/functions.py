@@ -16,7 +16,7 @@ from typing import Any
 from megatron_dppo.data.rows import as_text, is_blank
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
-from megatron_dppo.rewards.adapters import RewardFunction, Scorer, UnfitFunctionError, adapted
+from megatron_dppo.rewards.adapters import GroupScorer, RewardFunction, Scorer, UnfitFunctionError, adapted
 from megatron_dppo.rewards.math.completion import stated_answer
 
 SETTING = "reward.function"
@@ -24,6 +24,7 @@ BUILTIN = {
     "math": "megatron_dppo.rewards.math.verdict:math_verdict",
     "exact": "megatron_dppo.rewards.functions:exact_score",
     "reasoning_gym": "megatron_dppo.rewards.functions:reasoning_gym_score",
+    "verifiers": "megatron_dppo.data.verifiers:group_score",
 }
 OF_TEXT = ("math", "exact")
 """Those that compare an answer with the label, letter by letter or as mathematics."""
@@ -45,11 +46,12 @@ class InvalidScoreError(ValueError):
         super().__init__(f"the reward function returned {kind}: {value!r:.200}")
 
 
-def resolve(spec: str) -> Scorer:
+def resolve(spec: str) -> Scorer | GroupScorer:
     """The function that ``reward.function`` names: ``math``, ``exact``, ``module:function`` or ``file.py:function``.
 
     Modules are looked for in the working directory too; a file can import its neighbours. What is returned takes one
-    :class:`~megatron_dppo.rewards.adapters.ScoreItem`, whichever trainer the function was written for.
+    :class:`~megatron_dppo.rewards.adapters.ScoreItem`, whichever trainer the function was written for, or those of all
+    completions of a prompt.
 
     Raises:
         UserError: if it cannot be found, imported or called so.

@@ -5,8 +5,9 @@ the trainer's main module. The keeper, which forks it and runs nothing of the us
 function leaves behind, in whatever sessions, and ends them with the scoring: when that ends, when the trainer says so
 (SIGTERM), and when the trainer has died. It ends as the scoring ended.
 
-Messages out are ("ready",), ("refused", UserError), ("score", i, reward, correct, answer, by, roles) and ("error", i,
-kind, text); a message in is a list of (i, pickled :class:`ScoreItem`).
+Messages out are ("ready", whether the function takes groups), ("refused", UserError), ("error", unit, kind, text) and
+("scores", unit, [(reward, correct, answer, by, roles), …]). A message in is a list of (unit, pickled items). A unit is
+the range of one completion's number, or of those of a group; an item is a :class:`ScoreItem`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import resource
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -25,7 +27,7 @@ from typing import NoReturn
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.lifetime import adopt_orphans, die_with, end_children
 from megatron_dppo.process.streams import outlive_readers
-from megatron_dppo.rewards.adapters import ScoreItem, Scorer
+from megatron_dppo.rewards.adapters import GroupScorer, ScoreItem, Scorer
 from megatron_dppo.rewards.functions import InvalidScoreError, details, resolve, role_rewards, to_score
 
 MEBIBYTE = 2**20
@@ -114,34 +116,37 @@ def _score_all(pipe: Connection, memory_mib: int, timeout_s: float, spec: str) -
         pipe.send(("refused", error))
         return
     _limit_memory(memory_mib)
-    pipe.send(("ready",))
+    pipe.send(("ready", isinstance(function, GroupScorer)))
     scorer = os.getpid()
     while True:
         try:
             chunk = pipe.recv()
         except (EOFError, ConnectionResetError):  # the trainer has ended, perhaps with answers that it had not read
             return
-        for index, item in chunk:
+        for unit, items in chunk:
             # Each is unpickled by itself: what a function does to a row's objects does not reach the next completion.
-            answer = _score(function, index, pickle.loads(item), timeout_s)
+            answer = _score(function, unit, [pickle.loads(item) for item in items], timeout_s)
             if os.getpid() != scorer:  # the function has forked, and this is the child, which came back, too
                 os._exit(0)
             pipe.send(answer)
 
 
-def _score(function: Scorer, index: int, item: ScoreItem, timeout_s: float) -> tuple[object, ...]:
+def _score(
+    function: Scorer | GroupScorer, unit: range, items: Sequence[ScoreItem], timeout_s: float
+) -> tuple[object, ...]:
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_PROF, timeout_s)  # the kernel ends the process, also within a call of C
+        limit_s = timeout_s * len(items)
+        signal.setitimer(signal.ITIMER_PROF, limit_s)  # the kernel ends the process, also within a call of C
         try:
-            returned = function(item)
+            returned = function(items) if isinstance(function, GroupScorer) else [function(items[0])]
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-        return "score", index, *to_score(returned), *details(returned), role_rewards(returned)
+        return "scores", unit, [(*to_score(each), *details(each), role_rewards(each)) for each in returned]
     except InvalidScoreError as error:
-        return "error", index, error.kind, f"{error}\nfor the completion {item.solution!r:.300}"
+        return "error", unit, error.kind, f"{error}\nfor the completion {items[0].solution!r:.300}"
     except BaseException as error:  # a function that calls sys.exit has failed like any other
-        return "error", index, _kind(error), traceback.format_exc()
+        return "error", unit, _kind(error), traceback.format_exc()
 
 
 def _kind(error: BaseException) -> str:

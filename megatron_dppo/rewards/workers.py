@@ -70,7 +70,9 @@ class _Worker:
         )
         theirs.close()
         self.ready = False
-        self.pending: deque[int] = deque()
+        self.takes_groups = False
+        """Known once it is ready."""
+        self.pending: deque[range] = deque()
         self.deadline = time.monotonic() + START_LIMIT_S
 
     def end(self) -> None:
@@ -96,7 +98,8 @@ class RewardWorkers:
         Args:
             spec: ``reward.function``.
             workers: processes.
-            timeout_s: processor time for one completion, in seconds; a tenth of what it may take on the clock.
+            timeout_s: processor time for one completion, in seconds; a tenth of what it may take on the clock. A
+                function of groups has as much for each completion of a group.
             memory_mib: what scoring may take more than the function's imports did, in MiB; past it a completion fails.
         """
         self._spec, self._timeout_s, self._memory_mib = spec, timeout_s, memory_mib
@@ -118,7 +121,7 @@ class RewardWorkers:
         """Score all items. A worker that hangs or dies is replaced, and what it had not begun goes to another.
 
         Args:
-            items: what to score.
+            items: what to score; one group, where the function takes groups.
             most_failures: past so many the rest is left unscored, for the run is about to stop; a function that always
                 hangs would else be waited for once per completion. None: all are scored.
 
@@ -130,7 +133,7 @@ class RewardWorkers:
         return scoring.finish()
 
     def begin(self, most_failures: int) -> Scoring:
-        """Score items as they come up; nothing else may be scored before its end.
+        """Score the completions of prompts as they come up; nothing else may be scored before its end.
 
         Args:
             most_failures: as in ``score``.
@@ -160,7 +163,7 @@ class RewardWorkers:
             raise self._not_imported(f"its process {_how_it_ended(code)} while importing it") from error
         if kind == "refused":
             raise rest[0]
-        worker.ready = True
+        worker.ready, (worker.takes_groups,) = True, rest
 
     def _not_imported(self, problem: str) -> UserError:
         return UserError("reward.function", self._spec, problem, "Import it by hand and see why")
@@ -170,25 +173,21 @@ class RewardWorkers:
         new = _Worker(self._spec, self._memory_mib, self._timeout_s, again=again)
         self._workers[self._workers.index(worker)] = new
 
-    @property
-    def _limit_s(self) -> float:
-        """On the clock, for one completion."""
-        return ON_THE_CLOCK * self._timeout_s
-
 
 class Scoring:
-    """Items under way in a set of workers."""
+    """Items under way in a set of workers, in units: an item by itself, or a group where the function takes groups."""
 
     def __init__(self, owner: RewardWorkers, most_failures: int) -> None:
         self._owner, self._most_failures = owner, most_failures
         self._items: list[ScoreItem] = []
-        self._queue: deque[int] = deque()
+        self._queue: deque[range] = deque()
         self._scored = Scored([])
         self._lost_once: set[int] = set()
 
     def add(self, items: Sequence[ScoreItem]) -> None:
-        """Have these scored, too."""
-        self._queue.extend(range(len(self._items), len(self._items) + len(items)))
+        """Have these scored, too, the completions of one prompt."""
+        if items:
+            self._queue.append(range(len(self._items), len(self._items) + len(items)))
         self._items.extend(items)
         self._scored.scores.extend([None] * len(items))
 
@@ -242,16 +241,27 @@ class Scoring:
     def _send_chunk(self, worker: _Worker) -> None:
         # Small enough that the last chunks leave no worker idle for long.
         size = max(1, min(CHUNK, len(self._items) // (4 * len(self._owner._workers))))
-        chunk = [self._queue.popleft() for _ in range(min(size, len(self._queue)))]
+        chunk: list[range] = []
+        while self._queue and sum(map(len, chunk)) < size:
+            unit = self._queue.popleft()
+            if not worker.takes_groups and len(unit) > 1:
+                self._queue.appendleft(unit[1:])
+                unit = unit[:1]
+            chunk.append(unit)
         if not chunk:
             return
         worker.pending.extend(chunk)
-        worker.deadline = time.monotonic() + self._owner._limit_s
+        self._set_deadline(worker)
         try:
             # The worker is idle, thus reading: this cannot block on a full pipe.
-            worker.pipe.send([(i, pickle.dumps(self._items[i])) for i in chunk])
+            worker.pipe.send([(unit, [pickle.dumps(self._items[i]) for i in unit]) for unit in chunk])
         except (BrokenPipeError, ConnectionResetError):
             self._put_back(worker)  # it died while it had nothing to do
+
+    def _set_deadline(self, worker: _Worker) -> None:
+        """By which it is to have answered once more."""
+        items = len(worker.pending[0]) if worker.pending else 1
+        worker.deadline = time.monotonic() + items * ON_THE_CLOCK * self._owner._timeout_s
 
     def _receive(self, worker: _Worker) -> None:
         if not worker.ready:
@@ -270,24 +280,24 @@ class Scoring:
                 return
             self._record(worker, *answer)
 
-    def _record(self, worker: _Worker, kind: str, index: int, *said: Any) -> None:
-        worker.pending.remove(index)
-        worker.deadline = time.monotonic() + self._owner._limit_s
-        if kind == "score":
-            self._scored.scores[index] = Score(*said)
+    def _record(self, worker: _Worker, kind: str, unit: range, *said: Any) -> None:
+        worker.pending.remove(unit)
+        self._set_deadline(worker)
+        if kind == "scores":
+            self._scored.scores[unit.start : unit.stop] = [Score(*each) for each in said[0]]
         else:
-            self._fail(index, *said)
+            self._fail(unit, *said)
 
-    def _fail(self, index: int, kind: str, text: str) -> None:
-        self._scored.errors += 1
+    def _fail(self, unit: range, kind: str, text: str) -> None:
+        self._scored.errors += len(unit)
         if kind not in self._owner._reported:
             self._owner._reported.add(kind)
-            of = f", for {self._items[index].place}" if self._items[index].place else ""
+            place = self._items[unit.start].place
+            of = f", for {place}" if place else ""
             self._scored.tracebacks.append(f"reward.function = {self._owner._spec}{of}: {text}")
 
     def _time_out(self, worker: _Worker) -> None:
-        worker.pending.popleft()
-        self._scored.timeouts += 1
+        self._scored.timeouts += len(worker.pending.popleft())
         self._put_back(worker)
 
     def _replace_dead(self, worker: _Worker) -> None:
@@ -295,12 +305,12 @@ class Scoring:
         if code == -signal.SIGPROF:
             self._time_out(worker)
             return
-        index, end = worker.pending[0], _how_it_ended(code)
-        if index in self._lost_once:
-            solution = self._items[worker.pending.popleft()].solution
-            self._fail(index, end, f"the scoring process {end}, scoring the completion {solution!r:.300}")
+        unit, end = worker.pending[0], _how_it_ended(code)
+        if unit.start in self._lost_once:
+            solution = self._items[worker.pending.popleft().start].solution
+            self._fail(unit, end, f"the scoring process {end}, scoring the completion {solution!r:.300}")
         # One death may have another cause, such as the kernel's need of memory; the second is the completion's own.
-        self._lost_once.add(index)
+        self._lost_once.add(unit.start)
         self._put_back(worker)
 
     def _put_back(self, worker: _Worker) -> None:

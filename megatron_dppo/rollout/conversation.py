@@ -18,14 +18,19 @@ which: ``[("solver", attempt), told, ("critic", review)]``. See ``rl/roles.py``.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import operator
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.errors import UserError
+from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
 
 Part = Completion | Sequence[int] | NDArray[np.integer]
@@ -35,7 +40,8 @@ Turn = Part | tuple[str, Completion]
 
 
 class Client(Protocol):
-    """What one conversation generates with: a server that holds the policy, and how the run samples."""
+    """What one conversation generates with: a server that holds the policy, or the local engine, and how the run
+    samples."""
 
     tokenizer: Any
     """Hugging Face's, of the policy."""
@@ -70,6 +76,80 @@ class TryAgainError(Exception):
 
 class UnusableError(ValueError):
     """A conversation returned what cannot be trained on. The text is to stand after "it"."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationFunction:
+    """A user's function, by the setting that names it."""
+
+    setting: str
+    spec: str
+    """The setting's value."""
+    function: Callable[[Any, Prompt], Awaitable[Completion | Sequence[Turn]]]
+    remedy: str
+    """What to do where it returns what cannot be trained on."""
+    roles: Sequence[str] = ()
+    """``rollout.roles``."""
+
+    @classmethod
+    def load(cls, spec: str, roles: Sequence[str]) -> ConversationFunction:
+        """That of ``rollout.conversation``, in the run's roles.
+
+        Raises:
+            UserError: as :func:`load_coroutine`.
+        """
+        setting = "rollout.conversation"
+        said = f'("{roles[0]}", turn) for each turn' if roles else "the turns"
+        remedy = f"Have it return {said} as client.generate returned them, with lists of token ids between them"
+        return cls(setting, spec, load_coroutine(setting, spec, ("client", "prompt")), remedy, roles)
+
+    async def have(
+        self, client: Client, generated: Generated, prompt: Prompt, *, through: type[Exception] = TryAgainError
+    ) -> Completion:
+        """Have one conversation.
+
+        Args:
+            client: to generate with.
+            generated: by it, also while the conversation goes on.
+            prompt: of the conversation. The function may write on its label and extra columns: they are copies.
+            through: errors of the client, which are raised as they are.
+
+        Raises:
+            TryAgainError: the function gave it up.
+            UserError: the function raised, or returned what cannot be trained on.
+        """
+        own = replace(prompt, label=copy.deepcopy(prompt.label), extra=copy.deepcopy(dict(prompt.extra)))
+        try:
+            returned = await self.function(client, own)
+            return completed(returned, prompt, generated, client.max_tokens, self.roles)
+        except (TryAgainError, UserError, through):
+            raise
+        except UnusableError as error:
+            raise UserError(self.setting, self.spec, f"for prompt {prompt.id} it {error}", self.remedy) from None
+        except Exception as error:
+            problem = f"raised for prompt {prompt.id}:\n{traceback.format_exc(limit=-4)}"
+            raise UserError(self.setting, self.spec, problem, "Mend it") from error
+
+
+def load_coroutine(setting: str, spec: str, parameters: Sequence[str]) -> Callable[..., Any]:
+    """The coroutine function that a setting names.
+
+    Args:
+        setting, spec: its name and value.
+        parameters: that it is called with, by position.
+
+    Raises:
+        UserError: it cannot be found or imported, or cannot be called so.
+    """
+    function = load_function(setting, spec)
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        problem, form = f"cannot be called with {len(parameters)} arguments ({error})", ", ".join(parameters)
+        raise UserError(setting, spec, problem, f"Give it the parameters ({form})") from error
+    if not inspect.iscoroutinefunction(function):
+        raise UserError(setting, spec, "is no coroutine", "Define it with async def")
+    return function
 
 
 def joined(turns: Iterable[Part]) -> Completion:

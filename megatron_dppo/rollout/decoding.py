@@ -64,7 +64,7 @@ class Decoding:
         draft_tokens: int,
     ) -> None:
         self._decoder, self._stems, self._sampling = decoder, stems, sampling
-        each, limits = [len(stem.slots) for stem in stems], [sampling.max_tokens - stem.length for stem in stems]
+        each, limits = [len(stem.slots) for stem in stems], [stem.room(sampling.max_tokens) for stem in stems]
         self._ends, self._limits_of = np.cumsum(each), np.repeat(limits, each)
         device, count = decoder.device, int(self._ends[-1])
         self._drafts, self._draft_tokens = drafts, draft_tokens

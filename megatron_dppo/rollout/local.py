@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from megatron_dppo.rollout.decoder import Decoder, empty_model
 from megatron_dppo.rollout.decoding import Decoding, Part
 from megatron_dppo.rollout.drafts import DraftIndex
 from megatron_dppo.rollout.engine import Completions, Look, RolloutEngine, Sampling, WeightSource
+from megatron_dppo.rollout.local_conversations import LocalConversations
 from megatron_dppo.rollout.routers import Routers
 from megatron_dppo.rollout.tree import Stem, TreePath, forks_of, grown, leaves_of, root_of
 
@@ -47,6 +49,7 @@ class LocalEngine(RolloutEngine[Generated]):
         max_batch: completions decoded at once. Those of a prompt begin together, so it must hold one prompt's.
         draft_tokens: most tokens that are guessed at once from what the same prompt was answered; 0: none.
         world: the ranks that have an engine each and meet where the protocol says so; None: this process is alone.
+        conversations: has conversations in place of single continuations.
 
     Raises:
         UserError: there is no config.json, or the model has layers with a sliding window.
@@ -61,8 +64,9 @@ class LocalEngine(RolloutEngine[Generated]):
         max_batch: int,
         draft_tokens: int = 0,
         world: World | None = None,
+        conversations: LocalConversations | None = None,
     ) -> None:
-        self._max_batch, self._world = max_batch, world
+        self._max_batch, self._world, self._conversations = max_batch, world, conversations
         self._drafts, self._draft_tokens = DraftIndex(), draft_tokens
         model = empty_model(Path(path), device, dtype)
         self._weights = _weights_by_name(model)
@@ -85,7 +89,8 @@ class LocalEngine(RolloutEngine[Generated]):
         return {}, ()
 
     def close(self) -> None:
-        pass
+        if self._conversations is not None:
+            self._conversations.close()
 
     @torch.no_grad()
     def update_weights(self, source: WeightSource, version: int) -> None:
@@ -115,16 +120,13 @@ class LocalEngine(RolloutEngine[Generated]):
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Generated:
         """See the protocol. The same call gives the same bits. What fails here is raised by ``finish``."""
-        try:
-            return Generated(self._generate(prompts, sampling))
-        except Exception as error:
-            return Generated([], error)
+        return self._attempt(prompts, sampling, self._conversations)
 
     def finish(self, pending: Generated, look: Look | None = None) -> Completions:
         """All was generated when ``begin`` returned: there is nothing to look at in between.
 
         Raises:
-            UserError: ``max_batch`` does not hold one prompt's samples.
+            UserError: ``max_batch`` does not hold one prompt's samples; or as :meth:`LocalConversations.complete`.
             ValueError: a prompt has no tokens.
             RuntimeError: the engine is paused or has no weights, or a log-probability is not finite.
         """
@@ -132,12 +134,22 @@ class LocalEngine(RolloutEngine[Generated]):
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
         """Every rank's engine has weights of its own, and counts as a server."""
-        groups = self.finish(self.begin(prompts, sampling))
+        groups = self.finish(self._attempt(prompts, sampling, None))
         if self._world is None:
             return {"local": groups}
         return {f"local, rank {rank}": each for rank, each in enumerate(self._world.gather(groups))}
 
-    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
+    def _attempt(
+        self, prompts: Sequence[Prompt], sampling: Sampling, conversations: LocalConversations | None
+    ) -> Generated:
+        try:
+            return Generated(self._generate(prompts, sampling, conversations))
+        except Exception as error:
+            return Generated([], error)
+
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, conversations: LocalConversations | None
+    ) -> Completions:
         version, problem = self._version, self.health()
         if version is None or problem is not None:
             raise RuntimeError(f"The local engine cannot generate: {problem}.")
@@ -146,6 +158,8 @@ class LocalEngine(RolloutEngine[Generated]):
             raise UserError("rollout.max_batch", self._max_batch, problem, f"Set it to {sampling.samples} or more")
         if empty := [prompt.id for prompt in prompts if not len(prompt.token_ids)]:
             raise ValueError(f"Prompts without a token cannot be continued: {empty}.")
+        if conversations is not None:
+            return conversations.complete(prompts, sampling, partial(self._continue, version=version))
         return self._grow(prompts, sampling, version)
 
     def _grow(self, prompts: Sequence[Prompt], sampling: Sampling, version: int) -> Completions:

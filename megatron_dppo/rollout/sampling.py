@@ -14,7 +14,7 @@ from megatron_dppo.rollout.tree import Stem
 
 
 def uniforms_of(stems: Sequence[Stem], sampling: Sampling, width: int) -> NDArray[np.float64]:
-    """[rows, width], of the continuations of each stem in turn; 0 past ``max_tokens`` and for greedy decoding.
+    """[rows, width], of the continuations of each stem in turn; 0 past their ends and for greedy decoding.
 
     A token's uniform is that of its leaf and its place in the response, also where its path began after a fork.
     """
@@ -23,8 +23,8 @@ def uniforms_of(stems: Sequence[Stem], sampling: Sampling, width: int) -> NDArra
         return uniforms
     each = [(stem, slot) for stem in stems for slot in stem.slots]
     for row, (stem, slot) in zip(uniforms, each, strict=True):
-        own = completion_uniforms(sampling.seed, stem.prompt.id, slot, sampling.max_tokens)
-        row[: sampling.max_tokens - stem.length] = own[stem.length :]
+        room = stem.room(sampling.max_tokens)
+        row[:room] = completion_uniforms(sampling.seed, stem.prompt.id, slot, stem.length + room)[stem.length :]
     return uniforms
 
 

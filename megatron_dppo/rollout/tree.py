@@ -47,11 +47,18 @@ class Stem:
     """Of the path, level by level. The last one is the length of the prefix."""
     weights: tuple[float, ...] = ()
     """Of the path's branch at each of these forks; what is continued here counts the last one."""
+    limit: int | None = None
+    """Most tokens of each continuation; None: as many as are left of a response."""
 
     @property
     def length(self) -> int:
         """Tokens of the response that are there already."""
         return self.forks[-1] if self.forks else 0
+
+    def room(self, max_tokens: int) -> int:
+        """Tokens that a continuation may have, of responses of ``max_tokens``."""
+        left = max_tokens - self.length
+        return left if self.limit is None else min(left, self.limit)
 
     @property
     def token_ids(self) -> NDArray[np.int32]:

@@ -37,6 +37,7 @@ from megatron_dppo.rl.types import Pack, RoutingShape
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.engine import RolloutEngine, WeightSource
 from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.rollout.local_conversations import local_conversations
 from megatron_dppo.rollout.teachers import TeacherServers
 
 P_co = TypeVar("P_co", bound=Policy, covariant=True)
@@ -87,6 +88,7 @@ class PolicyParts(Generic[P_co]):
             engine = ServerEngine(self.config, self.world, self.shape, say)
             engine.pause()  # a checkpoint may have to be loaded yet
             return engine
+        conversations = self.world.together(lambda: local_conversations(self.config), what="import of a conversation")
         return LocalEngine(
             model.path,
             device=self.world.device,
@@ -94,6 +96,7 @@ class PolicyParts(Generic[P_co]):
             max_batch=rollout.max_batch,
             draft_tokens=rollout.draft_tokens,
             world=self.world,
+            conversations=conversations,
         )
 
     def _make_room(self) -> None:

@@ -19,7 +19,7 @@ from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.config import WEIGHT_BYTES, Config
 from megatron_dppo.config.types import TRAINING, Command
-from megatron_dppo.data.generators import GENERATORS, REASONING_GYM
+from megatron_dppo.data.generators import GENERATORS, REASONING_GYM, VERIFIERS
 from megatron_dppo.data.prompts import Example, Source, example_of, read_examples, source_of
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
@@ -215,12 +215,13 @@ def _check_reward(function: str) -> None:
 
 def _check_task_is_rewarded(config: Config) -> None:
     function, task = config.reward.function, config.data.train
-    if function == REASONING_GYM != task:
-        problem = f"judges what data.train={REASONING_GYM} generates, and data.train is {task}"
-        raise UserError("reward.function", function, problem, "Set one of the two")
-    if task == REASONING_GYM and function in BUILTIN and function != REASONING_GYM:
-        problem = "does not know how answers to reasoning-gym's tasks are judged, and they do"
-        raise UserError("reward.function", function, problem, f"Set reward.function={REASONING_GYM}")
+    for theirs in (REASONING_GYM, VERIFIERS):
+        if function == theirs != task:
+            problem = f"judges what data.train={theirs} brings, and data.train is {task}"
+            raise UserError("reward.function", function, problem, "Set one of the two")
+        if task == theirs and function in BUILTIN and function != theirs:
+            problem = f"does not know how answers to the problems of {theirs} are judged, and they do"
+            raise UserError("reward.function", function, problem, f"Set reward.function={theirs}")
 
 
 def _check_own(place: Path, setting: str, folder: Path, run_dir: Path) -> None:

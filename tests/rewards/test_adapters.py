@@ -44,6 +44,34 @@ async def custom_rm_of_options(args, sample):
 
 # slime: --group-rm
 async def group_rm(args, samples, **kwargs):
+    await asyncio.sleep(0)
+    right = [sample.response_length for sample in samples if sample.label in sample.response]
+    return [float(s.label in s.response and s.response_length == min(right)) for s in samples]
+
+def ranks(args, samples):
+    order = sorted(samples, key=lambda sample: float(sample.response))
+    return [{"score": order.index(sample), "acc": sample is order[-1]} for sample in samples]
+
+def one_too_few(args, samples):
+    return [1.0 for sample in samples[1:]]
+
+def one_for_all(args, samples):
+    return 1.0
+
+def one_is_none(args, samples):
+    return [None, *(1.0 for sample in samples[1:])]
+
+def slow(args, samples):
+    import time
+    began = time.process_time()
+    while time.process_time() < began + float(samples[0].response):
+        pass
+    return [1.0 for sample in samples]
+
+def dies(args, samples):
+    import os
+    if samples[0].response == "die":
+        os._exit(5)
     return [1.0 for sample in samples]
 
 # TRL: completions of text
@@ -212,11 +240,6 @@ def test_none_of_trl_leaves_the_completion_unscored_and_never_makes_a_zero_of_it
     pool.close()
     assert scored.scores == [None, Score(1.0, True)] and scored.errors == 1
     assert "does not score this completion" in scored.tracebacks[0]
-
-
-def test_what_needs_more_than_one_completion_is_refused(file: Path) -> None:
-    with pytest.raises(UserError, match="one at a time"):
-        resolve(f"{file}:group_rm")
 
 
 @pytest.mark.parametrize("name", VERLS)

@@ -72,6 +72,18 @@ def test_what_was_complete_early_is_scored_by_the_time_that_the_last_group_comes
     assert time.monotonic() - began < 0.9, "the first group's second was not waited for again"
 
 
+def test_a_function_of_groups_is_given_those_of_the_prompts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "groups.py").write_text(
+        "def group_rm(args, samples):\n    return [float(s.response[-1]) + 10 * len(samples) for s in samples]\n"
+    )
+    groups = [group(tokenizer, "score 1", "score 2"), group(tokenizer, "score 3"), group(tokenizer, *["score 4"] * 3)]
+    with closing(RewardWorkers(f"{tmp_path}/groups.py:group_rm", workers=2, timeout_s=LIMIT_S)) as pool:
+        scoring = GroupScoring(pool, tokenizer, prompts(3), most_failures=0)
+        scoring.look([(2, groups[2])])
+        found = scoring.finish(groups).scores
+    assert [[score and score.reward for score in scores] for scores in found] == [[21, 22], [13], [34] * 3]
+
+
 def test_trls_functions_are_given_the_tokens_that_the_engine_made(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Not those of the text, which may be others: special tokens are not in it."""
     (tmp_path / "ids.py").write_text("def reward(completion_ids, completions):\n    return [sum(completion_ids[0])]\n")

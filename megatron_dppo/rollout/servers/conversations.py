@@ -7,18 +7,14 @@ heartbeat. Requests go out in the HTTP thread. Where a server breaks off, anothe
 from __future__ import annotations
 
 import asyncio
-import copy
-import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
-from megatron_dppo.rollout.conversation import TryAgainError, Turn, UnusableError, completed, joined
+from megatron_dppo.rollout.conversation import ConversationFunction, TryAgainError, joined
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable
@@ -148,35 +144,17 @@ class ConversationClient:
         return answer
 
 
-Function = Callable[[ConversationClient, Prompt], Awaitable[Completion | Sequence[Turn]]]
-
-
 class Conversations:
     """Asks one server for the completions of a prompt, through a user's function.
 
     Args:
-        setting: that names the function.
-        spec: its value.
         function: has one conversation.
-        remedy: what to do where it returns what cannot be trained on.
         tokenizer: of the policy.
         timeout_s: how long the conversations of one prompt may take.
-        roles: of the run.
     """
 
-    def __init__(
-        self,
-        setting: str,
-        spec: str,
-        function: Function,
-        *,
-        remedy: str,
-        tokenizer: Any,
-        timeout_s: float,
-        roles: Sequence[str] = (),
-    ) -> None:
-        self._setting, self._spec, self._function, self._remedy = setting, spec, function, remedy
-        self._tokenizer, self._timeout_s, self._roles = tokenizer, timeout_s, roles
+    def __init__(self, function: ConversationFunction, *, tokenizer: Any, timeout_s: float) -> None:
+        self._function, self._tokenizer, self._timeout_s = function, tokenizer, timeout_s
         self._thread = Http()
 
     def close(self) -> None:
@@ -200,7 +178,7 @@ class Conversations:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
         except TimeoutError:
-            problem = f"was spoken to by {self._spec} for {self._timeout_s:g} s, with no completion in the end"
+            problem = f"was spoken to by {self._function.spec} for {self._timeout_s:g} s, with no completion in the end"
             raise ConversationError(server.url, problem, alive=True) from None
 
     async def _converse(self, clients: Sequence[ConversationClient], prompt: Prompt) -> list[Completion]:
@@ -212,19 +190,11 @@ class Conversations:
                 task.cancel()
 
     async def _one(self, client: ConversationClient, prompt: Prompt) -> Completion:
-        own = replace(prompt, label=copy.deepcopy(prompt.label), extra=copy.deepcopy(dict(prompt.extra)))
         try:
-            returned = await self._function(client, own)
-            return completed(returned, prompt, client.generated, client.max_tokens, self._roles)
-        except (ServerError, UserError):
-            raise
+            return await self._function.have(client, client.generated, prompt, through=ServerError)
         except TryAgainError as error:
-            raise ConversationError(client.server.url, f"was given up by {self._spec}: {error}", alive=True) from None
-        except UnusableError as error:
-            raise UserError(self._setting, self._spec, f"for prompt {prompt.id} it {error}", self._remedy) from None
-        except Exception as error:
-            problem = f"raised for prompt {prompt.id}:\n{traceback.format_exc(limit=-4)}"
-            raise UserError(self._setting, self._spec, problem, "Mend it") from error
+            problem = f"was given up by {self._function.spec}: {error}"
+            raise ConversationError(client.server.url, problem, alive=True) from None
 
 
 def _host(url: str) -> tuple[str | None, int | None]:

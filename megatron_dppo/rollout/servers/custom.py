@@ -6,7 +6,6 @@ words, and returns the sample. Here it becomes a conversation like any other.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,15 +14,11 @@ import numpy as np
 
 from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.errors import UserError
-from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.plugins.slime import Arguments, Sample, Status, poster
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation import TryAgainError, UnusableError
+from megatron_dppo.rollout.conversation import ConversationFunction, TryAgainError, UnusableError, load_coroutine
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.conversations import ConversationClient, Conversations
-
-OURS, SLIMES = "rollout.conversation", "rollout.custom_generate"
 
 
 def conversations_of(config: Config) -> Conversations | None:
@@ -33,33 +28,16 @@ def conversations_of(config: Config) -> Conversations | None:
         UserError: the function cannot be found or imported, or cannot be called as it would be.
     """
     rollout = config.rollout
-    parameters: tuple[str, ...]
     if rollout.conversation is not None:
-        setting, spec, parameters = OURS, rollout.conversation, ("client", "prompt")
-        said = f'("{rollout.roles[0]}", turn) for each turn' if rollout.roles else "the turns"
-        remedy = f"Have it return {said} as client.generate returned them, with lists of token ids between them"
+        function = ConversationFunction.load(rollout.conversation, rollout.roles)
     elif rollout.custom_generate is not None:
-        setting, spec, parameters = SLIMES, rollout.custom_generate, ("args", "sample", "sampling_params")
+        setting, spec = "rollout.custom_generate", rollout.custom_generate
+        theirs = load_coroutine(setting, spec, ("args", "sample", "sampling_params"))
         remedy = "Have it return the sample with tokens, response_length, rollout_log_probs, loss_mask and status"
+        function = ConversationFunction(setting, spec, _SlimesFunction(theirs, config), remedy)
     else:
         return None
-    function = load_function(setting, spec)
-    try:
-        inspect.signature(function).bind(*parameters)
-    except TypeError as error:
-        problem, form = f"cannot be called with {len(parameters)} arguments ({error})", ", ".join(parameters)
-        raise UserError(setting, spec, problem, f"Give it the parameters ({form})") from error
-    if not inspect.iscoroutinefunction(function):
-        raise UserError(setting, spec, "is no coroutine", "Define it with async def")
-    return Conversations(
-        setting,
-        spec,
-        function if setting == OURS else _SlimesFunction(function, config),
-        remedy=remedy,
-        tokenizer=load_tokenizer(config.model.path),
-        timeout_s=rollout.request_timeout_s,
-        roles=rollout.roles,
-    )
+    return Conversations(function, tokenizer=load_tokenizer(config.model.path), timeout_s=rollout.request_timeout_s)
 
 
 class _SlimesFunction:

@@ -82,9 +82,6 @@ def _check_custom(config: Config) -> None:
         problem = f"wants to know which experts made every token, and {rollout.custom_generate} returns tokens alone"
         remedy = "Set it to update or none, or write the function as a rollout.conversation"
         raise UserError("loss.replay_routing", "rollout", problem, remedy)
-    if rollout.conversation is not None and rollout.engine == "local":
-        problem = "speaks to servers, and rollout.engine is local: it generates many completions in one go"
-        raise UserError("rollout.conversation", rollout.conversation, problem, "Set rollout.engine=sglang or vllm")
     if rollout.conversation is not None and rollout.custom_generate is not None:
         problem = f"and rollout.custom_generate = {rollout.custom_generate} both have the conversations"
         raise UserError("rollout.conversation", rollout.conversation, problem, "Leave one of the two out")

@@ -1,0 +1,216 @@
+"""Conversations with the local engine: all of a rank's go on together, one turn after the other.
+
+The engine generates for all of them at once, whenever each has asked for its next turn or has ended. So what is decoded
+together depends on what was said, and not on how long a tool took: the same call gives the same bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_dppo.config import Config
+from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.types import Completion, Prompt
+from megatron_dppo.rollout.conversation import ConversationFunction, TryAgainError, joined
+from megatron_dppo.rollout.decoding import Part
+from megatron_dppo.rollout.engine import Completions, Sampling
+from megatron_dppo.rollout.tree import Stem
+
+Continue = Callable[[Sequence[Stem], Sampling], list[list[Part]]]
+"""The engine's: it continues each stem for each of its slots."""
+Place = tuple[int, int]
+"""Of a conversation: of its prompt among those that are asked together, and of the completion among the prompt's."""
+AGAIN_S = 0.3
+"""Before a conversation that was given up, perhaps because a tool is down, is had again."""
+TURN = 1 << 60
+"""Ids of prompts are below it. Request n of a conversation is sampled as a prompt of the id + n · TURN: the first as a
+completion without a conversation is, and each with luck of its own, also where it repeats another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A turn that is asked for."""
+
+    stem: Stem
+    """Of this conversation alone."""
+    stops: tuple[int, ...]
+    turn: asyncio.Future[Completion]
+
+
+@dataclass(slots=True)
+class LocalClient:
+    """See :class:`~megatron_dppo.rollout.conversation.Client`."""
+
+    tokenizer: Any
+    max_tokens: int
+    prompt: Prompt
+    number: int
+    """Of the completion among those of its prompt."""
+    sampling: Sampling
+    ask: Callable[[_Request], None]
+    asked: int = 0
+    generated: list[tuple[list[int], Completion]] = field(default_factory=list)
+    """Every turn, after the token ids that it was generated from."""
+
+    async def generate(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
+        context = [int(token) for token in token_ids]
+        if not context:
+            raise ValueError("There is no token to go on from.")
+        left = min(len(self.prompt.token_ids) + self.max_tokens - len(context), self.max_tokens)
+        limit = left if max_tokens is None else min(left, max_tokens)
+        if limit < 1:
+            turn = joined([])
+        else:
+            own = replace(self.prompt, id=self.prompt.id + self.asked * TURN, token_ids=np.array(context, np.int32))
+            stem = Stem(own, (self.number,), limit=limit)
+            stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *map(int, stop_token_ids))))
+            self.asked += 1
+            request = _Request(stem, stops, asyncio.get_running_loop().create_future())
+            self.ask(request)
+            turn = await request.turn
+        self.generated.append((context, turn))
+        return turn
+
+
+class LocalConversations:
+    """Completes prompts with an engine, through a user's function.
+
+    Args:
+        function: has one conversation.
+        tokenizer: of the policy.
+        timeout_s: how long all of them may neither ask nor end.
+        attempts: how often each is had before the run stops.
+    """
+
+    def __init__(self, function: ConversationFunction, *, tokenizer: Any, timeout_s: float, attempts: int) -> None:
+        self.function, self.tokenizer, self.timeout_s, self.attempts = function, tokenizer, timeout_s, attempts
+        self._runner = asyncio.Runner()  # one loop for all steps: what a function keeps may belong to it
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def complete(self, prompts: Sequence[Prompt], sampling: Sampling, go_on: Continue) -> Completions:
+        """``sampling.count(i)`` completions of each prompt.
+
+        Raises:
+            UserError: the function raised, gave a conversation up too often, took too long, or returned what cannot be
+                trained on.
+        """
+        return self._runner.run(_Conversations(self, prompts, sampling, go_on).run())
+
+
+class _Conversations:
+    """Those of one call of the engine."""
+
+    def __init__(self, of: LocalConversations, prompts: Sequence[Prompt], sampling: Sampling, go_on: Continue) -> None:
+        self._of, self._prompts, self._sampling, self._continue = of, prompts, sampling, go_on
+        self._asked: dict[Place, list[_Request]] = {}
+        """By conversation, what it waits for."""
+        self._moved = asyncio.Event()
+        """A conversation has asked or ended."""
+
+    async def run(self) -> Completions:
+        counts = [self._sampling.count(index) for index in range(len(self._prompts))]
+        tasks = {
+            (index, number): asyncio.create_task(self._have((index, number)))
+            for index, count in enumerate(counts)
+            for number in range(count)
+        }
+        for task in tasks.values():
+            task.add_done_callback(lambda _: self._moved.set())
+        try:
+            while under_way := [place for place, task in tasks.items() if not _ended(task)]:
+                if all(place in self._asked for place in under_way):
+                    self._answer()
+                else:
+                    await self._wait(under_way)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+        return [tuple(tasks[i, number].result() for number in range(count)) for i, count in enumerate(counts)]
+
+    async def _wait(self, under_way: Sequence[Place]) -> None:
+        try:
+            await asyncio.wait_for(self._moved.wait(), self._of.timeout_s)
+        except TimeoutError:
+            silent = [place for place in under_way if place not in self._asked]
+            problem = (
+                f"passed in which {len(silent)} conversations of {self._of.function.spec} neither asked for a turn nor "
+                f"ended, the first of them about prompt {self._prompts[silent[0][0]].id}"
+            )
+            remedy = (
+                "Look for what it waits for (another conversation's turn comes only once it asks, too), or raise it"
+            )
+            raise UserError("rollout.request_timeout_s", f"{self._of.timeout_s:g}", problem, remedy) from None
+        self._moved.clear()
+
+    async def _have(self, place: Place) -> Completion:
+        prompt, function = self._prompts[place[0]], self._of.function
+
+        def ask(request: _Request) -> None:
+            self._asked.setdefault(place, []).append(request)
+            self._moved.set()
+
+        for attempt in range(self._of.attempts):
+            client = LocalClient(self._of.tokenizer, self._sampling.max_tokens, prompt, place[1], self._sampling, ask)
+            try:
+                return await function.have(client, client.generated, prompt)
+            except TryAgainError as error:
+                last = error
+                self._asked.pop(place, None)
+                if attempt + 1 < self._of.attempts:
+                    await asyncio.sleep(AGAIN_S)
+        problem = f"gave up prompt {prompt.id} {self._of.attempts} times (rollout.attempts), the last time: {last}"
+        raise UserError(function.setting, function.spec, problem, "Look after its tools, or raise rollout.attempts")
+
+    def _answer(self) -> None:
+        """Generate all turns that are asked for. Those that end at the same tokens are decoded together, and what
+        several samples of a prompt go on from is read once."""
+        asked, self._asked = self._asked, {}
+        by_stops: dict[tuple[int, ...], dict[Any, list[_Request]]] = {}
+        for request in (request for place in sorted(asked) for request in asked[place]):
+            stem = request.stem
+            alike = stem.prompt.id, stem.prompt.token_ids.tobytes(), stem.limit
+            by_stops.setdefault(request.stops, {}).setdefault(alike, []).append(request)
+        for stops, every in by_stops.items():
+            stems = [
+                replace(requests[0].stem, slots=tuple(slot for each in requests for slot in each.stem.slots))
+                for requests in every.values()
+            ]
+            parts = self._continue(stems, replace(self._sampling, stop_token_ids=stops))
+            for requests, answers in zip(every.values(), parts, strict=True):
+                for request, (turn, _) in zip(requests, answers, strict=True):
+                    if not request.turn.done():  # else whoever asked was cancelled
+                        request.turn.set_result(turn)
+
+
+def _ended(task: asyncio.Task[Completion]) -> bool:
+    """Whether it has; what it raised is raised."""
+    if task.done():
+        task.result()
+    return task.done()
+
+
+def local_conversations(config: Config) -> LocalConversations | None:
+    """What has the conversations of a run with the local engine; None where a completion is one continuation.
+
+    Raises:
+        UserError: the function cannot be found or imported, or cannot be called as it would be.
+    """
+    rollout = config.rollout
+    if rollout.conversation is None:
+        return None
+    return LocalConversations(
+        ConversationFunction.load(rollout.conversation, rollout.roles),
+        tokenizer=load_tokenizer(config.model.path),
+        timeout_s=rollout.request_timeout_s,
+        attempts=rollout.attempts,
+    )
