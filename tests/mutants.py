@@ -58,6 +58,37 @@ ROUTING = "trainer/test_routing_replay.py::test_what_is_replayed_depends_on_no_l
 AHEAD = "test_ahead.py::test_several_steps_ahead_a_run_goes_on_bit_by_bit_and_however_far_ahead_with_the_same_prompts"
 WORDS = "test_ahead.py::test_the_next_step_is_drawn_from_all_that_is_known_and_asked_for_before_this_one_trains"
 MUTANTS = [
+    # Loggers.
+    Mutant(
+        "loggers/a step twice",
+        'if step <= self._state[name]["step"]:',
+        'if step < self._state[name]["step"]:',
+        "observe/test_loggers.py::test_steps_that_are_taken_again_are_not_logged_again_and_a_new_run_is_a_new_one",
+    ),
+    Mutant(
+        "loggers/another run",
+        'known["run"] if known else None',
+        "None",
+        "observe/test_loggers.py::test_steps_that_are_taken_again_are_not_logged_again_and_a_new_run_is_a_new_one",
+    ),
+    Mutant(
+        "loggers/a row is lost",
+        "            self._keep(name, before)\n            raise",
+        "            raise",
+        "observe/test_loggers.py::test_a_row_that_a_logger_did_not_take_is_given_to_it_again_and_it_is_said",
+    ),
+    Mutant(
+        "loggers/nothing of before",
+        'row for row in past if row["step"] >',
+        'row for row in past if row["step"] < 0 <',
+        "observe/test_loggers.py::test_a_logger_that_is_named_later_is_given_the_steps_before",
+    ),
+    Mutant(
+        "loggers/secrets",
+        "if not key.startswith(PRIVATE)}",
+        "if key}",
+        "observe/test_loggers.py::test_a_logger_is_told_the_settings_without_what_may_have_a_secret_in_it",
+    ),
     # Tokens for rewards, and offline rollouts.
     Mutant(
         "rewards/tokens of the group",

@@ -24,6 +24,7 @@ from megatron_dppo.data.prompts import Example, Source, example_of, read_example
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
+from megatron_dppo.observe.loggers import check_loggers
 from megatron_dppo.rewards.functions import BUILTIN, check_labels, resolve
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
@@ -65,6 +66,7 @@ def preflight(config: Config, command: Command) -> None:
         return
     check_run_dir(Path(config.run.dir))
     if command == "train":
+        check_loggers(config.run.loggers)
         check_resume(config)
     else:
         check_warm_up(config)

@@ -17,7 +17,7 @@ from megatron_dppo.rl.types import Census, StepPlan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.trainer.collapse import Best
 from megatron_dppo.trainer.learner import bound_of_weights
-from megatron_dppo.trainer.resume import changed_since, record
+from megatron_dppo.trainer.resume import changed_since, flat, record
 
 WIDEST = 100
 """Characters of an answer that the console shows: its end, where the result stands."""
@@ -46,7 +46,13 @@ class RunLogger:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         record(self._folder, step, config)
-        self._log = MetricsLog(self._folder, resume_step=step)
+        self._log = MetricsLog(
+            self._folder,
+            resume_step=step,
+            loggers=config.run.loggers,
+            settings=flat(config),
+            say=self._console.note,
+        )
         self._pruning = StepLog(self._folder / CENSUS, resume_step=step)
         self._gate = LengthGate(config.run.length_gate)
         for row in read_metrics(self._folder):
