@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_dppo import __version__
@@ -48,11 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     parser = _parser(options_of=arguments[:1])
-    chosen, rest = parser.parse_known_args(arguments)
+    chosen, rest = parser.parse_known_args([*_with_a_number_of_ranks(arguments)])
     # argparse takes no positional after an option: overrides that stand there come back as the rest
     if rest and ("settings" not in chosen or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return _run_settings(chosen, [*chosen.settings, *rest]) if "settings" in chosen else _run_alone(chosen)
+
+
+def _with_a_number_of_ranks(arguments: Sequence[str]) -> Iterator[str]:
+    """``--check`` with what it takes: a number, where one follows, and no other word."""
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        yield "--check=0" if word == "--check" and not following.isdecimal() else word
 
 
 def _run_alone(chosen: argparse.Namespace) -> int:

@@ -42,6 +42,10 @@ class LossConfig(Section):
     the group, no clip; reinforce_pp: held against the whole minibatch and divided by its deviation;
     reinforce_pp_baseline: held against the group, divided by the minibatch's deviation; gmpo: the geometric mean of a
     sequence's clipped ratios; sapo: a smooth gate in place of the clip."""
+    objective: str | None = None
+    """An objective of your own, ``file.py:function`` or ``module:function``: what is made of each token's ratio and
+    advantage, in place of what ``name`` makes of them. All else stays as ``name`` has it: how rewards become
+    advantages, the ratio, the clips and the mean. null: none."""
     clip_low: NonNegative | None = None
     """Clip of the ratio below 1; null: the objective's (0.2; gspo 3e-4; gmpo 0.33; cispo and rloo none). With a
     trust_region how far a token may diverge where its advantage is negative; null: 0.15 for tv, 0.05 for kl."""
@@ -100,7 +104,7 @@ class LossConfig(Section):
         if self.clip_low is not None and self.clip_low >= 1.0 and self.trust_region == "none":
             problem = "clips ratios to 1 - clip_low, which must stay above 0"
             raise UserError("loss.clip_low", self.clip_low, problem, "Set it below 1 (0.2 is usual)")
-        if self.name == "sapo":
+        if self.name == "sapo" and self.objective is None:
             for setting in ("clip_low", "clip_high"):
                 if (value := getattr(self, setting)) is not None:
                     problem = "clips ratios, which loss.name = sapo weighs by a smooth gate instead"
@@ -109,6 +113,11 @@ class LossConfig(Section):
             self._check_trust_region()
 
     def _check_trust_region(self) -> None:
+        if self.objective is not None:
+            problem = (
+                f"takes the place of what is made of ratio and advantage, and so does loss.objective = {self.objective}"
+            )
+            raise UserError("loss.trust_region", self.trust_region, problem, "Leave one of the two out")
         if self.name in ("gspo", "cispo", "gmpo", "sapo"):
             problem = f"takes the place of a clip of each token's ratio, which loss.name = {self.name} does not have"
             remedy = "Set it to none, or take another loss.name, such as grpo"
