@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_dppo import __version__
-from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, find_checkpoint
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.settings import as_yaml, load_config
@@ -221,14 +220,10 @@ def _eval_settings(chosen: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _model_settings(model: str) -> list[str]:
-    folder = Path(model)
-    if (folder / "config.json").is_file():
-        return [f"model.path={folder}", "model.checkpoint=null"]
-    inside = folder / "checkpoints"
-    place = find_checkpoint(inside if inside.is_dir() else folder, "--model")
-    companions = place.parent / HF_FOLDER
-    words = [f"model.checkpoint={place}"]
-    return [*words, f"model.path={companions}"] if (companions / "config.json").is_file() else words
+    from megatron_dppo.evaluation.answers import policy_in
+
+    found = policy_in(Path(model))
+    return [f"model.{name}={'null' if value is None else value}" for name, value in found.items()]
 
 
 if __name__ == "__main__":

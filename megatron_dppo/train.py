@@ -21,6 +21,7 @@ from megatron_dppo.estimate.memory import parameters_of
 from megatron_dppo.evaluation.evaluate import evaluate
 from megatron_dppo.evaluation.evaluator import Evaluator, open_verifiers
 from megatron_dppo.models.layer_specs import choose_sharing
+from megatron_dppo.observe.profile import Profiler
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.usage import Usage
 from megatron_dppo.observe.watchdog import Watchdog
@@ -66,6 +67,8 @@ class Trainer:
     def __init__(self, config: Config, world: World, workers: RewardWorkers, to_close: ExitStack) -> None:
         self.config, self.world, self.timers = config, world, PhaseTimers()
         self.folder = Path(config.run.dir)
+        on_cuda = world.device.type == "cuda"
+        self.profile = Profiler(self.folder, config.run.profile, rank=world.rank, on_cuda=on_cuda, timers=self.timers)
         self.check_lock = lock_run(config, world, to_close)
         # Half of what collectives wait: the names of those that hang are to come before the end.
         watchdog = Watchdog(world, self.timers, config.run.late_s, stuck_s=config.layout.timeout_s / 2)
@@ -111,7 +114,7 @@ class Trainer:
             self.logger.add(agreement)
             self.evaluate()
         while self.step < last:
-            with self.timers("step"):
+            with self.profile(self.step + 1), self.timers("step"):
                 rollouts = self.roll_out(self.queue.popleft() if self.queue else self.select(self.step))
                 if self.config.rollout.colocated:
                     self.engine.pause()

@@ -53,6 +53,10 @@ class RunConfig(Section):
     package but for the first. What is said of servers and accounts is read from their own environment variables
     (WANDB_MODE, MLFLOW_TRACKING_URI, …); without them all stays in the run's folder, and no network is asked."""
 
+    profile: tuple[Positive, ...] = ()
+    """Steps, counted from 1, in which torch's profiler watches every rank, and on GPUs the allocator is recorded; what
+    they saw is in ``DIR/profile``. Such a step takes longer."""
+
 
 class EvalConfig(Section):
     every: Count = 50

@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # prune() is used where there is neither pydantic nor torch
     from torch import Tensor
 
     from megatron_dppo.config import LossConfig
-    from megatron_dppo.rl.losses import Tokens
 
 Aggregation = Literal["seq_mean", "token_mean", "constant"]
 Baseline = Literal["group", "others", "batch"]
@@ -48,7 +47,7 @@ class Objective:
     """Whether advantages are divided by the group's standard deviation."""
     whiten: bool = False
     """Whether advantages are divided by their standard deviation over the whole minibatch."""
-    surrogate: Surrogate | Callable[[Tokens], tuple[Tensor, Tensor]] = "clipped"
+    surrogate: Surrogate | Callable[..., tuple[Tensor, Tensor]] = "clipped"
     """What is made of a token's ratio and advantage: a function in ``losses.py``, or one of the user's."""
     ratio: Literal["token", "sequence"] = "token"
     """The ratio of each token's probabilities, or one for the sequence: the geometric mean of its tokens' ratios."""

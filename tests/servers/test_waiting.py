@@ -42,5 +42,5 @@ def test_servers_that_are_waited_for_are_named(http: Http, tmp_path: Path, monke
 
     sleeps = f"rollout.launch.command=[{sys.executable},-c,import time; time.sleep(60)]"
     (started,), failed = _said(http, tmp_path, "rollout.launch.count=1", sleeps)
-    assert started.endswith(f"for server 0, which the run has started; its log is {tmp_path}/servers/server-0.log")
+    assert started.endswith(f"for server 0: its log is {tmp_path}/servers/server-0.log")
     assert failed.setting == "rollout.launch.wait_s"

@@ -117,16 +117,10 @@ class Pool:
         for process in self.processes:
             process.start()
         ours = [
-            self._said(
-                wait_ready(process, self._client, launch.wait_s),
-                lambda process=process: f"{process.name}, which the run has started; its log is {process.log}",
-            )
+            self._said(wait_ready(process, self._client, launch.wait_s), process.name, f"its log is {process.log}")
             for process in self.processes
         ]
-        given = [
-            self._said(self._given(url, launch.wait_s), lambda url=url: f"{url}: {self._heard.get(url, NOTHING)}")
-            for url in server_urls(self._config)
-        ]
+        given = [self._said(self._given(url, launch.wait_s), url, NOTHING) for url in server_urls(self._config)]
         started, found = await asyncio.gather(asyncio.gather(*ours), asyncio.gather(*given))
         clients: list[tuple[int | None, ServerClient]] = list(enumerate(started))
         clients += [(None, client) for group in found for client in group]
@@ -209,18 +203,22 @@ class Pool:
             theirs = await asyncio.to_thread(nccl.of_command, command, environ)
             nccl.refuse_two("rollout.launch.command", shlex.join(command), self._our_nccl, theirs)
 
-    async def _said(self, waiting: Coroutine[Any, Any, T], who: Callable[[], str]) -> T:
+    async def _said(self, waiting: Coroutine[Any, Any, T], server: str, what: str) -> T:
         """Wait for a server, and say so where it takes long.
 
         Args:
             waiting: until it can generate.
-            who: which server it is, and what is known of it.
+            server: its name or its URL.
+            what: is said of it, as long as it was heard to say nothing.
         """
         began, wait_s, task = time.monotonic(), SAY_AFTER_S, asyncio.ensure_future(waiting)
         try:
             while not (await asyncio.wait([task], timeout=wait_s))[0]:
                 taken, most = time.monotonic() - began, self._config.rollout.launch.wait_s
-                self._say(f"waiting for {taken:.0f} s, of rollout.launch.wait_s = {most:g}, for server {who()}")
+                heard = self._heard.get(server, what)
+                self._say(
+                    f"waiting for {taken:.0f} s, of rollout.launch.wait_s = {most:g}, for server {server}: {heard}"
+                )
                 wait_s = SAY_EVERY_S
             return task.result()
         finally:
