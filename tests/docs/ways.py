@@ -98,7 +98,7 @@ WAYS = (
         r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/(second|grpo|distilled) .*",
         append=f"{SMALL} --check",
     ),
-    Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ (reward|rollout)\.\S+", append=SMALL),
+    Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+( (reward|rollout|loss)\.\S+)+", append=SMALL),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ model\.lora\.\S+ optimizer\.lr=\S+", append=SMALL),
     Way(r"megatron-dppo train configs/gsm8k\.yaml data\.train=gsm8k_train\.jsonl", append=f"{SMALL} --check"),
     Way(r"megatron-dppo train \w+\.yaml", append=SMALL),
@@ -122,8 +122,9 @@ WAYS = (
     Way(r"megatron-dppo report runs/quickstart runs/second .*", replace={"runs/second": "runs/unpruned"}),
     Way(r"megatron-dppo report .*"),
     # Checkpoints.
+    Way(r"python from_python\.py", "elsewhere", by=("tests/docs/test_notebook.py", '"from_python.py"')),
+    Way(r"python trained_and_asked\.py 20", replace={" 20": " 1"}),
     Way(r"python \w+\.py"),
-    Way(r"python from_python\.py 60", replace={" 60": " 1"}),
     Way(r"python -c '.*'"),
     Way(r"python tools/convert_ckpt/(hf_to_megatron|megatron_to_hf)\.py \S+ \S+ --(verify|dry-run)"),
     # With real servers.
