@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,8 +27,8 @@ from typing import Any
 import cloudpickle
 
 from megatron_dppo.bridge.checkpoint_folder import latest_step
-from megatron_dppo.config import Config, replace
-from megatron_dppo.config.types import Command
+from megatron_dppo.config import CompletionPruningConfig, Config, replace
+from megatron_dppo.config.types import AnySection, Command
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.answers import ANSWERS, SCORES, AnswerRow, out_folder, policy_in
 from megatron_dppo.launch.start import ranks_to_start, start_ranks
@@ -48,6 +48,7 @@ FUNCTIONS = {
     "reward": ("reward.function", "compute_score"),
     "objective": ("loss.objective", "objective"),
     "conversation": ("rollout.conversation", "conversation"),
+    "completion_rule": ("pruning.completions.function", "inclusion"),
 }
 """What a run can be given as a function: the setting that names it, and the function's name in its file."""
 _LOADS = '''"""What this run was given from Python as its {what}."""
@@ -132,6 +133,7 @@ def train(
     reward: Callable[..., Any] | None = None,
     objective: Callable[..., Any] | None = None,
     conversation: Callable[..., Any] | None = None,
+    completion_rule: Callable[..., Any] | None = None,
     on_step: Callable[[Row], object] | None = None,
 ) -> Run:
     """Train to ``run.steps``, from the last checkpoint in ``run.dir`` if there is one.
@@ -144,6 +146,9 @@ def train(
             named there.
         objective: in place of ``loss.objective``: from :class:`~megatron_dppo.rl.losses.Tokens` to what is maximised.
         conversation: in place of ``rollout.conversation``: has a conversation with a server for each completion.
+        completion_rule: in place of ``pruning.completions.rule``: from
+            :class:`~megatron_dppo.rl.pruning.completion_rules.CompletionCandidates` and ``keep`` to inclusion
+            probabilities.
         on_step: called with the row of every step as it is written, in this process.
 
     Raises:
@@ -153,7 +158,14 @@ def train(
     """
     _refuse_to_be_a_rank("train")
     folder = Path(config.run.dir)
-    config = _with_functions(config, folder, reward=reward, objective=objective, conversation=conversation)
+    config = _with_functions(
+        config,
+        folder,
+        reward=reward,
+        objective=objective,
+        conversation=conversation,
+        completion_rule=completion_rule,
+    )
     follower = _Follower(folder, on_step or (lambda row: None))
     code = _run("train", config, follower.look)
     follower.look()
@@ -217,10 +229,17 @@ def _with_functions(config: Config, folder: Path, **functions: Callable[..., Any
             draft.write_bytes(cloudpickle.dumps(function))
         with replacing_file(folder / f"{what}.py") as draft:
             draft.write_text(_LOADS.format(what=what, name=name), encoding="utf-8")
-        section, _, leaf = setting.partition(".")
-        changed = replace(getattr(config, section), **{leaf: f"{folder / what}.py:{name}"})
-        config = replace(config, **{section: changed})
+        config = _with_settings(config, setting.split("."), f"{folder / what}.py:{name}")
     return config
+
+
+def _with_settings(section: AnySection, path: Sequence[str], value: str) -> AnySection:
+    """A copy with another value of the setting at ``path``; of a rule with its function, which is then in use."""
+    name, *rest = path
+    changes = {name: _with_settings(getattr(section, name), rest, value) if rest else value}
+    if isinstance(section, CompletionPruningConfig):
+        changes["rule"] = "function"
+    return replace(section, **changes)
 
 
 class _Follower:

@@ -6,15 +6,26 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_dppo.api import RunFailedError, _Follower, evaluate, load_config, train
-from megatron_dppo.config import Config, LayoutConfig, LossConfig, RewardConfig, RunConfig, replace
+from megatron_dppo.config import (
+    CompletionPruningConfig,
+    Config,
+    LayoutConfig,
+    LossConfig,
+    RewardConfig,
+    RunConfig,
+    replace,
+)
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.first_failure import FirstFailure
 from megatron_dppo.launch.processes import run_ranks
 from megatron_dppo.rl.losses import Tokens
+from megatron_dppo.rl.pruning.completion_rules import CompletionCandidates
 from tests.runs import configure, write_run
 
 
@@ -27,13 +38,19 @@ def test_a_run_with_ones_own_functions_tells_of_every_step_and_is_evaluated(tmp_
     def objective(tokens: Tokens) -> Tensor:
         return nothing * tokens.ratio * tokens.advantage
 
+    def keep_all(candidates: CompletionCandidates, keep: float) -> NDArray[np.float64]:
+        return np.ones_like(candidates.advantage)
+
     config = configure(write_run(tmp_path), tmp_path / "run", LayoutConfig(tp=1, dp=1), steps=2)
-    run = train(config, reward=reward, objective=objective, on_step=told.append)
+    run = train(config, reward=reward, objective=objective, completion_rule=keep_all, on_step=told.append)
     assert run.finished and run.folder == tmp_path / "run"
     assert told == run.metrics and [row["step"] for row in told] == [0, 1, 2]
     assert 0.0 < told[-1]["rollout/raw_reward"] < 2.0 and told[-1]["reward/errors"] == 0
     assert [row["train/grad_norm"] for row in told[1:]] == [0.0, 0.0]
     own = replace(config, reward=RewardConfig(function=str(tmp_path / "run" / "reward.py:compute_score")))
+    assert [row["prune/saved_tokens_completions"] for row in told[1:]] == [0.0, 0.0]
+    kept = {"rule": "function", "function": str(tmp_path / "run" / "completion_rule.py:inclusion")}
+    own = replace(own, pruning=replace(own.pruning, completions=CompletionPruningConfig(**kept)))
     own = replace(own, loss=LossConfig(objective=str(tmp_path / "run" / "objective.py:objective")))
     assert train(own).metrics == told  # at its end: nothing is trained, and its functions were kept
     found = evaluate(run)

@@ -198,9 +198,13 @@ class PromptPruningConfig(Section):
 
 
 class CompletionPruningConfig(Section):
-    rule: Literal["none", "threshold", "neyman", "threshold_deterministic", "top_k", "extremes"] = "neyman"
-    """Unbiased: none, threshold (the paper's), neyman (least variance). Biased: threshold_deterministic (the paper's
-    Appendix A), top_k (CPPO's: the largest advantages), extremes (BranchGRPO's: the best and the worst of a group)."""
+    rule: Literal["none", "threshold", "neyman", "threshold_deterministic", "top_k", "extremes", "function"] = "neyman"
+    """Unbiased: none, threshold (the paper's), neyman (least variance), function (yours). Biased:
+    threshold_deterministic (the paper's Appendix A), top_k (CPPO's: the largest advantages), extremes (BranchGRPO's:
+    the best and the worst of a group)."""
+    function: str | None = None
+    """A rule of your own, ``file.py:function`` or ``module:function``, for ``rule=function``: from candidates and
+    ``keep`` to inclusion probabilities."""
     keep: Fraction = 0.5
     """neyman: share of the rolled-out tokens that is trained on; top_k, extremes: of the completions; threshold and
     threshold_deterministic: 1 − r, the chance or share of the low-scored ones."""
@@ -215,7 +219,16 @@ class CompletionPruningConfig(Section):
     longer, the more is pruned)."""
     schedule: ScheduleConfig = ScheduleConfig()
 
+    @property
+    def named(self) -> str:
+        """The rule's name in the table, or that of the user's own."""
+        return self.function if self.rule == "function" and self.function else self.rule
+
     def check(self) -> None:
+        if (self.rule == "function") != (self.function is not None):
+            problem = f"goes with a rule of your own, and pruning.completions.rule is {self.rule}"
+            remedy = "Set pruning.completions.rule=function and this to file.py:function, or neither"
+            raise UserError("pruning.completions.function", self.function or "null", problem, remedy)
         if self.normaliser == "kept" and self.rule != "top_k":
             problem = f"would make a biased rule of pruning.completions.rule = {self.rule}"
             remedy = "Leave it at full, or set pruning.completions.rule=top_k"
@@ -244,7 +257,7 @@ class PruningConfig(Section):
 
     def _check_refill(self) -> None:
         rule, adaptive = self.completions.rule, self.completions.schedule.shape == "adaptive"
-        if adaptive or rule.startswith("threshold"):
+        if adaptive or rule == "function" or rule.startswith("threshold"):
             what = "schedule.shape = adaptive" if adaptive else f"rule = {rule}"
             problem = (
                 "grows the window before the rollouts by what will be kept of them, which "

@@ -23,7 +23,7 @@ from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepMetadata, StepPlan
 from megatron_dppo.trainer.agreement import Compared, check_disagreement, compared_rows, logprob_limit
 from megatron_dppo.trainer.assemble import PolicyParts
-from megatron_dppo.trainer.objective import objective_of
+from megatron_dppo.trainer.functions import objective_of
 
 TIS_CAP = 2.0
 """Cap of the truncated importance weights where rollouts are ahead, or another policy's, and no cap is set."""
@@ -124,7 +124,7 @@ class Learner:
         self.reference: Reference | BasePolicy | None = parts.reference() if parts.config.loss.kl_coef > 0 else None
         self.teacher: Teacher | None = parts.teacher() if parts.config.loss.distillation.teacher else None
         self._pad_id, self._timers = parts.pad_id, timers
-        self._objective = parts.world.together(lambda: objective_of(parts.config.loss), what="import of an objective")
+        self._objective = self._world.together(lambda: objective_of(parts.config.loss), what="import of an objective")
         self._routing: RoutingWanted | None = None
         if parts.routing and self._actor.routing:
             self._routing = RoutingWanted(parts.routing, self._world.gather(self._actor.routing.layers))

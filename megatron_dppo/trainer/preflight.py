@@ -102,9 +102,10 @@ def check_functions(config: Config, command: Command) -> None:
 
         if (conversations := conversations_of(config)) is not None:
             conversations.close()
-    if config.loss.objective is not None:
-        from megatron_dppo.trainer.objective import objective_of  # torch
+    if config.loss.objective is not None or config.pruning.completions.function is not None:
+        from megatron_dppo.trainer.functions import adopt_rule, objective_of  # torch
 
+        adopt_rule(config.pruning.completions)
         objective_of(config.loss)
 
 

@@ -98,7 +98,10 @@ WAYS = (
         r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/(second|grpo|distilled) .*",
         append=f"{SMALL} --check",
     ),
-    Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+( (reward|rollout|loss)\.\S+)+", append=SMALL),
+    Way(
+        r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+( (reward|rollout|loss|pruning\.completions)\.\S+)+",
+        append=SMALL,
+    ),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ model\.lora\.\S+ optimizer\.lr=\S+", append=SMALL),
     Way(r"megatron-dppo train configs/gsm8k\.yaml data\.train=gsm8k_train\.jsonl", append=f"{SMALL} --check"),
     Way(r"megatron-dppo train \w+\.yaml", append=SMALL),

@@ -62,6 +62,10 @@ async def converse(client): ...
         (["reward.function=mine.py:of_two"], "reward.function = mine.py:of_two cannot be called with (data_source"),
         (["reward.function=mine.py:trl"], "is called with the column 'level', which d.jsonl, line 1 does not have"),
         (["data.label_key=solution"], "data.train = d.jsonl, line 1 has no column 'solution'"),
+        (
+            ["pruning.completions.rule=function", "pruning.completions.function=mine.py:rule"],
+            "pruning.completions.function = mine.py:rule mine.py has no function 'rule'",
+        ),
         (["loss.objective=mine.py:objective"], "has a gradient where the advantage is 0"),
         (
             ["rollout.engine=sglang", "rollout.servers=[http://a:1]", "rollout.conversation=mine.py:converse"],

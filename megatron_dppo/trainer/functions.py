@@ -1,11 +1,13 @@
-"""The objective of a run, and what one of the user's own (``loss.objective``) has to hold to.
+"""The user's own functions in a step: an objective (``loss.objective``), and a rule by which completions are kept.
 
-A function of the user's is given :class:`~megatron_dppo.rl.losses.Tokens` of a pack, R tokens of several completions,
-and returns what is to be maximised for each, [R]; or that, and which tokens it has clipped or masked, [R] of bool. It
-is tried out before a run begins, since pruning and packing rely on two things that no later number would show:
+An objective is given :class:`~megatron_dppo.rl.losses.Tokens` of a pack, R tokens of several completions, and returns
+what is to be maximised for each, [R]; or that, and which tokens it has clipped or masked, [R] of bool. It is tried out
+before a run begins, since pruning and packing rely on two things that no later number would show:
 
 - What it makes of a completion depends on that completion alone. Which others are in its pack is chance.
 - Where the advantage is 0 its gradient is 0. Such completions are left out.
+
+A rule may do what it likes: its probabilities have a floor, and completions weigh by them.
 """
 
 from __future__ import annotations
@@ -18,17 +20,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig
+from megatron_dppo.config import CompletionPruningConfig, LossConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.rl.losses import Tokens, token_losses
 from megatron_dppo.rl.objectives import Objective, objective_for
+from megatron_dppo.rl.pruning.completion_rules import FUNCTION, adopt
 
 SETTING = "loss.objective"
 LENGTHS = (5, 3)
 """Tokens of the two completions that a function is tried out with."""
 RATIOS = (0.4, 2.5)
 """Between which their ratios lie."""
+
+
+def adopt_rule(pruning: CompletionPruningConfig) -> None:
+    """Have this process know the rule of the run, where it is the user's.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    if pruning.function is not None:
+        adopt(pruning.function, load_function(FUNCTION, pruning.function))
 
 
 def objective_of(loss: LossConfig) -> Objective:

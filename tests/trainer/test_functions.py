@@ -11,7 +11,7 @@ from megatron_dppo.config import LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.losses import token_losses
 from megatron_dppo.train import train
-from megatron_dppo.trainer.objective import objective_of
+from megatron_dppo.trainer.functions import objective_of
 from tests.ranks import RankPool
 from tests.runs import configure, rows, write_run
 
