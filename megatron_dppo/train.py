@@ -103,6 +103,7 @@ class Trainer:
         """The rollouts of the next steps in their order: selected, asked for, or there already."""
         self._resume()
         self.logger = RunLogger(config, world, step=self.step, dropped_prompts=self.pool.dropped)
+        to_close.callback(self.logger.close)
 
     def run(self) -> None:
         """All the steps that are left."""

@@ -151,6 +151,12 @@ MUTANTS = [
         "observe/test_loggers.py::test_a_logger_that_is_named_later_is_given_the_steps_before",
     ),
     Mutant(
+        "loggers/left open",
+        "        to_close.callback(self.logger.close)\n",
+        "",
+        "observe/test_loggers.py::test_a_run_that_ends_early_closes_its_loggers",
+    ),
+    Mutant(
         "loggers/secrets",
         "if not key.startswith(PRIVATE)}",
         "if key}",

@@ -49,7 +49,7 @@ class Sink(Protocol):
 
     def write(self, step: int, row: Row) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, finished: bool) -> None: ...
 
 
 class TensorBoard:
@@ -106,8 +106,8 @@ class _WeightsAndBiases:
     def write(self, step: int, row: Row) -> None:
         self._run.log(dict(row), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, finished: bool) -> None:
+        self._run.finish(exit_code=0 if finished else 1)
 
 
 class _MLflow:
@@ -145,8 +145,8 @@ class _MLflow:
         names = {key: key.replace("@", "_at_") for key in row}  # which MLflow does not take
         self._client.log_batch(self.run, [self._metric(names[key], value, now, step) for key, value in row.items()])
 
-    def close(self) -> None:
-        self._client.set_terminated(self.run)
+    def close(self, *, finished: bool) -> None:
+        self._client.set_terminated(self.run, "FINISHED" if finished else "KILLED")
 
 
 class _Trackio:
@@ -166,7 +166,7 @@ class _Trackio:
     def write(self, step: int, row: Row) -> None:
         self._run.log(dict(row), step=step)
 
-    def close(self) -> None:
+    def close(self, *, finished: bool) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             self._run.finish()
 
@@ -255,12 +255,15 @@ class Loggers:
                 problem = _shown(f"{type(error).__name__}: {error}")
                 self._say(f"{name} did not take a row, and is given it again with the next one ({problem})")
 
-    def close(self) -> None:
-        if self._events:
-            self._events.close()
-        for name, sink in self._sinks.items():
+    def close(self, *, finished: bool) -> None:
+        """Have all write down what they hold. Safe to call twice."""
+        sinks, events = self._sinks, self._events
+        self._sinks, self._events = {}, None
+        if events:
+            events.close()
+        for name, sink in sinks.items():
             try:
-                sink.close()
+                sink.close(finished=finished)
             except Exception as error:
                 self._say(f"{name} was not closed ({_shown(f'{type(error).__name__}: {error}')})")
 

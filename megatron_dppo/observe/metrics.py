@@ -77,9 +77,14 @@ class MetricsLog:
         self._rows.write(step, row)
         self._loggers.write(step, row)
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = True) -> None:
+        """Safe to call twice.
+
+        Args:
+            finished: whether the run has come to its last step.
+        """
         self._rows.close()
-        self._loggers.close()
+        self._loggers.close(finished=finished)
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:

@@ -96,6 +96,12 @@ class RunLogger:
                 self._console.note(warning, again=True)
         self._row, self._census = {}, None
 
+    def close(self) -> None:
+        """Where a run ends before its last step, loggers that send rows later are to send them now."""
+        if self._log:
+            self._log.close(finished=False)
+            self._pruning.close()
+
     def finish(self, best: Best | None = None) -> None:
         """Draw the pictures, write and print the summary, and name the best checkpoint if the last one is worse. Where
         no step was taken, the summary that is there already is printed."""

@@ -11,16 +11,19 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
+from unittest import mock
 
 import pytest
 
-from megatron_dppo.config import LayoutConfig, replace
+from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe import loggers
 from megatron_dppo.observe.loggers import check_loggers
 from megatron_dppo.observe.metrics import MetricsLog, read_metrics
 from megatron_dppo.settings import as_yaml
+from megatron_dppo.train import train
 from tests.commands import Command
+from tests.ranks import RankPool
 from tests.runs import configure, write_run
 
 ALONE = {"WANDB_MODE": "offline", "HOME": "/nowhere"}
@@ -176,7 +179,8 @@ class _Memory:
             raise ConnectionError("https://me:hunter2@host is away")
         self.rows.append((self.run, step))
 
-    def close(self) -> None:
+    def close(self, *, finished: bool) -> None:
+        self.rows.append(("finished" if finished else "ended early", len(self.rows)))
         raise ConnectionError("still away")
 
 
@@ -204,6 +208,26 @@ def _write(folder: Path, resume_step: int, steps: Sequence[int], named: Sequence
     return said
 
 
+def _given(memory: type[_Memory]) -> list[tuple[str, int]]:
+    return [(run, step) for run, step in memory.rows if run.startswith("run")]
+
+
+def _collapse(rank: int, size: int, config: Config) -> list[str]:
+    """What a logger was told by a run that ends early, since no step has anything to train on."""
+    with mock.patch.dict(loggers._OPEN, {"wandb": _Memory}), mock.patch.object(loggers, "check_loggers"):
+        with pytest.raises(UserError, match="max_idle_steps"):
+            train(config)
+        return [said for said, _ in _Memory.rows]
+
+
+def test_a_run_that_ends_early_closes_its_loggers(ranks: RankPool, tmp_path: Path) -> None:
+    """Some send their rows later, and a rank that fails ends at once."""
+    config = configure(write_run(tmp_path), tmp_path / "run", LayoutConfig(tp=1, dp=1), reward="equal")
+    settings = replace(config.run, loggers=("wandb",), max_idle_steps=1)
+    (told,) = ranks.run(1, _collapse, replace(config, run=settings))
+    assert told[-2:] == ["run 0", "ended early"] and "finished" not in told
+
+
 def test_a_row_that_a_logger_did_not_take_is_given_to_it_again_and_it_is_said(
     tmp_path: Path, memory: type[_Memory]
 ) -> None:
@@ -213,7 +237,7 @@ def test_a_row_that_a_logger_did_not_take_is_given_to_it_again_and_it_is_said(
     assert "https://***@host is away" in first, "nobody's password is said"
     memory.fails_at.clear()
     _write(tmp_path, 3, [4])
-    assert memory.rows == [("run 0", step) for step in (1, 2, 3, 4)]
+    assert _given(memory) == [("run 0", step) for step in (1, 2, 3, 4)]
 
 
 def test_steps_that_are_taken_again_are_not_logged_again_and_a_new_run_is_a_new_one(
@@ -221,15 +245,15 @@ def test_steps_that_are_taken_again_are_not_logged_again_and_a_new_run_is_a_new_
 ) -> None:
     _write(tmp_path, 0, range(6))
     _write(tmp_path, 3, range(4, 8))
-    assert memory.rows == [("run 0", step) for step in range(8)]
+    assert _given(memory) == [("run 0", step) for step in range(8)]
     _write(tmp_path, 0, range(2))
-    assert memory.rows[8:] == [("run 8", 0), ("run 8", 1)]
+    assert _given(memory)[8:] == [("run 10", 0), ("run 10", 1)]
 
 
 def test_a_logger_that_is_named_later_is_given_the_steps_before(tmp_path: Path, memory: type[_Memory]) -> None:
     _write(tmp_path, 0, range(4), named=())
     _write(tmp_path, 3, [4])
-    assert memory.rows == [("run 0", step) for step in range(5)]
+    assert _given(memory) == [("run 0", step) for step in range(5)]
 
 
 def test_a_logger_is_told_the_settings_without_what_may_have_a_secret_in_it(
