@@ -6,6 +6,7 @@ Nothing heavy is imported before a command needs it: a mistake in the settings i
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -56,7 +57,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _with_a_number_of_ranks(arguments: Sequence[str]) -> Iterator[str]:
     """``--check`` with what it takes: a number, where one follows, and no other word."""
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         yield "--check=0" if word == "--check" and not following.isdecimal() else word
 
 
