@@ -1,12 +1,16 @@
-"""A run from Python: a script starts it, and hears of every step.
+"""The trainer from Python: a script trains, evaluates, plans a step, with functions of its own.
 
-    from megatron_dppo.api import load_config, train
+    from megatron_dppo.api import evaluate, load_config, train
 
     run = train(load_config("configs/quickstart.yaml", run={"steps": 20}), reward=my_reward, on_step=print)
     run.metrics[-1]["eval/accuracy"]
+    evaluate(run).benchmarks
 
 The ranks are processes of their own, as under ``megatron-dppo train``: the process that calls holds no policy, can
 call again, and an interrupt ends them. On several machines ``torchrun`` or ``srun`` start ranks, with the command line.
+
+:func:`plan_step` is the algorithm alone, from lengths and rewards to what is trained on; ``prune``, in the package
+itself, is its pruning for other trainers.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,24 +27,36 @@ from typing import Any
 import cloudpickle
 
 from megatron_dppo.bridge.checkpoint_folder import latest_step
-from megatron_dppo.config import Config, replace
+from megatron_dppo.config import CompletionPruningConfig, Config, replace
+from megatron_dppo.config.types import AnySection, Command
 from megatron_dppo.errors import UserError
+from megatron_dppo.evaluation.answers import ANSWERS, SCORES, AnswerRow, out_folder, policy_in
 from megatron_dppo.launch.start import ranks_to_start, start_ranks
 from megatron_dppo.observe.metrics import FILE, read_metrics, read_rows
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.stop import SAVED
+from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.settings import load_config as load_words
 from megatron_dppo.trainer.preflight import check_run_dir
+from megatron_dppo.trainer.resume import IN_FORCE
+
+__all__ = ["Config", "Evaluation", "Run", "RunFailedError", "evaluate", "load_config", "plan_step", "train"]
 
 Row = dict[str, float]
-REWARD, PICKLED = "reward.py", "reward.pkl"
-_LOADS = f'''"""The reward function that this run was given from Python."""
+FUNCTIONS = {
+    "reward": ("reward.function", "compute_score"),
+    "objective": ("loss.objective", "objective"),
+    "conversation": ("rollout.conversation", "conversation"),
+    "completion_rule": ("pruning.completions.function", "inclusion"),
+}
+"""What a run can be given as a function: the setting that names it, and the function's name in its file."""
+_LOADS = '''"""What this run was given from Python as its {what}."""
 
 import pickle
 from pathlib import Path
 
-compute_score = pickle.loads(Path(__file__).with_name("{PICKLED}").read_bytes())
+{name} = pickle.loads(Path(__file__).with_name("{what}.pkl").read_bytes())
 '''
 
 
@@ -72,6 +88,24 @@ class Run:
         return read_metrics(self.folder)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What a policy has answered."""
+
+    folder: Path
+    """With ``answers.jsonl`` and ``scores.json``."""
+
+    @cached_property
+    def benchmarks(self) -> dict[str, dict[str, Any]]:
+        """The figures of docs/evaluation.md, by benchmark: ``["gsm8k"]["avg@k"]`` has value, low and high."""
+        return dict(json.loads((self.folder / SCORES).read_text(encoding="utf-8"))["benchmarks"])
+
+    @cached_property
+    def answers(self) -> list[AnswerRow]:
+        """The rows of ``answers.jsonl``, one for each answer."""
+        return [json.loads(line) for line in (self.folder / ANSWERS).read_text(encoding="utf-8").splitlines()]
+
+
 def load_config(path: str | Path | None = None, **sections: Mapping[str, Any]) -> Config:
     """The settings in a YAML file (defaults if None), with others laid over them, section by section.
 
@@ -94,14 +128,27 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def train(
-    config: Config, *, reward: Callable[..., Any] | None = None, on_step: Callable[[Row], object] | None = None
+    config: Config,
+    *,
+    reward: Callable[..., Any] | None = None,
+    objective: Callable[..., Any] | None = None,
+    conversation: Callable[..., Any] | None = None,
+    completion_rule: Callable[..., Any] | None = None,
+    on_step: Callable[[Row], object] | None = None,
 ) -> Run:
     """Train to ``run.steps``, from the last checkpoint in ``run.dir`` if there is one.
+
+    Functions are kept in ``run.dir``, with what they use of the script, so that the command line can resume the run.
 
     Args:
         config: of the run.
         reward: scores completions in place of ``reward.function``, in processes of its own; any signature that may be
-            named there. It is kept in ``run.dir``, so that the command line can resume the run.
+            named there.
+        objective: in place of ``loss.objective``: from :class:`~megatron_dppo.rl.losses.Tokens` to what is maximised.
+        conversation: in place of ``rollout.conversation``: has a conversation with a server for each completion.
+        completion_rule: in place of ``pruning.completions.rule``: from
+            :class:`~megatron_dppo.rl.pruning.completion_rules.CompletionCandidates` and ``keep`` to inclusion
+            probabilities.
         on_step: called with the row of every step as it is written, in this process.
 
     Raises:
@@ -109,32 +156,90 @@ def train(
         RunFailedError: the run ended early.
         KeyboardInterrupt: it was interrupted.
     """
-    if "RANK" in os.environ:
-        problem = "makes this process a rank, and train() starts ranks of its own"
-        raise UserError("RANK", os.environ["RANK"], problem, "Start the script by itself, or use megatron-dppo train")
+    _refuse_to_be_a_rank("train")
     folder = Path(config.run.dir)
-    if reward is not None:
-        check_run_dir(folder)
-        refuse_if_held(folder, "run.dir")
-        config = replace(config, reward=replace(config.reward, function=_kept(reward, folder)))
+    config = _with_functions(
+        config,
+        folder,
+        reward=reward,
+        objective=objective,
+        conversation=conversation,
+        completion_rule=completion_rule,
+    )
     follower = _Follower(folder, on_step or (lambda row: None))
-    code = start_ranks("train", config, ranks_to_start("train", config), follower.look)
+    code = _run("train", config, follower.look)
     follower.look()
+    return Run(folder, finished=code == 0)
+
+
+def evaluate(
+    what: Config | Run, *, model: str | Path | Run | None = None, reward: Callable[..., Any] | None = None
+) -> Evaluation:
+    """Have a policy answer held-out problems, as ``megatron-dppo eval`` does. What is answered already is not asked.
+
+    Args:
+        what: settings, of which ``eval`` and ``data`` say what is asked; or a run, for its own settings and policy.
+        model: a Hugging Face directory, a run, or a checkpoint of one; None: what ``what`` says.
+        reward: tells right answers from wrong ones in place of ``reward.function``.
+
+    Raises:
+        UserError, RunFailedError, KeyboardInterrupt: as ``train``.
+    """
+    _refuse_to_be_a_rank("evaluate")
+    if isinstance(what, Run):
+        model = what if model is None else model
+        config = load_config(what.folder / IN_FORCE)
+    else:
+        config = what
+    if model is not None:
+        found = policy_in(Path(model.folder if isinstance(model, Run) else model))
+        config = replace(config, model=replace(config.model, **found))
+    folder = out_folder(config)
+    config = _with_functions(config, folder, reward=reward)
+    _run("eval", config)
+    return Evaluation(folder)
+
+
+def _refuse_to_be_a_rank(function: str) -> None:
+    if "RANK" in os.environ:
+        problem = f"makes this process a rank, and {function}() starts ranks of its own"
+        raise UserError("RANK", os.environ["RANK"], problem, "Start the script by itself, or use the command line")
+
+
+def _run(command: Command, config: Config, meanwhile: Callable[[], None] = lambda: None) -> int:
+    """Start the ranks of a command, and wait for their end. Returns 0, or ``SAVED``."""
+    code = start_ranks(command, config, ranks_to_start(command, config), meanwhile)
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code not in (0, SAVED):
         raise RunFailedError(code)
-    return Run(folder, finished=code == 0)
+    return code
 
 
-def _kept(reward: Callable[..., Any], folder: Path) -> str:
-    """The function by value, with what it uses of the script: the name by which the run finds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with replacing_file(folder / PICKLED) as draft:
-        draft.write_bytes(cloudpickle.dumps(reward))
-    with replacing_file(folder / REWARD) as draft:
-        draft.write_text(_LOADS, encoding="utf-8")
-    return f"{folder / REWARD}:compute_score"
+def _with_functions(config: Config, folder: Path, **functions: Callable[..., Any] | None) -> Config:
+    """The settings with the names by which ranks find these functions, which are kept in ``folder`` by value."""
+    given = {what: function for what, function in functions.items() if function is not None}
+    if given:
+        check_run_dir(folder)
+        refuse_if_held(folder, "run.dir")
+        folder.mkdir(parents=True, exist_ok=True)
+    for what, function in given.items():
+        setting, name = FUNCTIONS[what]
+        with replacing_file(folder / f"{what}.pkl") as draft:
+            draft.write_bytes(cloudpickle.dumps(function))
+        with replacing_file(folder / f"{what}.py") as draft:
+            draft.write_text(_LOADS.format(what=what, name=name), encoding="utf-8")
+        config = _with_settings(config, setting.split("."), f"{folder / what}.py:{name}")
+    return config
+
+
+def _with_settings(section: AnySection, path: Sequence[str], value: str) -> AnySection:
+    """A copy with another value of the setting at ``path``; of a rule with its function, which is then in use."""
+    name, *rest = path
+    changes = {name: _with_settings(getattr(section, name), rest, value) if rest else value}
+    if isinstance(section, CompletionPruningConfig):
+        changes["rule"] = "function"
+    return replace(section, **changes)
 
 
 class _Follower:

@@ -6,13 +6,13 @@ Nothing heavy is imported before a command needs it: a mistake in the settings i
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_dppo import __version__
-from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, find_checkpoint
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.process.streams import speak_plainly
@@ -57,11 +57,17 @@ def _run(arguments: Sequence[str]) -> int:
     if " ".join(arguments[:2]) in OF_COMPRESS:
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
     parser = _parser(options_of=arguments[:1])
-    chosen, rest = parser.parse_known_args(arguments)
+    chosen, rest = parser.parse_known_args([*_with_a_number_of_ranks(arguments)])
     # argparse takes no positional after an option: overrides that stand there come back as the rest
     if rest and ("settings" not in chosen or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return _run_settings(chosen, [*chosen.settings, *rest]) if "settings" in chosen else _run_alone(chosen, arguments)
+
+
+def _with_a_number_of_ranks(arguments: Sequence[str]) -> Iterator[str]:
+    """``--check`` with what it takes: a number, where one follows, and no other word."""
+    for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        yield "--check=0" if word == "--check" and not following.isdecimal() else word
 
 
 def _run_alone(chosen: argparse.Namespace, words: Sequence[str]) -> int:
@@ -244,14 +250,10 @@ def _eval_settings(chosen: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _model_settings(model: str) -> list[str]:
-    folder = Path(model)
-    if (folder / "config.json").is_file():
-        return [f"model.path={folder}", "model.checkpoint=null"]
-    inside = folder / "checkpoints"
-    place = find_checkpoint(inside if inside.is_dir() else folder, "--model")
-    companions = place.parent / HF_FOLDER
-    words = [f"model.checkpoint={place}"]
-    return [*words, f"model.path={companions}"] if (companions / "config.json").is_file() else words
+    from megatron_dppo.evaluation.answers import policy_in
+
+    found = policy_in(Path(model))
+    return [f"model.{name}={'null' if value is None else value}" for name, value in found.items()]
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from megatron_dppo.evaluation.answers import (
     AnswerLog,
     AnswerRow,
     finished_benchmarks,
+    out_folder,
     read_finished,
     write_scores,
 )
@@ -78,17 +79,6 @@ def evaluate_model(config: Config) -> None:
             _answer(config, world, problems, left, log, to_close)
         world.from_leader(lambda: _report(config, folder, list(indices), log.rows() if log else ()))
     shut_down()
-
-
-def out_folder(config: Config) -> Path:
-    """Where the answers go: into ``eval.out``, else into the folder of the run that the checkpoint is of."""
-    if config.eval.out:
-        return Path(config.eval.out)
-    if config.model.checkpoint is None:
-        return Path(config.run.dir) / "eval" / Path(config.model.path).name
-    checkpoint = find_checkpoint(Path(config.model.checkpoint))
-    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else Path(config.run.dir)
-    return run / "eval" / checkpoint.name
 
 
 def _answer(

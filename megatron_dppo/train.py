@@ -21,6 +21,7 @@ from megatron_dppo.estimate.memory import parameters_of
 from megatron_dppo.evaluation.evaluate import evaluate
 from megatron_dppo.evaluation.evaluator import Evaluator, open_verifiers
 from megatron_dppo.models.layer_specs import choose_sharing
+from megatron_dppo.observe.profile import Profiler
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.usage import Usage
 from megatron_dppo.observe.watchdog import Watchdog
@@ -37,6 +38,7 @@ from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import assemble_policy, load_pools, lock_run
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.collapse import CollapseGuard
+from megatron_dppo.trainer.functions import adopt_rule
 from megatron_dppo.trainer.learner import Learner
 from megatron_dppo.trainer.prompt_sampler import PromptSampler
 from megatron_dppo.trainer.resume import same_prompts
@@ -66,6 +68,8 @@ class Trainer:
     def __init__(self, config: Config, world: World, workers: RewardWorkers, to_close: ExitStack) -> None:
         self.config, self.world, self.timers = config, world, PhaseTimers()
         self.folder = Path(config.run.dir)
+        on_cuda = world.device.type == "cuda"
+        self.profile = Profiler(self.folder, config.run.profile, rank=world.rank, on_cuda=on_cuda, timers=self.timers)
         self.check_lock = lock_run(config, world, to_close)
         # Half of what collectives wait: the names of those that hang are to come before the end.
         watchdog = Watchdog(world, self.timers, config.run.late_s, stuck_s=config.layout.timeout_s / 2)
@@ -74,6 +78,7 @@ class Trainer:
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
         # A bad row is named before any server is started.
         self.pool, self.held_out, offline = load_pools(self.policy)
+        world.together(lambda: adopt_rule(config.pruning.completions), what="import of a rule")
         self.learner = Learner(self.policy, self.timers)
         weights, gpu = parameters_of(self.policy.shape), GPUS[config.cluster.gpu]
         self.usage = Usage(
@@ -98,6 +103,7 @@ class Trainer:
         """The rollouts of the next steps in their order: selected, broken off, asked for, or there already."""
         self._resume()
         self.logger = RunLogger(config, world, step=self.step, dropped_prompts=self.pool.dropped)
+        to_close.callback(self.logger.close)
 
     def run(self) -> None:
         """All the steps that are left."""
@@ -111,7 +117,7 @@ class Trainer:
             self.logger.add(agreement)
             self.evaluate()
         while self.step < last:
-            with self.timers("step"):
+            with self.profile(self.step + 1), self.timers("step"):
                 rollouts = self.roll_out(self.queue.popleft() if self.queue else self.select(self.step))
                 if self.config.rollout.colocated:
                     self.engine.pause()

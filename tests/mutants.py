@@ -58,6 +58,110 @@ ROUTING = "trainer/test_routing_replay.py::test_what_is_replayed_depends_on_no_l
 AHEAD = "test_ahead.py::test_several_steps_ahead_a_run_goes_on_bit_by_bit_and_however_far_ahead_with_the_same_prompts"
 WORDS = "test_ahead.py::test_the_next_step_is_drawn_from_all_that_is_known_and_asked_for_before_this_one_trains"
 MUTANTS = [
+    # A user's own functions.
+    Mutant(
+        "own/a mean over the pack",
+        "if not torch.allclose(whole, apart, rtol=1e-4, atol=1e-6):",
+        "if False:",
+        "trainer/test_functions.py::test_what_an_objective_must_not_be_is_refused",
+    ),
+    Mutant(
+        "own/a gradient without an advantage",
+        "if without[:first].any():",
+        "if False:",
+        "trainer/test_functions.py::test_what_an_objective_must_not_be_is_refused",
+    ),
+    Mutant(
+        "own/grpo in its place",
+        "(named if callable(named) else SURROGATES[named])(",
+        "(SURROGATES.get(named, _clipped))(",
+        "trainer/test_functions.py::test_what_an_objective_must_not_be_is_refused",
+    ),
+    Mutant(
+        "own/a rule without a floor",
+        "        probabilities = np.maximum(probabilities, candidates.floor)\n",
+        "        pass\n",
+        "rl/test_unbiasedness.py::test_a_rule_of_the_users_is_unbiased_whatever_it_returns",
+    ),
+    Mutant(
+        "own/no number is a probability",
+        "or not ((found >= 0.0) & (found <= 1.0)).all():",
+        "or ((found < 0.0) | (found > 1.0)).any():",
+        "rl/pruning/test_completion_rules.py::test_what_a_rule_must_not_return_is_refused",
+    ),
+    Mutant(
+        "check/the next word is swallowed",
+        'if word == "--check" and not following.isdecimal()',
+        'if word == "--check" and not following',
+        "launch/test_check.py::test_the_word_after_check_is_not_swallowed",
+    ),
+    Mutant(
+        "check/columns",
+        "if lacking := [name for name in wanted if name not in columns]:",
+        "if lacking := [name for name in wanted if not columns]:",
+        "launch/test_check.py::test_functions_and_columns_that_do_not_fit_are_found_without_a_rank",
+    ),
+    Mutant(
+        "waiting/silence",
+        "began, wait_s, task = time.monotonic(), SAY_AFTER_S,",
+        "began, wait_s, task = time.monotonic(), 90.0,",
+        "servers/test_waiting.py",
+    ),
+    Mutant(
+        "interrupt/the last checkpoint",
+        "goes on from step {step} of {config.run.steps}",
+        "goes on from step 0 of {config.run.steps}",
+        "launch/test_start.py::test_ctrl_c_says_from_where_a_run_goes_on_and_how_it_is_asked_to_save",
+    ),
+    Mutant(
+        "profile/every other step",
+        "if step not in self._steps:",
+        "if step in self._steps:",
+        "observe/test_profile.py",
+    ),
+    Mutant(
+        "profile/no phases",
+        "self._timers.named = record_function",
+        "self._timers.named = nullcontext",
+        "observe/test_profile.py",
+    ),
+    # Loggers.
+    Mutant(
+        "loggers/a step twice",
+        'if step <= self._state[name]["step"]:',
+        'if step < self._state[name]["step"]:',
+        "observe/test_loggers.py::test_steps_that_are_taken_again_are_not_logged_again_and_a_new_run_is_a_new_one",
+    ),
+    Mutant(
+        "loggers/another run",
+        'known["run"] if known else None',
+        "None",
+        "observe/test_loggers.py::test_steps_that_are_taken_again_are_not_logged_again_and_a_new_run_is_a_new_one",
+    ),
+    Mutant(
+        "loggers/a row is lost",
+        "            self._keep(name, before)\n            raise",
+        "            raise",
+        "observe/test_loggers.py::test_a_row_that_a_logger_did_not_take_is_given_to_it_again_and_it_is_said",
+    ),
+    Mutant(
+        "loggers/nothing of before",
+        'row for row in past if row["step"] >',
+        'row for row in past if row["step"] < 0 <',
+        "observe/test_loggers.py::test_a_logger_that_is_named_later_is_given_the_steps_before",
+    ),
+    Mutant(
+        "loggers/left open",
+        "        to_close.callback(self.logger.close)\n",
+        "",
+        "observe/test_loggers.py::test_a_run_that_ends_early_closes_its_loggers",
+    ),
+    Mutant(
+        "loggers/secrets",
+        "if not key.startswith(PRIVATE)}",
+        "if key}",
+        "observe/test_loggers.py::test_a_logger_is_told_the_settings_without_what_may_have_a_secret_in_it",
+    ),
     # Tokens for rewards, and offline rollouts.
     Mutant(
         "rewards/tokens of the group",
@@ -441,8 +545,8 @@ MUTANTS = [
     # Pruning.
     Mutant(
         "pruning/weight without the prompt's probability",
-        "completion_weight(pruning.rule, candidates, inclusion, keep) / part.prompt_inclusion[:, None]",
-        "completion_weight(pruning.rule, candidates, inclusion, keep)",
+        "completion_weight(pruning.named, candidates, inclusion, keep) / part.prompt_inclusion[:, None]",
+        "completion_weight(pruning.named, candidates, inclusion, keep)",
         "rl/test_unbiasedness.py",
     ),
     Mutant(

@@ -6,29 +6,59 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from torch import Tensor
 
-from megatron_dppo.api import RunFailedError, _Follower, load_config, train
-from megatron_dppo.config import Config, LayoutConfig, RewardConfig, RunConfig, replace
+from megatron_dppo.api import RunFailedError, _Follower, evaluate, load_config, train
+from megatron_dppo.config import (
+    CompletionPruningConfig,
+    Config,
+    LayoutConfig,
+    LossConfig,
+    RewardConfig,
+    RunConfig,
+    replace,
+)
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.first_failure import FirstFailure
 from megatron_dppo.launch.processes import run_ranks
+from megatron_dppo.rl.losses import Tokens
+from megatron_dppo.rl.pruning.completion_rules import CompletionCandidates
 from tests.runs import configure, write_run
 
 
-def test_a_run_is_trained_with_ones_own_reward_and_tells_of_every_step(tmp_path: Path):
-    divisor, told = 3, []
+def test_a_run_with_ones_own_functions_tells_of_every_step_and_is_evaluated(tmp_path: Path):
+    divisor, nothing, told = 3, 0.0, []
 
     def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
         return float(len(solution_str) % divisor)  # with what it knows of the place that it was made in
 
+    def objective(tokens: Tokens) -> Tensor:
+        return nothing * tokens.ratio * tokens.advantage
+
+    def keep_all(candidates: CompletionCandidates, keep: float) -> NDArray[np.float64]:
+        return np.ones_like(candidates.advantage)
+
     config = configure(write_run(tmp_path), tmp_path / "run", LayoutConfig(tp=1, dp=1), steps=2)
-    run = train(config, reward=reward, on_step=told.append)
+    run = train(config, reward=reward, objective=objective, completion_rule=keep_all, on_step=told.append)
     assert run.finished and run.folder == tmp_path / "run"
     assert told == run.metrics and [row["step"] for row in told] == [0, 1, 2]
     assert 0.0 < told[-1]["rollout/raw_reward"] < 2.0 and told[-1]["reward/errors"] == 0
+    assert [row["train/grad_norm"] for row in told[1:]] == [0.0, 0.0]
     own = replace(config, reward=RewardConfig(function=str(tmp_path / "run" / "reward.py:compute_score")))
-    assert train(own).metrics == told  # at its end: nothing is trained, and its reward was kept
+    assert [row["prune/saved_tokens_completions"] for row in told[1:]] == [0.0, 0.0]
+    kept = {"rule": "function", "function": str(tmp_path / "run" / "completion_rule.py:inclusion")}
+    own = replace(own, pruning=replace(own.pruning, completions=CompletionPruningConfig(**kept)))
+    own = replace(own, loss=LossConfig(objective=str(tmp_path / "run" / "objective.py:objective")))
+    assert train(own).metrics == told  # at its end: nothing is trained, and its functions were kept
+    found = evaluate(run)
+    (scores,) = found.benchmarks.values()
+    assert (scores["problems"], scores["avg@k"]["value"]) == (4, told[-1]["eval/accuracy"])
+    assert [row["correct"] for row in found.answers].count(True) == 4 * scores["avg@k"]["value"]
+    assert all(row["answer"] and row["prompt"] for row in found.answers)
+    assert found.folder == tmp_path / "run" / "eval" / "iter_0000002"
 
 
 def test_what_is_wrong_is_raised_before_a_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

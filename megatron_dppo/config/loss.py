@@ -112,6 +112,10 @@ class LossConfig(Section):
     the group, no clip; reinforce_pp: held against the whole minibatch and divided by its deviation;
     reinforce_pp_baseline: held against the group, divided by the minibatch's deviation; gmpo: the geometric mean of a
     sequence's clipped ratios; sapo: a smooth gate in place of the clip."""
+    objective: str | None = None
+    """An objective of your own, ``file.py:function`` or ``module:function``: what is made of each token's ratio and
+    advantage, in place of what ``name`` makes of them. All else stays as ``name`` has it: how rewards become
+    advantages, the ratio, the clips and the mean. null: none."""
     clip_low: NonNegative | None = None
     """Clip of the ratio below 1; null: the objective's (0.2; gspo 3e-4; gmpo 0.33; cispo and rloo none). With a
     trust_region how far a token may diverge where its advantage is negative; null: 0.15 for tv, 0.05 for kl."""
@@ -165,7 +169,7 @@ class LossConfig(Section):
         if self.clip_low is not None and self.clip_low >= 1.0 and self.trust_region == "none":
             problem = "clips ratios to 1 - clip_low, which must stay above 0"
             raise UserError("loss.clip_low", self.clip_low, problem, "Set it below 1 (0.2 is usual)")
-        if self.name == "sapo":
+        if self.name == "sapo" and self.objective is None:
             for setting in ("clip_low", "clip_high"):
                 if (value := getattr(self, setting)) is not None:
                     problem = "clips ratios, which loss.name = sapo weighs by a smooth gate instead"
@@ -174,6 +178,11 @@ class LossConfig(Section):
             self._check_trust_region()
 
     def _check_trust_region(self) -> None:
+        if self.objective is not None:
+            problem = (
+                f"takes the place of what is made of ratio and advantage, and so does loss.objective = {self.objective}"
+            )
+            raise UserError("loss.trust_region", self.trust_region, problem, "Leave one of the two out")
         if self.name in ("gspo", "cispo", "gmpo", "sapo"):
             problem = f"takes the place of a clip of each token's ratio, which loss.name = {self.name} does not have"
             remedy = "Set it to none, or take another loss.name, such as grpo"
@@ -254,9 +263,13 @@ class PromptPruningConfig(Section):
 
 
 class CompletionPruningConfig(Section):
-    rule: Literal["none", "threshold", "neyman", "threshold_deterministic", "top_k", "extremes"] = "neyman"
-    """Unbiased: none, threshold (the paper's), neyman (least variance). Biased: threshold_deterministic (the paper's
-    Appendix A), top_k (CPPO's: the largest advantages), extremes (BranchGRPO's: the best and the worst of a group)."""
+    rule: Literal["none", "threshold", "neyman", "threshold_deterministic", "top_k", "extremes", "function"] = "neyman"
+    """Unbiased: none, threshold (the paper's), neyman (least variance), function (yours). Biased:
+    threshold_deterministic (the paper's Appendix A), top_k (CPPO's: the largest advantages), extremes (BranchGRPO's:
+    the best and the worst of a group)."""
+    function: str | None = None
+    """A rule of your own, ``file.py:function`` or ``module:function``, for ``rule=function``: from candidates and
+    ``keep`` to inclusion probabilities."""
     keep: Fraction = 0.5
     """neyman: share of the rolled-out tokens that is trained on; top_k, extremes: of the completions; threshold and
     threshold_deterministic: 1 − r, the chance or share of the low-scored ones."""
@@ -271,7 +284,16 @@ class CompletionPruningConfig(Section):
     longer, the more is pruned)."""
     schedule: ScheduleConfig = ScheduleConfig()
 
+    @property
+    def named(self) -> str:
+        """The rule's name in the table, or that of the user's own."""
+        return self.function if self.rule == "function" and self.function else self.rule
+
     def check(self) -> None:
+        if (self.rule == "function") != (self.function is not None):
+            problem = f"goes with a rule of your own, and pruning.completions.rule is {self.rule}"
+            remedy = "Set pruning.completions.rule=function and this to file.py:function, or neither"
+            raise UserError("pruning.completions.function", self.function or "null", problem, remedy)
         if self.normaliser == "kept" and self.rule != "top_k":
             problem = f"would make a biased rule of pruning.completions.rule = {self.rule}"
             remedy = "Leave it at full, or set pruning.completions.rule=top_k"
@@ -300,7 +322,7 @@ class PruningConfig(Section):
 
     def _check_refill(self) -> None:
         rule, adaptive = self.completions.rule, self.completions.schedule.shape == "adaptive"
-        if adaptive or rule.startswith("threshold"):
+        if adaptive or rule == "function" or rule.startswith("threshold"):
             what = "schedule.shape = adaptive" if adaptive else f"rule = {rule}"
             problem = (
                 "grows the window before the rollouts by what will be kept of them, which "

@@ -48,6 +48,15 @@ class RunConfig(Section):
     """Factor by which the mean response length may fall below or rise above that of the first steps before the log
     says so, once each time; null: never. A policy that takes to a short style early may not come back from it."""
 
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
+    """Where every row of metrics.jsonl goes besides: ``[tensorboard, wandb, mlflow, trackio]``, each an extra of this
+    package but for the first. What is said of servers and accounts is read from their own environment variables
+    (WANDB_MODE, MLFLOW_TRACKING_URI, …); without them all stays in the run's folder, and no network is asked."""
+
+    profile: tuple[Positive, ...] = ()
+    """Steps, counted from 1, in which torch's profiler watches every rank, and on GPUs the allocator is recorded; what
+    they saw is in ``DIR/profile``. Such a step takes longer."""
+
 
 class EvalConfig(Section):
     every: Count = 50

@@ -16,6 +16,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, find_checkpoint
+from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.process.lock import FolderLock
@@ -27,6 +29,32 @@ AnswerRow = Mapping[str, Any]
 """A line of ``answers.jsonl``."""
 Key = tuple[str, int]
 """A problem: its benchmark, and its number there."""
+
+
+def out_folder(config: Config) -> Path:
+    """Where the answers go: into ``eval.out``, else into the folder of the run that the checkpoint is of."""
+    if config.eval.out:
+        return Path(config.eval.out)
+    if config.model.checkpoint is None:
+        return Path(config.run.dir) / "eval" / Path(config.model.path).name
+    checkpoint = find_checkpoint(Path(config.model.checkpoint))
+    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else Path(config.run.dir)
+    return run / "eval" / checkpoint.name
+
+
+def policy_in(folder: Path) -> dict[str, str | None]:
+    """The settings of ``model`` that name the policy of a Hugging Face directory, a run, or a checkpoint of a run.
+
+    Raises:
+        UserError: it is none of them.
+    """
+    if (folder / "config.json").is_file():
+        return {"path": str(folder), "checkpoint": None}
+    inside = folder / "checkpoints"
+    place = find_checkpoint(inside if inside.is_dir() else folder, "--model")
+    companions = place.parent / HF_FOLDER
+    found: dict[str, str | None] = {"checkpoint": str(place)}
+    return {**found, "path": str(companions)} if (companions / "config.json").is_file() else found
 
 
 class AnswerLog:

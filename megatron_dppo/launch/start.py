@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import latest_step
@@ -23,7 +25,7 @@ from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.streams import outlive_readers
 from megatron_dppo.rollout.servers.launch import gpus_to_reserve
 from megatron_dppo.settings import as_yaml
-from megatron_dppo.trainer.preflight import preflight
+from megatron_dppo.trainer.preflight import check_functions, preflight
 
 
 def run(command: Command, config: Config) -> int:
@@ -43,7 +45,11 @@ def run(command: Command, config: Config) -> int:
     ranks = ranks_to_start(command, config)
     if ranks == 1:
         os.environ.update(_alone())
-        return rank_main(command, config)
+        try:
+            return rank_main(command, config)
+        except KeyboardInterrupt:
+            _say_what_is_left(command, config)
+            raise
     return start_ranks(command, config, ranks)
 
 
@@ -135,7 +141,24 @@ def start_ranks(job: str, config: Config, ranks: int, meanwhile: Callable[[], No
         marker, settings = Path(folder, "failure"), Path(folder, "config.yaml")
         settings.write_text(as_yaml(config), encoding="utf-8")
         command = [sys.executable, "-m", "megatron_dppo.launch.rank", job, str(settings)]
-        return run_ranks(command, {**os.environ, **_for_ranks(ranks, marker)}, ranks, FirstFailure(marker), meanwhile)
+        environ = {**os.environ, **_for_ranks(ranks, marker)}
+        code = run_ranks(command, environ, ranks, FirstFailure(marker), meanwhile)
+    if code == 128 + signal.SIGINT:
+        _say_what_is_left(job, config)
+    return code
+
+
+def _say_what_is_left(job: str, config: Config) -> None:
+    """After Ctrl-C: from where a run would go on, and how it is asked to save first."""
+    if job != "train":
+        return
+    checkpoints = Path(config.run.dir) / "checkpoints"
+    step, every = latest_step(checkpoints), config.run.checkpoint_every
+    if step is None:
+        kept = f"before its first checkpoint (run.checkpoint_every = {every}): the same command begins anew"
+    else:
+        kept = f"the same command goes on from step {step} of {config.run.steps}, the last checkpoint in {checkpoints}"
+    print(f"interrupted; {kept}. SIGUSR1 in place of Ctrl-C has a run save before it ends", file=sys.stderr)
 
 
 def _for_ranks(ranks: int, marker: Path) -> dict[str, str]:
@@ -179,6 +202,8 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
         UserError: for the first thing that is wrong.
     """
     preflight(config, command)
+    with redirect_stdout(sys.stderr):  # what is imported may print
+        check_functions(config, command)
     if ranks:
         resolve_layout(config.layout, ranks)
     done = latest_step(Path(config.run.dir) / "checkpoints") or 0

@@ -1,4 +1,4 @@
-"""The numbers of a run, step by step: ``metrics.jsonl`` for programs, TensorBoard for people.
+"""The numbers of a run, step by step: ``metrics.jsonl`` for programs, and ``run.loggers`` for people.
 
 What depends on the machine or the clock stands under ``perf/``. All else in a row depends on the run's settings and its
 seed alone, so that the file of a resumed run equals that of a run that never stopped, bit for bit.
@@ -9,16 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
 from megatron_dppo.errors import UserError
+from megatron_dppo.observe.loggers import Loggers
 from megatron_dppo.process.files import replacing_file
 
 FILE = "metrics.jsonl"
@@ -48,33 +44,47 @@ class StepLog:
 
 
 class MetricsLog:
-    """Appends to ``metrics.jsonl`` and to TensorBoard's log; only the leader has one.
+    """Appends to ``metrics.jsonl``, and gives every row to the loggers; only the leader has one.
 
     Args:
-        run_dir: where ``metrics.jsonl`` and ``tensorboard/`` lie.
+        run_dir: where ``metrics.jsonl`` and what loggers write lie.
         resume_step: as of ``StepLog``.
+        loggers: ``run.loggers``.
+        settings: of the run, by their dotted keys, for loggers.
+        say: takes words for the log.
+
+    Raises:
+        UserError: a logger cannot be opened.
     """
 
-    def __init__(self, run_dir: Path | str, resume_step: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path | str,
+        resume_step: int,
+        *,
+        loggers: Sequence[str] = ("tensorboard",),
+        settings: Mapping[str, Any] | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
         folder = Path(run_dir)
         self._rows = StepLog(folder / FILE, resume_step)
-        self._events = EventFileWriter(str(folder / "tensorboard"))
-        # TensorBoard then hides what earlier event files say of the steps that are taken again.
-        first = resume_step + 1 if resume_step > 0 else 0
-        purge = SessionLog(status=SessionLog.START)
-        self._events.add_event(Event(wall_time=time.time(), step=first, session_log=purge))
+        past = read_metrics(folder)
+        self._loggers = Loggers(loggers, folder, resume_step=resume_step, past=past, settings=settings or {}, say=say)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one row, its keys sorted."""
         row = {key: _plain(metrics[key]) for key in sorted(metrics)}
         self._rows.write(step, row)
-        values = [Summary.Value(tag=key, simple_value=value) for key, value in row.items()]
-        self._events.add_event(Event(wall_time=time.time(), step=int(step), summary=Summary(value=values)))
-        self._events.flush()
+        self._loggers.write(step, row)
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = True) -> None:
+        """Safe to call twice.
+
+        Args:
+            finished: whether the run has come to its last step.
+        """
         self._rows.close()
-        self._events.close()
+        self._loggers.close(finished=finished)
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:

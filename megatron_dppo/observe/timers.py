@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 PHASES: Mapping[str, str] = {
     "rollout": "rollout",
@@ -37,6 +37,8 @@ class PhaseTimers:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._within: list[str] = []
+        self.named: Callable[[str], AbstractContextManager[object]] = nullcontext
+        """Entered with a phase's name around it; a profiler sets it."""
         self.entered = 0
         """Phases entered so far, without those within a phase of a step. Equal on ranks that are equally far."""
         self.moved = time.monotonic()
@@ -54,7 +56,8 @@ class PhaseTimers:
         self._within.append(phase)
         self.moved = time.monotonic()
         try:
-            yield
+            with self.named(phase):
+                yield
         finally:
             self._within.pop()
             self.moved = time.monotonic()

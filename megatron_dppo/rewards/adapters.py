@@ -186,6 +186,21 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
     return score
 
 
+def columns_wanted(function: RewardFunction) -> list[str]:
+    """Columns that a function of TRL's form cannot do without, besides those that every completion has."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return []
+    if not {"completions", "prompts"} & parameters.keys():
+        return []
+    known = {"prompts", "completions", "completion_ids", "log_extra", "log_metric", "data_source", *LABELS}
+    needed = [
+        p for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    return [p.name for p in needed if p.name not in known]
+
+
 def _not_logged(*_: Any, **__: Any) -> None:
     """In place of TRL's functions for columns and metrics of a function's own."""
 

@@ -9,14 +9,21 @@ import functools
 import json
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from megatron_dppo.data.rows import as_text, is_blank
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
-from megatron_dppo.rewards.adapters import GroupScorer, RewardFunction, Scorer, UnfitFunctionError, adapted
+from megatron_dppo.rewards.adapters import (
+    GroupScorer,
+    RewardFunction,
+    Scorer,
+    UnfitFunctionError,
+    adapted,
+    columns_wanted,
+)
 from megatron_dppo.rewards.math.completion import stated_answer
 
 SETTING = "reward.function"
@@ -88,6 +95,25 @@ def check_labels(spec: str, labels: Iterable[tuple[str, object]]) -> None:
         if is_blank(marked):
             problem = f"compares answers with labels, and {place} has an empty one"
             raise UserError(SETTING, spec, problem, "Remove the row, or set data.label_key to another column")
+
+
+def check_columns(spec: str, rows: Sequence[tuple[str, Mapping[str, object]]]) -> None:
+    """Find out before anything is generated whether rows have the columns that a function of TRL's form is called with.
+
+    Args:
+        spec: ``reward.function``.
+        rows: each with its file and number, and its columns as the function is given them.
+
+    Raises:
+        UserError: for the first row that lacks one.
+    """
+    wanted = [] if spec in BUILTIN else columns_wanted(load_function(SETTING, spec))
+    for place, columns in rows if wanted else ():
+        if lacking := [name for name in wanted if name not in columns]:
+            problem = (
+                f"is called with the column {lacking[0]!r}, which {place} does not have (it has {', '.join(columns)})"
+            )
+            raise UserError(SETTING, spec, problem, "Add the column, or give the parameter a default or another name")
 
 
 def label_text(label: object) -> str:

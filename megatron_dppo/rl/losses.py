@@ -79,9 +79,10 @@ def token_losses(
         ValueError: ``kl_coef`` is positive and there is no reference, or ``sample`` is needed and not given.
     """
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    sequences = _Sequences(sample, samples)
-    surrogate, clipped = SURROGATES[objective.surrogate](
-        _Tokens(objective, logprobs, old, engine_logprobs, advantage, sequences)
+    sequences = Sequences(sample, samples)
+    named = objective.surrogate
+    surrogate, clipped = (named if callable(named) else SURROGATES[named])(
+        Tokens(objective, logprobs, old, engine_logprobs, advantage, sequences)
     )
     policy_loss = -surrogate
     corrected = tis_cap is not None or objective.mask_below > 0.0 or objective.mask_above < math.inf
@@ -118,7 +119,7 @@ def _mismatch_sums(mismatch: Tensor, fresh: Tensor | None) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequences:
+class Sequences:
     """Which of a pack's samples each of its R tokens belongs to."""
 
     sample: Tensor | None
@@ -138,19 +139,28 @@ class _Sequences:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
-    """What a surrogate is made of; tensors are [R], and ``logprobs`` alone has a gradient."""
+class Tokens:
+    """What a surrogate is made of, and what ``loss.objective`` is given. Tensors are [R]; ``logprobs`` has a gradient.
+
+    Two tokens of one sequence, which have become likelier, may have ``logprobs`` [−0.5, −1.0], ``old`` [−0.7, −1.0] and
+    ``advantage`` [1.0, 1.0]; their ``ratio`` is then [1.22, 1.0].
+    """
 
     objective: Objective
     logprobs: Tensor
+    """Of the policy."""
     old: Tensor
+    """Of the policy before the rollout's first update; ``logprobs`` without its gradient, where there is but one."""
     engine: Tensor
+    """Of the engine that sampled the tokens."""
     advantage: Tensor
-    sequences: _Sequences
+    """Of the token's completion."""
+    sequences: Sequences
+    """``sequences.sums(values)`` and ``sums(values, mean=True)`` give each token its sequence's sum or mean."""
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The clip of the ratio."""
+        """The clip of the ratio, 1 − ``loss.clip_low`` and 1 + ``loss.clip_high``."""
         return 1.0 - self.objective.clip_low, 1.0 + self.objective.clip_high
 
     @property
@@ -166,21 +176,21 @@ class _Tokens:
         return torch.exp(self.sequences.sums(log_ratio, mean=True) + self.logprobs - self.logprobs.detach())
 
 
-def _clipped(tokens: _Tokens) -> tuple[Tensor, Tensor]:
+def _clipped(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """PPO: min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)."""
     ratio = tokens.ratio
     unclipped, clipped = ratio * tokens.advantage, ratio.clamp(*tokens.limits) * tokens.advantage
     return torch.minimum(unclipped, clipped), clipped < unclipped
 
 
-def _weighted(tokens: _Tokens) -> tuple[Tensor, Tensor]:
+def _weighted(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """CISPO (arXiv:2506.13585, equations 4 and 5): clip(ρ, 1 − ε_low, 1 + ε_high) A log p, the clip a constant."""
     ratio = tokens.ratio.detach()
     weight = ratio.clamp(*tokens.limits)
     return weight * tokens.advantage * tokens.logprobs, weight != ratio
 
 
-def _gated(tokens: _Tokens) -> tuple[Tensor, Tensor]:
+def _gated(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """SAPO (arXiv:2511.20347): A · 4/τ · sigmoid(τ (ρ − 1)), whose gradient at ρ = 1 is A ∇ρ. Nothing is clipped."""
     positive, others = SAPO_TEMPERATURES
     temperature = torch.full_like(tokens.advantage, others).masked_fill(tokens.advantage > 0.0, positive)
@@ -188,7 +198,7 @@ def _gated(tokens: _Tokens) -> tuple[Tensor, Tensor]:
     return gate * tokens.advantage, torch.zeros_like(gate, dtype=torch.bool)
 
 
-def _geometric(tokens: _Tokens) -> tuple[Tensor, Tensor]:
+def _geometric(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """GMPO (arXiv:2507.20673): A times the geometric mean of a sequence's ratios, each clipped as PPO clips it.
 
     As with GSPO each token has the value of its sequence and a gradient of its own, which is 0 where it is clipped.
@@ -200,13 +210,13 @@ def _geometric(tokens: _Tokens) -> tuple[Tensor, Tensor]:
     return mean * tokens.advantage, clipped != log_ratio
 
 
-def _total_variation(tokens: _Tokens) -> tuple[Tensor, Tensor]:
+def _total_variation(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """The trust region with D = |q − p|, p and q being policy's and engine's probability of the token (equation 13)."""
     p, q = tokens.logprobs.detach().exp(), tokens.engine.exp()
     return _in_trust_region(tokens, (q - p).abs())
 
 
-def _binary_kl(tokens: _Tokens) -> tuple[Tensor, Tensor]:
+def _binary_kl(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """The trust region with D = q log q/p + (1 − q) log (1 − q)/(1 − p) (equation 14)."""
     least = torch.finfo(tokens.logprobs.dtype).tiny
 
@@ -217,7 +227,7 @@ def _binary_kl(tokens: _Tokens) -> tuple[Tensor, Tensor]:
     return _in_trust_region(tokens, term(log_q.exp(), log_p.exp()) + term(-log_q.expm1(), -log_p.expm1()))
 
 
-def _in_trust_region(tokens: _Tokens, divergence: Tensor) -> tuple[Tensor, Tensor]:
+def _in_trust_region(tokens: Tokens, divergence: Tensor) -> tuple[Tensor, Tensor]:
     """Divergence PPO (arXiv:2602.04879, equation 12): M · p/q · A, with the engine's q.
 
     M is 0 where D is above its bound and the update would move the token's probability further away: A > 0 and p > q,
@@ -230,7 +240,7 @@ def _in_trust_region(tokens: _Tokens, divergence: Tensor) -> tuple[Tensor, Tenso
     return torch.where(rises | falls, 0.0, ratio * advantage), rises | falls
 
 
-SURROGATES: Mapping[Surrogate, Callable[[_Tokens], tuple[Tensor, Tensor]]] = {
+SURROGATES: Mapping[Surrogate, Callable[[Tokens], tuple[Tensor, Tensor]]] = {
     "clipped": _clipped,
     "weighted": _weighted,
     "gated": _gated,
@@ -242,7 +252,7 @@ SURROGATES: Mapping[Surrogate, Callable[[_Tokens], tuple[Tensor, Tensor]]] = {
 
 
 def _engine_weight(
-    objective: Objective, log_ratio: Tensor, cap: float | None, sequences: _Sequences
+    objective: Objective, log_ratio: Tensor, cap: float | None, sequences: Sequences
 ) -> tuple[Tensor, Tensor]:
     """w = min(p_old / p_engine, cap), or 0 outside of the objective's masks: a constant to the gradient.
 

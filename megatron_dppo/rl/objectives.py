@@ -9,6 +9,7 @@ depends on no draw of completions. Divided by what was kept instead, the weighte
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +18,9 @@ from numpy.typing import ArrayLike
 
 from megatron_dppo.rl.types import Bools, Floats, Ints
 
-if TYPE_CHECKING:  # prune() is used where there is no pydantic
+if TYPE_CHECKING:  # prune() is used where there is neither pydantic nor torch
+    from torch import Tensor
+
     from megatron_dppo.config import LossConfig
 
 Aggregation = Literal["seq_mean", "token_mean", "constant"]
@@ -44,8 +47,8 @@ class Objective:
     """Whether advantages are divided by the group's standard deviation."""
     whiten: bool = False
     """Whether advantages are divided by their standard deviation over the whole minibatch."""
-    surrogate: Surrogate = "clipped"
-    """What is made of a token's ratio and advantage: a function in ``losses.py``."""
+    surrogate: Surrogate | Callable[..., tuple[Tensor, Tensor]] = "clipped"
+    """What is made of a token's ratio and advantage: a function in ``losses.py``, or one of the user's."""
     ratio: Literal["token", "sequence"] = "token"
     """The ratio of each token's probabilities, or one for the sequence: the geometric mean of its tokens' ratios."""
     clip_low: float = 0.2

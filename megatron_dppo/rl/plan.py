@@ -17,7 +17,7 @@ from megatron_dppo.config import CompletionPruningConfig, Config, replace
 from megatron_dppo.rl.families import shared_of_kept
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
-from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
+from megatron_dppo.rl.pruning.completion_rules import rule_named
 from megatron_dppo.rl.pruning.metrics import census, left_out, prune_metrics
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
@@ -175,7 +175,7 @@ def notes(
     pruning = config.pruning
     for level, rule, biased in (
         ("prompts", pruning.prompts.rule, PROMPT_RULES[pruning.prompts.rule].biased),
-        ("completions", pruning.completions.rule, COMPLETION_RULES[pruning.completions.rule].biased),
+        ("completions", pruning.completions.rule, rule_named(pruning.completions.named).biased),
     ):
         if biased:
             yield f"pruning.{level}.rule = {rule} is biased: {biased}"
@@ -194,7 +194,7 @@ def notes(
             "estimated, the gradient a ratio (bias O(1/prompts))"
         )
     heaviest = max(minibatch.samples.weight.max(initial=0.0) for minibatch in minibatches)
-    if heaviest > pruning.max_weight * (1.0 + 1e-9) and not COMPLETION_RULES[pruning.completions.rule].biased:
+    if heaviest > pruning.max_weight * (1.0 + 1e-9) and not rule_named(pruning.completions.named).biased:
         yield (
             f"a weight of {heaviest:.2f} exceeds pruning.max_weight = {pruning.max_weight:g}: "
             "its prompt was kept with a probability below 1/max_weight"

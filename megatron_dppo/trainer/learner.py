@@ -19,11 +19,12 @@ from megatron_dppo.models.teacher_head import TeacherHead
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.exchange import RoutingWanted, deliver
 from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
-from megatron_dppo.rl.objectives import Objective, objective_for
+from megatron_dppo.rl.objectives import Objective
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepMetadata, StepPlan
 from megatron_dppo.trainer.agreement import Compared, check_disagreement, compared_rows, logprob_limit
 from megatron_dppo.trainer.assemble import PolicyParts
+from megatron_dppo.trainer.functions import objective_of
 
 DIVERGENCE = "train/distillation_kl"
 TIS_CAP = 2.0
@@ -133,6 +134,7 @@ class Learner:
         self.reference: Reference | BasePolicy | None = parts.reference() if parts.config.loss.kl_coef > 0 else None
         self.teachers: list[Teacher] = parts.teachers()
         self._pad_id, self._timers = parts.pad_id, timers
+        self._objective = self._world.together(lambda: objective_of(parts.config.loss), what="import of an objective")
         self._routing: RoutingWanted | None = None
         if parts.routing and self._actor.routing:
             self._routing = RoutingWanted(parts.routing, self._world.gather(self._actor.routing.layers))
@@ -158,7 +160,7 @@ class Learner:
         settings = self._config.loss
         cap = importance_cap(self._config)
         loss = PolicyLoss(
-            objective_for(settings),
+            self._objective,
             kl_coef=settings.kl_coef,
             tis_cap=cap,
             version=version,

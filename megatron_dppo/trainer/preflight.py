@@ -24,7 +24,8 @@ from megatron_dppo.data.prompts import Example, Source, example_of, read_example
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
-from megatron_dppo.rewards.functions import BUILTIN, check_labels, resolve
+from megatron_dppo.observe.loggers import check_loggers
+from megatron_dppo.rewards.functions import BUILTIN, check_columns, check_labels, resolve
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
 
@@ -65,6 +66,7 @@ def preflight(config: Config, command: Command) -> None:
         return
     check_run_dir(Path(config.run.dir))
     if command == "train":
+        check_loggers(config.run.loggers)
         check_resume(config)
     else:
         check_warm_up(config)
@@ -80,6 +82,31 @@ def check_config(config: Config, command: Command = "train") -> None:
     config.check(command)
     if command != "sft":
         check_rollout(config)
+
+
+def check_functions(config: Config, command: Command) -> None:
+    """Import the user's functions, and see whether they can be called as a run calls them; ranks do it by themselves.
+
+    Raises:
+        UserError: for the first that cannot be imported or called, or wants columns that the data does not have.
+    """
+    if command != "train":
+        return
+    resolve(config.reward.function)
+    source = source_of(config.data, "train")
+    if config.reward.function not in BUILTIN and source is not None and source.setting == "data.train":
+        examples = read_examples(source, config.data, "train")
+        check_columns(config.reward.function, [(example.row.place, example.extra) for example in examples])
+    if config.rollout.conversation is not None or config.rollout.custom_generate is not None:
+        from megatron_dppo.rollout.servers.custom import conversations_of  # transformers
+
+        if (conversations := conversations_of(config)) is not None:
+            conversations.close()
+    if config.loss.objective is not None or config.pruning.completions.function is not None:
+        from megatron_dppo.trainer.functions import adopt_rule, objective_of  # torch
+
+        adopt_rule(config.pruning.completions)
+        objective_of(config.loss)
 
 
 def _check_routing(config: Config, shape: PolicyShape) -> None:

@@ -19,7 +19,7 @@ from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.trainer.collapse import Best
 from megatron_dppo.trainer.learner import bound_of_weights
-from megatron_dppo.trainer.resume import changed_since, record
+from megatron_dppo.trainer.resume import changed_since, flat, record
 
 WIDEST = 100
 """Characters of an answer that the console shows: its end, where the result stands."""
@@ -48,7 +48,13 @@ class RunLogger:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         record(self._folder, step, config)
-        self._log = MetricsLog(self._folder, resume_step=step)
+        self._log = MetricsLog(
+            self._folder,
+            resume_step=step,
+            loggers=config.run.loggers,
+            settings=flat(config),
+            say=self._console.note,
+        )
         self._pruning = StepLog(self._folder / CENSUS, resume_step=step)
         self._gate = LengthGate(config.run.length_gate)
         for row in read_metrics(self._folder):
@@ -91,6 +97,12 @@ class RunLogger:
             if warning := self._gate.look(step, self._row):
                 self._console.note(warning, again=True)
         self._row, self._census = {}, None
+
+    def close(self) -> None:
+        """Where a run ends before its last step, loggers that send rows later are to send them now."""
+        if self._log:
+            self._log.close(finished=False)
+            self._pruning.close()
 
     def finish(self, best: Best | None = None) -> None:
         """Draw the pictures, write and print the summary, and name the best checkpoint if the last one is worse. Where

@@ -65,6 +65,7 @@ WAYS = (
     Way(r"bash scripts/test\.sh --browser", "elsewhere", by=(CI, "bash scripts/test.sh --browser")),
     Way(r"bash scripts/docs\.sh", "elsewhere", by=("tests/docs/test_site.py", "bash scripts/docs.sh")),
     Way(r"ruff check \. && ruff format --check \.", "elsewhere", by=("scripts/test.sh", "ruff format --check .")),
+    Way(r"pip install \"\.\[wandb,mlflow,trackio\]\"", "elsewhere", by=(CI, ",wandb,mlflow,trackio")),
     Way(r"mypy", "elsewhere", by=("scripts/test.sh", "mypy")),
     # Looking, planning, checking.
     Way(r"megatron-dppo doctor"),
@@ -113,7 +114,10 @@ WAYS = (
         r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/(second|grpo|distilled) .*",
         append=f"{SMALL} --check",
     ),
-    Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ (reward|rollout)\.\S+", append=SMALL),
+    Way(
+        r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+( (reward|rollout|loss|pruning\.completions)\.\S+)+",
+        append=SMALL,
+    ),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ model\.lora\.\S+ optimizer\.lr=\S+", append=SMALL),
     Way(r"megatron-dppo train configs/gsm8k\.yaml data\.train=gsm8k_train\.jsonl", append=f"{SMALL} --check"),
     Way(r"megatron-dppo train \w+\.yaml", append=SMALL),
@@ -139,8 +143,9 @@ WAYS = (
     # Checkpoints.
     Way(r"megatron-dppo export runs/quickstart \S+ --card"),
     Way(r"megatron-dppo export .* --push .*", "nowhere"),
+    Way(r"python from_python\.py", "elsewhere", by=("tests/docs/test_notebook.py", '"from_python.py"')),
+    Way(r"python trained_and_asked\.py 20", replace={" 20": " 1"}),
     Way(r"python \w+\.py"),
-    Way(r"python from_python\.py 60", replace={" 60": " 1"}),
     Way(r"python -c '.*'"),
     Way(r"python tools/convert_ckpt/(hf_to_megatron|megatron_to_hf)\.py \S+ \S+ --(verify|dry-run)"),
     # With real servers.

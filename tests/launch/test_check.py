@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo import cli
+from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.init import write_model
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -32,3 +33,64 @@ def test_ranks_that_the_layout_does_not_divide_are_refused(
 ) -> None:
     assert cli.main([*words, "--check", "3"]) == 2
     assert "does not divide the 3 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("first", [["--check"], ["--check", "2"], ["--check=2"]])
+def test_the_word_after_check_is_not_swallowed(
+    first: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *settings = words
+    assert cli.main([command, *first, *settings]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/run: 0 of 7 steps are done\n"
+
+
+MINE = """
+print("hello")
+
+def trl(completions, level): ...
+def with_default(completions, level=1, **columns): ...
+def of_two(solution, truth): ...
+def objective(tokens): return tokens.ratio
+async def converse(client): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["reward.function=mine.py:nothing"], "reward.function = mine.py:nothing mine.py has no function 'nothing'"),
+        (["reward.function=mine.py:of_two"], "reward.function = mine.py:of_two cannot be called with (data_source"),
+        (["reward.function=mine.py:trl"], "is called with the column 'level', which d.jsonl, line 1 does not have"),
+        (["data.label_key=solution"], "data.train = d.jsonl, line 1 has no column 'solution'"),
+        (
+            ["pruning.completions.rule=function", "pruning.completions.function=mine.py:rule"],
+            "pruning.completions.function = mine.py:rule mine.py has no function 'rule'",
+        ),
+        (["loss.objective=mine.py:objective"], "has a gradient where the advantage is 0"),
+        (
+            ["rollout.engine=sglang", "rollout.servers=[http://a:1]", "rollout.conversation=mine.py:converse"],
+            "rollout.conversation = mine.py:converse cannot be called with 2 arguments",
+        ),
+    ],
+)
+def test_functions_and_columns_that_do_not_fit_are_found_without_a_rank(
+    overrides: list[str],
+    problem: str,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(character_tokenizer(), tmp_path / "policy", max_tokens=128)
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    own = [*words, "data.train=d.jsonl", "eval.problems=0", "--check"]
+    assert cli.main([*own, "reward.function=mine.py:with_default"]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path}/run: 0 of 7 steps are done\n"
+    assert set(said.err.split()) == {"hello"}, "what is imported may print, but not among the results"
+    assert cli.main([*own, *overrides]) == 2
+    said = capsys.readouterr()
+    heard = " ".join(said.err.replace("problem", "").split())
+    assert problem in heard and said.out == ""

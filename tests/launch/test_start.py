@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.bridge.checkpoint_folder import TRACKER
 from megatron_dppo.config import LaunchConfig, LayoutConfig, RolloutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import processes, start
 from megatron_dppo.launch.first_failure import FirstFailure
 from megatron_dppo.rollout.servers.launch import gpus_to_reserve
+from megatron_dppo.settings import load_config
 from tests.commands import Command
 
 START = """
@@ -204,6 +206,22 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -
         for process in (rank for rank in ranks if not _is_gone(rank)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+
+
+def test_ctrl_c_says_from_where_a_run_goes_on_and_how_it_is_asked_to_save(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(None, [f"run.dir={tmp_path}", "run.checkpoint_every=9"])
+    checkpoints = tmp_path / "checkpoints"
+    for said in (
+        "interrupted; before its first checkpoint (run.checkpoint_every = 9): the same command begins anew",
+        f"interrupted; the same command goes on from step 9 of 100, the last checkpoint in {checkpoints}",
+    ):
+        code = start.start_ranks("train", config, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        heard = capfd.readouterr().err
+        assert (code, heard) == (130, f"{said}. SIGUSR1 in place of Ctrl-C has a run save before it ends\n")
+        (checkpoints / "iter_0000009").mkdir(parents=True, exist_ok=True)
+        (checkpoints / TRACKER).write_text("9")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.losses import token_losses
 from megatron_dppo.rl.objectives import advantages, objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
+from megatron_dppo.rl.pruning.completion_rules import adopt
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates, select
@@ -309,6 +310,16 @@ def test_the_expected_pruned_gradient_is_the_full_gradient(world, monkeypatch, p
 def test_so_it_is_with_a_teacher_of_all_prompts_or_of_some(world, monkeypatch, prompts, loss, taught, serves):
     given = dataclasses.replace(world, taught=np.array(taught), serves=serves)
     assert relative_error(given, settings(prompts, "neyman", **loss), monkeypatch) < 1e-6
+
+
+@pytest.mark.parametrize(("good", "bad"), [(0.0, 0.0), (0.1, 0.9)])
+def test_a_rule_of_the_users_is_unbiased_whatever_it_returns(world, monkeypatch, good, bad):
+    """It has the floor, and completions weigh by what it says."""
+    adopt("own.py:rule", lambda candidates, keep: np.where(candidates.advantage > 0.0, good, bad))
+    config = settings("neyman", "none", name="dr_grpo")
+    own = replace(config.pruning.completions, rule="function", function="own.py:rule")
+    config = replace(config, pruning=replace(config.pruning, completions=own))
+    assert relative_error(world, config, monkeypatch) < 1e-6
 
 
 @pytest.mark.parametrize("said", ["the same of all", "the inverse of the truth", "random numbers", "nothing of some"])

@@ -7,13 +7,17 @@ A new rule is a function from candidates and a share to keep to inclusion probab
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from megatron_dppo.errors import UserError
 from megatron_dppo.rl.pruning.sampling import DRAWS, ROUNDING, Rule, below_mean, capped_proportional, draw_bernoulli
 from megatron_dppo.rl.types import Bools, Floats, Ints
+
+FUNCTION = "pruning.completions.function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +150,38 @@ COMPLETION_RULES: Mapping[str, Rule[CompletionCandidates]] = {
 }
 
 
+_OWN: dict[str, Rule[CompletionCandidates]] = {}
+
+
+def adopt(name: str, function: Callable[[CompletionCandidates, float], ArrayLike]) -> None:
+    """Have a user's function be the rule of this name, in this process."""
+
+    def inclusion(candidates: CompletionCandidates, keep: float) -> Floats:
+        try:
+            found = np.asarray(function(candidates, keep), np.float64)
+        except Exception as error:
+            problem = f"failed ({type(error).__name__}: {error})"
+            raise UserError(FUNCTION, name, problem, "Mend it; it is given candidates and a share") from error
+        if found.shape != candidates.advantage.shape or not ((found >= 0.0) & (found <= 1.0)).all():
+            problem = f"returned {found!r:.100} for {candidates.advantage.shape} completions"
+            remedy = "Return an inclusion probability between 0 and 1 for each, [prompts, completions]"
+            raise UserError(FUNCTION, name, problem, remedy)
+        return found
+
+    _OWN[name] = Rule(inclusion)
+
+
+def rule_named(name: str) -> Rule[CompletionCandidates]:
+    """A rule of the table, or one that was adopted."""
+    return COMPLETION_RULES.get(name) or _OWN[name]
+
+
 def completion_inclusion(rule: str, candidates: CompletionCandidates, keep: float) -> Floats:
-    """Inclusion probabilities [Q, G] under ``pruning.completions.rule``: 0 for zero advantage, else at least the floor.
+    """Inclusion probabilities [Q, G] under a rule, by its name: 0 for zero advantage, else at least the floor.
 
     The 0 and 1 of a biased rule have no floor, which would make another rule of it.
     """
-    chosen = COMPLETION_RULES[rule]
+    chosen = rule_named(rule)
     probabilities = chosen.inclusion(candidates, keep)
     if not chosen.biased:
         probabilities = np.maximum(probabilities, candidates.floor)
@@ -161,7 +191,7 @@ def completion_inclusion(rule: str, candidates: CompletionCandidates, keep: floa
 def completion_weight(rule: str, candidates: CompletionCandidates, inclusion: Floats, keep: float) -> Floats:
     """The factor [Q, G] of each completion that is kept, given its prompt: 1/π, or a biased rule's own weight; 0 for
     those that are never kept."""
-    chosen = COMPLETION_RULES[rule]
+    chosen = rule_named(rule)
     ever = inclusion > 0.0
     if chosen.biased:
         own = chosen.weight(candidates, keep) if chosen.weight else np.ones_like(inclusion)
@@ -177,7 +207,7 @@ def draw_completions(
     Completions are sorted by (prompt, A). A systematic draw then spreads what it keeps over the prompts, and within
     each over bad and good completions.
     """
-    decide = DRAWS[draw] if draw else COMPLETION_RULES[rule].draw
+    decide = DRAWS[draw] if draw else rule_named(rule).draw
     group, sample = np.nonzero(candidates.present)
     order = np.lexsort((candidates.advantage[group, sample], group))
     group, sample = group[order], sample[order]

@@ -75,10 +75,10 @@ def prune_minibatch(
             keep,
             pruning.schedule,
             candidates.score**2,
-            lambda share: completion_inclusion(pruning.rule, candidates, share),
+            lambda share: completion_inclusion(pruning.named, candidates, share),
         )
-    inclusion = completion_inclusion(pruning.rule, candidates, keep)
-    kept = draw_completions(pruning.rule, candidates, inclusion, rng, draw=pruning.draw)
+    inclusion = completion_inclusion(pruning.named, candidates, keep)
+    kept = draw_completions(pruning.named, candidates, inclusion, rng, draw=pruning.draw)
     z = normaliser(
         objective.aggregation,
         sampled_lengths=part.sampled_lengths,
@@ -100,7 +100,7 @@ def prune_minibatch(
         advantage=candidates.advantage,
         coefficient=coefficient(objective.aggregation, part.sampled_lengths, share),
         inclusion=inclusion,
-        weight=completion_weight(pruning.rule, candidates, inclusion, keep) / part.prompt_inclusion[:, None],
+        weight=completion_weight(pruning.named, candidates, inclusion, keep) / part.prompt_inclusion[:, None],
         kept=kept,
         zero_advantage=candidates.zero_advantage,
         segments=segments,

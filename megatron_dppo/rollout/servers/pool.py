@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import os
 import shlex
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from megatron_dppo.config import Config, LoraConfig
 from megatron_dppo.errors import UserError
@@ -30,8 +32,13 @@ CLIENTS: Mapping[str, type[ServerClient]] = {"sglang": SglangClient, "vllm": Vll
 """By ``rollout.engine``."""
 ASK_AGAIN_S = 3.0
 """Seconds between questions to a given server that is lost."""
+SAY_AFTER_S, SAY_EVERY_S = 10.0, 60.0
+"""Seconds until a server that cannot generate yet is named, and between two words on it."""
+NOTHING = "nobody said anything"
 MISSES = 2
 """Health checks in a row at which a server is lost."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,8 @@ class Pool:
         self._returning: dict[Server, Future[ServerClient]] = {}
         """Lost servers; done when the server can generate again."""
         self._misses = Counter[Server]()
+        self._heard: dict[str, str] = {}
+        """What a given server was last heard to say that cannot generate yet, by its URL."""
         self._restarts = 0
         self._closed = False
 
@@ -107,8 +116,11 @@ class Pool:
             await self._check_command()
         for process in self.processes:
             process.start()
-        ours = [wait_ready(process, self._client, launch.wait_s) for process in self.processes]
-        given = [self._given(url, launch.wait_s) for url in server_urls(self._config)]
+        ours = [
+            self._said(wait_ready(process, self._client, launch.wait_s), process.name, f"its log is {process.log}")
+            for process in self.processes
+        ]
+        given = [self._said(self._given(url, launch.wait_s), url, NOTHING) for url in server_urls(self._config)]
         started, found = await asyncio.gather(asyncio.gather(*ours), asyncio.gather(*given))
         clients: list[tuple[int | None, ServerClient]] = list(enumerate(started))
         clients += [(None, client) for group in found for client in group]
@@ -191,6 +203,27 @@ class Pool:
             theirs = await asyncio.to_thread(nccl.of_command, command, environ)
             nccl.refuse_two("rollout.launch.command", shlex.join(command), self._our_nccl, theirs)
 
+    async def _said(self, waiting: Coroutine[Any, Any, T], server: str, what: str) -> T:
+        """Wait for a server, and say so where it takes long.
+
+        Args:
+            waiting: until it can generate.
+            server: its name or its URL.
+            what: is said of it, as long as it was heard to say nothing.
+        """
+        began, wait_s, task = time.monotonic(), SAY_AFTER_S, asyncio.ensure_future(waiting)
+        try:
+            while not (await asyncio.wait([task], timeout=wait_s))[0]:
+                taken, most = time.monotonic() - began, self._config.rollout.launch.wait_s
+                heard = self._heard.get(server, what)
+                self._say(
+                    f"waiting for {taken:.0f} s, of rollout.launch.wait_s = {most:g}, for server {server}: {heard}"
+                )
+                wait_s = SAY_EVERY_S
+            return task.result()
+        finally:
+            task.cancel()  # where another server has failed
+
     async def _given(self, url: str, wait_s: float) -> list[ServerClient]:
         """A given server, or the servers behind it if it is a router, once each can generate.
 
@@ -199,7 +232,7 @@ class Pool:
         Raises:
             UserError: at the timeout.
         """
-        last = "nobody said anything"
+        self._heard[url] = NOTHING
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while True:
@@ -211,12 +244,12 @@ class Pool:
                             if workers is not None:
                                 self._say(f"{url} is a router; its {len(clients)} workers serve")
                             return clients
-                        last = "it is a router without workers"
+                        self._heard[url] = "it is a router without workers"
                     except ServerError as error:
-                        last = str(error)
+                        self._heard[url] = str(error)
                     await asyncio.sleep(ASK_AGAIN_S)
         remedy = "Start it, mend the URL, or raise rollout.launch.wait_s"
-        raise UserError("rollout.servers", url, f"cannot generate after {wait_s:g} s: {last}", remedy)
+        raise UserError("rollout.servers", url, f"cannot generate after {wait_s:g} s: {self._heard[url]}", remedy)
 
     async def _workers(self, door: ServerClient) -> list[str] | None:
         """The URLs of a router's servers; None if it is a server itself.

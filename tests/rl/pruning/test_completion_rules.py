@@ -1,10 +1,13 @@
 import numpy as np
 import pytest
 
+from megatron_dppo.config import CompletionPruningConfig
+from megatron_dppo.errors import UserError
 from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.pruning.completion_rules import (
     COMPLETION_RULES,
     CompletionCandidates,
+    adopt,
     completion_inclusion,
     completion_weight,
     draw_completions,
@@ -136,3 +139,47 @@ def test_a_systematic_draw_is_spread_over_prompts_and_over_outcomes():
         assert ((kept & (given.advantage > 0)).sum(axis=1) == 1).all()
         kept = draw_completions("neyman", given, quarter, np.random.default_rng(seed))
         assert (kept.sum(axis=1) == 1).all()
+
+
+OWN = {
+    "good": lambda candidates, keep: np.where(candidates.advantage > 0, 1.0, keep),
+    "too few": lambda candidates, keep: np.full(len(candidates.advantage), keep),
+    "too many": lambda candidates, keep: np.full_like(candidates.advantage, 3 * keep),
+    "none": lambda candidates, keep: candidates.advantage * np.nan,
+    "mistaken": lambda candidates, keep: candidates.advantages,
+}
+
+
+def test_a_rule_of_ones_own_has_the_floor_and_weighs_by_its_probabilities():
+    own = CompletionPruningConfig(rule="function", function="own.py:good")
+    own.check()
+    adopt(own.named, OWN["good"])
+    given = candidates([*MIXED, [1, 1, 1, 1]], floor=0.2)
+    inclusion = completion_inclusion(own.named, given, 0.1)
+    np.testing.assert_array_equal(inclusion, [[1, 0.2, 0.2, 0.2], [1, 1, 1, 0.2], [1, 1, 0.2, 0.2], [0] * 4])
+    weight = completion_weight(own.named, given, inclusion, 0.1)
+    np.testing.assert_array_equal(weight, [[1, 5, 5, 5], [1, 1, 1, 5], [1, 1, 5, 5], [0] * 4])
+    kept = draw_completions(own.named, given, inclusion, np.random.default_rng(0))
+    assert kept[inclusion == 1.0].all() and not kept[3].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("too few", r"for \(3, 4\) completions"),
+        ("too many", r"returned array\(\[\[1\.5"),
+        ("none", "returned array"),
+        ("mistaken", "failed .AttributeError: 'CompletionCandidates' object has no attribute 'advantages'"),
+    ],
+)
+def test_what_a_rule_must_not_return_is_refused(name: str, problem: str):
+    adopt(f"own.py:{name}", OWN[name])
+    with pytest.raises(UserError, match=problem) as refused:
+        completion_inclusion(f"own.py:{name}", candidates(MIXED), 0.5)
+    assert (refused.value.setting, refused.value.value) == ("pruning.completions.function", f"own.py:{name}")
+
+
+def test_a_function_and_the_rule_that_takes_it_go_together():
+    for wrong in ({"rule": "function"}, {"function": "a.py:b"}):
+        with pytest.raises(UserError, match=r"pruning\.completions\.function"):
+            CompletionPruningConfig(**wrong).check()

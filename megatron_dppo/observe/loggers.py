@@ -1,0 +1,298 @@
+"""Where the rows of ``metrics.jsonl`` go besides: TensorBoard, Weights & Biases, MLflow, Trackio (``run.loggers``).
+
+Each library is imported where it is named alone. None needs a network: without a server or an account, which each finds
+in its own environment variables, a run's rows stay in ``run.dir``.
+
+TensorBoard hides what it was told of steps that are taken again after a resume. The others forget nothing, so
+``loggers.json`` has the run that they made and the last step that they were given::
+
+    {"wandb": {"run": "6f1c0a4e", "step": 40}}
+
+A resumed run goes on in theirs, behind that step, and no step is there twice. What they lack, because they were named
+later or could not be reached, they are given from ``metrics.jsonl``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.process.files import replacing_file
+
+Row = Mapping[str, float]
+STATE = "loggers.json"
+PROJECT = "megatron_dppo"
+"""Of the three, where their own variable names no other one."""
+PRIVATE = ("rollout.launch.", "rollout.servers")
+"""Settings that no logger is told: commands, variables and addresses may have a secret in them."""
+_USER_OF_URL = re.compile(r"//[^/@\s]+@")
+_PARAMETERS_AT_ONCE, _LONGEST_PARAMETER = 100, 6000
+"""Most that MLflow takes."""
+
+
+class Sink(Protocol):
+    """What a library makes of a run's rows."""
+
+    run: str
+    """By which it finds the run again."""
+
+    def write(self, step: int, row: Row) -> None: ...
+
+    def close(self, *, finished: bool) -> None: ...
+
+
+class TensorBoard:
+    """Event files in ``tensorboard/``.
+
+    Args:
+        folder: of the run.
+        resume_step: finished steps of the checkpoint that the run goes on from.
+    """
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._events = EventFileWriter(str(folder / "tensorboard"))
+        # TensorBoard then hides what earlier event files say of the steps that are taken again.
+        first = resume_step + 1 if resume_step > 0 else 0
+        purge = SessionLog(status=SessionLog.START)
+        self._events.add_event(Event(wall_time=time.time(), step=first, session_log=purge))
+
+    def write(self, step: int, row: Row) -> None:
+        values = [self._summary.Value(tag=key, simple_value=value) for key, value in row.items()]
+        said = self._summary(value=values)
+        self._events.add_event(self._event(wall_time=time.time(), step=int(step), summary=said))
+        self._events.flush()
+
+    def close(self) -> None:
+        self._events.close()
+
+
+class _WeightsAndBiases:
+    """``wandb/``; uploaded as the run goes where there are credentials and WANDB_MODE does not say otherwise."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], run: str | None) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        known = "WANDB_MODE" in os.environ or wandb.login(prompt=False)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=folder.name,
+            id=run,
+            resume="allow",
+            dir=folder,
+            mode=None if known else "offline",
+            config=dict(settings),
+            # The metadata are command lines and addresses, the console is what a rank prints.
+            settings=wandb.Settings(console="off", disable_git=True, save_code=False, silent=True, x_disable_meta=True),
+        )
+        self.run = self._run.id
+
+    def write(self, step: int, row: Row) -> None:
+        self._run.log(dict(row), step=step)
+
+    def close(self, *, finished: bool) -> None:
+        self._run.finish(exit_code=0 if finished else 1)
+
+
+class _MLflow:
+    """``mlflow.db``, or the server of MLFLOW_TRACKING_URI."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], run: str | None) -> None:
+        for name, value in (
+            ("DISABLE_TELEMETRY", "true"),
+            ("HTTP_REQUEST_MAX_RETRIES", "1"),
+            ("HTTP_REQUEST_TIMEOUT", "20"),
+        ):
+            os.environ.setdefault(f"MLFLOW_{name}", value)  # a step is not to wait for a server for minutes
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        self._metric = Metric
+        database = f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or database)
+        if run is not None:
+            self._client.update_run(run, status="RUNNING")
+            self.run = run
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        self.run = self._client.create_run(experiment, run_name=folder.name).info.run_id
+        given = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in settings.items()]
+        for first in range(0, len(given), _PARAMETERS_AT_ONCE):
+            self._client.log_batch(self.run, params=given[first : first + _PARAMETERS_AT_ONCE])
+
+    def write(self, step: int, row: Row) -> None:
+        now = int(time.time() * 1000)
+        names = {key: key.replace("@", "_at_") for key in row}  # which MLflow does not take
+        self._client.log_batch(self.run, [self._metric(names[key], value, now, step) for key, value in row.items()])
+
+    def close(self, *, finished: bool) -> None:
+        self._client.set_terminated(self.run, "FINISHED" if finished else "KILLED")
+
+
+class _Trackio:
+    """``trackio/``, or the folder, the Space or the server of Trackio's own variables."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], run: str | None) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(folder.absolute() / "trackio"))
+        import trackio
+
+        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+        self.run = run or f"{folder.name}-{secrets.token_hex(3)}"  # Trackio finds a run by its name
+        with contextlib.redirect_stdout(io.StringIO()):  # how to show it is for the end, and ours to say
+            self._run = trackio.init(
+                project, self.run, config=dict(settings), resume="allow", embed=False, auto_log_cpu=False
+            )
+
+    def write(self, step: int, row: Row) -> None:
+        self._run.log(dict(row), step=step)
+
+    def close(self, *, finished: bool) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._run.finish()
+
+
+_OPEN: Mapping[str, Callable[[Path, Mapping[str, Any], str | None], Sink]] = {
+    "wandb": _WeightsAndBiases,
+    "mlflow": _MLflow,
+    "trackio": _Trackio,
+}
+"""What is made of a run's folder, its settings, and the run that it goes on with there, if any."""
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """
+    Raises:
+        UserError: a package is missing, or a logger is named twice.
+    """
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError("run.loggers", list(names), f"names {name} twice", "Name it once")
+        if name in _OPEN and importlib.util.find_spec(name) is None:
+            remedy = f"pip install 'megatron-dppo[{name}]'"
+            raise UserError("run.loggers", name, f"{name} is not installed in this environment", remedy)
+
+
+class Loggers:
+    """Gives every row to every logger once.
+
+    Args:
+        names: ``run.loggers``.
+        folder: of the run.
+        resume_step: as of ``StepLog``.
+        past: rows of steps up to there, of which a logger is given what it lacks.
+        settings: of the run, by their dotted keys.
+        say: takes words for the log.
+
+    Raises:
+        UserError: a logger cannot be opened.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        *,
+        resume_step: int,
+        past: Sequence[Mapping[str, Any]],
+        settings: Mapping[str, Any],
+        say: Callable[[str], None],
+    ) -> None:
+        check_loggers(names)
+        self._file, self._say = folder / STATE, say
+        self._events = TensorBoard(folder, resume_step) if "tensorboard" in names else None
+        if resume_step <= 0:
+            self._file.unlink(missing_ok=True)
+        self._state = _read_state(self._file)
+        self._sinks: dict[str, Sink] = {}
+        self._owed: dict[str, list[Mapping[str, Any]]] = {}
+        """Rows that a logger was not given yet, by its name."""
+        shown = {key: _shown(value) for key, value in settings.items() if not key.startswith(PRIVATE)}
+        for name in (name for name in names if name in _OPEN):
+            known = self._state.get(name)
+            try:
+                self._sinks[name] = sink = _OPEN[name](folder, shown, known["run"] if known else None)
+            except Exception as error:  # each library has its own
+                problem = f"cannot be opened ({type(error).__name__}: {_shown(str(error))})"
+                remedy = "See to its server and its credentials, or leave it out: metrics.jsonl has every row"
+                raise UserError("run.loggers", name, problem, remedy) from error
+            self._state[name] = {"run": sink.run, "step": known["step"] if known else -1}
+            self._owed[name] = [row for row in past if row["step"] > self._state[name]["step"]]
+
+    def write(self, step: int, row: Row) -> None:
+        """Give a row to all. A logger that fails is given it again with the next one, and it is said."""
+        if self._events:
+            self._events.write(step, row)
+        for name, sink in self._sinks.items():
+            if step <= self._state[name]["step"]:
+                continue
+            owed = self._owed[name]
+            owed.append({"step": step, **row})
+            try:
+                while owed:
+                    self._give(name, sink, owed[0])
+                    owed.pop(0)
+            except Exception as error:
+                problem = _shown(f"{type(error).__name__}: {error}")
+                self._say(f"{name} did not take a row, and is given it again with the next one ({problem})")
+
+    def close(self, *, finished: bool) -> None:
+        """Have all write down what they hold. Safe to call twice."""
+        sinks, events = self._sinks, self._events
+        self._sinks, self._events = {}, None
+        if events:
+            events.close()
+        for name, sink in sinks.items():
+            try:
+                sink.close(finished=finished)
+            except Exception as error:
+                self._say(f"{name} was not closed ({_shown(f'{type(error).__name__}: {error}')})")
+
+    def _give(self, name: str, sink: Sink, row: Mapping[str, Any]) -> None:
+        before = self._state[name]
+        # Written down first: a kill in between loses a row there, and repeats none.
+        self._keep(name, before | {"step": row["step"]})
+        try:
+            sink.write(row["step"], {key: value for key, value in row.items() if key != "step"})
+        except Exception:
+            self._keep(name, before)
+            raise
+
+    def _keep(self, name: str, state: Mapping[str, Any]) -> None:
+        self._state[name] = dict(state)
+        with replacing_file(self._file) as draft:
+            draft.write_text(json.dumps(self._state) + "\n", encoding="utf-8")
+
+
+def _read_state(file: Path) -> dict[str, dict[str, Any]]:
+    """What each logger was given; nothing where the file is absent or damaged: then they make new runs."""
+    try:
+        return {
+            name: {"run": str(of["run"]), "step": int(of["step"])} for name, of in json.loads(file.read_text()).items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _shown(value: Any) -> Any:
+    """A value without the user and password of an address."""
+    return _USER_OF_URL.sub("//***@", value) if isinstance(value, str) else value

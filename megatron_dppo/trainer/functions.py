@@ -1,0 +1,119 @@
+"""The user's own functions in a step: an objective (``loss.objective``), and a rule by which completions are kept.
+
+An objective is given :class:`~megatron_dppo.rl.losses.Tokens` of a pack, R tokens of several completions, and returns
+what is to be maximised for each, [R]; or that, and which tokens it has clipped or masked, [R] of bool. It is tried out
+before a run begins, since pruning and packing rely on two things that no later number would show:
+
+- What it makes of a completion depends on that completion alone. Which others are in its pack is chance.
+- Where the advantage is 0 its gradient is 0. Such completions are left out.
+
+A rule may do what it likes: its probabilities have a floor, and completions weigh by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.config import CompletionPruningConfig, LossConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.plugins.loading import load_function
+from megatron_dppo.rl.losses import Tokens, token_losses
+from megatron_dppo.rl.objectives import Objective, objective_for
+from megatron_dppo.rl.pruning.completion_rules import FUNCTION, adopt
+
+SETTING = "loss.objective"
+LENGTHS = (5, 3)
+"""Tokens of the two completions that a function is tried out with."""
+RATIOS = (0.4, 2.5)
+"""Between which their ratios lie."""
+
+
+def adopt_rule(pruning: CompletionPruningConfig) -> None:
+    """Have this process know the rule of the run, where it is the user's.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    if pruning.function is not None:
+        adopt(pruning.function, load_function(FUNCTION, pruning.function))
+
+
+def objective_of(loss: LossConfig) -> Objective:
+    """The objective of a run.
+
+    Raises:
+        UserError: a function of the user's cannot be imported or called, or does not hold to what it has to.
+    """
+    objective = objective_for(loss)
+    if loss.objective is None:
+        return objective
+    function = load_function(SETTING, loss.objective)
+    own = replace(objective, name=loss.objective, surrogate=partial(_both, function))
+    _try_out(own)
+    return own
+
+
+def _both(function: Callable[[Tokens], Any], tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """What a function returns, and which tokens it has clipped: none, where it does not say."""
+    returned = function(tokens)
+    surrogate, clipped = returned if isinstance(returned, tuple) else (returned, torch.zeros_like(tokens.advantage))
+    if not isinstance(surrogate, Tensor) or surrogate.shape != tokens.advantage.shape:
+        shape = list(surrogate.shape) if isinstance(surrogate, Tensor) else type(surrogate).__name__
+        raise ValueError(f"it returned {shape} for {len(tokens.advantage)} tokens, and not a value for each")
+    return surrogate, clipped
+
+
+def _try_out(own: Objective) -> None:
+    """
+    Raises:
+        UserError: naming what the function does not hold to.
+    """
+    first = LENGTHS[0]
+    sample = torch.arange(2).repeat_interleave(torch.tensor(LENGTHS))
+    advantage = torch.where(sample == 0, 1.5, -0.5)
+    try:
+        whole = _gradient(own, sample, advantage)
+        apart = torch.cat(
+            [_gradient(own, sample, advantage, slice(first)), _gradient(own, sample, advantage, slice(first, None))]
+        )
+        without = _gradient(own, sample, torch.where(sample == 0, 0.0, -0.5))
+    except Exception as error:  # whatever a user's function raises
+        remedy = "Mend it; it is given Tokens of megatron_dppo.rl.losses, and returns a tensor with a value for each"
+        raise UserError(SETTING, own.name, f"cannot be used ({type(error).__name__}: {error})", remedy) from error
+    if not torch.isfinite(whole).all():
+        problem = f"has a gradient that is no number, where ratios lie between {RATIOS[0]:g} and {RATIOS[1]:g}"
+        raise UserError(SETTING, own.name, problem, "Mend it")
+    if not torch.allclose(whole, apart, rtol=1e-4, atol=1e-6):
+        problem = "makes something else of a completion where another one is in the same pack, which is chance"
+        remedy = "Take means and sums over a completion, tokens.sequences.sums(…), and not over all tokens"
+        raise UserError(SETTING, own.name, problem, remedy)
+    if without[:first].any():
+        problem = "has a gradient where the advantage is 0, and completions with that are left out: it would be biased"
+        remedy = "Multiply every term by tokens.advantage; for a KL term there is loss.kl_coef"
+        raise UserError(SETTING, own.name, problem, remedy)
+
+
+def _gradient(own: Objective, sample: Tensor, advantage: Tensor, part: slice = slice(None)) -> Tensor:
+    """Of the loss by the log-probabilities of some tokens, [R]."""
+    ratio = torch.linspace(*RATIOS, len(sample)).roll(3)  # high and low ones in both completions
+    old = torch.linspace(-3.0, -1.0, len(sample))
+    logprobs = (old + ratio.log())[part].requires_grad_()
+    losses = token_losses(
+        own,
+        logprobs=logprobs,
+        old_logprobs=old[part],
+        engine_logprobs=old[part] - 0.01,
+        reference_logprobs=None,
+        advantage=advantage[part],
+        kl_coef=0.0,
+        tis_cap=None,
+        sample=sample[part] - sample[part][0],
+    )
+    (gradient,) = torch.autograd.grad(losses.loss.sum(), logprobs)
+    return gradient

@@ -1,0 +1,46 @@
+"""A server that does not answer is named while it is waited for, not only at the end."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.servers import pool
+from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.pool import Pool
+from megatron_dppo.settings import load_config
+
+
+def _said(http: Http, folder: Path, *words: str) -> tuple[list[str], UserError]:
+    said: list[str] = []
+    settings = [f"run.dir={folder}", "rollout.engine=sglang", "rollout.launch.wait_s=1.2", *words]
+    opened = Pool(load_config(None, settings), http, architecture="", secret=None, say=said.append)
+    try:
+        with pytest.raises(UserError) as failed:
+            http.run(opened.open())
+    finally:
+        opened.close()
+    return said, failed.value
+
+
+def test_servers_that_are_waited_for_are_named(http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One takes the connection and is silent, one refuses it, and one is started and never listens."""
+    assert pool.SAY_AFTER_S == 10.0
+    monkeypatch.setattr(pool, "SAY_AFTER_S", 0.4)
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as gone:
+        urls = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (silent, gone)]
+        gone.close()
+        said, failed = _said(http, tmp_path, f"rollout.servers=[{','.join(urls)}]")
+    mute, refuses = sorted(said, key=lambda text: urls[1] in text)
+    assert mute == f"waiting for 0 s, of rollout.launch.wait_s = 1.2, for server {urls[0]}: nobody said anything"
+    assert f"for server {urls[1]}: server {urls[1]} " in refuses and "nobody" not in refuses
+    assert failed.setting == "rollout.servers"
+
+    sleeps = f"rollout.launch.command=[{sys.executable},-c,import time; time.sleep(60)]"
+    (started,), failed = _said(http, tmp_path, "rollout.launch.count=1", sleeps)
+    assert started.endswith(f"for server 0: its log is {tmp_path}/servers/server-0.log")
+    assert failed.setting == "rollout.launch.wait_s"

@@ -1,0 +1,123 @@
+"""An objective of the user's own trains as if it were one of the table, and what it must not be is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dppo.config import LayoutConfig, LossConfig, replace
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.losses import token_losses
+from megatron_dppo.train import train
+from megatron_dppo.trainer.functions import objective_of
+from tests.ranks import RankPool
+from tests.runs import configure, rows, write_run
+
+FILE = """
+import torch
+
+def ppo(tokens):
+    low, high = tokens.limits
+    whole = tokens.ratio * tokens.advantage
+    clipped = tokens.ratio.clamp(low, high) * tokens.advantage
+    return torch.minimum(whole, clipped), clipped < whole
+
+def plain(tokens):
+    return tokens.ratio * tokens.advantage
+
+def sequence_mean(tokens):
+    return tokens.sequences.sums(tokens.logprobs - tokens.old, mean=True).exp() * tokens.advantage * tokens.logprobs
+
+def of_the_pack(tokens):
+    return tokens.ratio * (tokens.advantage - tokens.advantage.mean())
+
+def bonus(tokens):
+    return tokens.ratio * tokens.advantage - 0.01 * tokens.logprobs
+
+def total(tokens):
+    return (tokens.ratio * tokens.advantage).sum()
+
+def constant(tokens):
+    return tokens.advantage
+
+def root(tokens):
+    return (tokens.logprobs - tokens.old).sqrt() * tokens.advantage
+
+def mistaken(tokens):
+    return tokens.ratios
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("own") / "own.py"
+    file.write_text(FILE)
+    return file
+
+
+def _trained(rank: int, size: int, config: object) -> None:
+    train(config)  # type: ignore[arg-type]
+
+
+def test_a_run_with_ppo_in_a_file_is_the_run_with_grpo(ranks: RankPool, own: Path, tmp_path: Path) -> None:
+    folder, found = write_run(tmp_path), []
+    for objective in (None, f"{own}:ppo"):
+        config = configure(folder, tmp_path / str(len(found)), LayoutConfig(tp=2, dp=1), steps=2)
+        config = replace(config, loss=LossConfig(objective=objective, updates_per_rollout=2))
+        ranks.run(2, _trained, config)
+        found.append(rows(tmp_path / str(len(found))))
+    assert found[0] == found[1]
+    assert any(row.get("train/pg_clipfrac") for row in found[1])
+
+
+def test_the_clips_and_the_ratio_are_those_of_the_named_objective(own: Path) -> None:
+    """GSPO's ratio is its sequence's, and a clip that the run sets holds."""
+    old = torch.tensor([-1.0, -1.0])
+    given = {
+        "logprobs": torch.tensor([-1.0, -0.6]),
+        "old_logprobs": old,
+        "engine_logprobs": old,
+        "reference_logprobs": None,
+        "advantage": torch.ones(2),
+        "kl_coef": 0.0,
+        "tis_cap": None,
+        "sample": torch.zeros(2, dtype=torch.long),
+    }
+    for settings, loss in (
+        ({"name": "gspo"}, [-1.0004, -1.0004]),
+        ({"name": "gspo", "clip_high": 9.0}, [-1.2214, -1.2214]),
+        ({"name": "dapo"}, [-1.0, -1.28]),
+    ):
+        objective = objective_of(LossConfig(objective=f"{own}:ppo", **settings))
+        assert token_losses(objective, **given).loss.tolist() == pytest.approx(loss, abs=1e-4)
+        assert objective.aggregation == objective_of(LossConfig(**settings)).aggregation
+
+
+@pytest.mark.parametrize("name", ["plain", "sequence_mean"])
+def test_means_and_sums_over_a_completion_are_taken(name: str, own: Path) -> None:
+    objective_of(LossConfig(objective=f"{own}:{name}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("of_the_pack", "where another one is in the same pack"),
+        ("bonus", "has a gradient where the advantage is 0"),
+        ("total", r"it returned \[\] for 8 tokens"),
+        ("constant", "does not require grad"),
+        ("root", "a gradient that is no number, where ratios lie between 0.4 and 2.5"),
+        ("mistaken", "AttributeError: 'Tokens' object has no attribute 'ratios'"),
+        ("nothing", "has no function 'nothing'"),
+    ],
+)
+def test_what_an_objective_must_not_be_is_refused(name: str, problem: str, own: Path) -> None:
+    with pytest.raises(UserError, match=problem) as refused:
+        objective_of(LossConfig(objective=f"{own}:{name}"))
+    assert (refused.value.setting, refused.value.value) == ("loss.objective", f"{own}:{name}")
+
+
+def test_a_trust_region_and_an_objective_of_ones_own_exclude_each_other() -> None:
+    with pytest.raises(UserError, match=r"loss\.trust_region = tv.*loss\.objective = a\.py:b"):
+        LossConfig(objective="a.py:b", trust_region="tv").check()
