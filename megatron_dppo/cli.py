@@ -15,6 +15,7 @@ from megatron_dppo import __version__
 from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, find_checkpoint
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, error_text
+from megatron_dppo.hub import is_id
 from megatron_dppo.settings import as_yaml, load_config
 
 EVAL_FLAGS = {
@@ -28,7 +29,7 @@ EVAL_FLAGS = {
 """Options of ``eval``: the setting that each is short for, what its value is called, and its meaning."""
 
 
-MODEL = "Hugging Face directory, run, or checkpoint of a run (default: the model of CONFIG)"
+MODEL = "Hugging Face directory, id on the hub, run, or checkpoint of a run (default: the model of CONFIG)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -216,7 +217,7 @@ def _eval_settings(chosen: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 def _model_settings(model: str) -> list[str]:
     folder = Path(model)
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() or is_id(model):
         return [f"model.path={folder}", "model.checkpoint=null"]
     inside = folder / "checkpoints"
     place = find_checkpoint(inside if inside.is_dir() else folder, "--model")

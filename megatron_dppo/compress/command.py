@@ -24,6 +24,7 @@ from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.surgery import write_cut
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
+from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.streams import quieten
 
@@ -73,6 +74,7 @@ def compress(chosen: argparse.Namespace) -> None:
         UserError: for what cannot be done to this policy; ``OUT`` is as it was.
     """
     quieten()
+    chosen.source = policy_folder(str(chosen.source), "MODEL")
     with naming("MODEL"):
         shape = read_shape(chosen.source)
         stored = check_weights(chosen.source, shape)

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
@@ -19,12 +20,14 @@ from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.config import WEIGHT_BYTES, Config
 from megatron_dppo.config.types import TRAINING, Command
+from megatron_dppo.data.examples import Example, Source, example_of, read_examples, sources_of
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM
-from megatron_dppo.data.prompts import Example, Source, example_of, read_examples, source_of
+from megatron_dppo.data.prompts import NO_CHECK, LabelCheck, are_stored, prepare
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
+from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
-from megatron_dppo.rewards.functions import BUILTIN, check_labels, resolve
+from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_labels, resolve
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
 
@@ -42,11 +45,11 @@ def preflight(config: Config, command: Command) -> None:
         UserError: for the first thing that is wrong. Nothing has been written.
     """
     check_config(config, command)
-    shape = read_shape(config.model.path)
+    shape = read_shape(config.model.folder)
     check_layout(shape, config.layout)
     _check_routing(config, shape)
     if config.model.checkpoint is None:
-        check_weights(Path(config.model.path), shape)
+        check_weights(config.model.folder, shape)
     else:
         place = find_checkpoint(Path(config.model.checkpoint))
         if command in TRAINING:
@@ -61,14 +64,15 @@ def preflight(config: Config, command: Command) -> None:
         if command != "eval":
             _check_task_is_rewarded(config)
         check_servers(config, shape)
-    if command not in TRAINING:
-        return
-    check_run_dir(Path(config.run.dir))
-    if command == "train":
-        check_resume(config)
-    else:
-        check_warm_up(config)
-    _check_room(config, shape, command)
+    if command in TRAINING:
+        check_run_dir(Path(config.run.dir))
+        if command == "train":
+            check_resume(config)
+        else:
+            check_warm_up(config)
+        _check_room(config, shape, command)
+    if command != "eval":
+        _prepare_data(config, command)
 
 
 def check_config(config: Config, command: Command = "train") -> None:
@@ -99,7 +103,7 @@ def _check_teacher(config: Config, shape: PolicyShape) -> None:
         UserError: for the first thing that is wrong.
     """
     given = config.loss.distillation
-    teacher = Path(str(given.teacher))
+    teacher = policy_folder(str(given.teacher), TEACHER, weights=given.teacher_checkpoint is None)
     try:
         theirs = read_shape(teacher)
         check_layout(theirs, config.layout)
@@ -115,7 +119,7 @@ def _check_teacher(config: Config, shape: PolicyShape) -> None:
     if theirs.vocab_size != shape.vocab_size:
         problem = f"has {theirs.vocab_size} tokens, and the policy in {config.model.path} has {shape.vocab_size}"
         raise UserError(TEACHER, teacher, problem, "Give a teacher of the policy's vocabulary")
-    ours, others = _tokens(Path(config.model.path)), _tokens(teacher)
+    ours, others = _tokens(config.model.folder), _tokens(teacher)
     different = [token for token in sorted(ours.keys() & others.keys()) if ours[token] != others[token]]
     if different:
         first = different[0]
@@ -166,9 +170,9 @@ def _check_positions(config: Config, shape: PolicyShape, command: Command) -> No
 
 def _check_data(config: Config, command: Command) -> None:
     if command != "eval":
-        training = source_of(config.data, "train")
-        assert training is not None
-        _check_file(training, config, command)
+        for training in sources_of(config.data, "train"):
+            if not are_stored(training):
+                _check_file(training, config, command)
     if command in ("sft", "probe-tree") or config.eval.problems == 0:
         return
     held_out = sources(config)
@@ -199,6 +203,23 @@ def _check_file(source: Source, config: Config, command: Command) -> None:
         _check_labels(config.reward.function, examples[:wanted])
 
 
+def _prepare_data(config: Config, command: Command) -> None:
+    """Check, tokenise and store the rows of large files, which may take minutes: once, and before any rank starts."""
+    responses = command == "sft"
+    check = NO_CHECK if responses else label_check(config)
+    for training in sources_of(config.data, "train"):
+        if are_stored(training):
+            prepare(training, config.data, config.model.folder, responses=responses, check=check)
+
+
+def label_check(config: Config) -> LabelCheck:
+    """What has to be seen of the labels that training has."""
+    function = config.reward.function
+    if config.data.rollouts is not None or function not in OF_TEXT:
+        return NO_CHECK
+    return LabelCheck(function, partial(check_labels, function))
+
+
 def _check_labels(verifier: str, examples: Sequence[Example]) -> None:
     check_labels(verifier, [(example.row.place, example.label) for example in examples])
 
@@ -211,11 +232,12 @@ def _check_reward(function: str) -> None:
 
 
 def _check_task_is_rewarded(config: Config) -> None:
-    function, task = config.reward.function, config.data.train
-    if function == REASONING_GYM != task:
-        problem = f"judges what data.train={REASONING_GYM} generates, and data.train is {task}"
+    function, train = config.reward.function, config.data.train
+    tasks = {train} if isinstance(train, str) else {source.path for source in train}
+    if function == REASONING_GYM and tasks != {REASONING_GYM}:
+        problem = f"judges what data.train={REASONING_GYM} generates, and data.train is {', '.join(sorted(tasks))}"
         raise UserError("reward.function", function, problem, "Set one of the two")
-    if task == REASONING_GYM and function in BUILTIN and function != REASONING_GYM:
+    if REASONING_GYM in tasks and function in BUILTIN and function != REASONING_GYM:
         problem = "does not know how answers to reasoning-gym's tasks are judged, and they do"
         raise UserError("reward.function", function, problem, f"Set reward.function={REASONING_GYM}")
 

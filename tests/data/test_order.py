@@ -19,7 +19,7 @@ SIZES = st.integers(1, 30).flatmap(lambda size: st.tuples(st.just(size), st.list
 @given(SIZES, st.integers(0, 2**70))
 def test_no_window_repeats_a_prompt_and_every_epoch_is_a_full_pass(case: tuple[int, list[int]], seed: int) -> None:
     size, windows = case
-    order, visits = PromptOrder(size, seed), Counter({prompt: 0 for prompt in range(size)})
+    order, visits = PromptOrder([size], seed), Counter({prompt: 0 for prompt in range(size)})
     for n in windows:
         window = order.next_window(n)
         assert len(set(window.tolist())) == n == len(window)
@@ -35,7 +35,7 @@ def test_resumed_order_goes_on_as_if_nothing_had_happened(
 ) -> None:
     size, windows = case
     cut = data.draw(st.integers(0, len(windows)))
-    whole, first, second = PromptOrder(size, seed), PromptOrder(size, seed), PromptOrder(size, seed)
+    whole, first, second = PromptOrder([size], seed), PromptOrder([size], seed), PromptOrder([size], seed)
     expected = [whole.next_window(n).tolist() for n in windows]
     before = [first.next_window(n).tolist() for n in windows[:cut]]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
@@ -43,28 +43,28 @@ def test_resumed_order_goes_on_as_if_nothing_had_happened(
 
 
 def test_epochs_and_seeds_differ() -> None:
-    order = PromptOrder(50, 1)
+    order = PromptOrder([50], 1)
     first, second = order.next_window(50).tolist(), order.next_window(50).tolist()
     assert first != second and sorted(first) == sorted(second) == list(range(50))
-    assert PromptOrder(50, 2).next_window(50).tolist() != first
+    assert PromptOrder([50], 2).next_window(50).tolist() != first
 
 
 def test_window_larger_than_the_pool_is_refused() -> None:
     with pytest.raises(UserError, match=r"rollout\.prompts_per_step = 6: is more than the 5 prompts"):
-        PromptOrder(5, 0).next_window(6)
+        PromptOrder([5], 0).next_window(6)
 
 
 def test_state_of_another_pool_or_seed_is_refused() -> None:
-    state = PromptOrder(5, 0).state_dict()
+    state = PromptOrder([5], 0).state_dict()
     with pytest.raises(UserError, match=r"data\.train"):
-        PromptOrder(6, 0).load_state_dict(state)
+        PromptOrder([6], 0).load_state_dict(state)
     with pytest.raises(UserError, match=r"run\.seed"):
-        PromptOrder(5, 1).load_state_dict(state)
+        PromptOrder([5], 1).load_state_dict(state)
 
 
 def test_a_step_that_draws_again_gets_no_prompt_that_it_has() -> None:
     """Over ends of epochs, and with prompts that an earlier window has put off; none of them is lost."""
-    order = PromptOrder(10, seed=0)
+    order = PromptOrder([10], seed=0)
     held = order.next_window(4)
     again = [order.next_window(3, besides=held) for _ in range(5)]
     later = [order.next_window(5) for _ in range(6)]
