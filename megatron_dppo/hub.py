@@ -58,6 +58,8 @@ def policy_folder(path: str, setting: str = "model.path", *, weights: bool = Tru
     found = _cached(path, "model")
     if found is None or not _is_whole(found, weights=weights):
         found = _fetch(path, "model", setting, OF_A_POLICY if weights else OF_A_POLICY[1:])
+        if not _is_whole(found, weights=weights):
+            raise _unfetched(path, "model", setting, "no config.json or not all of its safetensors came")
     return found
 
 
@@ -86,6 +88,8 @@ def data_files(name: str, setting: str, *, split: str) -> list[Path]:
     if not files:
         raise _lacks(name, setting, wanted[1], listed)
     folder = _fetch(repo, "dataset", setting, tuple(files))
+    if not all((folder / file).is_file() for file in files):
+        raise _unfetched(repo, "dataset", setting, "not all of its files came")
     return [folder / file for file in files]
 
 
@@ -100,8 +104,10 @@ def _cached(repo: str, kind: Kind) -> Path | None:
 
 
 def _fetch(repo: str, kind: Kind, setting: str, patterns: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
+    if constants.HF_HUB_OFFLINE:  # the client would return what there is, whole or not
+        raise _unfetched(repo, kind, setting, "HF_HUB_OFFLINE is set")
     try:
         return Path(snapshot_download(repo, repo_type=kind, allow_patterns=list(patterns)))
     except Exception as error:  # of the connection, of the hub, of the disk: each library has its own
@@ -117,12 +123,10 @@ def _listed(repo: str, setting: str) -> list[str]:
         raise _unfetched(repo, "dataset", setting, error) from error
 
 
-def _unfetched(repo: str, kind: Kind, setting: str, error: Exception) -> UserError:
+def _unfetched(repo: str, kind: Kind, setting: str, reason: Exception | str) -> UserError:
     from huggingface_hub import constants
 
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
-    if constants.HF_HUB_OFFLINE:
-        reason = "HF_HUB_OFFLINE is set"
+    reason = next(iter(str(reason).splitlines()), type(reason).__name__)
     what = "folder" if kind == "model" else "file"
     problem = f"is no {what} here, is not whole in the hub's cache ({constants.HF_HUB_CACHE}), and was not fetched"
     of = " --repo-type dataset" if kind == "dataset" else ""

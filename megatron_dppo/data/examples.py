@@ -74,13 +74,10 @@ def sources_of(data: DataConfig, split: Split) -> list[Source]:
         return [Source(data.rollouts, "data.rollouts")]
     if split == "train" and not isinstance(data.train, str):
         return [Source(s.path, "data.train", s.weight, s.prompt_key, s.label_key) for s in data.train]
-    name = (
-        data.train
-        if split == "train" or (data.eval is None and data.train in GENERATORS and data.rollouts is None)
-        else data.eval
-    )
+    of_train = split == "train" or (data.eval is None and data.train in GENERATORS and data.rollouts is None)
+    name, setting = (data.train, "data.train") if of_train else (data.eval, "data.eval")
     assert name is None or isinstance(name, str), "of several files the caller asks for one"
-    return [] if name is None else [Source(name, "data.train" if name is data.train else "data.eval")]
+    return [] if name is None else [Source(name, setting)]
 
 
 def read_examples(source: Source, data: DataConfig, split: Split, *, responses: bool = False) -> list[Example]:
