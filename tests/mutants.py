@@ -429,7 +429,7 @@ MUTANTS = [
         "pass",
         "trainer/test_prompt_sampler.py::test_what_is_learned_of_a_gradient_has_no_weight_of_the_draw",
     ),
-    Mutant("pruning/evidence never fades", "self.decay * old.right", "old.right", "rl/pruning/test_history.py"),
+    Mutant("pruning/evidence never fades", 'self.decay * old["right"]', 'old["right"]', "rl/pruning/test_history.py"),
     Mutant(
         "pruning/a step less of full training",
         "if total_steps - step <= round(",
