@@ -126,7 +126,7 @@ def _make(folder: Path, files: Sequence[Path], setting: str, encode: Encode) -> 
     try:
         summary = _write(draft / ROWS, files, setting, encode)
         (draft / SUMMARY).write_text(json.dumps(summary), encoding="utf-8")
-        with suppress(FileExistsError):  # where a file system has no locks, another process may have been faster
+        with suppress(OSError):  # where a file system has no locks, another process may have been faster
             draft.rename(folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
