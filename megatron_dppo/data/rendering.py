@@ -12,6 +12,9 @@ from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.errors import UserError
 
+AT_ONCE = 256
+"""Texts in a call of the tokenizer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
@@ -95,5 +98,9 @@ def _chat(prompt: str | Messages, system: str | None) -> Messages:
 
 
 def _tokenise(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    # One call, so that the tokenizers library spreads it over its threads: 17,000 prompts in a second or two.
-    return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+    # Many in a call, so that the tokenizers library spreads them over its threads; but what it makes of a text, besides
+    # its ids, takes far more memory than these.
+    token_ids: list[list[int]] = []
+    for first in range(0, len(texts), AT_ONCE):
+        token_ids += tokenizer(list(texts[first : first + AT_ONCE]), add_special_tokens=False)["input_ids"]
+    return token_ids
