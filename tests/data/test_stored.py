@@ -24,8 +24,8 @@ from megatron_dppo.errors import UserError
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "How many clips?", "label": "48", "extra_info": {"index": 7}},
-    {"prompt": "How many clips did they sell, all of them together? " * 4, "label": "too long"},
     {"prompt": [{"role": "user", "content": "And\u2028then?"}], "label": 3.0, "data_source": "ö"},
+    {"prompt": "How many clips did they sell, all of them together? " * 4, "label": "too long"},
     {"prompt": "She?", "label": ["4", "8"], "metadata": {"a": [1, {"b": None}]}},
 ]
 TYPED = [
