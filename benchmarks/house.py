@@ -24,7 +24,7 @@ import networkx
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_dppo"
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "process", "config", "settings"),
+    ("errors", "process", "hub", "config", "settings"),
     ("rl",),
     ("parallel", "data"),
     ("models",),

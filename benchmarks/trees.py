@@ -46,7 +46,7 @@ from megatron_dppo.rollout.tree import unique_tokens
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, load_training_pool
 from megatron_dppo.trainer.learner import PolicyLoss
-from megatron_dppo.trainer.prompt_sampler import PromptOrder
+from megatron_dppo.trainer.prompt_sampler import order_of
 
 LEAVES = 8
 FLAT = "flat"
@@ -178,7 +178,7 @@ class Laboratory:
         self._engine = to_close.enter_context(closing(parts.engine()))
         parts.sync(self._engine, 0)
         self._pool = load_training_pool(parts)
-        ids = np.sort(PromptOrder(len(self._pool), 1).next_window(prompts))
+        ids = np.sort(order_of(self._pool, 1).next_window(prompts))
         self._selection = Selection(ids, np.ones(prompts), window=prompts)
 
     def length(self) -> float:

@@ -34,7 +34,7 @@ OF_COMPRESS = {
     "compress predict": "say by that law what a smaller policy will lose, and what recovers it",
 }
 """Commands of two words."""
-MODEL = "Hugging Face directory, run, or checkpoint of a run (default: the model of CONFIG)"
+MODEL = "Hugging Face directory, id on the hub, run, or checkpoint of a run (default: the model of CONFIG)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

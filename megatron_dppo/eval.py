@@ -57,8 +57,8 @@ def evaluate_model(config: Config) -> None:
         UserError: on every rank, for what the user can mend.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
-    tokenizer = world.together(lambda: load_tokenizer(config.model.path))
-    positions = world.together(lambda: read_shape(config.model.path)).max_positions
+    tokenizer = world.together(lambda: load_tokenizer(config.model.folder))
+    positions = world.together(lambda: read_shape(config.model.folder)).max_positions
     found = world.together(lambda: held_out(config, tokenizer, max_positions=positions))
     shown = {source.name: source.shown for source in sources(config)}
     problems = [replace(problem, name=shown[problem.name]) for problem in found]
@@ -189,7 +189,7 @@ def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[A
 def _settings(config: Config, problems: Sequence[Problem]) -> dict[str, Any]:
     """All that the answers depend on where the engine can be seeded, except the number of ranks."""
     return {
-        "model": str(Path(config.model.checkpoint or config.model.path).resolve()),
+        "model": str(Path(config.model.checkpoint or config.model.folder).resolve()),
         "weights": _weights(config),
         "model.dtype": config.model.dtype,
         "rollout.engine": config.rollout.engine,
@@ -206,7 +206,7 @@ def _settings(config: Config, problems: Sequence[Problem]) -> dict[str, Any]:
 def _weights(config: Config) -> str:
     """A fingerprint of the files that the weights are read from. It changes once they have been written again."""
     checkpoint = config.model.checkpoint
-    folder = Path(config.model.path) if checkpoint is None else find_checkpoint(Path(checkpoint))
+    folder = config.model.folder if checkpoint is None else find_checkpoint(Path(checkpoint))
     files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".distcp"))
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]

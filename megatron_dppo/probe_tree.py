@@ -26,7 +26,7 @@ from megatron_dppo.rl.types import Completion, Group, Selection
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, load_training_pool
-from megatron_dppo.trainer.prompt_sampler import PromptOrder
+from megatron_dppo.trainer.prompt_sampler import order_of
 
 HEADER = "fork after  tokens after it  variance after it  best tree  gain per generated token"
 
@@ -75,7 +75,7 @@ class _Probe:
         if config.probe.prompts > len(self._pool):
             problem = f"is more than the {len(self._pool)} prompts of the pool"
             raise UserError("probe.prompts", config.probe.prompts, problem, "Lower it, or give more prompts")
-        self._prompts = np.sort(PromptOrder(len(self._pool), config.run.seed).next_window(config.probe.prompts))
+        self._prompts = np.sort(order_of(self._pool, config.run.seed).next_window(config.probe.prompts))
         self._baselines: dict[int, float] = {}
 
     def flat_groups(self) -> float:

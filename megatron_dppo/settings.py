@@ -219,7 +219,8 @@ def _value(setting: Setting, text: str) -> Any:
         return None
     try:
         named = text.lstrip().startswith("{") and any(kind == dict[str, str] for kind in kinds)
-        if named or any(get_origin(kind) is tuple and str in get_args(kind) for kind in kinds):
+        listed = text.lstrip().startswith("[") and any(get_origin(kind) is tuple for kind in kinds) and str in kinds
+        if named or listed or any(get_origin(kind) is tuple and str in get_args(kind) for kind in kinds):
             return yaml.load(text, Loader=yaml.BaseLoader)
         if str in kinds or any(isinstance(choice, str) for choice in get_args(setting.type)):
             quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
@@ -238,8 +239,14 @@ def _explain(error: ValidationError) -> UserError:
     if key not in settings():
         remedy = f"write {_first_in(key)} and so on under it"
         return UserError(key, short(first["input"]), "is a section, and holds settings", remedy)
-    problem = first["msg"][0].lower() + first["msg"][1:].replace("Input should be", "should be")
-    return _wrong(settings()[key], first["input"], problem.replace("input should be", "should be"))
+    # Of a setting that may be of several types, the error that got farthest is of the type that was meant.
+    of_setting = [each for each in error.errors() if each["loc"][: len(names)] == tuple(names)]
+    first = max(of_setting, key=lambda each: len(each["loc"]))
+    problem = first["msg"][0].lower() + first["msg"][1:]
+    problem = problem.replace("input should be", "should be")
+    if len(first["loc"]) > len(names) + 1 and isinstance(inside := first["loc"][-1], str):
+        problem = f"{inside}: {problem}"
+    return _wrong(settings()[key], first["input"], problem)
 
 
 def _wrong(setting: Setting, value: object, problem: str) -> UserError:

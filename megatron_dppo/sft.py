@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.config import Config, OptimizerConfig
-from megatron_dppo.data.prompts import WorkedAnswer, load_worked_answers
+from megatron_dppo.data.prompts import Pool, WorkedAnswer, load_worked_answers
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Microbatch, Responses, Sums, learning_rate
 from megatron_dppo.observe.console import Console
@@ -21,7 +21,7 @@ from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.rl.pack import TrainingSample
 from megatron_dppo.rl.packing import packs_wanted
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, lock_run
-from megatron_dppo.trainer.prompt_sampler import PromptOrder
+from megatron_dppo.trainer.prompt_sampler import check_shares, order_of
 from megatron_dppo.trainer.resume import record_warm_up
 
 
@@ -45,11 +45,12 @@ def _warm_up(config: Config, world: World, check_lock: Callable[[], None]) -> No
     parts.check_export(out, setting="sft.out")
     log = MetricsLog(Path(config.run.dir) / "sft-log", resume_step=-1) if world.leads else None
     console = Console(config.sft.steps) if world.leads else None
-    order, timers = PromptOrder(len(answers), config.run.seed), PhaseTimers()
+    order, timers, size = order_of(answers, config.run.seed), PhaseTimers(), min(config.sft.batch, len(answers))
+    check_shares(answers, size, "sft.batch")
     with progress_bar("warm-up steps", config.sft.steps, shown=world.leads) as advance:
         for step in range(config.sft.steps):
             with timers("step"):
-                batch = [answers[int(i)] for i in order.next_window(min(config.sft.batch, len(answers)))]
+                batch = [answers[int(i)] for i in order.next_window(size)]
                 metrics = _update(parts, config, batch, step)
             metrics |= timers.take()
             if log:
@@ -67,10 +68,10 @@ def _warm_up(config: Config, world: World, check_lock: Callable[[], None]) -> No
         console.banner([f"warmed-up policy: {out}"])
 
 
-def _load(config: Config, parts: PolicyParts) -> list[WorkedAnswer]:
+def _load(config: Config, parts: PolicyParts) -> Pool[WorkedAnswer]:
     answers = load_worked_answers(config.data, parts.tokenizer)
     unit = config.layout.pack_multiple
-    longest = max(len(answer.prompt_ids) + len(answer.response_ids) for answer in answers)
+    longest = answers.longest
     if longest > config.pack.max_tokens // unit * unit:
         raise UserError(
             "pack.max_tokens",

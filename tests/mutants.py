@@ -602,8 +602,8 @@ MUTANTS = [
     ),
     Mutant(
         "pruning/visits fade with visits",
-        "self._update - intercept.update for intercept in found",
-        "1 for intercept in found",
+        'self._update - found["update"]',
+        "1.0",
         "rl/pruning/test_success_model.py::test_a_visit_counts_less_the_more_the_policy_was_updated",
     ),
     Mutant(
@@ -618,7 +618,7 @@ MUTANTS = [
         "terms = known.score",
         "trainer/test_prompt_sampler.py::test_what_is_learned_of_a_gradient_has_no_weight_of_the_draw",
     ),
-    Mutant("pruning/evidence never fades", "self.decay * old.right", "old.right", "rl/pruning/test_history.py"),
+    Mutant("pruning/evidence never fades", 'self.decay * old["right"]', 'old["right"]', "rl/pruning/test_history.py"),
     Mutant(
         "pruning/a step less of full training",
         "if total_steps - step <= round(",
@@ -1747,6 +1747,60 @@ MUTANTS = [
         "time = (1 - grid) * (chosen.run_tokens + along)",
         "time = chosen.run_tokens + along",
         "compress/test_law.py -k foretells",
+    ),
+    Mutant(
+        "data/what is stored does not depend on settings",
+        "{name: getattr(data, name) for name in names}",
+        "{name: None for name in names}",
+        "data/test_stored.py",
+    ),
+    Mutant(
+        "data/what is stored depends on the file's name",
+        "[(file.suffix, _hash(file)) for file in files]",
+        "[(file.suffix, str(file)) for file in files]",
+        "data/test_stored.py",
+    ),
+    Mutant(
+        "data/what is stored does not depend on the tokenizer",
+        "_hash_of_tokenizer(tokenizer), dict(depends_on)]",
+        "dict(depends_on)]",
+        "data/test_stored.py",
+    ),
+    Mutant(
+        "data/nobody waits for what another process makes",
+        "                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)\n                break",
+        "                break",
+        "data/test_stored.py",
+    ),
+    Mutant(
+        "data/rows that were left out shift the others",
+        "batch.values.take(kept)",
+        "batch.values[: len(kept)]",
+        "data/test_stored.py",
+    ),
+    Mutant(
+        "data/ids begin anew with each source", "dataclasses.replace(prompt, id=index)", "prompt", "data/test_stored.py"
+    ),
+    Mutant(
+        "order/sources without weights", "weight / sum(weights) for", "1.0 / len(weights) for", "data/test_order.py"
+    ),
+    Mutant("order/sources in one order", "Purpose.ORDER, self._number)", "Purpose.ORDER)", "data/test_order.py"),
+    Mutant(
+        "order/sources resume as the first", "source.go_to(*place)", "source.go_to(*places[0])", "data/test_order.py"
+    ),
+    Mutant("hub/a shard is missing", "all((folder / shard).is_file() for shard in shards)", "True", "test_hub.py"),
+    Mutant("hub/some of several files", "not counts or sum(counts) == len(files)", "True", "test_hub.py"),
+    Mutant(
+        "settings/the first type's error",
+        'max(of_setting, key=lambda each: len(each["loc"]))',
+        "of_setting[0]",
+        "test_settings.py",
+    ),
+    Mutant(
+        "pruning/prompts share a row",
+        "1 + self._seen + np.arange(len(new))",
+        "self._seen + np.arange(len(new))",
+        "rl/pruning/test_prompt_table.py",
     ),
 ]
 

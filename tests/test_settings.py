@@ -316,3 +316,14 @@ def test_a_configuration_is_frozen_and_the_same_after_a_pickle() -> None:
     assert hash(config.layout) == hash(LayoutConfig(dp=2))
     with pytest.raises(ValidationError):
         config.layout.dp = 3
+
+
+def test_a_mistake_in_one_of_several_sources_is_named() -> None:
+    listed = load_config(None, ["data.train=[{path: a.jsonl, weight: 3}, {path: 2024}]"]).data.train
+    assert [(source.path, source.weight) for source in listed if not isinstance(source, str)] == [
+        ("a.jsonl", 3.0),
+        ("2024", 1.0),
+    ]
+    for source, words in (("weight: 0", r"= 0: weight: should be greater than 0"), ("wight: 3", "= 3: wight: extra")):
+        with pytest.raises(UserError, match=rf"data\.train {words}"):
+            load_config(None, [f"data.train=[{{path: a.jsonl, {source}}}]"])

@@ -43,6 +43,7 @@ from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.torch_dist import plan_checkpoint
 from megatron_dppo.errors import UserError, error_text
+from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import check_replaceable, replacing_directory
 from megatron_dppo.process.streams import quieten
@@ -81,6 +82,7 @@ def hf_to_megatron(chosen: argparse.Namespace) -> None:
         UserError: for a source that is not whole, a destination that cannot be written, or forms that differ; ``OUT``
             is as it was.
     """
+    chosen.source = policy_folder(str(chosen.source), "HF")
     with naming("HF"):
         shape = read_shape(chosen.source)
         stored = check_weights(chosen.source, shape)
@@ -120,7 +122,7 @@ def megatron_to_hf(chosen: argparse.Namespace, also: Sequence[str] = ()) -> None
             ``OUT`` is as it was.
     """
     checkpoint = find_checkpoint(chosen.checkpoint, "CKPT")
-    hf = chosen.hf or checkpoint.absolute().parent / HF_FOLDER
+    hf = policy_folder(str(chosen.hf), "--hf", weights=False) if chosen.hf else checkpoint.absolute().parent / HF_FOLDER
     if chosen.hf is None and not hf.is_dir():
         problem = f"there is no {HF_FOLDER}/ with the model's config.json and tokenizer beside {checkpoint.name}"
         remedy = "Name the Hugging Face directory that the policy began from"

@@ -41,7 +41,7 @@ class Batch:
 
 def read_sequences(
     source: Path, tokenizer: Tokenizer, *, prompt_key: str, response_key: str, chat_template: bool
-) -> list[WorkedAnswer]:
+) -> Sequence[WorkedAnswer]:
     """Prompts with responses, from a JSONL or parquet file, or an evaluation's own answers.
 
     Args:

@@ -30,6 +30,7 @@ from megatron_dppo.config import Config, replace
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
+from megatron_dppo.hub import policy_folder
 from megatron_dppo.launch.start import run_again
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.parallel.world import initialize, shut_down
@@ -94,6 +95,7 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         UserError: for what cannot be done to this policy; ``OUT`` is as it was.
     """
     quieten()
+    chosen.source = policy_folder(str(chosen.source), "MODEL")
     if chosen.layout is not None:
         return run_again(words, _config(chosen), partial(_compress_in_shards, chosen))
     work = _Work.of(chosen)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 from pydantic import Field
 
-from megatron_dppo.config.types import Count, Positive, Seconds, Section, Share
+from megatron_dppo.config.types import AboveZero, Count, Positive, Seconds, Section, Share
 from megatron_dppo.errors import UserError
 
 
@@ -57,19 +57,33 @@ class VerifiersConfig(Section):
     """Problems that are drawn to be held out where the environment has no held-out ones of its own."""
 
 
+class SourceConfig(Section):
+    path: str
+    """As ``data.train`` names it."""
+    weight: AboveZero = 1.0
+    """Its prompts' share of every step, relative to the other sources'."""
+    prompt_key: str | None = None
+    """null: ``data.prompt_key``."""
+    label_key: str | None = None
+    """null: ``data.label_key``."""
+
+
 class DataConfig(Section):
-    train: str = "arithmetic"
-    """JSONL or parquet file of prompts; or ``arithmetic`` or ``reasoning_gym``, which generate them; or ``verifiers``,
-    whose environments bring them."""
+    train: str | tuple[SourceConfig, ...] = "arithmetic"
+    """JSONL or parquet file of prompts; a data set of the Hugging Face hub (``openai/gsm8k:main``: its id, then its
+    configuration and its split, which may be left out where it has one, and for ``train``); ``arithmetic`` or
+    ``reasoning_gym``, which generate them; or ``verifiers``, whose environments bring them. Or several of these, each
+    with its share of every step: ``[{path: a.jsonl, weight: 3}, {path: b.parquet, weight: 1}]``; each goes through its
+    prompts in an order and in epochs of its own."""
     rollouts: str | None = None
     """JSONL or parquet file of prompts with completions, rewards and log-probabilities of another policy, which are
     trained on in the place of data.train and of the policy's own rollouts; see ``data/offline.py``. Biased: a
     bounded weight for each token, policy over behaviour, is all that corrects for the other policy. null: the policy
     rolls out."""
     eval: str | dict[str, str] | None = None
-    """Held-out prompts, in the same form, or several files of them, each by its name: ``{aime24: aime24.jsonl, …}``,
-    whose accuracy is then ``eval/aime24``; null: the held-out problems of the generator that data.train names, or no
-    evaluation for a file and for data.rollouts."""
+    """Held-out prompts, a file or a data set of the hub (its split ``test`` where it names none); or several of them,
+    each by its name: ``{aime24: aime24.jsonl, …}``, whose accuracy is then ``eval/aime24``; null: the held-out problems
+    of the generator that data.train names, or no evaluation for files and for data.rollouts."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages (also as JSON text) that ends before the answer. Dots
     reach into nested objects."""
@@ -92,8 +106,11 @@ class DataConfig(Section):
     verifiers: VerifiersConfig = VerifiersConfig()
 
     def check(self, prompts_per_step: int) -> None:
+        if self.train == ():
+            raise UserError("data.train", "[]", "names nothing to train on", "Name a file, or several with weights")
         pools = {"arithmetic": self.arithmetic.problems, "reasoning_gym": self.reasoning_gym.problems}
-        pool, setting = pools.get(self.train), f"data.{self.train}.problems"
+        pool = pools.get(self.train) if isinstance(self.train, str) else None
+        setting = f"data.{self.train}.problems"
         if self.rollouts is None and pool is not None and prompts_per_step > pool:
             problem = f"is more than {setting} = {pool}, and a window holds no prompt twice"
             remedy = f"Lower it to {pool} or less, or raise {setting}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Lt
 
 from megatron_dppo.config.types import AboveZero, Count, NonNegative, Positive, Section
 from megatron_dppo.errors import UserError
+from megatron_dppo.hub import policy_folder
 
 HEAD_CHUNK_MIB = {"cpu": 64, "cuda": 1024}
 """What ``model.head_chunk_mib`` is by type of device, unless it is set. Each chunk reads the output layer and its
@@ -48,7 +50,9 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str = ""
-    """Hugging Face directory of the initial policy: config.json, safetensors, tokenizer files."""
+    """Hugging Face directory of the initial policy: config.json, safetensors, tokenizer files; or the id of one on the
+    hub (``Qwen/Qwen3-0.6B``), which is fetched into the hub's own cache unless it is there; or the folder of a run, for
+    the policy that it has trained."""
     checkpoint: str | None = None
     """Megatron checkpoint folder (of a run, or from tools/convert_ckpt/hf_to_megatron.py) whose weights take the place
     of those in model.path, where config.json and the tokenizer then suffice."""
@@ -83,6 +87,15 @@ class ModelConfig(Section):
                 "has no fused attention for model.dtype = fp32, and would pad every sequence of a pack to the longest"
             )
             raise UserError("model.spec", "te", problem, "Set model.dtype=bf16, or model.spec=torch")
+
+    @property
+    def folder(self) -> Path:
+        """The directory that ``path`` names; fetched where it has to be, without weights if ``checkpoint`` has them.
+
+        Raises:
+            UserError: as ``hub.policy_folder``.
+        """
+        return policy_folder(self.path, weights=self.checkpoint is None)
 
 
 class LayoutConfig(Section):

@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from megatron_dppo.config import DataConfig
-from megatron_dppo.data.prompts import PromptPool, prompts_and_rows
+from megatron_dppo.data.prompts import PromptPool, offline_prompts
 from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.rl.types import Bools, Completion, Ints, Score, VersionSpan
@@ -91,7 +91,7 @@ def load_offline(
         made = [_completion(row, i, each, tokenizer, limit, vocab_size, stops) for i, each in enumerate(listed, 1)]
         return OfflineGroup(tuple(completion for completion, _ in made), tuple(score for _, score in made))
 
-    pool, rows = prompts_and_rows(data, tokenizer, split="train")
+    pool, rows = offline_prompts(data, tokenizer)
     mine = np.flatnonzero(held_by(rank, ranks, np.arange(len(pool)))).tolist()
     return pool, {prompt: group(rows[prompt]) for prompt in mine}
 

@@ -1,187 +1,90 @@
-"""Prompts and worked answers as a run reads them: from a file or a generator, checked, rendered and tokenised once.
+"""Prompts and worked answers as a run draws them: from files or a generator, checked, rendered and tokenised once.
 
-All that can be seen without a tokenizer is checked first. Importing this file imports neither torch nor transformers,
-so that a bad row is known before a rank starts.
+Those of small files are in memory. Those of large ones lie on the disk, and are made of it when they are asked for.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.config import DataConfig, replace
-from megatron_dppo.data.generators import GENERATORS, Split
-from megatron_dppo.data.rows import Row, as_text, is_blank, is_too_deep, read_rows
-from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
+from megatron_dppo.config import DataConfig
+from megatron_dppo.data.examples import Source, example_of, read_examples, sources_of
+from megatron_dppo.data.generators import Split
+from megatron_dppo.data.rendering import Rendered, is_within_limit, rendered, texts_of
+from megatron_dppo.data.rows import Row
+from megatron_dppo.data.stored import Columns, StoredRows, are_large, store
+from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Label, Prompt
 
-Messages = list[Mapping[str, Any]]
-ROLES = ("system", "user", "assistant", "tool")
-"""What Qwen's chat templates render. They leave out messages of another role, without a word."""
-A_LIST = 'a list like [{"role": "user", "content": "..."}]'
-OF_A_CHAT = re.compile(r"\s*\[?\s*\{\s*[\"'](?:role|content)[\"']\s*:")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
-    """One problem of a source."""
+class SourcePool(Generic[T]):
+    """What one source gives, in the order of its files."""
 
-    row: Row
-    prompt: str | Messages
-    label: Label
-    """Or the worked answer, a text, where that is asked for."""
-    data_source: str
-    extra: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A file or generator, and the setting that names it."""
-
-    name: str
-    setting: str
+    items: Sequence[T]
+    weight: float = 1.0
+    """Its share of every step, relative to the other sources'."""
+    dropped: int = 0
+    """How many more there were, longer than ``data.max_prompt_tokens``."""
+    longest: int = 0
+    """The most tokens of an item."""
 
 
-def source_of(data: DataConfig, split: Split) -> Source | None:
-    """Where a split comes from; None: nowhere."""
-    if split == "train" and data.rollouts is not None:
-        return Source(data.rollouts, "data.rollouts")
-    name = (
-        data.train
-        if split == "train" or (data.eval is None and data.train in GENERATORS and data.rollouts is None)
-        else data.eval
-    )
-    assert not isinstance(name, dict), "of several files the caller asks for one"
-    return None if name is None else Source(name, "data.train" if name is data.train else "data.eval")
+class Pool(Sequence[T]):
+    """What a run draws from: source after source."""
+
+    def __init__(self, sources: Sequence[SourcePool[T]]) -> None:
+        self.sources = tuple(sources)
+        self._ends = list(accumulate(len(source.items) for source in sources))
+
+    @property
+    def dropped(self) -> int:
+        """As of a source."""
+        return sum(source.dropped for source in self.sources)
+
+    @property
+    def longest(self) -> int:
+        """As of a source."""
+        return max(source.longest for source in self.sources)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return [self._at(i) for i in range(len(self))[index]]
+        return self._at(range(len(self))[index])
+
+    def _at(self, index: int) -> T:
+        source = bisect_right(self._ends, index)
+        return self.sources[source].items[index - (self._ends[source - 1] if source else 0)]
 
 
-def read_examples(source: Source, data: DataConfig, split: Split, *, responses: bool = False) -> list[Example]:
-    """All problems of a source; with ``responses`` their worked answers in the place of labels.
+class PromptPool(Pool[Prompt]):
+    """The prompts of a run. ``pool[i].id == i``."""
 
-    Raises:
-        UserError: for a file that is absent, empty or malformed, and whatever ``example_of`` refuses.
-    """
-    if source.name in GENERATORS:
-        rows = GENERATORS[source.name].rows(data, split)
-        data = replace(data, prompt_key="prompt", label_key="label", response_key="response")
-    else:
-        rows = read_rows(source.name, source.setting)
-    return [example_of(row, data, responses=responses) for row in rows]
-
-
-def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Example:
-    """What a row says under the columns that ``data`` names.
-
-    Raises:
-        UserError: naming the row: for a prompt that ``read_prompt`` refuses, and a label or worked answer that is
-            absent, no number (NaN), of a type that can be written in several ways (a date, bytes), or half a character.
-    """
-    extra = row.values.get("extra_info", row.values.get("metadata"))  # as verl has it, and slime
-    data_source = str(row.values.get("data_source") or "")
-    row.check_strings(data_source, "data_source")
-    prompt = read_prompt(row, data)
-    setting = "data.response_key" if responses and data.response_key else "data.label_key"
-    key = (responses and data.response_key) or data.label_key
-    unlabelled = row.setting == "data.rollouts" and not responses  # their rewards are there already
-    answer = row.values.get(key, "") if unlabelled else row.require(key, setting)
-    if responses or not isinstance(answer, dict | list):
-        answer = _as_text(row, key, answer)
-    if responses and is_blank(answer):
-        raise row.error(f"has an empty answer in column {key!r}", "Remove the row")
-    if not isinstance(extra, Mapping):
-        extra = {name: value for name, value in row.values.items() if name != "completions" or not unlabelled}
-    return Example(row, prompt, answer, data_source, extra)
-
-
-def _as_text(row: Row, key: str, value: Any) -> str:
-    try:
-        return as_text(value)
-    except ValueError as error:
-        raise row.error(f"holds {error} in column {key!r}", "Write it as text, or remove the row") from error
-
-
-def read_prompt(row: Row, data: DataConfig) -> str | Messages:
-    """The prompt of a row: text, or chat messages, also where a column holds them as JSON text. Needs no tokenizer.
-
-    Raises:
-        UserError: if it is neither, blank, or a chat that the template would not render whole or that answers itself;
-            for messages under ``data.chat_template = false``, and a ``data.system`` there.
-    """
-    if data.system is not None and not data.chat_template:
-        remedy = "Remove it, or set data.chat_template=true"
-        raise UserError("data.system", data.system, "has no place without a chat template", remedy)
-    prompt = row.require(data.prompt_key, "data.prompt_key")
-    if isinstance(prompt, str):
-        prompt = _read_text(row, prompt, data.prompt_key)
-    if isinstance(prompt, str):
-        if is_blank(prompt):
-            raise row.error("has an empty prompt", "Remove the row")
-        return prompt
-    if not data.chat_template:
-        problem = f"has a {type(prompt).__name__} as prompt, while data.chat_template is false"
-        raise row.error(problem, "Give a string, or set data.chat_template=true")
-    if not _is_chat(prompt):
-        raise row.error("has a prompt that is neither a string nor a list of messages", f"Give text, or {A_LIST}")
-    for message in prompt:
-        _check_message(row, message)
-    if prompt[-1]["role"] == "assistant":
-        problem = "has a prompt that ends with an answer, a message of the assistant: the policy would be shown it"
-        remedy = "Take that message out of the prompt; data.response_key names a column of answers for sft"
-        raise row.error(problem, remedy)
-    if not any(message["role"] == "user" for message in prompt):
-        raise row.error("has a prompt without a message of the user", "Add one, or remove the row")
-    return prompt
-
-
-def _read_text(row: Row, text: str, key: str) -> str | Messages:
-    """The messages that a text writes down, or the text where it is none of those."""
-    if text.lstrip().startswith(("[", "{")):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            value = None
-        if _is_chat(value) and not is_too_deep(value):
-            row.check_strings(value, key)
-            return value
-        if _is_chat(value) or OF_A_CHAT.match(text):
-            problem = f"holds chat messages in column {key!r} as text that is no plain JSON list of them"
-            raise row.error(problem, f"Give {A_LIST}, or JSON text of one")
-    return text
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
-
-
-def _check_message(row: Row, message: Mapping[str, Any]) -> None:
-    role, content = message["role"], message.get("content")
-    if role not in ROLES:
-        remedy = f"Call it one of {', '.join(ROLES)}: chat templates leave out any other"
-        raise row.error(f"has a prompt with a message of the role {role!r:.60}", remedy)
-    if role == "assistant" and message.get("tool_calls") and not content:
-        return
-    if not isinstance(content, str):
-        kind = "no content" if content is None else f"a {type(content).__name__} for its content"
-        raise row.error(f"has a prompt with a message of the {role} that has {kind}", "Give its text as a string")
-    if is_blank(content):
-        raise row.error(f"has a prompt with an empty message of the {role}", "Fill it in, or remove it")
-
-
-class PromptPool(list[Prompt]):
-    """The prompts of a run, in the order of the file. ``pool[i].id == i``."""
-
-    def __init__(self, prompts: Iterable[Prompt], dropped: int = 0) -> None:
-        super().__init__(prompts)
-        self.dropped = dropped
-        """How many more there were, longer than ``data.max_prompt_tokens``."""
+    def _at(self, index: int) -> Prompt:
+        prompt = super()._at(index)
+        return prompt if prompt.id == index else dataclasses.replace(prompt, id=index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,27 +97,44 @@ class WorkedAnswer:
     """[L], the end-of-turn token included."""
 
 
-class _Rendered(NamedTuple):
-    example: Example
-    text: str
-    token_ids: NDArray[np.int32]
+class LabelCheck(NamedTuple):
+    """What looks at the labels of prompts before anything is generated."""
+
+    name: str
+    """Of what is checked: for another one, prompts that are stored are looked at again."""
+    look: Callable[[Iterable[tuple[str, Label]]], None]
+    """Raises UserError for the first label, each with its place, that cannot be compared with answers."""
 
 
-def load_prompts(data: DataConfig, tokenizer: Tokenizer, *, split: Split) -> PromptPool:
+NO_CHECK = LabelCheck("", lambda labels: None)
+
+
+def load_prompts(data: DataConfig, tokenizer: Tokenizer, *, split: Split, check: LabelCheck = NO_CHECK) -> PromptPool:
     """The pool of a split. Held-out prompts of a file are those of ``data.eval``; without it their pool is empty. Where
     ``data.eval`` names several files, the caller asks for one after the other.
 
     Raises:
-        UserError: for a file that is absent, empty or malformed, a row without its prompt or label, a chat template
-            that fails, a prompt over ``data.max_prompt_tokens``, or a pool that loses all its prompts to that limit.
+        UserError: for a file that is absent, empty or malformed, a row without its prompt or label or with one that
+            ``check`` refuses, a chat template that fails, a prompt over ``data.max_prompt_tokens``, or a source that
+            loses all its prompts to that limit.
     """
-    return prompts_and_rows(data, tokenizer, split=split)[0]
+
+    def load(source: Source) -> SourcePool[Prompt]:
+        if are_stored(source):
+            stored = _stored(source, data, Path(tokenizer.name_or_path), lambda: tokenizer, check=check)
+            return SourcePool(_StoredPrompts(stored, source, data, tokenizer), source.weight, stored.dropped)
+        kept, dropped = _read(source, data, tokenizer, split, check=check)
+        return SourcePool([_prompt(number, each) for number, each in enumerate(kept)], source.weight, dropped)
+
+    return PromptPool([load(source) for source in sources_of(data, split)])
 
 
-def prompts_and_rows(data: DataConfig, tokenizer: Tokenizer, *, split: Split) -> tuple[PromptPool, list[Row]]:
-    """The pool of a split, and the row of each of its prompts. See ``load_prompts``."""
-    rendered, dropped = _load(data, tokenizer, split, responses=False)
-    return PromptPool(_prompts(rendered), dropped), [r.example.row for r in rendered]
+def offline_prompts(data: DataConfig, tokenizer: Tokenizer) -> tuple[PromptPool, list[Row]]:
+    """The prompts of ``data.rollouts``, and the row of each, for what else it holds. Raises as ``load_prompts``."""
+    [source] = sources_of(data, "train")
+    kept, dropped = _read(source, data, tokenizer, "train")
+    prompts = [_prompt(number, each) for number, each in enumerate(kept)]
+    return PromptPool([SourcePool(prompts, source.weight, dropped)]), [each.example.row for each in kept]
 
 
 def prompts_of(rows: Sequence[Row], data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
@@ -223,109 +143,133 @@ def prompts_of(rows: Sequence[Row], data: DataConfig, tokenizer: Tokenizer) -> l
     Raises:
         UserError: for a row without its prompt or label, and a chat template that fails.
     """
-    return _prompts(_rendered([example_of(row, data) for row in rows], data, tokenizer))
+    examples = [example_of(row, data) for row in rows]
+    return [_prompt(number, each) for number, each in enumerate(rendered(examples, data, tokenizer))]
 
 
-def load_worked_answers(data: DataConfig, tokenizer: Tokenizer, *, split: Split = "train") -> list[WorkedAnswer]:
+def load_worked_answers(data: DataConfig, tokenizer: Tokenizer, *, split: Split = "train") -> Pool[WorkedAnswer]:
     """Prompts with the answers of ``data.response_key`` (or the label's column), closed by the end-of-turn token.
 
     Raises:
         UserError: as ``load_prompts``; and for a row without that column, or a tokenizer without an end token.
     """
-    end = end_token_id(tokenizer)
-    rendered, _ = _load(data, tokenizer, split, responses=True)
-    responses = _tokenise(tokenizer, [str(r.example.label) for r in rendered])
-    return [
-        WorkedAnswer(r.token_ids, np.array([*response, end], np.int32))
-        for r, response in zip(rendered, responses, strict=True)
-    ]
+
+    def load(source: Source) -> SourcePool[WorkedAnswer]:
+        if are_stored(source):
+            stored = _stored(source, data, Path(tokenizer.name_or_path), lambda: tokenizer, responses=True)
+            return SourcePool(_StoredAnswers(stored), source.weight, stored.dropped, stored.longest)
+        kept, dropped = _read(source, data, tokenizer, split, responses=True)
+        answers = [WorkedAnswer(np.array(r.token_ids, np.int32), np.array(r.response_ids, np.int32)) for r in kept]
+        return SourcePool(answers, source.weight, dropped, max(r.length for r in kept))
+
+    return Pool([load(source) for source in sources_of(data, split)])
 
 
-def _load(data: DataConfig, tokenizer: Tokenizer, split: Split, *, responses: bool) -> tuple[list[_Rendered], int]:
-    source = source_of(data, split)
-    if source is None:
-        return [], 0
-    examples = read_examples(source, data, split, responses=responses)
-    return _within_limit(_rendered(examples, data, tokenizer), data, source)
+def are_stored(source: Source) -> bool:
+    """Whether a source's rows are on the disk with their tokens. Offline rollouts are in memory, all of them."""
+    return source.setting != "data.rollouts" and are_large(source.files())
 
 
-def _rendered(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer) -> list[_Rendered]:
-    texts = _texts(examples, data, tokenizer)
-    token_ids = _tokenise(tokenizer, texts)
-    return [
-        _Rendered(example, text, np.array(tokens, np.int32))
-        for example, text, tokens in zip(examples, texts, token_ids, strict=True)
-    ]
+def prepare(source: Source, data: DataConfig, policy: Path, *, responses: bool, check: LabelCheck = NO_CHECK) -> None:
+    """Store the rows of a source that are to be stored, for ranks to read.
+
+    Args:
+        source: for which ``are_stored``.
+        data: of the run.
+        policy: the folder of the tokenizer, which is loaded if they are not stored yet.
+        responses: whether worked answers are wanted.
+        check: as for ``load_prompts``.
+
+    Raises:
+        UserError: as ``load_prompts`` and ``load_worked_answers``.
+    """
+    _stored(source, data, policy, partial(load_tokenizer, policy), responses=responses, check=check)
 
 
-def _texts(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer) -> list[str]:
-    """What the policy reads: the prompts in the chat template, whose own switches (``enable_thinking``) are left at
-    their defaults, or the prompts as they stand."""
-    if not data.chat_template:
-        return [str(example.prompt) for example in examples]
-    if not tokenizer.chat_template:
-        raise UserError(
-            "data.chat_template", True, "the tokenizer has no chat template", "Set data.chat_template=false, or add one"
-        )
-    chats = [_chat(example.prompt, data.system) for example in examples]
-    render = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
-    try:
-        return render(chats) if chats else []
-    except Exception:  # a template may raise anything; one by one tells which row it was
-        return [_of_one(example.row, render, chat) for example, chat in zip(examples, chats, strict=True)]
+def _stored(
+    source: Source,
+    data: DataConfig,
+    policy: Path,
+    tokenizer: Callable[[], Tokenizer],
+    *,
+    responses: bool = False,
+    check: LabelCheck = NO_CHECK,
+) -> StoredRows:
+    data = source.columns(data)
+    names = ("prompt_key", "label_key", "system", "chat_template", "max_prompt_tokens", "overlong_prompts")
+    depends_on = {name: getattr(data, name) for name in names} | {"check": check.name}
+    if responses:
+        depends_on["response_key"] = data.response_key
+
+    def encode(rows: list[Row]) -> list[Columns | None]:
+        examples = [example_of(row, data, responses=responses) for row in rows]
+        check.look((example.row.place, example.label) for example in examples)
+        return [
+            ((r.token_ids, r.response_ids) if responses else (r.token_ids,)) if is_within_limit(r, data) else None
+            for r in rendered(examples, data, tokenizer(), responses=responses)
+        ]
+
+    return store(source.files(), source.setting, depends_on, policy, encode)
 
 
-def _of_one(row: Row, render: Callable[[Sequence[Messages]], list[str]], chat: Messages) -> str:
-    try:
-        return render([chat])[0]
-    except Exception as error:
-        raise row.error(f"fails in the chat template ({error})", "Mend the row's messages") from error
-
-
-def _chat(prompt: str | Messages, system: str | None) -> Messages:
-    chat: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system is None or any(message["role"] == "system" for message in chat):
-        return chat
-    return [{"role": "system", "content": system}, *chat]
-
-
-def _prompts(rendered: Sequence[_Rendered]) -> list[Prompt]:
-    return [
-        Prompt(
-            id=number,
-            token_ids=r.token_ids,
-            text=r.text,
-            label=r.example.label,
-            data_source=r.example.data_source,
-            extra=r.example.extra,
-            asked=r.example.prompt,
-            place=r.example.row.place,
-        )
-        for number, r in enumerate(rendered)
-    ]
-
-
-def _tokenise(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    # One call, so that the tokenizers library spreads it over its threads: 17,000 prompts in a second or two.
-    return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
-
-
-def _within_limit(rendered: list[_Rendered], data: DataConfig, source: Source) -> tuple[list[_Rendered], int]:
-    limit = data.max_prompt_tokens
-    for r in rendered:
-        if not len(r.token_ids):
-            raise r.example.row.error("has an empty prompt", "Remove the row")
-        if len(r.token_ids) > limit and data.overlong_prompts == "error":
-            raise r.example.row.error(
-                f"has a prompt of {len(r.token_ids)} tokens, over data.max_prompt_tokens = {limit}",
-                "Raise the limit, or set data.overlong_prompts=drop to leave such prompts out",
-            )
-    kept = [r for r in rendered if len(r.token_ids) <= limit]
-    if rendered and not kept:
+def _read(
+    source: Source,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    split: Split,
+    *,
+    responses: bool = False,
+    check: LabelCheck = NO_CHECK,
+) -> tuple[list[Rendered], int]:
+    """The examples of a small source that are within the limit, and how many are not."""
+    examples, data = read_examples(source, data, split, responses=responses), source.columns(data)
+    check.look((example.row.place, example.label) for example in examples)
+    all_of_it = rendered(examples, data, tokenizer, responses=responses)
+    kept = [each for each in all_of_it if is_within_limit(each, data)]
+    if all_of_it and not kept:
         raise UserError(
             source.setting,
             source.name,
-            f"all {len(rendered)} prompts are longer than data.max_prompt_tokens = {limit}",
-            f"Raise the limit: the shortest has {min(len(r.token_ids) for r in rendered)} tokens",
+            f"all {len(all_of_it)} prompts are longer than data.max_prompt_tokens = {data.max_prompt_tokens}",
+            f"Raise the limit: the shortest has {min(len(each.token_ids) for each in all_of_it)} tokens",
         )
-    return kept, len(rendered) - len(kept)
+    return kept, len(all_of_it) - len(kept)
+
+
+def _prompt(number: int, of: Rendered) -> Prompt:
+    return Prompt(
+        id=number,
+        token_ids=np.array(of.token_ids, np.int32),
+        text=of.text,
+        label=of.example.label,
+        data_source=of.example.data_source,
+        extra=of.example.extra,
+        asked=of.example.prompt,
+        place=of.example.row.place,
+    )
+
+
+class _StoredPrompts(Sequence[Prompt]):
+    """Prompts that are made of their rows when they are asked for."""
+
+    def __init__(self, rows: StoredRows, source: Source, data: DataConfig, tokenizer: Tokenizer) -> None:
+        self._rows, self._data, self._tokenizer = rows, source.columns(data), tokenizer
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        example = example_of(self._rows.row(index), self._data)
+        text = texts_of([example], self._data, self._tokenizer)[0]
+        return _prompt(index, Rendered(example, text, self._rows.tokens(index), []))
+
+
+class _StoredAnswers(Sequence[WorkedAnswer]):
+    def __init__(self, rows: StoredRows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return WorkedAnswer(*(np.array(self._rows.tokens(index, column), np.int32) for column in (0, 1)))

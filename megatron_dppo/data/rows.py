@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -160,15 +161,33 @@ def read_rows(file: str, setting: str) -> list[Row]:
 
 
 def _read_jsonl(path: Path, setting: str) -> Iterator[Row]:
+    for number, line in _lines(path, setting):
+        yield row_of_line(line, number, path, setting)
+
+
+def _lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
+    """The lines that are not blank, each with its number."""
     # Split on newlines only: str.splitlines would also break lines at U+2028, which JSON strings may hold.
     with path.open(encoding="utf-8", newline="\n") as lines:
         try:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    place = f"{path}, line {number}"
-                    yield _as_row(_parse(line, place, setting, "Mend or remove the line"), place, setting)
+            yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
         except UnicodeDecodeError as error:
             raise UserError(setting, path, f"is not UTF-8 text ({error})", "Convert the file to UTF-8") from error
+
+
+def row_of_line(line: str | bytes, number: int, path: Path, setting: str) -> Row:
+    """What a line of JSONL says.
+
+    Raises:
+        UserError: if it is no JSON object, or one too deep.
+    """
+    place = f"{path}, line {number}"
+    return _as_row(_parse(line, place, setting, "Mend or remove the line"), place, setting)
+
+
+def row_of_record(values: Any, number: int, path: Path, setting: str) -> Row:
+    """What a row of a parquet file or of a JSON list says; raises as ``row_of_line``."""
+    return _as_row(values, f"{path}, row {number}", setting)
 
 
 def _read_json(path: Path, setting: str) -> Iterator[Row]:
@@ -180,10 +199,10 @@ def _read_json(path: Path, setting: str) -> Iterator[Row]:
     if not isinstance(values, list):
         raise UserError(setting, path, "is not a list of objects", "Give a JSON list, or JSONL")
     for number, value in enumerate(values, 1):
-        yield _as_row(value, f"{path}, row {number}", setting)
+        yield row_of_record(value, number, path, setting)
 
 
-def _parse(text: str, place: str, setting: str, remedy: str) -> Any:
+def _parse(text: str | bytes, place: str, setting: str, remedy: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
@@ -217,15 +236,78 @@ def _read_parquet(path: Path, setting: str) -> Iterator[Row]:
     except Exception as error:  # text that is not UTF-8, dates that Python has no room for, columns of one name
         raise _unreadable(table, path, setting) from error
     for number, values in enumerate(rows, 1):
-        yield _as_row(values, f"{path}, row {number}", setting)
+        yield row_of_record(values, number, path, setting)
 
 
-def _unreadable(table: Any, path: Path, setting: str) -> UserError:
+@dataclass(frozen=True, slots=True)
+class RowBatch:
+    """Consecutive rows of a large file."""
+
+    rows: list[Row]
+    numbers: list[int]
+    """Lines or rows of the file, from 1."""
+    values: Any
+    """The rows as an Arrow array: lines of JSON as they stand in the file, or a parquet file's records."""
+    done: float
+    """Share of the file that has been read."""
+
+
+def read_batches(file: Path, setting: str, size: int) -> Iterator[RowBatch]:
+    """The rows of a JSONL or parquet file, ``size`` at a time, without the others in memory.
+
+    Raises:
+        UserError: as ``read_rows``.
+    """
+    return (_batches_of_parquet if file.suffix == ".parquet" else _batches_of_lines)(file, setting, size)
+
+
+def _batches_of_lines(path: Path, setting: str, size: int) -> Iterator[RowBatch]:
+    import pyarrow
+
+    lines, read, total = _lines(path, setting), 0, path.stat().st_size
+    while batch := list(islice(lines, size)):
+        stored = [line.encode() for _, line in batch]
+        read += sum(map(len, stored))
+        rows = [row_of_line(line, number, path, setting) for number, line in batch]
+        values = pyarrow.array(stored, pyarrow.large_binary())
+        yield RowBatch(rows, [number for number, _ in batch], values, min(read / total, 1.0))
+
+
+def _batches_of_parquet(path: Path, setting: str, size: int) -> Iterator[RowBatch]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        # Without the last two, all of a row group would be in memory.
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
+            first, total = 1, file.metadata.num_rows
+            for batch in file.iter_batches(size):
+                try:
+                    records = batch.to_pylist()
+                except Exception as error:
+                    raise _unreadable(batch, path, setting, first) from error
+                numbers = list(range(first, first + len(records)))
+                rows = [row_of_record(values, number, path, setting) for number, values in enumerate(records, first)]
+                values = pyarrow.StructArray.from_arrays(map(_plain, batch.columns), names=batch.schema.names)
+                first += len(records)
+                yield RowBatch(rows, numbers, values, (first - 1) / total)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(setting, path, f"is no readable parquet file ({error})", "Copy or write it again") from error
+
+
+def _plain(column: Any) -> Any:
+    """Without a dictionary, of which a file of several batches has room for one alone."""
+    import pyarrow
+
+    return column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
+
+
+def _unreadable(table: Any, path: Path, setting: str, first: int = 1) -> UserError:
     """What a table's values say of themselves where they cannot be read, with the first place that it is true of."""
     for name, column in zip(table.column_names, table.columns, strict=True):
         if table.column_names.count(name) > 1:
             return UserError(setting, path, f"has several columns {name!r}", "Give each a name of its own")
-        for number, value in enumerate(column, 1):
+        for number, value in enumerate(column, first):
             try:
                 value.as_py()
             except Exception as error:

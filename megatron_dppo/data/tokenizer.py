@@ -24,6 +24,8 @@ class Tokenizer(Protocol):
     chat_template: str | None
     eos_token_id: int | None
     pad_token_id: int | None
+    name_or_path: str
+    """The folder that it was read from."""
 
     def __len__(self) -> int: ...
 

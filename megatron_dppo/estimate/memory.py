@@ -12,6 +12,7 @@ from megatron_dppo.bridge.mapping import EMBEDDING, adapter_entries, entries
 from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig, LoraConfig
 from megatron_dppo.estimate.assumptions import GIB
 from megatron_dppo.estimate.workload import Setup, packs_of, without_pruning
+from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape, padded_vocab, read_shape
 from megatron_dppo.parallel.layout import interleaved_packs, stage_layers
 
@@ -27,7 +28,8 @@ def shape_of(path: str) -> PolicyShape:
     name = Path(path).name.lower()
     for variant in VARIANTS:
         name = name.removesuffix(variant)
-    return PUBLISHED[name] if not Path(path).is_dir() and name in PUBLISHED else read_shape(path)
+    published = name in PUBLISHED and not Path(path).is_dir()
+    return PUBLISHED[name] if published else read_shape(policy_folder(path, weights=False))
 
 
 @dataclass(frozen=True, slots=True)

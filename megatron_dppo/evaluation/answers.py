@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, find_checkpoint
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.hub import is_id
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.process.lock import FolderLock
 
@@ -43,12 +44,13 @@ def out_folder(config: Config) -> Path:
 
 
 def policy_in(folder: Path) -> dict[str, str | None]:
-    """The settings of ``model`` that name the policy of a Hugging Face directory, a run, or a checkpoint of a run.
+    """The settings of ``model`` that name the policy of a Hugging Face directory, an id on the hub, a run, or a
+    checkpoint of a run.
 
     Raises:
         UserError: it is none of them.
     """
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() or is_id(str(folder)):
         return {"path": str(folder), "checkpoint": None}
     inside = folder / "checkpoints"
     place = find_checkpoint(inside if inside.is_dir() else folder, "--model")

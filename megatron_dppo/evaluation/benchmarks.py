@@ -107,8 +107,9 @@ def sources(config: Config) -> list[HeldOut]:
     """
     named = [_named(entry, config) for entry in config.eval.benchmarks]
     of = config.data.eval
-    if of is None and config.data.train in GENERATORS and not named and config.data.rollouts is None:
-        of = config.data.train
+    train = config.data.train
+    if of is None and isinstance(train, str) and train in GENERATORS and not named and config.data.rollouts is None:
+        of = train
     files = of if isinstance(of, dict) else {} if of is None else {"": of}
     found = [*(HeldOut(name, file, "data.eval") for name, file in files.items()), *named]
     for number, source in enumerate(found):

@@ -83,12 +83,10 @@ def read_shape(path: str | Path) -> PolicyShape:
     Raises:
         UserError: on ``model.path``, if there is no such directory or file, or if it holds another kind of model.
     """
-    if not str(path):
-        raise UserError("model.path", "(empty)", "no policy is given", "name a directory that holds a Qwen3 model")
     file = Path(path) / "config.json"
     if not file.is_file():
         problem = "has no config.json" if Path(path).is_dir() else "is not a directory"
-        remedy = "give a local Hugging Face directory of a Qwen3 model (`megatron-dppo init` makes a fresh one)"
+        remedy = "give the directory of a Qwen3 model (`megatron-dppo init` makes a fresh one), or its id on the hub"
         raise UserError("model.path", path, problem, remedy)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -29,7 +29,6 @@ from megatron_dppo.observe.console import Console
 from megatron_dppo.parallel.layout import resolve_layout
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.lock import FolderLock
-from megatron_dppo.rewards.functions import check_labels
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences
@@ -39,6 +38,7 @@ from megatron_dppo.rollout.engine import RolloutEngine, WeightSource
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.local_conversations import local_conversations
 from megatron_dppo.rollout.teachers import TeacherServers
+from megatron_dppo.trainer.preflight import label_check
 
 P_co = TypeVar("P_co", bound=Policy, covariant=True)
 FrozenT = TypeVar("FrozenT", bound=Policy)
@@ -90,7 +90,7 @@ class PolicyParts(Generic[P_co]):
             return engine
         conversations = self.world.together(lambda: local_conversations(self.config), what="import of a conversation")
         return LocalEngine(
-            model.path,
+            model.folder,
             device=self.world.device,
             dtype=DTYPES[model.dtype],
             max_batch=rollout.max_batch,
@@ -138,7 +138,7 @@ class PolicyParts(Generic[P_co]):
         found = []
         for path in self.config.loss.distillation.models:
             config = teacher_config(self.config, path)
-            shape = self.world.together(partial(read_shape, path))
+            shape = self.world.together(partial(read_shape, config.model.folder))
             found.append(_frozen(Teacher, config, self.world, config.rollout.temperature, shape))
             if len(self.config.loss.distillation.models) > 1:
                 found[-1].leave_device()
@@ -173,7 +173,7 @@ class PolicyParts(Generic[P_co]):
     def check_export(self, out: Path, *, setting: str) -> None:
         """Find out now, rather than after the last step, whether ``export`` may write there. Collective."""
         size = plan_files(self.shape, MAX_SHARD_BYTES, DTYPES[self.config.model.dtype]).total_bytes
-        self.world.from_leader(lambda: check_destination(Path(self.config.model.path), out, size, setting))
+        self.world.from_leader(lambda: check_destination(self.config.model.folder, out, size, setting))
 
     def export(self, out: Path, *, setting: str) -> None:
         """Write the actor as a Hugging Face directory; ``setting`` is what an error names. Collective."""
@@ -181,7 +181,7 @@ class PolicyParts(Generic[P_co]):
             self.actor.chunks,
             self.shape,
             self.world,
-            source=Path(self.config.model.path),
+            source=self.config.model.folder,
             out=out,
             max_shard_bytes=MAX_SHARD_BYTES,
             dtype=DTYPES[self.config.model.dtype],
@@ -228,12 +228,12 @@ def assemble_frozen(config: Config, world: World, *, temperature: float) -> Poli
 
 
 def _assemble(config: Config, world: World, make: Callable[[PolicyShape], P_co]) -> PolicyParts[P_co]:
-    shape = world.together(lambda: read_shape(config.model.path))
-    tokenizer = world.together(lambda: load_tokenizer(config.model.path))
+    shape = world.together(lambda: read_shape(config.model.folder))
+    tokenizer = world.together(lambda: load_tokenizer(config.model.folder))
     policy = make(shape)
     if config.loss.replay_routing != "none":
         policy.replay_routing()
-    stops = config.rollout.stop_token_ids or stop_token_ids(config.model.path, tokenizer)
+    stops = config.rollout.stop_token_ids or stop_token_ids(config.model.folder, tokenizer)
     return PolicyParts(config, world, shape, policy, tokenizer, pad_token_id(tokenizer), tuple(stops))
 
 
@@ -266,12 +266,11 @@ def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem], dict
 
 def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
     """The prompts that training draws from, each with a label that the reward can read. Collective."""
-    config = parts.config
+    data, check, taught = parts.config.data, label_check(parts.config), parts.config.loss.distillation
 
     def load() -> PromptPool:
-        pool = load_prompts(config.data, parts.tokenizer, split="train")
-        config.loss.distillation.check_sources(prompt.data_source for prompt in pool)
-        check_labels(config.reward.function, [(prompt.place, prompt.label) for prompt in pool])
+        pool = load_prompts(data, parts.tokenizer, split="train", check=check)
+        taught.check_sources(prompt.data_source for prompt in pool)
         return pool
 
     return parts.world.together(load)
@@ -299,7 +298,7 @@ def _load(chunks: Sequence[PolicyModel], config: Config, shape: PolicyShape, wor
     if config.model.checkpoint is not None:
         load_checkpoint(chunks, Path(config.model.checkpoint), world)
     else:
-        world.together(lambda: load_policy(chunks, Path(config.model.path), shape, world))
+        world.together(lambda: load_policy(chunks, config.model.folder, shape, world))
     draw_adapters(chunks, shape, world, seed=config.run.seed)
 
 

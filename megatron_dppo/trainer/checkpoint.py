@@ -72,7 +72,7 @@ class Checkpoints:
 
     def __init__(self, config: Config, world: World) -> None:
         self._folder = Path(config.run.dir) / "checkpoints"
-        self._source, self._keep, self._world = Path(config.model.path), config.run.keep_checkpoints, world
+        self._source, self._keep, self._world = config.model.folder, config.run.keep_checkpoints, world
         self._background, self._durable = config.run.checkpoint_in_background, config.run.checkpoint_durable
         self._dtype = DTYPES[config.model.dtype]
         self._writer = world.from_leader(lambda: Writer.of(config, choose_spec(config.model)))

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
@@ -19,13 +20,15 @@ from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.config import WEIGHT_BYTES, Config
 from megatron_dppo.config.types import TRAINING, Command
+from megatron_dppo.data.examples import Example, Source, example_of, read_examples, sources_of
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM, VERIFIERS
-from megatron_dppo.data.prompts import Example, Source, example_of, read_examples, source_of
+from megatron_dppo.data.prompts import NO_CHECK, LabelCheck, are_stored, prepare
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
+from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
 from megatron_dppo.observe.loggers import check_loggers
-from megatron_dppo.rewards.functions import BUILTIN, check_columns, check_labels, resolve
+from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_columns, check_labels, resolve
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
 
@@ -42,18 +45,18 @@ def preflight(config: Config, command: Command) -> None:
         UserError: for the first thing that is wrong. Nothing has been written.
     """
     check_config(config, command)
-    shape = read_shape(config.model.path)
+    shape = read_shape(config.model.folder)
     check_layout(shape, config.layout)
     _check_routing(config, shape)
     if config.model.checkpoint is None:
-        check_weights(Path(config.model.path), shape)
+        check_weights(config.model.folder, shape)
     else:
         place = find_checkpoint(Path(config.model.checkpoint))
         if command in TRAINING:
             _check_own(place, "model.checkpoint", Path(config.model.checkpoint), Path(config.run.dir))
     if command == "train":
         for teacher in config.loss.distillation.models:
-            _check_teacher(config, shape, Path(teacher), config.loss.distillation.setting_of(teacher))
+            _check_teacher(config, shape, teacher, config.loss.distillation.setting_of(teacher))
     _check_adapters(config, shape)
     _check_positions(config, shape, command)
     _check_data(config, command)
@@ -62,15 +65,16 @@ def preflight(config: Config, command: Command) -> None:
         if command != "eval":
             _check_task_is_rewarded(config)
         check_servers(config, shape)
-    if command not in TRAINING:
-        return
-    check_run_dir(Path(config.run.dir))
-    if command == "train":
-        check_loggers(config.run.loggers)
-        check_resume(config)
-    else:
-        check_warm_up(config)
-    _check_room(config, shape, command)
+    if command in TRAINING:
+        check_run_dir(Path(config.run.dir))
+        if command == "train":
+            check_loggers(config.run.loggers)
+            check_resume(config)
+        else:
+            check_warm_up(config)
+        _check_room(config, shape, command)
+    if command != "eval":
+        _prepare_data(config, command)
 
 
 def check_config(config: Config, command: Command = "train") -> None:
@@ -93,10 +97,10 @@ def check_functions(config: Config, command: Command) -> None:
     if command != "train":
         return
     resolve(config.reward.function)
-    source = source_of(config.data, "train")
-    if config.reward.function not in BUILTIN and source is not None and source.setting == "data.train":
-        examples = read_examples(source, config.data, "train")
-        check_columns(config.reward.function, [(example.row.place, example.extra) for example in examples])
+    for source in sources_of(config.data, "train") if config.reward.function not in BUILTIN else ():
+        if source.setting == "data.train" and not are_stored(source):
+            examples = read_examples(source, config.data, "train")
+            check_columns(config.reward.function, [(example.row.place, example.extra) for example in examples])
     if config.rollout.conversation is not None or config.rollout.custom_generate is not None:
         from megatron_dppo.rollout.servers.custom import conversations_of  # transformers
 
@@ -116,19 +120,20 @@ def _check_routing(config: Config, shape: PolicyShape) -> None:
         raise UserError("loss.replay_routing", replayed, problem, "Set it to none, or take a mixture of experts")
 
 
-def _check_teacher(config: Config, shape: PolicyShape, teacher: Path, setting: str) -> None:
+def _check_teacher(config: Config, shape: PolicyShape, named: str, setting: str) -> None:
     """Look at a teacher's files, and hold its vocabulary, its positions and the layout against its shape.
 
     Args:
         config: of the run.
         shape: the policy's.
-        teacher: its directory.
+        named: its directory, or its id on the hub.
         setting: that names it.
 
     Raises:
         UserError: for the first thing that is wrong.
     """
     stored = config.loss.distillation.teacher_checkpoint if setting == "loss.distillation.teacher" else None
+    teacher = policy_folder(named, setting, weights=stored is None)
     try:
         theirs = read_shape(teacher)
         check_layout(theirs, config.layout)
@@ -137,13 +142,13 @@ def _check_teacher(config: Config, shape: PolicyShape, teacher: Path, setting: s
         else:
             _check_own(find_checkpoint(Path(stored)), f"{setting}_checkpoint", Path(stored), Path(config.run.dir))
     except UserError as error:  # which speaks of the policy
-        named = {"model.path": setting, "model.checkpoint": f"{setting}_checkpoint"}
-        problem = error.problem if error.setting in named else f"{error.problem}, of the teacher in {teacher}"
-        raise UserError(named.get(error.setting, error.setting), error.value, problem, error.remedy) from error
+        called = {"model.path": setting, "model.checkpoint": f"{setting}_checkpoint"}
+        problem = error.problem if error.setting in called else f"{error.problem}, of the teacher in {teacher}"
+        raise UserError(called.get(error.setting, error.setting), error.value, problem, error.remedy) from error
     if theirs.vocab_size != shape.vocab_size:
         problem = f"has {theirs.vocab_size} tokens, and the policy in {config.model.path} has {shape.vocab_size}"
         raise UserError(setting, teacher, problem, "Give a teacher of the policy's vocabulary")
-    ours, others = _tokens(Path(config.model.path)), _tokens(teacher)
+    ours, others = _tokens(config.model.folder), _tokens(teacher)
     different = [token for token in sorted(ours.keys() & others.keys()) if ours[token] != others[token]]
     if different:
         first = different[0]
@@ -194,9 +199,9 @@ def _check_positions(config: Config, shape: PolicyShape, command: Command) -> No
 
 def _check_data(config: Config, command: Command) -> None:
     if command != "eval":
-        training = source_of(config.data, "train")
-        assert training is not None
-        _check_file(training, config, command)
+        for training in sources_of(config.data, "train"):
+            if not are_stored(training):
+                _check_file(training, config, command)
     if command in ("sft", "probe-tree") or config.eval.problems == 0:
         return
     held_out = sources(config)
@@ -229,6 +234,23 @@ def _check_file(source: Source, config: Config, command: Command) -> None:
         _check_labels(config.reward.function, examples[:wanted])
 
 
+def _prepare_data(config: Config, command: Command) -> None:
+    """Check, tokenise and store the rows of large files, which may take minutes: once, and before any rank starts."""
+    responses = command == "sft"
+    check = NO_CHECK if responses else label_check(config)
+    for training in sources_of(config.data, "train"):
+        if are_stored(training):
+            prepare(training, config.data, config.model.folder, responses=responses, check=check)
+
+
+def label_check(config: Config) -> LabelCheck:
+    """What has to be seen of the labels that training has."""
+    function = config.reward.function
+    if config.data.rollouts is not None or function not in OF_TEXT:
+        return NO_CHECK
+    return LabelCheck(function, partial(check_labels, function))
+
+
 def _check_labels(verifier: str, examples: Sequence[Example]) -> None:
     check_labels(verifier, [(example.row.place, example.label) for example in examples])
 
@@ -241,12 +263,13 @@ def _check_reward(function: str) -> None:
 
 
 def _check_task_is_rewarded(config: Config) -> None:
-    function, task = config.reward.function, config.data.train
+    function, train = config.reward.function, config.data.train
+    tasks = {train} if isinstance(train, str) else {source.path for source in train}
     for theirs in (REASONING_GYM, VERIFIERS):
-        if function == theirs != task:
-            problem = f"judges what data.train={theirs} brings, and data.train is {task}"
+        if function == theirs and tasks != {theirs}:
+            problem = f"judges what data.train={theirs} brings, and data.train is {', '.join(sorted(tasks))}"
             raise UserError("reward.function", function, problem, "Set one of the two")
-        if task == theirs and function in BUILTIN and function != theirs:
+        if theirs in tasks and function in BUILTIN and function != theirs:
             problem = f"does not know how answers to the problems of {theirs} are judged, and they do"
             raise UserError("reward.function", function, problem, f"Set reward.function={theirs}")
 

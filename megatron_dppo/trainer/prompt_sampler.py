@@ -5,14 +5,17 @@ Only the leader has it, and it is part of every checkpoint.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from megatron_dppo.config import Config
+from megatron_dppo.data.prompts import Pool, PromptPool
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.group_sizes import compared_size, counted_size
 from megatron_dppo.rl.objectives import objective_for
@@ -23,27 +26,63 @@ from megatron_dppo.rl.pruning.minibatch import advantages_of_segments, completio
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
-from megatron_dppo.rl.types import Ints, Prompt, Selection, StepMetadata
+from megatron_dppo.rl.types import Ints, Selection, StepMetadata
+
+
+class SourceOrder:
+    """The prompts of one source, epoch after epoch. The permutation of an epoch is a function of (seed, epoch) and the
+    source's number alone."""
+
+    def __init__(self, number: int, first: int, size: int, seed: int) -> None:
+        """
+        Args:
+            number: of the source.
+            first: id of its first prompt, which those of the others follow.
+            size: prompts that it has.
+            seed: seed of the permutations.
+        """
+        self._number, self._first, self._size, self._seed = number, first, size, seed
+        self.go_to(0, 0)
+
+    def go_to(self, epoch: int, position: int) -> None:
+        """As if so many epochs, and so many prompts of the next one, had been drawn."""
+        self.epoch, self.position = epoch, position
+        draw = generator(self._seed, epoch, Purpose.ORDER, self._number)
+        self._permutation = draw.permutation(self._size)
+
+    @property
+    def drawn(self) -> int:
+        """How many prompts."""
+        return self.epoch * self._size + self.position
+
+    def next(self) -> int:
+        """The next prompt's id."""
+        if self.position == self._size:
+            self.go_to(self.epoch + 1, 0)
+        self.position += 1
+        return self._first + int(self._permutation[self.position - 1])
 
 
 class PromptOrder:
-    """Windows of distinct prompt ids, epoch after epoch. Its state is four numbers and a short list.
+    """Windows of distinct prompt ids, epoch after epoch. Its state is two numbers for each source and a short list.
 
-    The permutation of an epoch is a function of (seed, epoch) alone. A window that crosses the end of an epoch goes on
-    in the next one; an id that it holds already is passed over there and opens the next window instead, so that no
-    window holds a prompt twice and every epoch still visits every prompt exactly once.
+    The next prompt is of the source that lags most behind its share of all that were drawn. A window that crosses the
+    end of an epoch goes on in the next one; an id that it holds already is passed over there and opens the next window
+    instead, so that no window holds a prompt twice and every epoch still visits every prompt exactly once.
     """
 
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(self, sizes: Sequence[int], seed: int, weights: Sequence[float] = (1.0,)) -> None:
         """
         Args:
-            size: prompts in the pool.
+            sizes: prompts of each source.
             seed: seed of the permutations (``run.seed``).
+            weights: the sources' shares, up to a factor.
         """
-        self._size, self._seed = size, seed
-        self._epoch, self._position = 0, 0
+        self._size, self._seed = sum(sizes), seed
+        self._shares = [weight / sum(weights) for weight in weights]
+        firsts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        self._sources = [SourceOrder(number, firsts[number], size, seed) for number, size in enumerate(sizes)]
         self._deferred: list[int] = []
-        self._permutation = self._permute()
 
     def next_window(self, n: int, besides: Ints | None = None) -> Ints:
         """[n], the next prompt ids.
@@ -76,7 +115,8 @@ class PromptOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands; JSON-able."""
-        where = {"epoch": self._epoch, "position": self._position, "deferred": list(self._deferred)}
+        first, *others = [(source.epoch, source.position) for source in self._sources]
+        where = {"epoch": first[0], "position": first[1], "others": others, "deferred": list(self._deferred)}
         return {"size": self._size, "seed": self._seed, **where}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -85,39 +125,60 @@ class PromptOrder:
         Raises:
             UserError: if it was taken from another pool or another seed.
         """
+        places = [(state["epoch"], state["position"]), *state.get("others", ())]
         remedy = "Resume with the same data and seed, or start another run.dir"
         for setting, ours, before in (
             ("data.train", f"{self._size} prompts", f"{state['size']} prompts"),
+            ("data.train", f"{len(self._sources)} sources", f"{len(places)} sources"),
             ("run.seed", str(self._seed), str(state["seed"])),
         ):
             if ours != before:
                 raise UserError(setting, ours, f"the checkpoint was written with {before}", remedy)
-        self._epoch, self._position = state["epoch"], state["position"]
+        for source, place in zip(self._sources, places, strict=True):
+            source.go_to(*place)
         self._deferred = list(state["deferred"])
-        self._permutation = self._permute()
 
     def _next(self) -> int:
-        if self._position == self._size:
-            self._epoch, self._position = self._epoch + 1, 0
-            self._permutation = self._permute()
-        self._position += 1
-        return int(self._permutation[self._position - 1])
+        drawn = sum(source.drawn for source in self._sources)
+        lags = [share * (drawn + 1) - source.drawn for share, source in zip(self._shares, self._sources, strict=True)]
+        return self._sources[lags.index(max(lags))].next()
 
-    def _permute(self) -> Ints:
-        return generator(self._seed, self._epoch, Purpose.ORDER).permutation(self._size)
+
+def order_of(pool: Pool[Any], seed: int) -> PromptOrder:
+    """The order in which a pool is gone through."""
+    return PromptOrder([len(s.items) for s in pool.sources], seed, [source.weight for source in pool.sources])
+
+
+def check_shares(pool: Pool[Any], window: int, setting: str = "rollout.prompts_per_step") -> None:
+    """
+    Args:
+        pool: of a run.
+        window: the most prompts of a step.
+        setting: that says how many these are.
+
+    Raises:
+        UserError: if a source is too small for its share of a window of so many prompts.
+    """
+    total = sum(source.weight for source in pool.sources)
+    for number, source in enumerate(pool.sources):
+        wanted = math.ceil(window * source.weight / total)
+        if wanted > len(source.items):
+            problem = f"takes {wanted} prompts of {window} from a source that has {len(source.items)}"
+            remedy = f"Lower its weight or {setting}, or give it more prompts"
+            raise UserError(f"data.train[{number}].weight", f"{source.weight:g}", problem, remedy)
 
 
 class PromptSampler:
     """The data order and what is known of prompts. Of a step it learns after the step's plan is made."""
 
-    def __init__(self, config: Config, pool: Sequence[Prompt]) -> None:
+    def __init__(self, config: Config, pool: PromptPool) -> None:
         """
         Args:
             config: of the run.
-            pool: ``pool[i].id == i``; of its prompts the features are read, and never a label.
+            pool: of its prompts the features are read, and never a label.
 
         Raises:
-            UserError: if a window would need more prompts than the pool has.
+            UserError: if a window would need more prompts than the pool has, or one of its sources.
         """
         pool_size = len(pool)
         ramp = round(config.pruning.completions.schedule.ramp * config.run.steps)
@@ -129,10 +190,11 @@ class PromptSampler:
                 f"{grown} is more than the {pool_size} prompts of the pool, and a window holds no prompt twice".strip(),
                 "Lower it, or give more prompts",
             )
+        check_shares(pool, widest)
         self._config, self._pool_size = config, pool_size
         self._objective = objective_for(config.loss)
         self._as_of = compared_size(config.rollout, self._objective)
-        self._order = PromptOrder(pool_size, config.run.seed)
+        self._order = order_of(pool, config.run.seed)
         prompts = config.pruning.prompts
         self._history = PromptForecast(
             prompts.decay,

@@ -175,7 +175,7 @@ def check_warm_up(config: Config) -> None:
     Raises:
         UserError: the policy that ``sft`` is to start from is one that it has warmed up already.
     """
-    file = Path(config.model.path) / WARM_UP
+    file = config.model.folder / WARM_UP
     if config.run.resume == "anyway" or config.model.checkpoint is not None or not file.exists():
         return
     try:
@@ -244,7 +244,7 @@ class Adapters:
     def of(cls, model: ModelConfig) -> Adapters | None:
         if not (lora := model.lora).rank:
             return None
-        mark = fingerprint(Path(model.path), Path(model.checkpoint) if model.checkpoint else None)
+        mark = fingerprint(model.folder, Path(model.checkpoint) if model.checkpoint else None)
         setting, base = ("checkpoint", model.checkpoint) if model.checkpoint else ("path", model.path)
         return cls(lora.rank, lora.alpha, sorted(lora.targets), base, mark, setting)
 

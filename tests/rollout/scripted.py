@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, RewardConfig, RolloutConfig, RunConfig
-from megatron_dppo.data.prompts import PromptPool
+from megatron_dppo.data.prompts import PromptPool, SourcePool
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.adapters import ScoreItem
@@ -184,7 +184,8 @@ def as_ranks(size: int, claim: Callable[[World], T]) -> list[T]:
 
 def pool_of(size: int) -> PromptPool:
     """Prompts that differ in length."""
-    return PromptPool([Prompt(i, np.arange(3 + i, dtype=np.int32), f"prompt {i}", "1", "here") for i in range(size)])
+    prompts = [Prompt(i, np.arange(3 + i, dtype=np.int32), f"prompt {i}", "1", "here") for i in range(size)]
+    return PromptPool([SourcePool(prompts)])
 
 
 def collect_config(*, loss: str = "grpo", max_failures: float = 1.0, overlong_buffer: int | None = None) -> Config:

@@ -19,6 +19,7 @@ from megatron_dppo.config import (
     ScheduleConfig,
     replace,
 )
+from megatron_dppo.data.prompts import PromptPool, SourcePool
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.plan import gather_metadata
@@ -26,7 +27,8 @@ from megatron_dppo.rl.pruning.forecast import PromptForecast, Visits
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Selection, StepMetadata
 from megatron_dppo.trainer.prompt_sampler import PromptOrder, PromptSampler
-from tests.rl.steps import made_up_pool, step_metadata
+from tests.rl.steps import made_up_pool as made_up_prompts
+from tests.rl.steps import step_metadata
 
 WINDOW, SAMPLES = 24, 8
 
@@ -55,6 +57,10 @@ def rolled_out(selection: Selection, accuracy: np.ndarray, *, seed: int = 0) -> 
     inclusion = selection.inclusion[np.argsort(selection.prompt_ids)]
     alike = {"response_lengths": np.full(rewards.shape, 20), "score_norms": np.ones(rewards.shape)}
     return step_metadata(len(ids), SAMPLES, prompt_ids=ids, prompt_inclusion=inclusion, rewards=rewards, **alike)
+
+
+def made_up_pool(size: int) -> PromptPool:
+    return PromptPool([SourcePool(made_up_prompts(size))])
 
 
 def assert_same(one: Selection, other: Selection) -> None:
@@ -237,7 +243,7 @@ def test_a_resumed_sampler_gives_as_many_completions_as_the_first_would_have() -
 
 def test_a_step_has_draws_of_its_own() -> None:
     """Which places of the window are kept differs from step to step, and is a function of the step alone."""
-    order, sampler = PromptOrder(WINDOW, 3), PromptSampler(sampler_config(), made_up_pool(WINDOW))
+    order, sampler = PromptOrder([WINDOW], 3), PromptSampler(sampler_config(), made_up_pool(WINDOW))
     places = [np.isin(order.next_window(WINDOW), sampler.select(step).prompt_ids).tobytes() for step in range(8)]
     assert len(set(places)) > 1
     assert_same(*(PromptSampler(sampler_config(), made_up_pool(WINDOW)).select(4) for _ in range(2)))

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from megatron_dppo.cli import main
+from megatron_dppo.data import stored
 from megatron_dppo.process.stop import SAVED
 from megatron_dppo.trainer.checkpoint import TRACKER
 from tests.commands import Command
@@ -237,3 +238,38 @@ def test_a_run_ends_within_two_seconds_though_a_judge_hangs_and_rollouts_are_in_
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
     assert ended(process) == 128 + signal.SIGTERM
+
+
+def read_all_from_the_disk() -> None:
+    """Every file is a large one; for the launcher and for its ranks, which are forked from it."""
+    stored.LARGE = 0
+
+
+def test_a_run_on_stored_rows_of_several_sources_goes_on_as_if_it_had_never_stopped(
+    policy: Path, tmp_path: Path
+) -> None:
+    sources = []
+    for first, (name, weight) in enumerate((("a", 3), ("b", 1))):
+        sums = [(first + 2 * i, j) for i in range(4) for j in range(3)]
+        lines = [json.dumps({"prompt": f"{a}+{b}=", "label": str(a + b), "data_source": name}) for a, b in sums]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        sources.append({"path": str(tmp_path / f"{name}.jsonl"), "weight": weight})
+    listed = json.dumps(sources).replace("{", "{{").replace("}", "}}")
+    settings = [f"data.train={listed}", "rollout.prompts_per_step=8", "eval.every=0", "run.steps=4", "layout.tp=1"]
+    settings += ["run.checkpoint_every=2", "run.export=false", "optimizer.schedule=constant"]
+    log, cache = tmp_path / "log", {stored.CACHE: str(tmp_path / "cache")}
+
+    def run(folder: Path) -> list[dict]:
+        typed = ["megatron-dppo", *words(policy, folder, *settings)]
+        assert Command(typed, log, environ=cache, before=read_all_from_the_disk).exit_code() == 0, log.read_text()
+        return rows(folder)
+
+    undisturbed = run(tmp_path / "run")
+    said = log.read_text()
+    assert all(said.count(f"tokenising {source['path']}: done") == 1 for source in sources), said
+    resumed = tmp_path / "resumed"
+    shutil.copytree(tmp_path / "run", resumed)
+    shutil.rmtree(resumed / "checkpoints" / "iter_0000004")
+    (resumed / "checkpoints" / TRACKER).write_text("2")
+    assert run(resumed) == undisturbed
+    assert log.read_text().count("tokenising") == said.count("tokenising"), "the second run was to read what is there"

@@ -21,6 +21,8 @@ SOURCES, TOKENS, PAIRS = 8, 16, 16
 """Buckets for the data source, for tokens and for pairs of neighbouring tokens."""
 SAMPLE = 1024
 """How many prompts of the pool, evenly spaced, set the scale of each feature."""
+KEPT = 1 << 15
+"""Most prompts whose features are kept: what comes back in between is read again."""
 WIDEST = 4.0
 """Deviations from the mean at which a feature is cut off, so that one odd prompt moves no model."""
 
@@ -50,6 +52,8 @@ class PromptFeatures:
 
     def _of(self, prompt_id: int) -> Floats:
         if prompt_id not in self._known:
+            if len(self._known) == KEPT:
+                self._known.clear()
             scaled = _scaled(_read(self._pool[prompt_id]), self._scale[0], self._scale[1])
             squares = scaled[:PLAIN] ** 2 - self._scale[2][:PLAIN]
             self._known[prompt_id] = np.concatenate([[1.0], scaled, squares])

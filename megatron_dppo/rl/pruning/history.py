@@ -3,43 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from megatron_dppo.rl.objectives import Baseline
+from megatron_dppo.rl.pruning.prompt_table import PromptTable
 from megatron_dppo.rl.types import Floats, Ints
 
 PRIOR_COUNT = 2.0
 """How many rollouts the prior of a prompt's accuracy counts as: as many as a uniform prior. Its mean is the pool's."""
 
 
-@dataclass(slots=True)
-class Record:
-    """The decayed evidence of one prompt. A visit counts 1 when made, and ``decay`` times as much at each later one.
+RECORD = {
+    "right": 0.0,
+    "wrong": 0.0,
+    "visits": 0.0,
+    "square": 0.0,
+    "magnitude": math.nan,
+    "equal_visits": 0.0,
+    "easy": 0.0,
+    "mixed": 0.0,
+}
+"""The decayed evidence of one prompt; here that of one never seen. A visit counts 1 when made, and ``decay`` times as
+much at each later one. With three right and one wrong answer at its only visit, a prompt has right = 3, wrong = 1,
+visits = 1, square = 4 and magnitude = 0.87.
 
-        Record(right=3.0, wrong=1.0, visits=1.0, square=4.0, magnitude=0.87)
-
-    was visited once, with three right and one wrong answer.
-    """
-
-    right: float = 0.0
-    """Completions of reward 1."""
-    wrong: float = 0.0
-    """All others."""
-    visits: float = 0.0
-    square: float = 0.0
-    """Σ over visits of Σ_i A_i²."""
-    magnitude: float = math.nan
-    """Mean |A| of the last visit; NaN where there was none."""
-    equal_visits: float = 0.0
-    """Latest visits, without a break, whose rewards were all equal."""
-    easy: float = 0.0
-    """1 where the last visit's rewards were all 1."""
-    mixed: float = 0.0
-    """Visits whose rewards were not all equal."""
+- ``right``: completions of reward 1; ``wrong``: all others.
+- ``square``: Σ over visits of Σ_i A_i².
+- ``magnitude``: mean |A| of the last visit; NaN where there was none.
+- ``equal_visits``: latest visits, without a break, whose rewards were all equal.
+- ``easy``: 1 where the last visit's rewards were all 1.
+- ``mixed``: visits whose rewards were not all equal."""
 
 
 @dataclass(slots=True)
@@ -87,7 +84,7 @@ class PromptHistory:
         self.decay, self.baseline = decay, baseline
         self.binary = True
         self._exploration = Exploration()
-        self._records: dict[int, Record] = {}
+        self._records = PromptTable(RECORD)
 
     def __len__(self) -> int:
         """Prompts seen so far."""
@@ -109,31 +106,32 @@ class PromptHistory:
         equal, easy = (rewards == rewards[:, :1]).all(axis=1), right == rewards.shape[1]
         if len(prompt_ids):
             self._exploration.follow(float(easy.mean()), float((equal & ~easy).mean()))
-        for row, prompt_id in enumerate(prompt_ids.tolist()):
-            old = self._records.get(prompt_id, Record())
-            self._records[prompt_id] = Record(
-                right=self.decay * old.right + float(right[row]),
-                wrong=self.decay * old.wrong + float(rewards.shape[1] - right[row]),
-                visits=self.decay * old.visits + 1.0,
-                square=self.decay * old.square + float(square[row]),
-                magnitude=float(magnitude[row]),
-                equal_visits=old.equal_visits + 1.0 if equal[row] else 0.0,
-                easy=float(easy[row]),
-                mixed=self.decay * old.mixed + float(not equal[row]),
-            )
+        old = self._records.of(prompt_ids)
+        self._records.put(
+            prompt_ids,
+            right=self.decay * old["right"] + right,
+            wrong=self.decay * old["wrong"] + (rewards.shape[1] - right),
+            visits=self.decay * old["visits"] + 1.0,
+            square=self.decay * old["square"] + square,
+            magnitude=magnitude,
+            equal_visits=np.where(equal, old["equal_visits"] + 1.0, 0.0),
+            easy=easy,
+            mixed=self.decay * old["mixed"] + ~equal,
+        )
 
     def last_magnitude(self, prompt_ids: Ints) -> Floats:
         """[N], mean |A| of each prompt's last visit; NaN where there was none."""
-        return np.array([record.magnitude for record in self._of(prompt_ids)])
+        magnitude: Floats = self._records.of(prompt_ids)["magnitude"]
+        return magnitude
 
     def equal_visits(self, prompt_ids: Ints) -> Ints:
         """[N], how many of each prompt's latest visits, without a break, gave equal rewards."""
-        return np.array([record.equal_visits for record in self._of(prompt_ids)], np.int64)
+        return self._records.of(prompt_ids)["equal_visits"].astype(np.int64)
 
     def explore(self, prompt_ids: Ints) -> Floats:
         """[N], GRESO's p: that of easy prompts where the last visit's rewards were all 1, else that of hard ones."""
-        easy = np.array([record.easy for record in self._of(prompt_ids)], np.bool_)
-        return np.where(easy, self._exploration.easy, self._exploration.hard)
+        easy = self._records.of(prompt_ids)["easy"]
+        return np.where(easy > 0.0, self._exploration.easy, self._exploration.hard)
 
     def expected_square(self, prompt_ids: Ints, *, group_size: int, normalised: bool) -> Floats:
         """E[Σ_i A_i²] of the next group of each prompt, up to a factor common to all: the square of ``neyman``'s score.
@@ -153,8 +151,9 @@ class PromptHistory:
             [N], not negative.
         """
         if not self.binary:
-            pool = self._sum(lambda r: r.square) / self._sum(lambda r: r.visits)
-            return np.array([r.square / r.visits if r.visits else pool for r in self._of(prompt_ids)])
+            pool, record = self._sum("square") / self._sum("visits"), self._records.of(prompt_ids)
+            pools = np.full(len(prompt_ids), pool)
+            return np.divide(record["square"], record["visits"], out=pools, where=record["visits"] > 0.0)
 
         alpha, beta = self.posterior(prompt_ids)
         if self.baseline == "batch":
@@ -181,36 +180,33 @@ class PromptHistory:
     def posterior(self, prompt_ids: Ints) -> tuple[Floats, Floats]:
         """[N] and [N]: α and β of each prompt's Beta distribution, around the pool's mean. It is that of the chance of
         a right answer; where rewards are not 0 and 1, of a group whose rewards differ."""
-        right = [r.right if self.binary else r.mixed for r in self._of(prompt_ids)]
-        wrong = [r.wrong if self.binary else r.visits - r.mixed for r in self._of(prompt_ids)]
-        mean = self.pool_mean
-        return np.array(right) + PRIOR_COUNT * mean, np.array(wrong) + PRIOR_COUNT * (1.0 - mean)
+        record, mean = self._records.of(prompt_ids), self.pool_mean
+        right = record["right"] if self.binary else record["mixed"]
+        wrong = record["wrong"] if self.binary else record["visits"] - record["mixed"]
+        return right + PRIOR_COUNT * mean, wrong + PRIOR_COUNT * (1.0 - mean)
 
     @property
     def pool_mean(self) -> float:
         """The share of right answers, or of groups whose rewards differ, over the records of all prompts."""
-        right = self._sum(lambda r: r.right if self.binary else r.mixed)
-        wrong = self._sum(lambda r: r.wrong if self.binary else r.visits - r.mixed)
+        right = self._sum("right" if self.binary else "mixed")
+        wrong = self._sum("wrong") if self.binary else self._sum("visits", less="mixed")
         return (right + 1.0) / (right + wrong + 2.0)
 
-    def _of(self, prompt_ids: Ints) -> list[Record]:
-        """Each prompt's record; an empty one where it was never rolled out."""
-        return [self._records.get(prompt_id, Record()) for prompt_id in prompt_ids.tolist()]
-
-    def _sum(self, evidence: Callable[[Record], float]) -> float:
+    def _sum(self, name: str, *, less: str | None = None) -> float:
         # fsum is exact, so that the sum does not depend on the order in which prompts were first seen.
-        return math.fsum(map(evidence, self._records.values()))
+        seen = self._records.seen
+        return math.fsum((seen[name] - seen[less] if less else seen[name]).tolist())
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, for JSON: Python writes floats so that they read back bit for bit."""
         return {
             "binary": self.binary,
             "exploration": [self._exploration.easy, self._exploration.hard],
-            "records": {str(prompt_id): list(astuple(record)) for prompt_id, record in self._records.items()},
+            "records": self._records.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned, before or after it was written as JSON."""
         self.binary = bool(state["binary"])
         self._exploration = Exploration(*state.get("exploration", (0.5, 0.5)))
-        self._records = {int(prompt_id): Record(*record) for prompt_id, record in state["records"].items()}
+        self._records.load_state_dict(state["records"])

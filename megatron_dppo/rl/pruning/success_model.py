@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dppo.rl.pruning.prompt_table import PromptTable
 from megatron_dppo.rl.pruning.regression import Weights
 from megatron_dppo.rl.types import Floats, Ints
 
@@ -71,18 +72,10 @@ class Chance:
         return sigmoid(self.logit[:, None] + np.sqrt(self.variance)[:, None] * NODES)
 
 
-@dataclass(frozen=True, slots=True)
-class Intercept:
-    """What a prompt's visits said of it beyond its features.
-
-        Intercept(mean=0.6, share=0.4, update=12)
-
-    was last learned before the policy's 13th update. The prompt is easier than its features say; 0.4 of τ² is unknown.
-    """
-
-    mean: float
-    share: float
-    update: int
+INTERCEPT = {"mean": 0.0, "share": 1.0, "update": 0.0}
+"""What a prompt's visits said of it beyond its features; here of one never seen. With mean = 0.6, share = 0.4 and
+update = 12 it was last learned of before the policy's 13th update. The prompt is easier than its features say; 0.4 of
+τ² is unknown."""
 
 
 class SuccessModel:
@@ -97,7 +90,7 @@ class SuccessModel:
         """``size`` is D, the number of features."""
         self._weights = Weights(size)
         self._evidence = -0.5 * np.log(SPREADS / USUAL_SPREAD) ** 2
-        self._intercepts: dict[int, Intercept] = {}
+        self._intercepts = PromptTable(INTERCEPT)
         self._update = 0
 
     @property
@@ -122,9 +115,8 @@ class SuccessModel:
             offset = features @ self._weights.mean + mean
             moved, information = _shift(offset, prior, right, trials)
             left = 1.0 / (1.0 + prior * information)
-            for row, prompt_id in enumerate(prompt_ids.tolist()):
-                known = Intercept(float(mean[row] + moved[row]), float(share[row] * left[row]), self._update)
-                self._intercepts[prompt_id] = known
+            update = np.full(len(prompt_ids), float(self._update))
+            self._intercepts.put(prompt_ids, mean=mean + moved, share=share * left, update=update)
         self._weights.fade()
         self._update += 1
 
@@ -151,25 +143,23 @@ class SuccessModel:
 
     def _intercepts_of(self, prompt_ids: Ints) -> tuple[Floats, Floats]:
         """[N] and [N]: mean, and the variance as a share of τ², as of now."""
-        unknown = Intercept(0.0, 1.0, self._update)
-        found = [self._intercepts.get(prompt_id, unknown) for prompt_id in prompt_ids.tolist()]
-        kept = INTERCEPT_KEPT ** np.array([self._update - intercept.update for intercept in found], np.float64)
-        mean, share = (np.array([getattr(i, name) for i in found], np.float64) for name in ("mean", "share"))
-        return kept * mean, 1.0 - kept**2 * (1.0 - share)
+        found = self._intercepts.of(prompt_ids)
+        kept = INTERCEPT_KEPT ** (self._update - found["update"])
+        return kept * found["mean"], 1.0 - kept**2 * (1.0 - found["share"])
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; floats survive exactly."""
         return {
             "weights": self._weights.state_dict(),
             "evidence": self._evidence.tolist(),
-            "intercepts": {str(prompt_id): [i.mean, i.share, i.update] for prompt_id, i in self._intercepts.items()},
+            "intercepts": self._intercepts.state_dict(),
             "update": self._update,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._weights.load_state_dict(state["weights"])
         self._evidence, self._update = np.array(state["evidence"]), int(state["update"])
-        self._intercepts = {int(prompt_id): Intercept(*known) for prompt_id, known in state["intercepts"].items()}
+        self._intercepts.load_state_dict(state["intercepts"])
 
 
 def _shift(offset: Floats, prior: Floats, right: Floats, trials: Floats) -> tuple[Floats, Floats]:

@@ -37,7 +37,7 @@ def conversations_of(config: Config) -> Conversations | None:
         function = ConversationFunction(setting, spec, _SlimesFunction(theirs, config), remedy)
     else:
         return None
-    return Conversations(function, tokenizer=load_tokenizer(config.model.path), timeout_s=rollout.request_timeout_s)
+    return Conversations(function, tokenizer=load_tokenizer(config.model.folder), timeout_s=rollout.request_timeout_s)
 
 
 class _SlimesFunction:
@@ -46,7 +46,7 @@ class _SlimesFunction:
     def __init__(self, function: Callable[..., Any], config: Config) -> None:
         self._function = function
         self._options = {
-            "hf_checkpoint": config.model.path,
+            "hf_checkpoint": str(config.model.folder),
             "rollout_temperature": config.rollout.temperature,
             "rollout_max_response_len": config.rollout.max_response_tokens,
             "rollout_max_context_len": config.data.max_prompt_tokens + config.rollout.max_response_tokens,

@@ -165,7 +165,7 @@ def server_command(config: Config, index: int, *, host: str, port: int, secret_f
     """
     rollout, tp = config.rollout, tensor_parallel(config.rollout)[index]
     model, ranks = {"sglang": ("--model-path", "--tp"), "vllm": ("--model", "--tensor-parallel-size")}[rollout.engine]
-    words = [*base_command(rollout), model, str(Path(config.model.path).absolute()), "--host", host]
+    words = [*base_command(rollout), model, str(config.model.folder.absolute()), "--host", host]
     words += ["--port", str(port), ranks, str(tp), "--dtype", DTYPES[config.model.dtype]]
     if config.model.checkpoint is not None:
         words += ["--load-format", "dummy"]  # the directory may hold no weights; the first sync brings them

@@ -74,7 +74,7 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
     alone = replace(config.rollout.launch, count=1, first_port=url.port, ports=1)
     config = replace(config, rollout=replace(config.rollout, servers=(), launch=alone))
     check_rollout(config)
-    check_servers(config, read_shape(config.model.path), environ)
+    check_servers(config, read_shape(config.model.folder), environ)
     # A machine's own name may mean loopback on itself, and an address that others reach elsewhere.
     host = url.hostname if url.hostname.replace(".", "").isdigit() else "0.0.0.0"
     node = environ.get("SLURMD_NODENAME") or socket.gethostname()

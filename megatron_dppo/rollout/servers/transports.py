@@ -159,10 +159,10 @@ class Disk:
         pass
 
     def _write(self, buckets: Iterator[Bucket], place: Path) -> Exception | None:
-        base = self._model.path
+        model = self._model
         if self._adapter:
-            return write_adapter_directory(buckets, self._plan, place, base=base, lora=self._model.lora)
-        return write_directory(buckets, self._plan, Path(base), place)
+            return write_adapter_directory(buckets, self._plan, place, base=model.path, lora=model.lora)
+        return write_directory(buckets, self._plan, model.folder, place)
 
     async def _load(self, client: ServerClient, place: Path, version: str) -> None:
         await (client.load_adapter_from(place) if self._adapter else client.update_from_disk(place, version))

@@ -1,0 +1,192 @@
+"""Problems as a source gives them: rows that were looked at as far as one can without a tokenizer.
+
+Importing this file imports neither torch nor transformers, so that a bad row is known before a rank starts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.config import DataConfig, replace
+from megatron_dppo.data.generators import GENERATORS, Split
+from megatron_dppo.data.rows import Row, as_text, is_blank, is_too_deep, read_rows
+from megatron_dppo.errors import UserError
+from megatron_dppo.hub import DATA_SUFFIXES, data_files, is_id
+from megatron_dppo.rl.types import Label
+
+Messages = list[Mapping[str, Any]]
+ROLES = ("system", "user", "assistant", "tool")
+"""What Qwen's chat templates render. They leave out messages of another role, without a word."""
+A_LIST = 'a list like [{"role": "user", "content": "..."}]'
+OF_A_CHAT = re.compile(r"\s*\[?\s*\{\s*[\"'](?:role|content)[\"']\s*:")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One problem of a source."""
+
+    row: Row
+    prompt: str | Messages
+    label: Label
+    """Or the worked answer, a text, where that is asked for."""
+    data_source: str
+    extra: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file, a data set of the hub or a generator, and the setting that names it."""
+
+    name: str
+    setting: str
+    weight: float = 1.0
+    """Its share of every step, relative to the other sources'."""
+    prompt_key: str | None = None
+    """None: that of the settings, as for ``label_key``."""
+    label_key: str | None = None
+
+    def columns(self, data: DataConfig) -> DataConfig:
+        """The settings, with the source's own columns."""
+        if self.name in GENERATORS:
+            return replace(data, prompt_key="prompt", label_key="label", response_key="response")
+        own = {"prompt_key": self.prompt_key, "label_key": self.label_key}
+        return replace(data, **{name: key for name, key in own.items() if key is not None})
+
+    def files(self) -> list[Path]:
+        """Its files, in their order; of a data set of the hub after they were fetched.
+
+        Raises:
+            UserError: as ``hub.data_files``.
+        """
+        if is_id(self.name) and not self.name.endswith(DATA_SUFFIXES):
+            return data_files(self.name, self.setting, split="test" if self.setting == "data.eval" else "train")
+        return [Path(self.name)]
+
+
+def sources_of(data: DataConfig, split: Split) -> list[Source]:
+    """Where a split comes from; empty: from nowhere."""
+    if split == "train" and data.rollouts is not None:
+        return [Source(data.rollouts, "data.rollouts")]
+    if split == "train" and not isinstance(data.train, str):
+        return [Source(s.path, "data.train", s.weight, s.prompt_key, s.label_key) for s in data.train]
+    of_train = split == "train" or (data.eval is None and data.train in GENERATORS and data.rollouts is None)
+    name, setting = (data.train, "data.train") if of_train else (data.eval, "data.eval")
+    assert name is None or isinstance(name, str), "of several files the caller asks for one"
+    return [] if name is None else [Source(name, setting)]
+
+
+def read_examples(source: Source, data: DataConfig, split: Split, *, responses: bool = False) -> list[Example]:
+    """All problems of a source; with ``responses`` their worked answers in the place of labels.
+
+    Raises:
+        UserError: for a file that is absent, empty or malformed, and whatever ``example_of`` refuses.
+    """
+    if source.name in GENERATORS:
+        rows = GENERATORS[source.name].rows(data, split)
+    else:
+        rows = [row for file in source.files() for row in read_rows(str(file), source.setting)]
+    columns = source.columns(data)
+    return [example_of(row, columns, responses=responses) for row in rows]
+
+
+def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Example:
+    """What a row says under the columns that ``data`` names.
+
+    Raises:
+        UserError: naming the row: for a prompt that ``read_prompt`` refuses, and a label or worked answer that is
+            absent, no number (NaN), of a type that can be written in several ways (a date, bytes), or half a character.
+    """
+    extra = row.values.get("extra_info", row.values.get("metadata"))  # as verl has it, and slime
+    data_source = str(row.values.get("data_source") or "")
+    row.check_strings(data_source, "data_source")
+    prompt = read_prompt(row, data)
+    setting = "data.response_key" if responses and data.response_key else "data.label_key"
+    key = (responses and data.response_key) or data.label_key
+    unlabelled = row.setting == "data.rollouts" and not responses  # their rewards are there already
+    answer = row.values.get(key, "") if unlabelled else row.require(key, setting)
+    if responses or not isinstance(answer, dict | list):
+        answer = _as_text(row, key, answer)
+    if responses and is_blank(answer):
+        raise row.error(f"has an empty answer in column {key!r}", "Remove the row")
+    if not isinstance(extra, Mapping):
+        extra = {name: value for name, value in row.values.items() if name != "completions" or not unlabelled}
+    return Example(row, prompt, answer, data_source, extra)
+
+
+def _as_text(row: Row, key: str, value: Any) -> str:
+    try:
+        return as_text(value)
+    except ValueError as error:
+        raise row.error(f"holds {error} in column {key!r}", "Write it as text, or remove the row") from error
+
+
+def read_prompt(row: Row, data: DataConfig) -> str | Messages:
+    """The prompt of a row: text, or chat messages, also where a column holds them as JSON text. Needs no tokenizer.
+
+    Raises:
+        UserError: if it is neither, blank, or a chat that the template would not render whole or that answers itself;
+            for messages under ``data.chat_template = false``, and a ``data.system`` there.
+    """
+    if data.system is not None and not data.chat_template:
+        remedy = "Remove it, or set data.chat_template=true"
+        raise UserError("data.system", data.system, "has no place without a chat template", remedy)
+    prompt = row.require(data.prompt_key, "data.prompt_key")
+    if isinstance(prompt, str):
+        prompt = _read_text(row, prompt, data.prompt_key)
+    if isinstance(prompt, str):
+        if is_blank(prompt):
+            raise row.error("has an empty prompt", "Remove the row")
+        return prompt
+    if not data.chat_template:
+        problem = f"has a {type(prompt).__name__} as prompt, while data.chat_template is false"
+        raise row.error(problem, "Give a string, or set data.chat_template=true")
+    if not _is_chat(prompt):
+        raise row.error("has a prompt that is neither a string nor a list of messages", f"Give text, or {A_LIST}")
+    for message in prompt:
+        _check_message(row, message)
+    if prompt[-1]["role"] == "assistant":
+        problem = "has a prompt that ends with an answer, a message of the assistant: the policy would be shown it"
+        remedy = "Take that message out of the prompt; data.response_key names a column of answers for sft"
+        raise row.error(problem, remedy)
+    if not any(message["role"] == "user" for message in prompt):
+        raise row.error("has a prompt without a message of the user", "Add one, or remove the row")
+    return prompt
+
+
+def _read_text(row: Row, text: str, key: str) -> str | Messages:
+    """The messages that a text writes down, or the text where it is none of those."""
+    if text.lstrip().startswith(("[", "{")):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if _is_chat(value) and not is_too_deep(value):
+            row.check_strings(value, key)
+            return value
+        if _is_chat(value) or OF_A_CHAT.match(text):
+            problem = f"holds chat messages in column {key!r} as text that is no plain JSON list of them"
+            raise row.error(problem, f"Give {A_LIST}, or JSON text of one")
+    return text
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
+
+
+def _check_message(row: Row, message: Mapping[str, Any]) -> None:
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        remedy = f"Call it one of {', '.join(ROLES)}: chat templates leave out any other"
+        raise row.error(f"has a prompt with a message of the role {role!r:.60}", remedy)
+    if role == "assistant" and message.get("tool_calls") and not content:
+        return
+    if not isinstance(content, str):
+        kind = "no content" if content is None else f"a {type(content).__name__} for its content"
+        raise row.error(f"has a prompt with a message of the {role} that has {kind}", "Give its text as a string")
+    if is_blank(content):
+        raise row.error(f"has a prompt with an empty message of the {role}", "Fill it in, or remove it")

@@ -1,0 +1,234 @@
+"""Rows of large files with their token ids: made once, then read from the disk one by one as they are asked for.
+
+What is made lies in the user's cache folder, under a hash of all that it depends on: the file's content, the tokenizer,
+and the settings that its reader names. One process makes it, and others wait. It is one Arrow file, and its pages are
+shared by all ranks of a machine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_dppo.data.rows import Row, read_batches, row_of_line, row_of_record
+from megatron_dppo.errors import UserError
+
+LARGE = 16 * 2**20
+"""Bytes of a file from which on its rows are stored. Smaller ones are read into memory, in seconds."""
+STORED = (".jsonl", ".ndjson", ".parquet")
+CACHE = "MEGATRON_DPPO_CACHE"
+"""Environment variable with the cache folder; without it: $XDG_CACHE_HOME/megatron_dppo or ~/.cache/megatron_dppo."""
+FORM = 1
+"""Of what is stored. What another version of this package has stored in another form is made anew."""
+BATCH = 1024
+"""Rows that are in memory at a time."""
+SAY_EVERY_S = 10.0
+"""Between two lines of progress, where there is no terminal for a bar."""
+TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*")
+ROWS, SUMMARY = "rows.arrow", "summary.json"
+Columns = tuple[list[int], ...]
+"""The token ids of a row: those of its prompt, and of its worked answer where that is wanted."""
+Encode = Callable[[list[Row]], list[Columns | None]]
+"""The token ids of some rows; None for a row that is to be left out. Raises UserError for one that is wrong."""
+
+
+def are_large(files: Sequence[Path]) -> bool:
+    """Whether the rows of these files are to be stored."""
+    known = all(file.suffix in STORED and file.is_file() for file in files)
+    return known and sum(file.stat().st_size for file in files) >= LARGE
+
+
+def cache_folder() -> Path:
+    """Where rows are stored."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "megatron_dppo"
+    return Path(os.environ.get(CACHE) or default) / "prompts"
+
+
+class StoredRows:
+    """N rows of some files, each with its token ids. Those that were left out have no number here."""
+
+    def __init__(self, folder: Path, files: Sequence[Path], setting: str) -> None:
+        """
+        Args:
+            folder: that :func:`store` has made.
+            files: that the rows are of, and ``setting`` the setting that names them, for errors.
+        """
+        import pyarrow
+
+        with pyarrow.memory_map(str(folder / ROWS)) as mapped:
+            self._table = pyarrow.ipc.open_file(mapped).read_all()
+        self._files, self._setting = files, setting
+        self._lines = pyarrow.types.is_large_binary(self._table.schema.field("values").type)
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        self.dropped, self.longest = int(summary["dropped"]), int(summary["longest"])
+        """How many more rows the file has; the most tokens of a row, all its columns together."""
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def row(self, index: int) -> Row:
+        """What the file says there."""
+        file, number, values = (self._table[name][index].as_py() for name in ("file", "number", "values"))
+        return (row_of_line if self._lines else row_of_record)(values, number, self._files[file], self._setting)
+
+    def tokens(self, index: int, column: int = 0) -> list[int]:
+        """[P]"""
+        return list(self._table[f"tokens{column}"][index].values.to_pylist())
+
+
+def store(
+    files: Sequence[Path], setting: str, depends_on: Mapping[str, Any], tokenizer: Path, encode: Encode
+) -> StoredRows:
+    """The rows of some files with their token ids: those that are stored already, or that are made now.
+
+    Args:
+        files: of one kind.
+        setting: that names them.
+        depends_on: what the result depends on besides the files and the tokenizer; JSON-able.
+        tokenizer: the folder that it is read from.
+        encode: called for some rows at a time, and not at all where all is there.
+
+    Raises:
+        UserError: as ``read_rows`` and ``encode``; and where the cache folder cannot be written to.
+    """
+    contents = [(file.suffix, _hash(file)) for file in files]
+    known = [FORM, version("transformers"), contents, _hash_of_tokenizer(tokenizer), dict(depends_on)]
+    folder = cache_folder() / hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+    try:
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(folder.with_suffix(".lock"), files[0]):
+                if not folder.is_dir():
+                    _make(folder, files, setting, encode)
+        return StoredRows(folder, files, setting)
+    except OSError as error:
+        problem = f"cannot keep what is made of {files[0]} ({error.strerror or error})"
+        remedy = f"Free some room there, or name another folder in the environment variable {CACHE}"
+        raise UserError(CACHE, cache_folder(), problem, remedy) from error
+
+
+def _make(folder: Path, files: Sequence[Path], setting: str, encode: Encode) -> None:
+    draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        summary = _write(draft / ROWS, files, setting, encode)
+        (draft / SUMMARY).write_text(json.dumps(summary), encoding="utf-8")
+        with suppress(OSError):  # where a file system has no locks, another process may have been faster
+            draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write(out: Path, files: Sequence[Path], setting: str, encode: Encode) -> dict[str, int]:
+    import pyarrow
+
+    rows, stored, longest, writer = 0, 0, 0, None
+    with _progress(f"tokenising {files[0]}") as advance, out.open("wb") as sink:
+        for number, file in enumerate(files):
+            for batch in read_batches(file, setting, BATCH):
+                encoded = encode(batch.rows)
+                kept = [index for index, columns in enumerate(encoded) if columns is not None]
+                columns = [encoded[index] or () for index in kept]
+                rows, stored = rows + len(encoded), stored + len(kept)
+                longest = max([longest, *(sum(map(len, each)) for each in columns)])
+                if columns:
+                    arrays = {
+                        "file": pyarrow.array([number] * len(kept), pyarrow.int32()),
+                        "number": pyarrow.array(batch.numbers, pyarrow.int64()).take(kept),
+                        "values": batch.values.take(kept),
+                        **{f"tokens{i}": _lists(each) for i, each in enumerate(zip(*columns, strict=True))},
+                    }
+                    part = pyarrow.RecordBatch.from_pydict(arrays)
+                    writer = writer or pyarrow.ipc.new_file(sink, part.schema)
+                    writer.write_batch(part)
+                advance((number + batch.done) / len(files), rows)
+        if not rows:
+            raise UserError(setting, files[0], "holds no rows", "Give a file with at least one prompt")
+        if writer is None:
+            problem, remedy = f"all {rows} prompts are longer than data.max_prompt_tokens", "Raise the limit"
+            raise UserError(setting, files[0], problem, remedy)
+        writer.close()
+        sink.flush()
+        os.fsync(sink.fileno())  # or a machine that stops could leave a file of the right name that is empty
+    return {"dropped": rows - stored, "longest": longest}
+
+
+def _lists(rows: Sequence[list[int]]) -> Any:
+    import pyarrow
+
+    starts = np.cumsum([0, *map(len, rows)])
+    tokens = np.fromiter((token for row in rows for token in row), np.int32, starts[-1])
+    return pyarrow.ListArray.from_arrays(pyarrow.array(starts, pyarrow.int32()), pyarrow.array(tokens))
+
+
+def _hash(file: Path) -> str:
+    stat = file.stat()
+    return _hash_of(file, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@cache
+def _hash_of(file: Path, *state: int) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "blake2b").hexdigest()
+
+
+def _hash_of_tokenizer(folder: Path) -> str:
+    files = sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
+    return hashlib.sha256("".join(file.name + _hash(file) for file in files).encode()).hexdigest()
+
+
+@contextmanager
+def _alone(lock: Path, file: Path) -> Iterator[None]:
+    """One process at a time; the kernel takes the lock back from one that has died."""
+    with lock.open("ab") as opened:
+        said = False
+        while True:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not said:
+                    print(f"waiting for another process that tokenises {file}", file=sys.stderr, flush=True)
+                said = True
+                time.sleep(0.2)
+            except OSError:  # a file system without locks
+                break
+        yield
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[float, int], None]]:
+    """Tells people how far it is: a bar on a terminal, else a line now and then. Takes the share and the rows done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console, began = Console(stderr=True), time.monotonic()
+    rows_done, spoke = TextColumn("{task.fields[rows]:,} rows"), began
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), rows_done, TimeRemainingColumn()
+
+    def advance(done: float, rows: int) -> None:
+        nonlocal spoke
+        progress.update(task, completed=done, rows=rows)
+        if not console.is_terminal and time.monotonic() - spoke >= SAY_EVERY_S:
+            spoke = time.monotonic()
+            left = (spoke - began) * (1.0 / done - 1.0)
+            print(f"{what}: {rows:,} rows, {done:.0%}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=1.0, rows=0)
+        yield advance
+    if not console.is_terminal:
+        print(f"{what}: done in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
