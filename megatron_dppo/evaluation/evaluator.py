@@ -30,7 +30,8 @@ from megatron_dppo.rewards.math.completion import said_answer, stated_answer
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Prompt, Score
-from megatron_dppo.rollout.collect import Answers, Collector, Failures
+from megatron_dppo.rollout.collect import Answers, Collector
+from megatron_dppo.rollout.scoring import Failures, check_failures
 
 MATH = "math"
 """The verifier that can also tell whether two answers without their texts are the same."""
@@ -195,7 +196,7 @@ class Evaluator:
         Raises:
             UserError: on every rank, if more than ``reward.max_failures`` of all answers could not be scored.
         """
-        next(iter(self._collectors.values())).check_failures(found, of_all)
+        check_failures(self._config.reward, found, of_all)
 
     def _share(self, indices: Sequence[int], answers: Answers, verifier: str, keep: int) -> Answered:
         """What this rank tells the others of its problems."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers
+from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.pruning.schedule import mixed
@@ -27,7 +27,7 @@ from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Score, Selection, StepMetadata
 from megatron_dppo.rollout.engine import Completions, Progress, RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
-from megatron_dppo.rollout.scoring import GroupScoring
+from megatron_dppo.rollout.scoring import GroupScoring, check_failures
 from megatron_dppo.rollout.teachers import Reading, TeacherServers
 from megatron_dppo.rollout.tree import unique_tokens
 
@@ -114,19 +114,6 @@ class Round:
     """The candidates that the round's prompts stand for."""
 
 
-class Failures(Protocol):
-    """What a rank tells of scoring that failed."""
-
-    @property
-    def timeouts(self) -> int: ...
-
-    @property
-    def errors(self) -> int: ...
-
-    @property
-    def tracebacks(self) -> tuple[str, ...]: ...
-
-
 class Collector:
     """Generates with an engine and scores with workers, on every rank that generates."""
 
@@ -194,7 +181,7 @@ class Collector:
             self._world.together(lambda: self._check_roles(answers), what="look at the roles' rewards")
         groups, part = self._share(answers, selection.inclusion[self._mine(selection)])
         parts = self._world.gather(part)
-        self.check_failures(parts, total)
+        check_failures(self._config.reward, parts, total)
         return Round(groups, parts, _window_left(selection.window, parts))
 
     def collected(self, rounds: Sequence[Round]) -> Collected:
@@ -252,7 +239,7 @@ class Collector:
         """Wait for the completions of this rank's prompts, and have them scored, and read, as they come. Collective.
 
         Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of all ranks, the rest is
-        left unscored: :meth:`check_failures` is then about to stop the run.
+        left unscored: :func:`check_failures` is then about to stop the run.
         """
         most_failures = math.floor(self._config.reward.max_failures * of_all)
         scoring = GroupScoring(self.workers, self._tokenizer, asked.prompts, most_failures)
@@ -358,26 +345,6 @@ class Collector:
         if buffer is None:
             buffer = round(objective_for(self._config.loss).overlong_share * limit)
         return soft_overlong_penalty([len(c.token_ids) for c in completions], limit=limit, buffer=buffer)
-
-    def check_failures(self, parts: Sequence[Failures], total: int) -> None:
-        """Stop the run if more of ``total`` completions could not be scored than ``reward.max_failures`` allows.
-
-        Raises:
-            UserError: with the first traceback, where every rank passes the same ``parts``, on every rank.
-        """
-        reward = self._config.reward
-        timeouts, errors = sum(p.timeouts for p in parts), sum(p.errors for p in parts)
-        if timeouts + errors > reward.max_failures * total:
-            first = next((text for p in parts for text in p.tracebacks), "")
-            limits = f"{reward.timeout_s:g} s of processor time or {ON_THE_CLOCK * reward.timeout_s:g} s on the clock"
-            raise UserError(
-                "reward.function",
-                reward.function,
-                f"{timeouts + errors} of {total} completions could not be scored ({timeouts} took more than "
-                f"{limits}, {errors} failed), more than reward.max_failures = {reward.max_failures:g} "
-                "allows" + (f"; the first failure:\n{first}" if first else ""),
-                "Mend the function, or raise reward.timeout_s or reward.max_failures",
-            )
 
     def _metrics(self, parts: Sequence[_Part], metadata: StepMetadata) -> dict[str, float]:
         lengths, groups = metadata.response_lengths, metadata.samples

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from megatron_dppo.config import RewardConfig
 from megatron_dppo.data.tokenizer import Tokenizer
+from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.adapters import ScoreItem
-from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers
 from megatron_dppo.rl.types import Completion, Prompt, Score
 from megatron_dppo.rollout.engine import Completions
 
@@ -93,3 +96,37 @@ class GroupScoring:
         self._texts[place] = texts
         prompt, ids = self._prompts[place], (c.token_ids.tolist() for c in group)
         self._scoring.add([ScoreItem.of(prompt, text, tokens) for text, tokens in zip(texts, ids, strict=True)])
+
+
+class Failures(Protocol):
+    """What a rank tells of scoring that failed."""
+
+    @property
+    def timeouts(self) -> int: ...
+
+    @property
+    def errors(self) -> int: ...
+
+    @property
+    def tracebacks(self) -> tuple[str, ...]: ...
+
+
+def check_failures(reward: RewardConfig, parts: Sequence[Failures], total: int) -> None:
+    """Stop the run if more of ``total`` completions could not be scored than ``reward.max_failures`` allows.
+
+    Raises:
+        UserError: with the first traceback, where every rank passes the same ``parts``, on every rank.
+    """
+    timeouts, errors = sum(p.timeouts for p in parts), sum(p.errors for p in parts)
+    if timeouts + errors <= reward.max_failures * total:
+        return
+    first = next((text for p in parts for text in p.tracebacks), "")
+    limits = f"{reward.timeout_s:g} s of processor time or {ON_THE_CLOCK * reward.timeout_s:g} s on the clock"
+    raise UserError(
+        "reward.function",
+        reward.function,
+        f"{timeouts + errors} of {total} completions could not be scored ({timeouts} took more than "
+        f"{limits}, {errors} failed), more than reward.max_failures = {reward.max_failures:g} "
+        "allows" + (f"; the first failure:\n{first}" if first else ""),
+        "Mend the function, or raise reward.timeout_s or reward.max_failures",
+    )
