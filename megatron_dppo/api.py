@@ -38,6 +38,7 @@ from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.stop import SAVED
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.settings import load_config as load_words
+from megatron_dppo.settings import settings
 from megatron_dppo.trainer.preflight import check_run_dir
 from megatron_dppo.trainer.resume import IN_FORCE
 
@@ -114,14 +115,14 @@ def load_config(path: str | Path | None = None, **sections: Mapping[str, Any]) -
     Raises:
         UserError: as for the command line.
     """
-    words = [f"{key}={json.dumps(value)}" for key, value in _leaves(sections, "")]
+    words = [f"{key}={json.dumps(value, default=str)}" for key, value in _leaves(sections, "")]
     return load_words(None if path is None else str(path), words)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """Dotted keys and their values; a mapping is a section."""
     for name, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and f"{prefix}{name}" not in settings():
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", str(value) if isinstance(value, Path) else value

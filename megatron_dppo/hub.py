@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -95,11 +96,11 @@ def data_files(name: str, setting: str, *, split: str) -> list[Path]:
 
 def _cached(repo: str, kind: Kind) -> Path | None:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(repo, repo_type=kind, local_files_only=True))
-    except LocalEntryNotFoundError:
+    except (LocalEntryNotFoundError, HFValidationError):
         return None
 
 
@@ -147,8 +148,9 @@ def _is_whole(folder: Path, *, weights: bool) -> bool:
 
 def _are_all(files: Sequence[str]) -> bool:
     """Whether there are as many as their names say: ``train-00000-of-00002.parquet``."""
-    counts = {int(found[1]) for file in files if (found := re.search(r"-of-(\d+)\.", file))}
-    return bool(files) and (not counts or sum(counts) == len(files))
+    sets = Counter(re.sub(r"\d+(?=-of-\d+\.)", "", file) for file in files)
+    wanted = {name: int(found[1]) for name in sets if (found := re.search(r"-of-(\d+)\.", name))}
+    return bool(files) and all(sets[name] == count for name, count in wanted.items())
 
 
 def _names(folder: Path) -> list[str]:

@@ -221,13 +221,20 @@ def _value(setting: Setting, text: str) -> Any:
         named = text.lstrip().startswith("{") and any(kind == dict[str, str] for kind in kinds)
         listed = text.lstrip().startswith("[") and any(get_origin(kind) is tuple for kind in kinds) and str in kinds
         if named or listed or any(get_origin(kind) is tuple and str in get_args(kind) for kind in kinds):
-            return yaml.load(text, Loader=yaml.BaseLoader)
+            return _with_nulls(yaml.load(text, Loader=yaml.BaseLoader))
         if str in kinds or any(isinstance(choice, str) for choice in get_args(setting.type)):
             quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
             return text[1:-1] if quoted else text
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
+
+
+def _with_nulls(value: Any) -> Any:
+    """A list of settings each, in which ``null`` is none: in other lists it is a word."""
+    if not isinstance(value, list):
+        return value
+    return [{k: None if v == "null" else v for k, v in e.items()} if isinstance(e, dict) else e for e in value]
 
 
 def _explain(error: ValidationError) -> UserError:

@@ -247,10 +247,10 @@ def _weights(shape: PolicyShape, dtype: torch.dtype) -> str:
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Advance]:
     """A bar on a terminal; elsewhere one line at the end."""
-    console, began = Console(stderr=True), time.monotonic()
+    console, began, shown = Console(stderr=True), time.monotonic(), sys.stderr.isatty()
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown) as progress:
         task = progress.add_task(what, total=total)
         yield lambda size: progress.update(task, advance=size)
-    if not console.is_terminal:
+    if not shown:
         print(f"{what}: {total / GB:.2f} GB in {time.monotonic() - began:.2f} s", file=sys.stderr)

@@ -47,7 +47,12 @@ ROUNDING = 512
 
 def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``megatron-dppo compress``."""
-    parser.add_argument("source", metavar="MODEL", type=Path, help="Hugging Face directory of the larger policy")
+    parser.add_argument(
+        "source",
+        metavar="MODEL",
+        type=Path,
+        help="the larger policy: a Hugging Face directory, a run, or an id on the hub",
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
     share = "share of the weights of all layers that is left, embeddings aside"
     parser.add_argument("--keep", type=float, required=True, help=share)
@@ -95,7 +100,7 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         UserError: for what cannot be done to this policy; ``OUT`` is as it was.
     """
     quieten()
-    chosen.source = policy_folder(str(chosen.source), "MODEL")
+    chosen.named, chosen.source = str(chosen.source), policy_folder(str(chosen.source), "MODEL")
     if chosen.layout is not None:
         return run_again(words, _config(chosen), partial(_compress_in_shards, chosen))
     work = _Work.of(chosen)
@@ -169,7 +174,7 @@ class _Work:
         done = {name: getattr(recipe, name) for name in ("method", "score", "keep", "seed")}
         weights = {"weights_before": parameters(shape), "weights_after": parameters(cut.shape(shape))}
         parts = {"layers": cut.layers, "zero_attention": cut.silenced}
-        record = {**done, "from": str(chosen.source), **parts, **weights, **losses}
+        record = {**done, "from": chosen.named, **parts, **weights, **losses}
         with in_place(chosen.out) as draft:
             with progress_bar("writing", self.plan.total_bytes) as advance:
                 work = {"record": record, "workers": chosen.workers, "advance": advance}

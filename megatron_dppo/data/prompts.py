@@ -41,6 +41,8 @@ class SourcePool(Generic[T]):
     """How many more there were, longer than ``data.max_prompt_tokens``."""
     longest: int = 0
     """The most tokens of an item."""
+    data_sources: frozenset[str] = frozenset()
+    """Of prompts: whose they say that they are."""
 
 
 class Pool(Sequence[T]):
@@ -82,6 +84,11 @@ class Pool(Sequence[T]):
 class PromptPool(Pool[Prompt]):
     """The prompts of a run. ``pool[i].id == i``."""
 
+    @property
+    def data_sources(self) -> frozenset[str]:
+        """As of a source."""
+        return frozenset[str]().union(*(source.data_sources for source in self.sources))
+
     def _at(self, index: int) -> Prompt:
         prompt = super()._at(index)
         return prompt if prompt.id == index else dataclasses.replace(prompt, id=index)
@@ -122,9 +129,10 @@ def load_prompts(data: DataConfig, tokenizer: Tokenizer, *, split: Split, check:
     def load(source: Source) -> SourcePool[Prompt]:
         if are_stored(source):
             stored = _stored(source, data, Path(tokenizer.name_or_path), lambda: tokenizer, check=check)
-            return SourcePool(_StoredPrompts(stored, source, data, tokenizer), source.weight, stored.dropped)
+            prompts = _StoredPrompts(stored, source, data, tokenizer)
+            return SourcePool(prompts, source.weight, stored.dropped, data_sources=stored.data_sources)
         kept, dropped = _read(source, data, tokenizer, split, check=check)
-        return SourcePool([_prompt(number, each) for number, each in enumerate(kept)], source.weight, dropped)
+        return _in_memory(kept, source, dropped)
 
     return PromptPool([load(source) for source in sources_of(data, split)])
 
@@ -133,8 +141,7 @@ def offline_prompts(data: DataConfig, tokenizer: Tokenizer) -> tuple[PromptPool,
     """The prompts of ``data.rollouts``, and the row of each, for what else it holds. Raises as ``load_prompts``."""
     [source] = sources_of(data, "train")
     kept, dropped = _read(source, data, tokenizer, "train")
-    prompts = [_prompt(number, each) for number, each in enumerate(kept)]
-    return PromptPool([SourcePool(prompts, source.weight, dropped)]), [each.example.row for each in kept]
+    return PromptPool([_in_memory(kept, source, dropped)]), [each.example.row for each in kept]
 
 
 def prompts_of(rows: Sequence[Row], data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
@@ -234,6 +241,12 @@ def _read(
             f"Raise the limit: the shortest has {min(len(each.token_ids) for each in all_of_it)} tokens",
         )
     return kept, len(all_of_it) - len(kept)
+
+
+def _in_memory(kept: Sequence[Rendered], source: Source, dropped: int) -> SourcePool[Prompt]:
+    prompts = [_prompt(number, each) for number, each in enumerate(kept)]
+    data_sources = frozenset(prompt.data_source for prompt in prompts)
+    return SourcePool(prompts, source.weight, dropped, data_sources=data_sources)
 
 
 def _prompt(number: int, of: Rendered) -> Prompt:

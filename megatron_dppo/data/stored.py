@@ -32,7 +32,7 @@ LARGE = 16 * 2**20
 STORED = (".jsonl", ".ndjson", ".parquet")
 CACHE = "MEGATRON_DPPO_CACHE"
 """Environment variable with the cache folder; without it: $XDG_CACHE_HOME/megatron_dppo or ~/.cache/megatron_dppo."""
-FORM = 1
+FORM = 2
 """Of what is stored. What another version of this package has stored in another form is made anew."""
 BATCH = 1024
 """Rows that are in memory at a time."""
@@ -76,6 +76,7 @@ class StoredRows:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         self.dropped, self.longest = int(summary["dropped"]), int(summary["longest"])
         """How many more rows the file has; the most tokens of a row, all its columns together."""
+        self.data_sources = frozenset[str](summary["data_sources"])
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -132,14 +133,16 @@ def _make(folder: Path, files: Sequence[Path], setting: str, encode: Encode) -> 
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _write(out: Path, files: Sequence[Path], setting: str, encode: Encode) -> dict[str, int]:
+def _write(out: Path, files: Sequence[Path], setting: str, encode: Encode) -> dict[str, Any]:
     import pyarrow
 
     rows, stored, longest, writer = 0, 0, 0, None
+    data_sources: set[str] = set()
     with _progress(f"tokenising {files[0]}") as advance, out.open("wb") as sink:
         for number, file in enumerate(files):
             for batch in read_batches(file, setting, BATCH):
                 encoded = encode(batch.rows)
+                data_sources |= {str(row.values.get("data_source") or "") for row in batch.rows}
                 kept = [index for index, columns in enumerate(encoded) if columns is not None]
                 columns = [encoded[index] or () for index in kept]
                 rows, stored = rows + len(encoded), stored + len(kept)
@@ -163,7 +166,7 @@ def _write(out: Path, files: Sequence[Path], setting: str, encode: Encode) -> di
         writer.close()
         sink.flush()
         os.fsync(sink.fileno())  # or a machine that stops could leave a file of the right name that is empty
-    return {"dropped": rows - stored, "longest": longest}
+    return {"dropped": rows - stored, "longest": longest, "data_sources": sorted(data_sources)}
 
 
 def _lists(rows: Sequence[list[int]]) -> Any:
@@ -215,20 +218,20 @@ def _progress(what: str) -> Iterator[Callable[[float, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    console, began = Console(stderr=True), time.monotonic()
+    console, began, shown = Console(stderr=True), time.monotonic(), sys.stderr.isatty()
     rows_done, spoke = TextColumn("{task.fields[rows]:,} rows"), began
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), rows_done, TimeRemainingColumn()
 
     def advance(done: float, rows: int) -> None:
         nonlocal spoke
         progress.update(task, completed=done, rows=rows)
-        if not console.is_terminal and time.monotonic() - spoke >= SAY_EVERY_S:
+        if not shown and time.monotonic() - spoke >= SAY_EVERY_S:
             spoke = time.monotonic()
             left = (spoke - began) * (1.0 / done - 1.0)
             print(f"{what}: {rows:,} rows, {done:.0%}, {left:.0f} s left", file=sys.stderr, flush=True)
 
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, disable=not shown) as progress:
         task = progress.add_task(what, total=1.0, rows=0)
         yield advance
-    if not console.is_terminal:
+    if not shown:
         print(f"{what}: done in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)

@@ -13,10 +13,8 @@ from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig, LoraConfi
 from megatron_dppo.estimate.assumptions import GIB
 from megatron_dppo.estimate.workload import Setup, packs_of, without_pruning
 from megatron_dppo.hub import policy_folder
-from megatron_dppo.models.shape import PUBLISHED, PolicyShape, padded_vocab, read_shape
+from megatron_dppo.models.shape import PUBLISHED, PolicyShape, padded_vocab, published, read_shape
 from megatron_dppo.parallel.layout import interleaved_packs, stage_layers
-
-VARIANTS = ("-fp8", "-base", "-instruct-2507", "-thinking-2507", "-instruct", "-thinking")
 
 
 def shape_of(path: str) -> PolicyShape:
@@ -25,11 +23,8 @@ def shape_of(path: str) -> PolicyShape:
     Raises:
         UserError: on ``model.path``, if it is neither.
     """
-    name = Path(path).name.lower()
-    for variant in VARIANTS:
-        name = name.removesuffix(variant)
-    published = name in PUBLISHED and not Path(path).is_dir()
-    return PUBLISHED[name] if published else read_shape(policy_folder(path, weights=False))
+    name = published(path)
+    return PUBLISHED[name] if name and not Path(path).is_dir() else read_shape(policy_folder(path, weights=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ def _load(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: 
     verifier = source.benchmark.verifier if source.benchmark else config.reward.function
     named = source.setting == SETTING
     if source.file in GENERATORS:
-        data = replace(config.data, eval=None, train=source.file)
+        data = replace(config.data, eval=None, train=source.file, rollouts=None)
         prompts: Sequence[Prompt] = load_prompts(data, tokenizer, split="eval")
     elif named:
         prompts = _named(source, config, tokenizer, max_positions)

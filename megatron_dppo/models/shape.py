@@ -291,3 +291,12 @@ PUBLISHED = {
     "qwen3-235b-a22b": _qwen3(94, 4096, 64, 4, 1536).with_experts(128, per_token=8),
 }
 """The sizes of the published Qwen3 models."""
+VARIANTS = ("-fp8", "-base", "-instruct-2507", "-thinking-2507", "-instruct", "-thinking")
+
+
+def published(path: str) -> str | None:
+    """The published Qwen3 that a path or an id is called after, as a key of ``PUBLISHED``."""
+    name = Path(path).name.lower()
+    for variant in VARIANTS:
+        name = name.removesuffix(variant)
+    return name if name in PUBLISHED else None

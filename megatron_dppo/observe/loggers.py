@@ -34,7 +34,7 @@ Row = Mapping[str, float]
 STATE = "loggers.json"
 PROJECT = "megatron_dppo"
 """Of the three, where their own variable names no other one."""
-PRIVATE = ("rollout.launch.", "rollout.servers")
+PRIVATE = ("rollout.launch.", "rollout.servers", "loss.distillation.teachers", "data.verifiers.arguments")
 """Settings that no logger is told: commands, variables and addresses may have a secret in them."""
 _USER_OF_URL = re.compile(r"//[^/@\s]+@")
 _PARAMETERS_AT_ONCE, _LONGEST_PARAMETER = 100, 6000
@@ -295,4 +295,6 @@ def _read_state(file: Path) -> dict[str, dict[str, Any]]:
 
 def _shown(value: Any) -> Any:
     """A value without the user and password of an address."""
+    if isinstance(value, list | tuple):
+        return [_shown(each) for each in value]
     return _USER_OF_URL.sub("//***@", value) if isinstance(value, str) else value

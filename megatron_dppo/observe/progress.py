@@ -24,7 +24,7 @@ def progress_bar(what: str, total: int, *, done: int = 0, shown: bool = True) ->
         shown: False for ranks that say nothing.
     """
     console = Console(stderr=True)
-    if not (shown and console.is_terminal):
+    if not (shown and sys.stderr.isatty()):
         yield None
         return
     times = TextColumn("in"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()

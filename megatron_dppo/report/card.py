@@ -14,11 +14,13 @@ from typing import Any
 import yaml
 
 from megatron_dppo import __version__
-from megatron_dppo.models.shape import PUBLISHED
+from megatron_dppo.config.loss import is_server
+from megatron_dppo.hub import is_id
+from megatron_dppo.models.shape import published
 from megatron_dppo.observe.summary import summarise
 from megatron_dppo.report.axes import say
 from megatron_dppo.report.learning import wilson
-from megatron_dppo.report.run import Record, Run, default_of
+from megatron_dppo.report.run import Record, Run, data_of, default_of
 from megatron_dppo.settings import settings, short
 from megatron_dppo.trainer.resume import PLACES
 
@@ -26,6 +28,8 @@ SHOWN = ("run.seed", "run.steps", "model.", "layout.", "data.", "reward.function
          "optimizer.", "rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.temperature",
          "rollout.max_response_tokens", "rollout.ahead", "rollout.allocation.")  # fmt: skip
 """Settings that a card may tell."""
+SECRET = ("data.verifiers.arguments",)
+"""Settings among these that may hold a key."""
 TAG = "megatron-dppo"
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 
@@ -38,7 +42,7 @@ def model_card(run: Run, *, step: int, name: str) -> str:
         step: that the checkpoint was saved after. What was measured later is left out.
         name: of the model.
     """
-    base, data = _base(run), _name(run.setting("data.train"))
+    base, data = _base(run), data_of(run)
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if "/" in base:
         head["base_model"] = base
@@ -58,9 +62,10 @@ def model_card(run: Run, *, step: int, name: str) -> str:
 
 
 def _base(run: Run) -> str:
-    """What the run began from: the hub's name of a published Qwen3, or else the name of its folder."""
-    name = _name(run.setting("model.path"))
-    return f"Qwen/{name}" if name.lower().startswith(tuple(PUBLISHED)) else name
+    """What the run began from: an id of the hub, also that of a published Qwen3, or else the name of its folder."""
+    place = str(run.setting("model.path") or "")
+    name = _name(place)
+    return place if is_id(place) else f"Qwen/{name}" if published(name) else name
 
 
 def _name(place: Any) -> str:
@@ -103,7 +108,7 @@ def _held_out(run: Run, key: str) -> str:
     asked = run.setting("data.eval")
     files = list(asked.values()) if isinstance(asked, dict) else [asked] if asked else []
     names = [*map(_name, files), *run.setting("eval.benchmarks")]
-    return ", ".join(names) or f"{_name(run.setting('data.train'))}, held out"
+    return ", ".join(names) or f"{data_of(run)}, held out"
 
 
 def _sure(share: float, of: int | None) -> str:
@@ -131,7 +136,7 @@ def _settings(run: Run) -> Iterator[str]:
     differ = {
         key: value
         for key in settings()
-        if key.startswith(SHOWN) and (value := run.setting(key)) != default_of(key) and value is not None
+        if key.startswith(SHOWN) and key not in SECRET and (value := run.setting(key)) not in (None, default_of(key))
     }
     if not differ:
         return
@@ -150,6 +155,8 @@ def _without_places(key: str, value: Any) -> Any:
         return [_without_places(key, of) for of in value]
     if not isinstance(value, str):
         return value
+    if is_server(value):
+        return "a server"
     named = key in PLACES or key.endswith(".function") or value.startswith(("/", "~", "."))
     return _name(value) if named or ("/" in value and " " not in value) else value
 

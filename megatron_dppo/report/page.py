@@ -22,7 +22,7 @@ from megatron_dppo.report.axes import duration, say
 from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.learning import learning, packs, signs, wilson
 from megatron_dppo.report.pruning import prunes, pruning
-from megatron_dppo.report.run import Run, read_runs
+from megatron_dppo.report.run import Run, data_of, read_runs
 from megatron_dppo.report.tables import benchmarks, options, sample_answers
 from megatron_dppo.report.timing import Race, race, timing
 from megatron_dppo.rl.types import Floats
@@ -118,7 +118,7 @@ def _what(run: Run) -> str:
     """The run in one line."""
     if not run.config:
         return "no settings are recorded"
-    model, data = (PurePath(str(run.setting(key))).name for key in ("model.path", "data.train"))
+    model, data = PurePath(str(run.setting("model.path"))).name, data_of(run)
     samples, allocation = run.setting("rollout.samples_per_prompt"), "rollout.allocation"
     window = f"{run.setting('rollout.prompts_per_step')} prompts × {samples} samples"
     if run.setting(f"{allocation}.rule") != "equal":

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -105,6 +105,13 @@ def default_of(key: str) -> Any:
     """As YAML has it: a list where ``config/`` has a tuple; None for what is no setting of this version."""
     default = settings()[key].default if key in settings() else None
     return list(default) if isinstance(default, tuple) else default
+
+
+def data_of(run: Run) -> str:
+    """The names of the files, or of the generators, that a run was trained on."""
+    given = run.setting("data.rollouts") or run.setting("data.train")
+    places = [each["path"] for each in given] if isinstance(given, list) else [given]
+    return ", ".join(PurePath(str(place or "")).name for place in places) or "(not recorded)"
 
 
 def is_number(value: Any) -> TypeGuard[float]:

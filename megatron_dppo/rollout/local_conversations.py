@@ -210,7 +210,7 @@ def local_conversations(config: Config) -> LocalConversations | None:
         return None
     return LocalConversations(
         ConversationFunction.load(rollout.conversation, rollout.roles),
-        tokenizer=load_tokenizer(config.model.path),
+        tokenizer=load_tokenizer(config.model.folder),
         timeout_s=rollout.request_timeout_s,
         attempts=rollout.attempts,
     )

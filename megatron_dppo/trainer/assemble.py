@@ -270,7 +270,7 @@ def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
 
     def load() -> PromptPool:
         pool = load_prompts(data, parts.tokenizer, split="train", check=check)
-        taught.check_sources(prompt.data_source for prompt in pool)
+        taught.check_sources(pool.data_sources)
         return pool
 
     return parts.world.together(load)
@@ -290,7 +290,7 @@ def _load_offline(parts: PolicyParts[Any]) -> tuple[PromptPool, dict[int, Offlin
         stops=parts.stop_ids,
     )
     pool, groups = world.together(load)
-    world.together(lambda: parts.config.loss.distillation.check_sources(prompt.data_source for prompt in pool))
+    world.together(lambda: parts.config.loss.distillation.check_sources(pool.data_sources))
     return pool, groups
 
 

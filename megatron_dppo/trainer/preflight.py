@@ -25,7 +25,7 @@ from megatron_dppo.data.generators import GENERATORS, REASONING_GYM, VERIFIERS
 from megatron_dppo.data.prompts import NO_CHECK, LabelCheck, are_stored, prepare
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
-from megatron_dppo.hub import policy_folder
+from megatron_dppo.hub import is_id, policy_folder
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
 from megatron_dppo.observe.loggers import check_loggers
 from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_columns, check_labels, resolve
@@ -209,7 +209,11 @@ def _check_data(config: Config, command: Command) -> None:
         remedy = f"Name some with --benchmarks: {', '.join(KNOWN)}, or NAME=FILE"
         raise UserError("eval.benchmarks", "[]", "names nothing to evaluate on, and data.eval does not either", remedy)
     for source in held_out:
-        if source.name and source.file not in GENERATORS and not Path(source.file).is_file():
+        if (
+            source.name
+            and source.file not in GENERATORS
+            and not (Path(source.file).is_file() or (is_id(source.file) and source.setting != SETTING))
+        ):
             columns = f"the columns {config.data.prompt_key} and {config.data.label_key}"
             remedy = f"Put its problems there, one JSON object a line with {columns}, or leave {source.name} out"
             raise UserError(source.setting, source.file, "is no file", remedy)

@@ -217,6 +217,8 @@ def _same_place(one: Any, other: Any) -> bool:
     """Whether two names, if they are such, are of one file or folder, or both of servers, whose addresses change."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return all(one[name] == other[name] or _same_place(one[name], other[name]) for name in one)
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return all(a == b or _same_place(a, b) for a, b in zip(one, other, strict=True))
     if not (isinstance(one, str) and isinstance(other, str)):
         return False
     return (is_server(one) and is_server(other)) or Path(one).resolve() == Path(other).resolve()
