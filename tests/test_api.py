@@ -78,6 +78,10 @@ def test_settings_are_given_section_by_section(tmp_path: Path):
     config = load_config(file, run={"dir": tmp_path}, pruning={"completions": {"rule": "top_k"}})
     assert config.run == RunConfig(steps=3, dir=str(tmp_path))
     assert (config.pruning.completions.keep, config.pruning.completions.rule) == (0.9, "top_k")
+    tasks = {"leg_counting": {"max_animals": 3}}
+    config = load_config(data={"reasoning_gym": {"tasks": tasks}, "eval": {"held out": tmp_path / "b.jsonl"}})
+    assert config.data.reasoning_gym.tasks == tasks, "a setting may be a mapping itself"
+    assert config.data.eval == {"held out": str(tmp_path / "b.jsonl")}
 
 
 def test_ranks_end_with_a_callback_that_fails(tmp_path: Path):

@@ -17,7 +17,9 @@ from tests.runs import write_run as write_with_tokenizer
 
 PRIVATE = (
     "model.path=/home/somebody/models/Qwen3-4B",
-    "data.train=/home/somebody/my problems/train.jsonl",
+    "data.train=[{path: /home/somebody/my problems/train.jsonl, weight: 3}, {path: more.jsonl}]",
+    "data.verifiers.arguments={judge_api_key: sk-1}",
+    "loss.distillation.teachers={math: http://u:pw@10.1.2.3:3, code: /home/somebody/coder}",
     "data.eval={hard: ~/secret place/hard.jsonl}",
     "reward.function=/home/somebody/reward.py:score",
     "rollout.engine=sglang",
@@ -47,7 +49,7 @@ def test_an_export_is_the_last_checkpoint_with_a_card_of_what_it_came_to(run: Pa
     AutoModelForCausalLM.from_pretrained(out)
     _, head, text = (out / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(head)["base_model"] == "Qwen/Qwen3-4B"
-    assert "`Qwen/Qwen3-4B`, trained for 4 steps of reinforcement learning on `train.jsonl`" in text
+    assert "`Qwen/Qwen3-4B`, trained for 4 steps of reinforcement learning on `train.jsonl, more.jsonl`" in text
     assert [line for line in text.splitlines() if "(step " in line] == [
         "| hard.jsonl | 50 | 25.0% | 58.3% [44.6, 70.9] (step 4) |"
     ]
@@ -61,7 +63,17 @@ def test_a_card_tells_nothing_of_the_machine(run: Path, tmp_path: Path) -> None:
     card = (tmp_path / "out/README.md").read_text()
     for secret in ("/", "~"):
         assert not any(f"`{secret}" in line or f" {secret}" in line for line in card.splitlines()), secret
-    for secret in ("somebody", "10.1.2.3", "hf_abc", "our-account", str(tmp_path), str(run), os.uname().nodename):
+    for secret in (
+        "somebody",
+        "10.1.2.3",
+        "u:pw",
+        "sk-1",
+        "hf_abc",
+        "our-account",
+        str(tmp_path),
+        str(run),
+        os.uname().nodename,
+    ):
         assert secret not in card
 
 

@@ -146,13 +146,17 @@ def test_a_data_set_that_declares_nothing_is_read_by_the_names_of_its_files(cach
     publish(cache, "dataset", "org/plain", {"rows.jsonl": rows(1)})
     publish(cache, "dataset", "org/parted", {"data/train-00000-of-00001.jsonl": rows(1), "data/test.jsonl": rows(1)})
     publish(cache, "dataset", "org/named", {"en/test.jsonl": rows(1), "de/test.jsonl": rows(1), "de/training.txt": b""})
+    declared = b"---\nconfigs:\n- {config_name: both, data_files: '*/train-*.jsonl'}\n---\n"
+    parts = {f"{place}/train-00000-of-00001.jsonl": rows(1) for place in ("en", "fr")}
+    publish(cache, "dataset", "org/both", {"README.md": declared, **parts})
     found = {
         name: [file.as_posix().partition(REVISION)[2] for file in data_files(name, "data.train", split="train")]
-        for name in ("org/plain", "org/parted", "org/parted::test", "org/named:de:test")
+        for name in ("org/plain", "org/parted", "org/parted::test", "org/named:de:test", "org/both")
     }
     assert found == {
         "org/plain": ["/rows.jsonl"],
         "org/parted": ["/data/train-00000-of-00001.jsonl"],
         "org/parted::test": ["/data/test.jsonl"],
         "org/named:de:test": ["/de/test.jsonl"],
+        "org/both": ["/en/train-00000-of-00001.jsonl", "/fr/train-00000-of-00001.jsonl"],
     }

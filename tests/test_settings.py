@@ -319,10 +319,10 @@ def test_a_configuration_is_frozen_and_the_same_after_a_pickle() -> None:
 
 
 def test_a_mistake_in_one_of_several_sources_is_named() -> None:
-    listed = load_config(None, ["data.train=[{path: a.jsonl, weight: 3}, {path: 2024}]"]).data.train
-    assert [(source.path, source.weight) for source in listed if not isinstance(source, str)] == [
-        ("a.jsonl", 3.0),
-        ("2024", 1.0),
+    listed = load_config(None, ["data.train=[{path: a.jsonl, weight: 3, prompt_key: null}, {path: 2024}]"]).data.train
+    assert [(source.path, source.weight, source.prompt_key) for source in listed if not isinstance(source, str)] == [
+        ("a.jsonl", 3.0, None),
+        ("2024", 1.0, None),
     ]
     for source, words in (("weight: 0", r"= 0: weight: should be greater than 0"), ("wight: 3", "= 3: wight: extra")):
         with pytest.raises(UserError, match=rf"data\.train {words}"):
