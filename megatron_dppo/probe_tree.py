@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 import numpy as np
 import torch
 
-from megatron_dppo.config import BranchConfig, Config, TreeConfig, replace
+from megatron_dppo.config import BranchConfig, Config, DistillationConfig, TreeConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor, Sums
 from megatron_dppo.models.microbatch import Microbatch, Responses
@@ -37,6 +37,7 @@ def probe_tree(config: Config) -> None:
     Raises:
         UserError: on every rank, for what the user can mend, and where no prompt has a gradient.
     """
+    config = replace(config, loss=replace(config.loss, distillation=DistillationConfig()))  # no teacher is asked
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     console = Console(0) if world.leads else None
     with ExitStack() as to_close:

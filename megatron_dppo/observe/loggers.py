@@ -142,7 +142,7 @@ class _MLflow:
 
     def write(self, step: int, row: Row) -> None:
         now = int(time.time() * 1000)
-        names = {key: key.replace("@", "_at_") for key in row}  # which MLflow does not take
+        names = {key: re.sub(r"[^\w\-. /]", "_", key.replace("@", "_at_")) for key in row}  # which MLflow does not take
         self._client.log_batch(self.run, [self._metric(names[key], value, now, step) for key, value in row.items()])
 
     def close(self, *, finished: bool) -> None:

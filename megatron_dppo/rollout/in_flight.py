@@ -92,15 +92,17 @@ class BrokenOff:
         """Whether this rank may go on with them.
 
         Args:
-            rollout: its limit may have been lowered since.
+            rollout: its limit may have been lowered since, and groups have other bounds.
             oldest: version before which no token may have been made.
             routed: whether the routing of tokens is asked for.
         """
-        limit = rollout.max_response_tokens
+        limit, samples = rollout.max_response_tokens, self.selection.samples
+        if samples is not None and not ((samples >= rollout.least_samples) & (samples <= rollout.most_samples)).all():
+            return False
         return all(
             len(one.completion.token_ids) < limit + one.ended
             and one.completion.oldest_version >= oldest
-            and (one.completion.routing is not None) >= routed
+            and (one.completion.routing is not None or not one.ended) >= routed  # the rest's tells of all before it
             for each in self.so_far.values()
             for one in each
         )
@@ -246,7 +248,9 @@ def _so_far(stored: dict[str, Any], share: set[int]) -> Progress:
 
 
 def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
-    tables = [completion.routing for completion in completions if completion.routing is not None]
+    # A request that is aborted while it waits has tokens and no routing.
+    like = next((c.routing for c in completions if c.routing is not None), None)
+    tables = [] if like is None else [like[:0] if c.routing is None else c.routing for c in completions]
     roles = [completion.roles for completion in completions if completion.roles is not None]
     spans = [(span.version, span.count) for completion in completions for span in completion.versions]
     nothing = (np.full(len(c.token_ids), np.nan, np.float32) for c in completions)
@@ -308,6 +312,7 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
         versions = tuple(VersionSpan(*span) for span in spans.tolist())
         reason: Literal["stop", "length"] = "stop" if stopped else "length"
         said = None if said is None or np.isnan(said).all() else said
+        table = table if table is not None and len(table) else None
         tree = tuple(forks), tuple(weights)
         yield Completion(token_ids, logprobs, loss_mask, versions, reason, table, *tree, said, said_by)
 

@@ -300,7 +300,7 @@ def alive(pid: int) -> bool:
 def test_worker_whose_trainer_is_gone_before_it_read_an_answer_ends_quietly(workers: RewardWorkers) -> None:
     workers.wait_ready()
     (worker,) = workers._workers
-    worker.pipe.send([(0, pickle.dumps(*items("score 1")))])
+    worker.pipe.send([(range(1), [pickle.dumps(*items("score 1"))])])
     assert worker.pipe.poll(10.0)
     worker.pipe.close()
     assert worker.process.wait(10.0) == 0

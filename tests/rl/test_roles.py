@@ -85,6 +85,8 @@ def metadata_for(chosen: tuple[int, ...]) -> StepMetadata:
         sampled_lengths=lengths,
         rewards=REWARDS[list(chosen)].mean(axis=1)[None],
         score_norms=np.sqrt((roles["norm"] ** 2).sum(axis=-1)),
+        log_ratios=np.zeros((*lengths.shape, 2)),
+        teacher=np.full(1, -1),
         forks=no_forks(lengths.shape),
         roles=roles,
         versions=np.zeros_like(lengths),

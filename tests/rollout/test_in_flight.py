@@ -257,10 +257,15 @@ def test_groups_of_unequal_size_come_back_as_they_were(writers: int, readers: in
 def test_what_was_broken_off_comes_back_on_the_rank_that_asks_for_it(
     writers: int, readers: int, routed: bool, tmp_path: Path
 ) -> None:
-    """Some prompts have all of their completions, some one, and some none."""
+    """Some prompts have all of their completions, some one, and some none; a request that was aborted while it waited
+    has no routing."""
+
+    def group_in(prompt: int) -> Group:
+        group = group_of(prompt, routed=routed)
+        return replace(group, completions=(replace(group.completions[0], routing=None), *group.completions[1:]))
 
     def known(prompt: int) -> list[SoFar]:
-        group = group_of(prompt, routed=routed)
+        group = group_in(prompt)
         return [SoFar(slot, c, slot == 1) for slot, c in enumerate(group.completions)][: prompt % 4]
 
     def write(world: World) -> None:
@@ -276,7 +281,7 @@ def test_what_was_broken_off_comes_back_on_the_rank_that_asks_for_it(
         assert back.so_far.keys() == {p for p in SELECTION.prompt_ids[rank::readers].tolist() if p % 4}
         for prompt, each in back.so_far.items():
             assert [(one.slot, one.ended) for one in each] == [(one.slot, one.ended) for one in known(prompt)]
-            group = group_of(prompt, routed=routed)
+            group = group_in(prompt)
             ours = replace(group, completions=tuple(one.completion for one in each))
             assert same_group(ours, replace(group, completions=group.completions[: len(each)]))
     first = backs[0][0]
@@ -284,6 +289,11 @@ def test_what_was_broken_off_comes_back_on_the_rank_that_asks_for_it(
     for oldest, limit, wanted, fits in ((3, 9, False, True), (4, 9, False, False), (3, 3, False, False)):
         assert first.made_for(RolloutConfig(max_response_tokens=limit), oldest=oldest, routed=wanted) == fits
     assert first.made_for(RolloutConfig(), oldest=0, routed=True) == routed
+    of_four = replace(first, selection=replace(SELECTION, samples=np.full(len(SELECTION.prompt_ids), 4)))
+    for most, fits in ((4, True), (3, False)):
+        allocation = AllocationConfig(rule="neyman", least=2, most=most)
+        rollout = RolloutConfig(samples_per_prompt=3, allocation=allocation)
+        assert of_four.made_for(rollout, oldest=0, routed=False) == fits
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 3)])

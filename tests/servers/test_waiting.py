@@ -17,7 +17,7 @@ from megatron_dppo.settings import load_config
 
 def _said(http: Http, folder: Path, *words: str) -> tuple[list[str], UserError]:
     said: list[str] = []
-    settings = [f"run.dir={folder}", "rollout.engine=sglang", "rollout.launch.wait_s=1.2", *words]
+    settings = [f"run.dir={folder}", f"model.path={folder}", "rollout.engine=sglang", "rollout.launch.wait_s=3", *words]
     opened = Pool(load_config(None, settings), http, architecture="", secret=None, say=said.append)
     try:
         with pytest.raises(UserError) as failed:
@@ -36,7 +36,7 @@ def test_servers_that_are_waited_for_are_named(http: Http, tmp_path: Path, monke
         gone.close()
         said, failed = _said(http, tmp_path, f"rollout.servers=[{','.join(urls)}]")
     mute, refuses = sorted(said, key=lambda text: urls[1] in text)
-    assert mute == f"waiting for 0 s, of rollout.launch.wait_s = 1.2, for server {urls[0]}: nobody said anything"
+    assert mute == f"waiting for 0 s, of rollout.launch.wait_s = 3, for server {urls[0]}: nobody said anything"
     assert f"for server {urls[1]}: server {urls[1]} " in refuses and "nobody" not in refuses
     assert failed.setting == "rollout.servers"
 
