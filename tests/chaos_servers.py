@@ -162,7 +162,7 @@ class Chaos:
         self.servers = [ServerProcess(serving, i, host="127.0.0.1", secret=self.secret) for i in range(2)]
         for server in self.servers:
             server.start()
-        order = PromptOrder(PROBLEMS, seed=RunConfig().seed)
+        order = PromptOrder([PROBLEMS], seed=RunConfig().seed)
         self.order = [order.next_window(PROMPTS).tolist() for _ in range(STEPS)]
         """The prompts of each step, where nothing comes between."""
         for server in self.servers:
