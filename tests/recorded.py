@@ -24,9 +24,10 @@ class Recorded(Trainer):
         super().__init__(*parts)
         begin, answered = self.collector.begin, Batch.prompt_ended
 
-        def asked(pool: Any, selection: Selection, step: int, again: int = 0) -> Begun:
-            self.note("asked", step=step, prompts=selection.prompt_ids.tolist())
-            return begin(pool, selection, step, again)
+        def asked(pool: Any, selection: Selection, step: int, again: int = 0, so_far: Any = None) -> Begun:
+            if so_far is None:  # else what was broken off goes on
+                self.note("asked", step=step, prompts=selection.prompt_ids.tolist())
+            return begin(pool, selection, step, again, so_far)
 
         def was_answered(batch: Batch, index: int) -> None:
             if batch.sampling.samples == self.config.rollout.samples_per_prompt:  # else it is no rollout
