@@ -1471,8 +1471,8 @@ MUTANTS = [
     ),
     Mutant(
         "export/a card shows all settings",
-        "if key.startswith(SHOWN) and (value := run.setting(key)) != default_of(key)",
-        "if (value := run.setting(key)) != default_of(key)",
+        "if key.startswith(SHOWN) and key not in SECRET and (value := run.setting(key))",
+        "if (value := run.setting(key))",
         "test_export.py -k tells_nothing",
     ),
     Mutant(
@@ -1501,7 +1501,7 @@ MUTANTS = [
     ),
     Mutant(
         "progress/bars where nobody looks",
-        "if not (shown and console.is_terminal):",
+        "if not (shown and sys.stderr.isatty()):",
         "if not shown:",
         "observe/test_progress.py -k elsewhere",
     ),
@@ -1789,7 +1789,19 @@ MUTANTS = [
         "order/sources resume as the first", "source.go_to(*place)", "source.go_to(*places[0])", "data/test_order.py"
     ),
     Mutant("hub/a shard is missing", "all((folder / shard).is_file() for shard in shards)", "True", "test_hub.py"),
-    Mutant("hub/some of several files", "not counts or sum(counts) == len(files)", "True", "test_hub.py"),
+    Mutant(
+        "ahead/aborted requests have the routing of others",
+        "like[:0] if c.routing is None else c.routing for c in completions",
+        "c.routing for c in completions if c.routing is not None",
+        "rollout/test_in_flight.py -k broken_off",
+    ),
+    Mutant(
+        "ahead/broken-off groups of any size",
+        "if samples is not None and not (",
+        "if False and not (",
+        "rollout/test_in_flight.py -k broken_off",
+    ),
+    Mutant("hub/some of several files", "sets[name] == count for name", "True for name", "test_hub.py"),
     Mutant(
         "settings/the first type's error",
         'max(of_setting, key=lambda each: len(each["loc"]))',
