@@ -125,7 +125,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping) and f"{prefix}{name}" not in settings():
             yield from _leaves(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", str(value) if isinstance(value, Path) else value
+            yield f"{prefix}{name}", value
 
 
 def train(
@@ -146,7 +146,7 @@ def train(
         reward: scores completions in place of ``reward.function``, in processes of its own; any signature that may be
             named there.
         objective: in place of ``loss.objective``: from :class:`~megatron_dppo.rl.losses.Tokens` to what is maximised.
-        conversation: in place of ``rollout.conversation``: has a conversation with a server for each completion.
+        conversation: in place of ``rollout.conversation``: has a conversation with the policy for each completion.
         completion_rule: in place of ``pruning.completions.rule``: from
             :class:`~megatron_dppo.rl.pruning.completion_rules.CompletionCandidates` and ``keep`` to inclusion
             probabilities.
