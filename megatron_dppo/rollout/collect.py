@@ -312,8 +312,9 @@ class Collector:
             penalty = self._penalty(completions)
             groups.append(Group(prompt, completions, rewards + penalty))
             inclusion.append(pi)
-            by_role = [[score.roles.get(role, score.reward) for role in rollout.roles] for score in known]
-            of_roles.append(np.array(by_role) + penalty[:, None])
+            if rollout.roles:
+                by_role = [[score.roles.get(role, score.reward) for role in rollout.roles] for score in known]
+                of_roles.append(np.array(by_role) + penalty[:, None])
         branches, samples = rollout.tree.branches, rollout.most_samples
         part = _Part(
             metadata=metadata_of(
@@ -323,7 +324,7 @@ class Collector:
                 len(branches),
                 self._world.rank,
                 self._config.loss.distillation,
-                role_rewards=of_roles if rollout.roles else (),
+                of_roles,
             ),
             raw_reward=float(raw),
             negative_logprob=-float(
