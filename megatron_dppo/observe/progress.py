@@ -23,7 +23,6 @@ def progress_bar(what: str, total: int, *, done: int = 0, shown: bool = True) ->
         done: of them at the start.
         shown: False for ranks that say nothing.
     """
-    console = Console(stderr=True)
     if not (shown and sys.stderr.isatty()):
         yield None
         return
@@ -31,6 +30,6 @@ def progress_bar(what: str, total: int, *, done: int = 0, shown: bool = True) ->
     counts = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     to_file = not sys.stdout.isatty()  # what is printed goes there, and not above the bar
     columns = *counts, *times, TextColumn("{task.fields[said]}")
-    with Progress(*columns, console=console, redirect_stdout=not to_file) as progress:
+    with Progress(*columns, console=Console(stderr=True), redirect_stdout=not to_file) as progress:
         task = progress.add_task(what, total=total, completed=done, said="")
         yield lambda count, said: progress.update(task, advance=count, said=said)
