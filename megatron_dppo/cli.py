@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
@@ -159,35 +160,7 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"megatron-dppo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command, what in (
-        ("train", "train a policy; run again, it resumes from the last checkpoint in run.dir"),
-        ("sft", "warm a policy up on worked answers"),
-        ("eval", "score a policy on benchmarks; run again, it goes on from the answers that are there"),
-        (
-            "probe-tree",
-            "tell where, if at all, completions should fork into a tree (rollout.tree), by a policy's gradients",
-        ),
-        ("serve", "run the rollout server of this node, in a Slurm job beside the trainer's"),
-        ("launch", "train as a NeMo-Run experiment, here or on Slurm, on the machines that cluster.* names"),
-    ):
-        of = commands.add_parser(command, help=what, description=what[0].upper() + what[1:] + ".")
-        of.add_argument(
-            "settings", nargs="*", metavar="CONFIG a.b=c", help="a YAML file, and settings that override what it says"
-        )
-        of.add_argument("--print-config", action="store_true", help="print every setting with its meaning, and stop")
-        if command in ("train", "sft"):
-            what = "look for what can be known to be wrong, with so many ranks, say what is done already, and stop"
-            of.add_argument("--check", nargs="?", const=0, type=int, metavar="RANKS", help=what)
-        if command == "launch":
-            of.add_argument("--executor", choices=("local", "slurm"), default="local", help="where to run")
-            of.add_argument("--dry-run", action="store_true", help="print the job as a script that runs as it is")
-            of.add_argument("--detach", action="store_true", help="on Slurm, do not wait for the end")
-        if command == "eval":
-            _add_eval_arguments(of)
-        if command == "probe-tree":
-            of.add_argument("--model", metavar="FOLDER", help=MODEL)
-            what = "places, in shares of the mean response's length (default: probe.at)"
-            of.add_argument("--at", metavar="A,…", help=what)
+    _add_commands_with_settings(commands)
     plan = commands.add_parser("plan", help="tell beforehand what a run needs, how long it takes and what it costs")
     what = "as for train; cluster.* says on which machines, assume.* what to assume"
     plan.add_argument("settings", nargs="*", metavar="CONFIG a.b=c", help=what)
@@ -221,6 +194,39 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="show what is installed and what will be used")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _add_commands_with_settings(commands: Any) -> None:
+    """Those that read a run's settings."""
+    for command, what in (
+        ("train", "train a policy; run again, it resumes from the last checkpoint in run.dir"),
+        ("sft", "warm a policy up on worked answers"),
+        ("eval", "score a policy on benchmarks; run again, it goes on from the answers that are there"),
+        (
+            "probe-tree",
+            "tell where, if at all, completions should fork into a tree (rollout.tree), by a policy's gradients",
+        ),
+        ("serve", "run the rollout server of this node, in a Slurm job beside the trainer's"),
+        ("launch", "train as a NeMo-Run experiment, here or on Slurm, on the machines that cluster.* names"),
+    ):
+        of = commands.add_parser(command, help=what, description=what[0].upper() + what[1:] + ".")
+        of.add_argument(
+            "settings", nargs="*", metavar="CONFIG a.b=c", help="a YAML file, and settings that override what it says"
+        )
+        of.add_argument("--print-config", action="store_true", help="print every setting with its meaning, and stop")
+        if command in ("train", "sft"):
+            what = "look for what can be known to be wrong, with so many ranks, say what is done already, and stop"
+            of.add_argument("--check", nargs="?", const=0, type=int, metavar="RANKS", help=what)
+        if command == "launch":
+            of.add_argument("--executor", choices=("local", "slurm"), default="local", help="where to run")
+            of.add_argument("--dry-run", action="store_true", help="print the job as a script that runs as it is")
+            of.add_argument("--detach", action="store_true", help="on Slurm, do not wait for the end")
+        if command == "eval":
+            _add_eval_arguments(of)
+        if command == "probe-tree":
+            of.add_argument("--model", metavar="FOLDER", help=MODEL)
+            what = "places, in shares of the mean response's length (default: probe.at)"
+            of.add_argument("--at", metavar="A,…", help=what)
 
 
 def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
