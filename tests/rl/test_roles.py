@@ -12,7 +12,7 @@ from megatron_dppo.config import Config, LossConfig, RolloutConfig, replace
 from megatron_dppo.rl import plan as planning
 from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.pack import TrainingSample, build_pack
+from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.pruning.minibatch import advantages_of_segments, completion_candidates, prune_minibatch
 from megatron_dppo.rl.roles import role_advantages
@@ -30,6 +30,7 @@ from megatron_dppo.rl.types import (
 from megatron_dppo.rollout.metadata import metadata_of
 from tests.rl.integration import FixedOffset, outcomes
 from tests.rl.steps import step_config
+from tests.rl.test_tree_plan import training_sample
 
 SAMPLES, LONGEST = 3, 3
 LOGITS = {(): 0.4, (1,): -0.7, (1, 1): 0.9}
@@ -110,17 +111,7 @@ def gradient(chosen: tuple[int, ...], step: StepPlan) -> Floats:
     samples, total = step.minibatches[0].samples, np.zeros(len(LOGITS))
     for k in range(len(samples.group)):
         path, said_by = PATHS[chosen[samples.completion[k]]], SPOKEN[chosen[samples.completion[k]]]
-        sample = TrainingSample(
-            prompt_ids=np.array([5, 6], np.int32),
-            response_ids=np.array(path, np.int32),
-            engine_logprobs=np.zeros(len(path), np.float32),
-            loss_mask=np.ones(len(path), bool),
-            advantage=float(samples.advantage[k]),
-            scale=float(samples.scale[k]),
-            version=0,
-            branch_advantage=tuple(samples.branch_advantage[k].tolist()),
-            roles=np.array(said_by, np.int8),
-        )
+        sample = dataclasses.replace(training_sample(step, k, path), roles=np.array(said_by, np.int8))
         pack = build_pack([sample], 8, pad_id=0, align=1)
         total += (pack.scale * pack.advantage) @ scores(path)
     return total
