@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -49,7 +50,9 @@ MARK = "MEGATRON_DPPO_CHAOS"
 EACH_START = "tensorboard/"
 """Folder of a run with a file for each start of it."""
 TEMPORARY = ("megatron-dppo-", "torchinductor_")
-"""What may be left among the temporary files: a launcher's folder that got SIGKILL, and torch's cache."""
+"""Beginnings of names that may be left in the temporary folder: of a launcher that got SIGKILL, and torch's cache."""
+OF_WANDB = re.compile(r"tmp\w+wandb-(artifacts|media)")
+"""Folders that W&B makes when it is imported and removes at exit; Megatron-Core imports it wherever it is installed."""
 GONE_S = 10.0
 """Within so many seconds of the launcher's end nothing of a run may live."""
 WAIT_S = 300.0
@@ -235,7 +238,7 @@ def finish(run: Run, reference: Mapping[str, Any], tally: Tally) -> None:
         tally.lost.append(f"{run.of.name}: other {', '.join(different)}, see {run.folder}")
     tally.leftovers += sorted(set(outcome["files"]) - set(reference["files"]))
     temporary = [path.name for path in (run.folder / "tmp").iterdir()]
-    tally.leftovers += [name for name in temporary if not name.startswith(TEMPORARY)]
+    tally.leftovers += [name for name in temporary if not name.startswith(TEMPORARY) and not OF_WANDB.fullmatch(name)]
     tally.finished += 1
     if not different:
         shutil.rmtree(run.folder)
