@@ -9,14 +9,21 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 show_pip() { # LOG: takes down what pip says, and shows what it is at with the seconds since it began
-    local line last=-10 began=$SECONDS
-    while IFS= read -r line; do
-        printf '%s\n' "$line" >>"$1"
-        case $line in Collecting* | *Downloading* | Building* | Installing*) ;; *) continue ;; esac
+    local line='' half='' doing='' last=-10 began=$SECONDS
+    while :; do
+        if IFS= read -r -t 1 line; then
+            line=$half$line half=
+            printf '%s\n' "$line" >>"$1"
+            case $line in Collecting* | *Downloading* | Building* | Installing*) doing=${line#"${line%%[! ]*}"} ;; *) continue ;; esac
+        elif (($? > 128)); then # a second has passed
+            half+=$line
+        else
+            break
+        fi
         if [ -t 2 ]; then
-            printf '\r\033[K[%4d s] %.70s' $((SECONDS - began)) "${line#"${line%%[! ]*}"}" >&2
+            printf '\r\033[K[%4d s] %.70s' $((SECONDS - began)) "$doing" >&2
         elif [ $((SECONDS - last)) -ge 10 ]; then
-            printf '[%4d s] %.70s\n' $((SECONDS - began)) "${line#"${line%%[! ]*}"}" >&2
+            printf '[%4d s] %.70s\n' $((SECONDS - began)) "$doing" >&2
             last=$SECONDS
         fi
     done

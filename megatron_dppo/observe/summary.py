@@ -115,25 +115,28 @@ def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
 
     The tokens of prompts that were not rolled out are taken to be like those of the others.
     """
-    prompts, tokens = summary["kept_prompt_fraction"], summary["kept_token_fraction"]
-    if prompts is not None and tokens is not None:
+    prompts = summary["kept_prompt_fraction"]
+    if prompts is not None and summary["kept_token_fraction"] is not None:
         unseen, pruned, trained, zero_advantage = (
             summary.get(name, 0)  # a summary of an earlier version does not count zero advantages
             for name in ("saved_tokens_prompts", "saved_tokens_completions", "trained_tokens", "zero_advantage_tokens")
         )
         rolled_out = trained + pruned + zero_advantage
-        yield f"of the prompts {100 * prompts:.0f}% were rolled out, and {100 * tokens:.0f}% of their tokens trained on"
-        if zero_advantage:
-            share = zero_advantage / rolled_out
-            yield f"  {100 * share:.0f}% of their tokens had zero advantage: no run trains on those"
+        seconds = {level: summary[f"saved_seconds_{level}"] for level in ("prompts", "completions")}
+        yield f"{100 * prompts:.0f}% of the prompts were rolled out; of the tokens of all prompts:"
+        for count, what in (
+            (trained, "trained on"),
+            (unseen, f"not rolled out, an estimate: {unseen:,} tokens, about {seconds['prompts']:.0f} s"),
+            (pruned, f"rolled out and pruned: {pruned:,} tokens, about {seconds['completions']:.0f} s"),
+            (zero_advantage, "rolled out, with zero advantage: no run trains on those"),
+        ):
+            if count:
+                yield f"  {100 * count / (rolled_out + unseen):3.0f}% {what}"
         if unseen or pruned:
             generation = unseen / (rolled_out + unseen)
             training = 1.0 - (1.0 - generation) * trained / (trained + pruned) if trained + pruned else generation
             saved = f"{100 * generation:.0f}% of the tokens to roll out and {100 * training:.0f}% of those to train on"
-            yield f"  pruning saved about {saved}"
-        for level, what in (("prompts", "tokens not rolled out"), ("completions", "tokens not trained on")):
-            if saved := summary[f"saved_tokens_{level}"]:
-                yield f"  {level:<12}{saved:>12,} {what}, about {summary[f'saved_seconds_{level}']:.0f} s"
+            yield f"pruning saved about {saved}"
         if summary["discarded_groups"]:
             yield f"  {summary['discarded_groups']:,} groups were rolled out and discarded, which saved nothing"
         yield from _noise(summary)

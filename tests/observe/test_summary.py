@@ -57,12 +57,14 @@ def test_what_pruning_saved_and_where_things_lie_is_said(tmp_path: Path) -> None
     print_summary(tmp_path, summary, Console(4, file=said))
     text = said.getvalue()
     assert "25.0% before, 75.0% after (+50.0 points)" in text
-    # Of 1,200 tokens in the window 1,000 were rolled out; of 900 with a gradient 400 were trained on.
-    assert "10% of their tokens had zero advantage" in text
-    assert "saved about 17% of the tokens to roll out and 63% of those to train on" in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "prompts 800 tokens not rolled out, about 1 s" in lines
-    assert "completions 2,000 tokens not trained on, about 3 s" in lines
+    assert "75% of the prompts were rolled out; of the tokens of all prompts:" in lines
+    # Of 4,800 tokens in the window 4,000 were rolled out; of 3,600 of them with a gradient 1,600 were trained on.
+    assert "33% trained on" in lines
+    assert "17% not rolled out, an estimate: 800 tokens, about 1 s" in lines
+    assert "42% rolled out and pruned: 2,000 tokens, about 3 s" in lines
+    assert "8% rolled out, with zero advantage: no run trains on those" in lines
+    assert "saved about 17% of the tokens to roll out and 63% of those to train on" in text
     assert "weights leave an effective sample size of 80% of what was trained on" in lines
     assert "the gradient's variance, estimated for independent draws: 1.25 times the full batch's" in lines
     assert "its noise: 80% sampling, 15% pruned prompts, 5% pruned completions" in lines
@@ -75,8 +77,8 @@ def test_a_run_that_prunes_nothing_says_of_no_saving() -> None:
     off = {"prune/saved_tokens_prompts": 0.0, "prune/saved_tokens_completions": 0.0}
     said = io.StringIO()
     print_summary("nowhere", summarise([row | off for row in made_up_rows(4)]), Console(4, file=said))
-    assert "20% of their tokens had zero advantage" in said.getvalue()
-    assert "saved" not in said.getvalue()
+    assert "20% rolled out, with zero advantage" in said.getvalue()
+    assert "saved" not in said.getvalue() and "pruned:" not in said.getvalue()
 
 
 def test_of_a_biased_rule_no_variance_is_said_not_even_of_the_steps_that_have_one() -> None:

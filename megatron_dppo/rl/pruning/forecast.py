@@ -204,8 +204,8 @@ class PromptForecast(PromptHistory):
             return ()
         other = "record" if self.used == "model" else "model"
         won, lost = self._losses[self.used], self._losses[other]
-        change = f"pruning.prompts.predictor = auto: from now on the {self.used} predicts prompts"
-        return (f"{change}, whose log-loss of late is {100 * (1.0 - won / lost):.1f}% below that of the {other}",)
+        change = f"pruning.prompts.predictor = auto: the {self.used} predicts prompts from now on"
+        return (f"{change}; its recent log-loss is {100 * (1.0 - won / lost):.1f}% below that of the {other}",)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, for JSON: Python writes floats so that they read back bit for bit."""
