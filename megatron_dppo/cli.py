@@ -17,7 +17,7 @@ from megatron_dppo import __version__
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.process.streams import speak_plainly
-from megatron_dppo.settings import as_yaml, load_config
+from megatron_dppo.settings import as_yaml, load_config, nearest
 
 EVAL_FLAGS = {
     "samples": ("eval.samples", "K", "answers to each problem (default: 1)"),
@@ -60,9 +60,20 @@ def _run(arguments: Sequence[str]) -> int:
     parser = _parser(options_of=arguments[:1])
     chosen, rest = parser.parse_known_args([*_with_a_number_of_ranks(arguments)])
     # argparse takes no positional after an option: overrides that stand there come back as the rest
-    if rest and ("settings" not in chosen or any(word.startswith("-") for word in rest)):
+    options = [word for word in rest if word.startswith("-")]
+    if options and "settings" in chosen:
+        raise _no_option(options[0], chosen.command)
+    if rest and "settings" not in chosen:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return _run_settings(chosen, [*chosen.settings, *rest]) if "settings" in chosen else _run_alone(chosen, arguments)
+
+
+def _no_option(word: str, command: str) -> UserError:
+    """A setting is no option, as in other programs it is."""
+    meant = nearest(word.partition("=")[0].lstrip("-").replace("-", "_"))
+    example = f"{meant[0]}=… perhaps" if meant else "section.setting=value"
+    remedy = f"Settings are written without dashes: {example}; `megatron-dppo {command} --help` lists the options"
+    return UserError("argument", word, f"is no option of {command}", remedy)
 
 
 def _with_a_number_of_ranks(arguments: Sequence[str]) -> Iterator[str]:
@@ -180,17 +191,17 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
         from megatron_dppo.compress.command import add_compress_arguments
 
         add_compress_arguments(compress)
-    export = commands.add_parser("export", help="write a run's policy for Hugging Face, with a model card")
-    if "export" in options_of:
-        from megatron_dppo.export import add_export_arguments
-
-        add_export_arguments(export)
     for command, what in OF_COMPRESS.items():
         of = commands.add_parser(command, help=what, description=what[0].upper() + what[1:] + ".")
         if command in options_of:
             from megatron_dppo.compress.law_command import add_fit_arguments, add_predict_arguments
 
             {"compress fit": add_fit_arguments, "compress predict": add_predict_arguments}[command](of)
+    export = commands.add_parser("export", help="write a run's policy for Hugging Face, with a model card")
+    if "export" in options_of:
+        from megatron_dppo.export import add_export_arguments
+
+        add_export_arguments(export)
     doctor = commands.add_parser("doctor", help="show what is installed and what will be used")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser

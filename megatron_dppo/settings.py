@@ -172,9 +172,13 @@ def nearest(key: str) -> list[str]:
     """The settings or the section that an unknown dotted key may have meant, empty if none is like it.
 
     A right name under a wrong section counts as near, however the sections differ; where several sections have the
-    name, those closest to the one given are all named.
+    name, those closest to the one given are all named. A name of several words may stand for its initials:
+    ``optimizer.learning_rate`` for ``optimizer.lr``.
     """
     section, _, leaf = key.lower().rpartition(".")
+    initials = f"{section}.{''.join(word[:1] for word in leaf.split('_'))}"
+    if initials in settings():
+        return [initials]
 
     def likeness(other: str) -> float:
         whole = difflib.SequenceMatcher(None, key.lower(), other).ratio()
@@ -183,7 +187,8 @@ def nearest(key: str) -> list[str]:
 
     same_name = [other for other in settings() if other.rpartition(".")[2] == leaf]
     if same_name:
-        return [other for other in same_name if other.startswith(section + ".")] or same_name
+        misspelt = difflib.get_close_matches(key.lower(), same_name, 1, 0.9)
+        return [other for other in same_name if other.startswith(section + ".")] or misspelt or same_name
     best = max([*settings(), *sorted(sections())], key=likeness)
     return [best] if likeness(best) > 0.65 else []
 
@@ -251,6 +256,8 @@ def _explain(error: ValidationError) -> UserError:
     first = max(of_setting, key=lambda each: len(each["loc"]))
     problem = first["msg"][0].lower() + first["msg"][1:]
     problem = problem.replace("input should be", "should be")
+    if first["type"] == "literal_error":  # the remedy lists them
+        problem = "is none of its values"
     if len(first["loc"]) > len(names) + 1 and isinstance(inside := first["loc"][-1], str):
         problem = f"{inside}: {problem}"
     return _wrong(settings()[key], first["input"], problem)

@@ -81,12 +81,22 @@ def test_a_mistake_ends_with_2_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [[], ["trian"], ["train", "--stpes", "3"]])
+@pytest.mark.parametrize("words", [[], ["trian"], ["init", "a", "--stpes", "3"]])
 def test_a_wrong_command_line_shows_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
     assert "usage: megatron-dppo" in capsys.readouterr().err
+
+
+def test_an_option_that_is_a_setting_elsewhere_is_answered_with_how_settings_are_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "run.steps=3", "--learning-rate", "3", "--check"]) == 2
+    assert main(["train", "--lr=3"]) == 2
+    said = capsys.readouterr().err
+    assert "error: argument = --learning-rate\n" in said and "error: argument = --lr=3\n" in said
+    assert "Settings are written without dashes: optimizer.lr=…" in said
 
 
 def test_ctrl_c_is_130_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,6 +119,8 @@ def test_every_setting_is_printed_under_its_meaning() -> None:
         ("kl_coef", ["loss.kl_coef"]),
         ("prunning", ["pruning"]),
         ("zzz", []),
+        ("pruning.completion.keep", ["pruning.completions.keep"]),
+        ("optimizer.learning_rate", ["optimizer.lr"]),
     ],
 )
 def test_an_unknown_key_names_the_nearest(wrong: str, meant: list[str]) -> None:

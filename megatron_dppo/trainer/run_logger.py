@@ -44,7 +44,8 @@ class RunLogger:
         for change in changed_since(self._folder, step, config):
             self._console.note(f"changed since step {step}: {change}")
         if step >= config.run.steps:
-            self._console.note(f"{step} steps are done, and run.steps = {config.run.steps}: nothing is left to train")
+            done = f"{step} steps are done, and run.steps = {config.run.steps}: nothing is left to train"
+            self._console.note(f"{done}; with more run.steps the run goes on")
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         record(self._folder, step, config)
