@@ -146,7 +146,9 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     if chosen.command in ("train", "sft") and chosen.check is not None:
         from megatron_dppo.launch.start import check
 
-        print(check(config, chosen.command, ranks=chosen.check))
+        done = check(config, chosen.command, ranks=chosen.check)
+        print("no mistake was found", file=sys.stderr)  # what is printed is for job scripts
+        print(done)
         return 0
     from megatron_dppo.launch.start import run
 

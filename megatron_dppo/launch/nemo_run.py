@@ -26,6 +26,7 @@ from megatron_dppo.launch.job_script import (
     slurm_script,
     slurm_time,
 )
+from megatron_dppo.parallel.layout import resolve_layout
 
 EXEC_JOB = """
 # The job is this script. It starts its own steps, and ends the job: nothing below this line is reached.
@@ -51,9 +52,12 @@ def launch(
         0 if it succeeded, or was submitted; 1 else, and the log says why.
 
     Raises:
-        UserError: NeMo-Run or Slurm is not there. A dry run needs neither.
+        UserError: NeMo-Run or Slurm is not there, which a dry run does not need; on Slurm also, the layout does not
+            divide the ranks of ``cluster.nodes``.
     """
     on_slurm = executor == "slurm"
+    if on_slurm:  # a job would wait for its nodes to be told so
+        resolve_layout(config.layout, config.cluster.nodes * ranks_per_node(config))
     if dry_run:
         print(slurm_script(config, words) if on_slurm else local_script(words), end="")
         return 0

@@ -61,8 +61,9 @@ def prune(
     Args:
         lengths: [Q, G], tokens of each response; G completions of each of Q prompts.
         rewards: [Q, G].
-        logprobs: of each prompt's completions, the log-probabilities of their tokens at sampling; None: what they would
-            tell of the gradients' norms is not used, and the variance is higher.
+        logprobs: of each prompt's completions, the log-probabilities of their tokens at sampling: lists of lists, or
+            [Q, G, T] with padding at the end. None: what they would tell of the gradients' norms is not used, and the
+            variance is higher.
         budget: share of all tokens, prompts' included, that is trained on. Under ``threshold`` it is the chance of the
             low-scored, 1 − r of the paper; under ``top_k`` and ``extremes``, which are biased, a share of completions.
         prompt_lengths: [Q] or one for all, tokens that a completion is trained together with.
@@ -99,7 +100,13 @@ def prune(
 
 def _score_norms(logprobs: Sequence[Sequence[ArrayLike]], lengths: Floats) -> Floats:
     """[Q, G], √Σ_t (1 − p_t)², in proportion to which the norm of a completion's score is expected to grow."""
-    own = [[-np.expm1(np.asarray(tokens, np.float64)) for tokens in group] for group in logprobs]
-    if [[len(tokens) for tokens in group] for group in own] != lengths.astype(int).tolist():
-        raise ValueError("logprobs should have a log-probability for each token of each response.")
-    return np.array([[float(np.linalg.norm(tokens)) for tokens in group] for group in own])
+    if [len(group) for group in logprobs] != [lengths.shape[1]] * len(lengths):
+        raise ValueError("logprobs should have {} prompts of {} completions, as lengths has.".format(*lengths.shape))
+    norms = np.empty_like(lengths)
+    for (prompt, completion), length in np.ndenumerate(lengths):
+        tokens = np.asarray(logprobs[prompt][completion], np.float64)
+        if len(tokens) < length:
+            where = f"logprobs[{prompt}][{completion}]"
+            raise ValueError(f"{where} has {len(tokens)} log-probabilities, and the response {length:.0f} tokens.")
+        norms[prompt, completion] = np.linalg.norm(np.expm1(tokens[: int(length)]))
+    return norms

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from megatron_dppo.cli import main
 from megatron_dppo.launch.job_script import JOB
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +41,15 @@ def test_the_script_for_slurm_asks_for_the_cluster_s_machines_and_hands_words_on
     assert shlex.split(enter)[:2] == ["cd", str(tmp_path)]
     assert shlex.split(job) == ["exec", "bash", str(JOB), CONFIG, *words], "job.sh takes the first word for the file"
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_a_layout_that_does_not_divide_the_cluster_s_ranks_is_refused_before_a_job_waits_for_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    large = str(ROOT / "configs/qwen3_235b_a22b_dppo.yaml")
+    assert main(["launch", large, "--executor", "slurm", "--dry-run", "cluster.nodes=8"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: layout.ep = 16\n")
 
 
 def test_the_script_for_this_machine_trains_when_it_is_run(tmp_path: Path) -> None:

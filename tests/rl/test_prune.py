@@ -66,13 +66,23 @@ def test_without_log_probabilities_the_advantage_alone_is_the_score():
     assert often[::2].min() > 0.9 > 0.7 > often[1::2].max()
 
 
+def test_log_probabilities_may_be_padded():
+    ragged = batch()
+    padded = np.zeros((6, 8, 60))
+    for place, length in np.ndenumerate(ragged["lengths"]):
+        padded[place][:length] = ragged["logprobs"][place[0]][place[1]]
+    for ours, expected in zip(prune(**{**ragged, "logprobs": padded}), prune(**ragged), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"lengths": [3, 4]}, "lengths"),
         ({"rule": "best"}, "best"),
         ({"budget": 0.0}, "budget"),
-        ({"logprobs": [[[0.0]] * 8] * 6}, "logprobs"),
+        ({"logprobs": [[[0.0]] * 8] * 6}, r"logprobs\[0\]\[0\] has 1 log-prob"),
+        ({"logprobs": [[[0.0]] * 7] * 6}, "6 prompts of 8"),
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, object], said: str):
