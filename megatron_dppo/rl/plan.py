@@ -187,7 +187,10 @@ def notes(
             "its environment that changes with the policy: their sum is the gradient of no one objective"
         )
     if objective.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
-        yield "token_mean with pruned prompts: the normaliser is estimated, the gradient a ratio (bias O(1/prompts))"
+        yield (
+            f"loss.name = {objective.name} divides by the tokens of all prompts, which are estimated where prompts are "
+            "pruned: the gradient has a bias of O(1/prompts), which grpo and dr_grpo do not have"
+        )
     if (objective.whiten or objective.baseline == "batch") and (metadata.prompt_inclusion < 1.0).any():
         yield (
             f"{objective.name} with pruned prompts: the minibatch's moments, by which rewards become advantages, are "

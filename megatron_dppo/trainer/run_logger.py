@@ -66,7 +66,7 @@ class RunLogger:
         for note in _bias_of_others(config):
             self._console.note(note)
         if dropped_prompts:
-            self._console.note(f"{dropped_prompts} prompts over data.max_prompt_tokens left the pool")
+            self._console.note(f"left out, being longer than data.max_prompt_tokens: {dropped_prompts} prompts")
 
     def add(self, metrics: dict[str, float]) -> None:
         """Add what was measured outside of a step."""

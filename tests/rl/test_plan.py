@@ -167,7 +167,7 @@ def test_a_minibatch_is_on_average_what_the_whole_window_is():
 
 def test_only_an_estimated_normaliser_is_called_a_ratio():
     pruned, whole = step_metadata(8, prompt_inclusion=np.full(8, 0.5)), step_metadata(8)
-    assert any("ratio" in note for note in plan(pruned, step_config(name="dapo")).notes)
+    assert any("O(1/prompts)" in note for note in plan(pruned, step_config(name="dapo")).notes)
     assert not plan(whole, step_config(name="dapo")).notes
     assert not plan(pruned, step_config(name="grpo")).notes
 
@@ -334,7 +334,7 @@ def test_who_shares_a_minibatch_does_not_depend_on_what_is_pruned(rule: str):
 def test_dapo_divides_by_what_the_window_is_estimated_to_hold_and_says_so_once():
     metadata = step_metadata(8, prompt_inclusion=np.linspace(0.3, 1.0, 8), window=20.0)
     result = plan(metadata, step_config(name="dapo", updates_per_rollout=2))
-    assert sum("ratio" in note for note in result.notes) == 1
+    assert sum("O(1/prompts)" in note for note in result.notes) == 1
     tokens = metadata.response_lengths.sum(axis=1) / metadata.prompt_inclusion
     assert sum(minibatch.normaliser for minibatch in result.minibatches) == pytest.approx(tokens.sum())
 
