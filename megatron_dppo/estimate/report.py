@@ -40,14 +40,16 @@ def plan(config: Config, assumed: Sequence[str], *, json_wanted: bool) -> int:
 def as_text(made: Plan) -> Iterator[str]:
     """The lines of the report."""
     config, placement, parameters = made.config, made.placement, made.parameters
-    active = f", {parameters.active / 1e9:.2f} in use for a token" if parameters.active < parameters.total else ""
-    yield f"{config.model.path}: {parameters.total / 1e9:.2f} billion parameters{active}"
+    unit, word = (1e9, "billion") if parameters.total >= 1e8 else (1e6, "million")
+    active = f", {parameters.active / unit:.2f} in use for a token" if parameters.active < parameters.total else ""
+    yield f"{config.model.path}: {parameters.total / unit:.2f} {word} parameters{active}"
     train = f"{placement.ranks} train ({layout_text(placement.layout)})"
     yield f"{placement.gpus} {config.cluster.gpu} GPUs: {train}, {_servers(made)}"
     yield ""
     yield from _memory(f"trainer, pipeline stage {made.actor.stage}", made.actor)
     yield from _memory("server", made.server.memory)
-    yield f"  cache of {made.server.tokens:,} tokens a server: {made.server.concurrency:,} completions at once"
+    room = f"{made.server.tokens:,} tokens a server, {made.server.concurrency:,} completions at once"
+    yield f"  the cache takes what is left: {room}"
     yield ""
     if made.fits:
         yield "It fits."
@@ -117,12 +119,13 @@ def _times(made: Plan) -> Iterator[str]:
 
 
 def _levers(made: Plan) -> Iterator[str]:
-    if made.speed_up_to_accuracy is not None:
-        ratio = f"where the unpruned run takes {made.steps_ratio:.2f} steps, the pruned one takes one"
-        yield f"to the same accuracy {made.speed_up_to_accuracy:.2f}x: {ratio} (steps ratio)"
-    yield "What a lever brings, by the share of an unpruned step that rollouts take. The first number: how many times"
-    yield "as many steps in the same time. The second: how many times as fast to the same accuracy, which is the first"
-    yield "times the steps ratio (steps without pruning over steps with it, to the same accuracy, as measured)."
+    if made.speed_up_to_accuracy is not None and made.steps_ratio is not None:
+        steps = f"pruned, it takes {1 / made.steps_ratio:.2f} times as many steps"
+        yield f"to the same accuracy {made.speed_up_to_accuracy:.2f}x as fast: {steps}"
+    yield "What a lever brings over a step that prunes nothing and generates before it trains, by the share of that"
+    yield "step that rollouts take. The first number: how many times as many steps in the same time. The second: how"
+    yield "many times as fast to the same accuracy, which is the first times the steps ratio (steps without pruning"
+    yield "over steps with it, to the same accuracy, as measured)."
     (own, _), *others = made.lever_shares
     heads = [f"this run {own:.0%}", *(f"{share:.0%}" for share, _ in others)]
     yield f"{'':<50}{'steps ratio':>11}" + "".join(f"{head:>15}" for head in heads)

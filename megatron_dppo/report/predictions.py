@@ -11,17 +11,19 @@ from megatron_dppo.report.run import Run
 from megatron_dppo.rl.types import Floats
 
 PREDICTORS: Mapping[str, tuple[str, str]] = {
-    "model": ("by the model", "good"),
-    "record": ("by its record", "bad"),
-    "pool": ("by the pool's mean", "slate"),
+    "model": ("from its text", "good"),
+    "record": ("its visits", "bad"),
+    "pool": ("all prompts", "slate"),
 }
 """What a line is called, and its colour."""
+SOURCES = "predicted from a prompt's text, from its earlier visits, or by the mean of all prompts"
 
 
 def reliability_plot(run: Run) -> Plot:
     """Predicted against observed, in tenths of the prediction, over the whole run."""
     what = "right answers" if all(row["binary"] for row in run.census) else "groups whose rewards differ"
-    title, about = "What was foreseen", f"share of {what}, by the chance that was predicted; Brier scores"
+    title = "What was foreseen"
+    about = f"share of {what}, by the chance {SOURCES}; Brier scores"
     lines = [
         Line(f"{words}, {score:.3f}", colour, *cells.T)
         for name, (words, colour) in PREDICTORS.items()
@@ -48,7 +50,7 @@ def brier_plot(run: Run) -> Plot:
         Line(words, colour, *run.series(f"prune/brier_{name}"), noisy=True)
         for name, (words, colour) in PREDICTORS.items()
     ]
-    about = "mean squared distance from the share that was right; the noise of sampling is part of it"
+    about = f"mean squared distance from the share that was right, sampling's noise included; {SOURCES}"
     return line_plot("Error of predictions", about, lines, low=0.0, empty="nothing was predicted")
 
 

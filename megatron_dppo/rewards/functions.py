@@ -65,6 +65,8 @@ def resolve(spec: str) -> Scorer | GroupScorer:
     """
     if spec not in BUILTIN and not all(spec.rpartition(":")):
         likely = get_close_matches(spec, BUILTIN, 1)
+        if spec.endswith(".py"):
+            raise UserError(SETTING, spec, "names a file, and no function in it", f"Write {spec}:function")
         forms = f"{likely[0]!r} (perhaps meant)" if likely else ", ".join(BUILTIN)
         raise UserError(SETTING, spec, "names no reward", f"Give {forms}, module:function or file.py:function")
     function = load_function(SETTING, BUILTIN.get(spec, spec))
