@@ -262,7 +262,7 @@ class PromptSampler:
         known = completion_candidates(metadata, self._config, self._objective, segments)
         terms = known.score * metadata.prompt_inclusion[:, None]
         group_size = counted_size(samples, self._config.rollout)
-        return self._history.judge_and_learn(
+        judgement = self._history.judge_and_learn(
             Visits(
                 prompt_ids=metadata.prompt_ids,
                 samples=samples,
@@ -273,6 +273,8 @@ class PromptSampler:
                 tokens=np.maximum(metadata.sampled_lengths.sum(axis=1) / samples, 1.0),
             )
         )
+        pruned = self._config.pruning.prompts.rule != "none"
+        return judgement if pruned else replace(judgement, notes=())  # who reads them would think that they are
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; floats survive exactly."""

@@ -95,8 +95,9 @@ WAYS = (
     # Policies, and what trains them.
     Way(r"megatron-dppo init \S+ --tokenizer (arithmetic|bpe .*)"),
     Way(r"megatron-dppo init runs/moe/policy .*"),
+    Way(r"megatron-dppo sft configs/quickstart\.yaml model\.path=runs/moe/policy .*", append="sft.steps=1 sft.batch=2"),
     Way(
-        r"megatron-dppo train configs/quickstart\.yaml model\.path=runs/moe/policy .*",
+        r"megatron-dppo train configs/quickstart\.yaml model\.path=runs/moe/warm .*",
         append=SMALL.removeprefix(LAYOUT),
     ),
     Way(r"megatron-dppo compress \S+ \S+ --keep .* --verify", append="--multiple 8"),
