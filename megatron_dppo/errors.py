@@ -20,7 +20,7 @@ class UserError(Exception):
 
     def __init__(self, setting: str, value: object, problem: str, remedy: str) -> None:
         self.setting, self.value, self.problem, self.remedy = setting, value, problem, remedy
-        message = f"{setting} = {value}: {problem}. {remedy}."
+        message = f"{setting} = {value}: {problem}. {_capitalised(remedy)}."
         super().__init__(message.encode(errors="backslashreplace").decode())  # it may quote what no terminal can print
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:

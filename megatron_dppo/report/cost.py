@@ -113,7 +113,8 @@ def cost(runs: Sequence[Run], price: float | None) -> Section:
             rows.append([what, *(outcome.cells(outcome.reached, run.name) for run in runs)])
     lead = (
         "Spent: seconds of all steps and evaluations, times the GPUs or processes held; not starts and checkpoints. "
-        "Saved: estimated from each run's own timers, as if every token of a step cost the same. Costs that do not "
+        "Saved: estimated from each run's own timers, as if every token of a step cost the same; either level with the "
+        "pruning of the other as it is, so that both together save more than their sum. Costs that do not "
         "depend on the tokens are not saved: where a run without pruning is on this page, trust the measured times."
     )
     if any(_server_gpus(run) is None for run in runs):

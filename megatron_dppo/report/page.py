@@ -146,7 +146,8 @@ def _measured(outcome: Race) -> Iterator[Figure]:
         for name in others:
             if seconds[first]:
                 value = say(seconds[name] / seconds[first], "times")
-                yield Figure(f"{what}, measured", value, f"{name}'s time over {first}'s")
+                about = f"{name}'s time over {first}'s, one run each; below 1 {name} is faster"
+                yield Figure(f"{what}, measured", value, about)
 
 
 def _figures(run: Run) -> Iterator[Figure]:
@@ -157,7 +158,7 @@ def _figures(run: Run) -> Iterator[Figure]:
     reward = run.series("rollout/raw_reward")[1]
     if len(reward):
         end = max(1, len(reward) // 10)
-        about = f"mean of the first and of the last {end} step{'s' if end > 1 else ''}"
+        about = f"mean of the first and of the last {end} steps" if end > 1 else "of the first and of the last step"
         yield Figure("reward", f"{reward[:end].mean():.2f} → {reward[-end:].mean():.2f}", about)
     if run.steps:
         seconds = [row["perf/step_time"] for row in run.steps]
