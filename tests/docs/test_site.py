@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from html import unescape
 from pathlib import Path
 
@@ -37,6 +38,12 @@ def test_the_site_builds_and_every_setting_has_its_place(site: Path) -> None:
     assert settings().keys() <= _anchors(site, "settings")
     assert [setting.key for setting in settings().values() if not setting.meaning] == []
     assert "MISSING" not in (site / "settings.html").read_text(encoding="utf-8")
+
+
+def test_the_page_of_settings_is_that_of_the_configuration() -> None:
+    run = runpy.run_path(str(ROOT / "tools/site/settings_page.py"))
+    current = run["PAGE"].read_text(encoding="utf-8") == run["settings_page"]()
+    assert current, "settings have changed since python tools/site/settings_page.py wrote docs/settings.md"
 
 
 def test_a_page_asks_nobody_else_for_anything(site: Path) -> None:

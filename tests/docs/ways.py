@@ -64,6 +64,11 @@ WAYS = (
     Way(r"bash scripts/test\.sh --slurm", "elsewhere", by=(CI, "bash scripts/test.sh --slurm")),
     Way(r"bash scripts/test\.sh --browser", "elsewhere", by=(CI, "bash scripts/test.sh --browser")),
     Way(r"bash scripts/docs\.sh", "elsewhere", by=("tests/docs/test_site.py", "bash scripts/docs.sh")),
+    Way(
+        r"python tools/site/settings_page\.py",
+        "elsewhere",
+        by=("tests/docs/test_site.py", "tools/site/settings_page.py"),
+    ),
     Way(r"ruff check \. && ruff format --check \.", "elsewhere", by=("scripts/test.sh", "ruff format --check .")),
     Way(r"pip install \"\.\[wandb,mlflow,trackio\]\"", "elsewhere", by=(CI, ",wandb,mlflow,trackio")),
     Way(r"mypy", "elsewhere", by=("scripts/test.sh", "mypy")),

@@ -110,7 +110,7 @@ def test_however_far_ahead_age_has_its_bound_and_order_and_lengths_are_those_ask
         first += first_come(ledger)
     assert len(lengths) == 4 * STEPS * PROMPTS * SAMPLES
     law = sampled(servers[0], http, [*settings, f"run.dir={tmp_path}"])
-    open("/tmp/m/ahead_p.txt","a").write(f"{kinds} {p_of_one_law(lengths, law)} {p_of_one_law(first, law)}\n")
+    open("/tmp/m/ahead_p.txt", "a").write(f"{kinds} {p_of_one_law(lengths, law)} {p_of_one_law(first, law)}\n")
     assert p_of_one_law(lengths, law) > 0.001  # servers cannot seed their sampling on a CPU: more would fail by chance
     assert p_of_one_law(first, law) < 0.001
 

@@ -1,27 +1,22 @@
-"""The reference of settings, made from the configuration's own classes whenever MkDocs builds the site."""
+"""Writes ``docs/settings.md``, the reference of settings, from the configuration's own classes.
+
+Where they change, ``python tools/site/settings_page.py`` writes it again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from pathlib import Path
 
 from megatron_dppo.settings import Setting, allowed, settings, short
 
-PAGE = "settings.md"
+PAGE = Path(__file__).parents[2] / "docs/settings.md"
 INTRODUCTION = """# Settings
 
 A run is a YAML file of these, in sections; `a.b=c` on the command line overrides one of them. An unknown key is an
-error that names the nearest one. `megatron-dppo train CONFIG --print-config` prints all of them with the values that a
-run would take. Where a setting is `null`, its text says what is done instead.
+error that names the nearest one. With `--print-config` the command `train` prints all of them, with the values
+that a run would take. Where a setting is `null`, its text says what is done instead.
 """
-
-
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """MkDocs' hook: adds the page to those of ``docs/``."""
-    files.append(File.generated(config, PAGE, content=settings_page()))
-    return files
 
 
 def settings_page() -> str:
@@ -35,12 +30,16 @@ def settings_page() -> str:
 
 
 def _section(section: str, of_section: list[Setting]) -> Iterator[str]:
-    yield f"## {section} {{ #{section} }}\n"
+    yield f'<a id="{section}"></a>\n\n## {section}\n'
     for setting in of_section:
-        yield f"### `{setting.key}` {{ #{setting.key} }}\n"
+        yield f'<a id="{setting.key}"></a>\n\n### `{setting.key}`\n'
         meaning = setting.meaning.replace("``", "`")
         yield f"{meaning}\n\n*Default* `{_default(setting)}` · *takes* {allowed(setting.type)}\n"
 
 
 def _default(setting: Setting) -> str:
     return "[]" if setting.default == () else short(setting.default)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(settings_page(), encoding="utf-8")
