@@ -129,10 +129,8 @@ def test_a_race_is_to_what_all_have_reached(tmp_path: Path) -> None:
     assert "slow 3.0 s, 1.50 times as long" in outcome.said()
     shown = page(read_runs([tmp_path / "fast", tmp_path / "slow"]))
     for title, ratio in (("a step, measured", "3.00×"), ("to 60.0%, measured", "1.50×")):
-        assert (
-            f"<dt>{title}</dt><dd><b>{ratio}</b> <span>slow&#39;s time over fast&#39;s, one run each; below 1 slow is faster</span>"
-            in shown
-        )
+        about = "slow&#39;s time over fast&#39;s, one run each; below 1 slow is faster"
+        assert f"<dt>{title}</dt><dd><b>{ratio}</b> <span>{about}</span>" in shown
     stuck = race(read_runs([tmp_path / "fast", run("stuck", 1.0, [0.05, 0.0, 0.0])]))
     assert stuck is not None and stuck.target is None
     assert race(read_runs([tmp_path / "fast"])) is None

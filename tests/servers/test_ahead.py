@@ -48,8 +48,10 @@ def live(rank: int, size: int, settings: Sequence[str], secret: str) -> None:
 
 
 def first_come(ledger: Sequence[Event]) -> list[int]:
-    """The lengths that would be trained on, had each step been closed with the first half of its prompts: the fewer, the
-    more they differ, and on a busy machine what comes first is less often what is short."""
+    """The lengths that would be trained on, had each step been closed with the first half of its prompts.
+
+    The fewer prompts, the more their lengths differ; on a busy machine what comes first is less often what is short.
+    """
     answered = [str(event["prompt"]) for event in ledger if event["event"] == "answered"]
     lengths = []
     for groups in trained(ledger).values():
@@ -110,7 +112,6 @@ def test_however_far_ahead_age_has_its_bound_and_order_and_lengths_are_those_ask
         first += first_come(ledger)
     assert len(lengths) == 4 * STEPS * PROMPTS * SAMPLES
     law = sampled(servers[0], http, [*settings, f"run.dir={tmp_path}"])
-    open("/tmp/m/ahead_p.txt", "a").write(f"{kinds} {p_of_one_law(lengths, law)} {p_of_one_law(first, law)}\n")
     assert p_of_one_law(lengths, law) > 0.001  # servers cannot seed their sampling on a CPU: more would fail by chance
     assert p_of_one_law(first, law) < 0.001
 
