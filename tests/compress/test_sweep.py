@@ -93,7 +93,7 @@ def test_the_least_budget_that_is_enough_recovers(swept: Path, policy: Path, cal
     log.mkdir(parents=True)
     (log / "metrics.jsonl").write_text('{"train/tokens": 100.0}\n')
     small = "layout.tp=1", "eval.problems=2", "rollout.max_response_tokens=8", "sft.batch=4", "sft.warmup_steps=1"
-    budgets = ["--recover", "900", "3", "1", "--config", str(CONFIG), *small, "data.arithmetic.problems=16"]
+    budgets = ["--recover", "4", "3", "1", "--config", str(CONFIG), *small, "data.arithmetic.problems=16"]
     assert main(words(policy, out, calibration, "--keep", "0.75", "--methods", "depth", *budgets)) == 0
     row, other = record(out)["rows"]
     assert [(point["steps"], point["accuracy"]) for point in row["recovered"]] == [(1, 0.5), (3, 0.77)]

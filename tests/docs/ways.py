@@ -70,6 +70,7 @@ WAYS = (
     # Looking, planning, checking.
     Way(r"megatron-dppo doctor"),
     Way(r"megatron-dppo plan CONFIG", replace=PLACEHOLDERS),
+    Way(r"megatron-dppo plan configs/\S+ --keep .*"),
     Way(r"megatron-dppo plan configs/\S+ .*cluster.*"),
     Way(r"megatron-dppo train configs/quickstart\.yaml --(check|print-config)"),
     Way(r"megatron-dppo train CONFIG", replace=PLACEHOLDERS, append="--check"),

@@ -22,16 +22,18 @@ from tests.servers.test_training import AGREES, QUICKSTART, REWARD, SETTINGS
 
 pytestmark = pytest.mark.servers
 
+LIMIT_S = 300.0
 PROMPTS = ([3, 4, 5], [11, 6, 12, 9, 10])
 
 
-@pytest.mark.parametrize(("kind", "method"), [("sglang", "width"), ("vllm", "depth")])
+@pytest.mark.parametrize(("kind", "how"), [("sglang", ("width", "0.75")), ("vllm", ("depth", "0.5"))])
 def test_a_smaller_policy_is_served_and_trained_as_any_other(
-    kind: Kind, method: str, served_policy: Path, http: Http, tmp_path: Path
+    kind: Kind, how: tuple[str, str], served_policy: Path, http: Http, tmp_path: Path
 ) -> None:
     policy, sums, run = tmp_path / "policy", tmp_path / "sums.jsonl", tmp_path / "run"
     sums.write_text("".join(json.dumps({"prompt": f"1+{i}=", "response": f"#{1 + i}"}) + "\n" for i in range(8)))
-    words = ["compress", str(served_policy), str(policy), "--method", method, "--keep", "0.75", "--multiple", "8"]
+    method, keep = how
+    words = ["compress", str(served_policy), str(policy), "--method", method, "--keep", keep, "--multiple", "8"]
     command(*words, "--calibrate", str(sums))
     servers = RealServers(policy, tmp_path, http, first_port=FIRST_PORT + 34)
     try:
@@ -60,5 +62,5 @@ def test_a_smaller_policy_is_served_and_trained_as_any_other(
 
 def command(*words: str, secret: str = "") -> None:
     command = [sys.executable, "-m", "megatron_dppo", *words]
-    done = subprocess.run(command, env=os.environ | {SECRET: secret}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=os.environ | {SECRET: secret}, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
