@@ -23,7 +23,7 @@ def frontier(runs: Sequence[Run]) -> list[Section]:
         best = {row["name"]: _best(row) for row in rows}
         parts.append(Plots(_plots(run, rows, best), run.name))
         parts.append(Table(HEAD, [_whole(run), *(_cells(run, row, best[row["name"]]) for row in rows)], run.name))
-        without = [row["name"] for row in rows if row.get("recovered") and row.get("recovery_tokens") is None]
+        without = [row["name"] for row in rows if row.get("recovery_tokens", 0) is None]
         if without:
             parts.append(Note(f"No budget was enough for {', '.join(without)}."))
     lead = (

@@ -84,10 +84,14 @@ def _writing(option: str, place: Path) -> Iterator[None]:
 
 def page(runs: Sequence[Run], price: float | None = None) -> str:
     """The page's text."""
-    sections = [
-        *frontier(runs), learning(runs), timing(runs), pruning(runs), packs(runs), signs(runs), sample_answers(runs),
-        benchmarks(runs), cost(runs, price), options(runs),
-    ]  # fmt: skip
+    sections = frontier(runs)
+    if all(run.sweep for run in runs):  # none of which is a run of training
+        sections.append(benchmarks(runs))
+    else:
+        sections += [
+            learning(runs), timing(runs), pruning(runs), packs(runs), signs(runs), sample_answers(runs),
+            benchmarks(runs), cost(runs, price), options(runs),
+        ]  # fmt: skip
     folder = files(__package__)
     text, style, script = ((folder / name).read_text("utf-8") for name in ("page.html", "style.css", "page.js"))
     environment = jinja2.Environment(

@@ -104,6 +104,7 @@ def test_the_least_budget_that_is_enough_recovers(swept: Path, policy: Path, cal
     before, after = (path.joinpath("model.safetensors").read_bytes() for path in (done, folder / "sft-3"))
     assert before != after
     shown = page(read_runs([out]))
+    assert "Reward and accuracy" not in shown and "No budget was enough" not in shown
     assert "Smaller policies" in shown and "77.0%" in shown and f">{row['recovery_tokens']:,.0f}<" in shown
 
 
