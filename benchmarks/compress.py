@@ -116,10 +116,7 @@ def summary(seeds: list[dict[str, Any]], recovered: str) -> dict[str, Any]:
     ratios = {
         name: mean(seed["losses"][name] / seed["losses"][f"{name.partition(':')[0]}:random"] for seed in seeds)
         for name in seeds[0]["losses"]
-        if not name.startswith("2ssp")
     }
-    # 2SSP removes units and attention: it is held against units alone, by chance.
-    ratios["2ssp:activation"] = mean(s["losses"]["2ssp:activation"] / s["losses"]["width:random"] for s in seeds)
     budgets = [(least(seed["recovery"], seed), least(seed["scratch"], seed)) for seed in seeds]
     known = [small / scratch for small, scratch in budgets if small is not None and scratch]
     return {

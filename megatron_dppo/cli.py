@@ -31,6 +31,7 @@ EVAL_FLAGS = {
 
 
 OF_COMPRESS = {
+    "compress sweep": "make smaller policies of several sizes and methods, and tell what each is worth",
     "compress fit": "fit the law of recovery to curves",
     "compress predict": "say by that law what a smaller policy will lose, and what recovers it",
 }
@@ -93,6 +94,11 @@ def _run_alone(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         from megatron_dppo.compress.command import compress
 
         return compress(chosen, words)
+    if chosen.command == "compress sweep":
+        from megatron_dppo.compress.sweep import sweep
+
+        sweep(chosen)
+        return 0
     if chosen.command in OF_COMPRESS:
         from megatron_dppo.compress.law_command import fit_law, predict
 
@@ -119,7 +125,8 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         from megatron_dppo.estimate.report import plan
 
         assumed = [word for word in words if word.startswith("assume.")]
-        return plan(_read([word for word in words if word not in assumed]), assumed, json_wanted=chosen.json)
+        smaller = {"keep": chosen.keep, "method": chosen.method}
+        return plan(_read([word for word in words if word not in assumed]), assumed, json_wanted=chosen.json, **smaller)
     if chosen.command == "eval":
         if chosen.against and chosen.out and not words and not chosen.model:
             from megatron_dppo.evaluation.scores import compare_folders
@@ -178,6 +185,10 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
     what = "as for train; cluster.* says on which machines, assume.* what to assume"
     plan.add_argument("settings", nargs="*", metavar="CONFIG a.b=c", help=what)
     plan.add_argument("--json", action="store_true", help="print JSON")
+    what = "say, too, what it saves to `megatron-dppo compress` the policy to this share of its layers' weights"
+    plan.add_argument("--keep", metavar="SHARE", type=float, help=what)
+    how = "in which way, as compress has it (default: %(default)s)"
+    plan.add_argument("--method", choices=("width", "depth", "heads"), default="width", help=how)
     report = commands.add_parser("report", help="write one page on a run, or on several compared")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run: its run.dir")
     report.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
@@ -195,7 +206,13 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
         add_compress_arguments(compress)
     for command, what in OF_COMPRESS.items():
         of = commands.add_parser(command, help=what, description=what[0].upper() + what[1:] + ".")
-        if command in options_of:
+        if command not in options_of:
+            continue
+        if command == "compress sweep":
+            from megatron_dppo.compress.sweep import add_sweep_arguments
+
+            add_sweep_arguments(of)
+        else:
             from megatron_dppo.compress.law_command import add_fit_arguments, add_predict_arguments
 
             {"compress fit": add_fit_arguments, "compress predict": add_predict_arguments}[command](of)

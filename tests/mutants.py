@@ -1749,6 +1749,42 @@ MUTANTS = [
         "compress/test_law.py -k foretells",
     ),
     Mutant(
+        "compress/sweep: what was measured is measured again",
+        'if "tokens_per_second" not in row:',
+        "if True:",
+        "compress/test_sweep.py -k again",
+    ),
+    Mutant(
+        "compress/sweep: every budget is spent",
+        "if recovery_tokens(row, enough) is not None:",
+        "if False:",
+        "compress/test_sweep.py -k least_budget",
+    ),
+    Mutant(
+        "compress/sweep: rows of other sequences stand side by side",
+        'if record["asked"].get(name) != asked[name]]',
+        "if False]",
+        "compress/test_sweep.py -k other_sequences",
+    ),
+    Mutant(
+        "compress/sweep: the best alone is on the frontier",
+        'a >= -row["weights"] and b >= worth(row) and (a, b)',
+        "b >= worth(row) and (a, b)",
+        "compress/test_sweep.py -k frontier",
+    ),
+    Mutant(
+        "compress/random attention is the first layers'",
+        "highest(_random((shape.num_layers,), recipe.seed).tolist(), len(left.silenced))",
+        "left.silenced",
+        "compress/test_scores.py -k chance",
+    ),
+    Mutant(
+        "estimate/a smaller policy is the whole one",
+        "return make_plan(made.config, made.assumptions, left)",
+        "return make_plan(made.config, made.assumptions)",
+        "compress/test_sweep.py -k directory",
+    ),
+    Mutant(
         "data/what is stored does not depend on settings",
         "{name: getattr(data, name) for name in names}",
         "{name: None for name in names}",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_dppo.compress.cut import Cut, attentions_to_remove, groups_left, highest, layers_left, width_left
+from megatron_dppo.compress.cut import Cut, attentions_to_remove, check_method, highest, sizes
 from megatron_dppo.compress.reader import Reader, remove_greedily
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
 SCORES = {
-    "2ssp": ("activation",),
+    "2ssp": ("activation", "random"),
     "width": ("activation", "wanda", "magnitude", "random"),
     "depth": (
         "shapley-loss",
@@ -59,12 +59,7 @@ class Recipe:
             raise UserError("--score", self.score, problem, f"Give one of {', '.join(SCORES[self.method])}")
         if not 0 < self.keep < 1:
             raise UserError("--keep", self.keep, "is no share between 0 and 1", "Give 0.75, for instance")
-        if shape.experts and self.method != "depth":
-            problem = "removes parts of a feed-forward layer or attention, and is for policies without experts"
-            raise UserError("--method", self.method, problem, "Give depth")
-        if self.method == "heads" and shape.qkv_bias:
-            problem = "needs a config.json that names the width of a head, which Qwen2.5's readers ignore"
-            raise UserError("--method", self.method, problem, "Give width or depth")
+        check_method(shape, self.method)
         if self.method == "2ssp" and attentions_to_remove(shape, 1 - self.keep) and not self.zero_attention:
             count = attentions_to_remove(shape, 1 - self.keep)
             problem = f"removes the attention of {count} layers, and config.json cannot say that a layer has none"
@@ -80,15 +75,7 @@ class Recipe:
         Raises:
             UserError: if the share that is to be kept leaves nothing, or everything.
         """
-        everything = tuple(range(shape.num_layers))
-        match self.method:
-            case "depth":
-                return Cut(everything[: layers_left(shape, self.keep)])
-            case "heads":
-                return Cut(everything, groups=(tuple(range(groups_left(shape, self.keep))),) * shape.num_layers)
-        gone = attentions_to_remove(shape, 1 - self.keep) if self.method == "2ssp" else 0
-        width = width_left(shape, self.keep, self.multiple, attentions_gone=gone)
-        return Cut(everything, neurons=(tuple(range(width)),) * shape.num_layers, silenced=everything[:gone])
+        return sizes(shape, self.method, self.keep, self.multiple)
 
 
 def choose(reader: Reader, shape: PolicyShape, recipe: Recipe, *, say: Callable[[str], None]) -> Cut:
@@ -98,22 +85,24 @@ def choose(reader: Reader, shape: PolicyShape, recipe: Recipe, *, say: Callable[
         reader: the policy, with calibration sequences; ``random`` asks nothing of it.
         say: is told what goes, as it is known.
     """
-    sizes = recipe.sizes(shape)
+    left = recipe.sizes(shape)
     if recipe.method == "depth":
-        return Cut(_layers(reader, shape, recipe, len(sizes.layers), say))
-    if sizes.groups is not None:
+        return Cut(_layers(reader, shape, recipe, len(left.layers), say))
+    if left.groups is not None:
         if recipe.score == "random":
             scores = _random((shape.num_layers, shape.kv_heads), recipe.seed)
         else:
             scores = reader.activity().groups
-        return Cut(sizes.layers, groups=_best(scores, len(sizes.groups[0])))
-    assert sizes.neurons is not None
-    cut = Cut(sizes.layers, neurons=_best(_neurons(reader, shape, recipe), len(sizes.neurons[0])))
-    if not sizes.silenced:
+        return Cut(left.layers, groups=_best(scores, len(left.groups[0])))
+    assert left.neurons is not None
+    cut = Cut(left.layers, neurons=_best(_neurons(reader, shape, recipe), len(left.neurons[0])))
+    if not left.silenced:
         return cut
+    if recipe.score == "random":
+        return replace(cut, silenced=highest(_random((shape.num_layers,), recipe.seed).tolist(), len(left.silenced)))
     with reader.as_cut(cut):  # the second stage sees what the first has left
-        removed = remove_greedily(reader, len(sizes.silenced), "attention", say=say)
-    return Cut(cut.layers, cut.neurons, silenced=tuple(sorted(removed)))
+        removed = remove_greedily(reader, len(left.silenced), "attention", say=say)
+    return replace(cut, silenced=tuple(sorted(removed)))
 
 
 def _neurons(reader: Reader, shape: PolicyShape, recipe: Recipe) -> torch.Tensor:

@@ -41,6 +41,7 @@ from megatron_dppo.trainer.assemble import assemble_frozen
 MAX_SHARD_BYTES = 5 * 10**9
 WHOLE_ALONE = ("shapley-logits", "in-a-row")
 """Scores that need the whole policy in one process: all logits, or streams of layers that lie far apart."""
+SHARE = "share of the weights of all layers that is left, embeddings aside"
 ROUNDING = 512
 """Tokens that a pack has room for besides: sequences and packs are rounded up to what the layout divides."""
 
@@ -54,12 +55,25 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         help="the larger policy: a Hugging Face directory, a run, or an id on the hub",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
-    share = "share of the weights of all layers that is left, embeddings aside"
-    parser.add_argument("--keep", type=float, required=True, help=share)
+    parser.add_argument("--keep", type=float, required=True, help=SHARE)
     what = "what goes: layers, units of feed-forward layers, groups of query heads, or units and some attention (2ssp)"
     parser.add_argument("--method", choices=list(SCORES), default="width", help=f"{what} (default: %(default)s)")
     scores = "; ".join(f"{method}: {', '.join(names)}" for method, names in SCORES.items())
     parser.add_argument("--score", help=f"what is kept; the first is the default. {scores}")
+    add_calibration_arguments(parser)
+    layout = (
+        "score in shards on many ranks, started here or by torchrun or srun: layout.* without layout., as tp=8,pp=2"
+    )
+    parser.add_argument("--layout", metavar="A=N,…", help=layout)
+    verify = "load what was written, and compare its logits with those of MODEL without the parts that are gone"
+    parser.add_argument("--verify", action="store_true", help=verify)
+    dry_run = "check everything, print what would be written, and stop"
+    parser.add_argument("--dry-run", action="store_true", help=dry_run)
+    parser.add_argument("--overwrite", action="store_true", help="replace a model directory that stands there")
+
+
+def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that ``compress`` and ``compress sweep`` share."""
     calibrate = "prompts with responses that parts are scored on: the --out folder of `megatron-dppo eval`, or a file"
     parser.add_argument("--calibrate", metavar="FOLDER|FILE", type=Path, help=calibrate)
     for side, name in (("prompt", "prompt"), ("response", "response")):
@@ -74,20 +88,11 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--multiple", metavar="N", type=positive(int), default=128, help=multiple)
     zeros = "write attention that 2ssp removes as zeros, which keep their size: config.json cannot say that it is gone"
     parser.add_argument("--zero-attention", action="store_true", help=zeros)
-    layout = (
-        "score in shards on many ranks, started here or by torchrun or srun: layout.* without layout., as tp=8,pp=2"
-    )
-    parser.add_argument("--layout", metavar="A=N,…", help=layout)
     parser.add_argument("--seed", type=int, default=1, help="of the sequences that are drawn, and of --score random")
     workers = min(4, os.cpu_count() or 1)
     parser.add_argument(
         "--workers", type=positive(int), default=workers, help="threads that write (default: %(default)s)"
     )
-    verify = "load what was written, and compare its logits with those of MODEL without the parts that are gone"
-    parser.add_argument("--verify", action="store_true", help=verify)
-    dry_run = "check everything, print what would be written, and stop"
-    parser.add_argument("--dry-run", action="store_true", help=dry_run)
-    parser.add_argument("--overwrite", action="store_true", help="replace a model directory that stands there")
 
 
 def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
@@ -106,13 +111,13 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     work = _Work.of(chosen)
     work.check_out()
     scored, others = (
-        list(batches(of, max_tokens=chosen.max_tokens, device=_device())) for of in _calibration(chosen, work.recipe)
+        list(batches(of, max_tokens=chosen.max_tokens, device=device())) for of in calibration(chosen, work.recipe)
     )
     if chosen.dry_run:
         work.say_what_would_be_done()
         return 0
     shape, recipe, asked = work.shape, work.recipe, work.recipe.score != "random" or scored or chosen.verify
-    model = _load(chosen.source, shape, work.plan.dtype) if asked else None
+    model = load_whole(chosen.source, shape, work.plan.dtype) if asked else None
     cut = choose(Whole(model, shape, scored), shape, recipe, say=partial(print, file=sys.stderr, flush=True))
     losses = _losses(Whole(model, shape, others or scored), cut) if scored else {}
     work.write(cut, losses, of_others=bool(others), verify=partial(_verify, model) if chosen.verify else None)
@@ -200,7 +205,7 @@ def _compress_in_shards(chosen: argparse.Namespace, config: Config) -> None:
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     work = world.together(lambda: _Work.of(chosen))
     world.from_leader(work.check_out)
-    scored, others = world.together(lambda: _calibration(chosen, work.recipe))
+    scored, others = world.together(lambda: calibration(chosen, work.recipe))
     if not scored:
         raise UserError(
             "--layout", chosen.layout, "shards what reads sequences, and none are given", "Give --calibrate"
@@ -241,7 +246,7 @@ def _config(chosen: argparse.Namespace) -> Config:
     return replace(config, model=model, pack=replace(config.pack, max_tokens=tokens, share_prefixes="off"))
 
 
-def _calibration(chosen: argparse.Namespace, recipe: Recipe) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:
+def calibration(chosen: argparse.Namespace, recipe: Recipe) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:
     """Sequences to score on, and others to measure the loss on; either may be empty."""
     if chosen.calibrate is None:
         if recipe.score not in NO_CALIBRATION:
@@ -264,11 +269,11 @@ def _calibration(chosen: argparse.Namespace, recipe: Recipe) -> tuple[list[Worke
     return scored, others if any(map(reaches_a_response, others)) else []
 
 
-def _device() -> torch.device:
+def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _load(folder: Path, shape: PolicyShape, stored: torch.dtype) -> Any:
+def load_whole(folder: Path, shape: PolicyShape, stored: torch.dtype) -> Any:
     """Transformers' own model, whole: in fp32 where the host has room for that."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -280,7 +285,7 @@ def _load(folder: Path, shape: PolicyShape, stored: torch.dtype) -> Any:
         remedy = "Use a machine with more memory: scores take the whole policy"
         raise UserError("MODEL", folder, error.problem.replace("logits", "scores"), remedy) from error
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return model.to(_device()).eval()
+    return model.to(device()).eval()
 
 
 def _losses(reader: Reader, cut: Cut) -> dict[str, float]:
@@ -300,10 +305,10 @@ def _verify(model: Any, written: Path, shape: PolicyShape, cut: Cut) -> float:
     with naming("--verify"):
         left = read_shape(written)
         check_weights(written, left)
-    tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1)).to(_device())
+    tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1)).to(device())
     with as_cut(model, cut):
         expected = model(tokens, use_cache=False).logits.float()
-    smaller = _load(written, left, model.dtype).to(model.dtype)
+    smaller = load_whole(written, left, model.dtype).to(model.dtype)
     difference = float((smaller(tokens, use_cache=False).logits.float() - expected).abs().max() / expected.std())
     limit = LIMITS["bf16" if model.dtype == torch.bfloat16 else "fp32"]
     if not difference <= limit:

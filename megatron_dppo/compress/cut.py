@@ -115,3 +115,33 @@ def groups_left(shape: PolicyShape, keep: float) -> int:
 def highest(scores: Sequence[float], count: int) -> tuple[int, ...]:
     """The numbers of the ``count`` highest scores, ascending; of equal ones, the first."""
     return tuple(sorted(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]))
+
+
+def check_method(shape: PolicyShape, method: str) -> None:
+    """
+    Raises:
+        UserError: naming ``--method``, if nothing of the kind can go from a policy of this shape.
+    """
+    if shape.experts and method != "depth":
+        problem = "removes parts of a feed-forward layer or attention, and is for policies without experts"
+        raise UserError("--method", method, problem, "Give depth")
+    if method == "heads" and shape.qkv_bias:
+        problem = "needs a config.json that names the width of a head, which Qwen2.5's readers ignore"
+        raise UserError("--method", method, problem, "Give width or depth")
+
+
+def sizes(shape: PolicyShape, method: str, keep: float, multiple: int) -> Cut:
+    """How much a method leaves, with the first parts in the place of those that will be chosen.
+
+    Raises:
+        UserError: if the share that is to be kept leaves nothing, or everything.
+    """
+    everything = tuple(range(shape.num_layers))
+    match method:
+        case "depth":
+            return Cut(everything[: layers_left(shape, keep)])
+        case "heads":
+            return Cut(everything, groups=(tuple(range(groups_left(shape, keep))),) * shape.num_layers)
+    gone = attentions_to_remove(shape, 1 - keep) if method == "2ssp" else 0
+    width = width_left(shape, keep, multiple, attentions_gone=gone)
+    return Cut(everything, neurons=(tuple(range(width)),) * shape.num_layers, silenced=everything[:gone])

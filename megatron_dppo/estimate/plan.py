@@ -24,6 +24,7 @@ from megatron_dppo.estimate.memory import (
 from megatron_dppo.estimate.remedies import Change, Closest, Search, remedies
 from megatron_dppo.estimate.time import StepTime, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
+from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.trainer.preflight import check_config
 
 
@@ -91,14 +92,19 @@ class Plan:
         return tuple(lever_table(self.lever_shares, mixed=mixed))
 
 
-def make_plan(config: Config, assume: Assumptions) -> Plan:
+def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = None) -> Plan:
     """Plan a run.
+
+    Args:
+        config: of the run.
+        assume: what it does not say.
+        shape: of another policy than its own.
 
     Raises:
         UserError: for settings that contradict each other, and a layout that divides neither policy nor cluster.
     """
     check_config(config)
-    shape = shape_of(config.model.path)
+    shape = shape or shape_of(config.model.path)
     setup = Setup(config, shape, place(config, shape), assume)
     actor, server = _memory(setup)
     fits, most = actor.fits and server.fits, max(server.concurrency, 1)

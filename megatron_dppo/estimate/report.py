@@ -12,6 +12,7 @@ from megatron_dppo.estimate.levers import Gain, LeverRow
 from megatron_dppo.estimate.memory import Memory
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan
 from megatron_dppo.estimate.remedies import MOST_AT_ONCE, MOST_NODES, nodes_of, with_settings
+from megatron_dppo.estimate.smaller import plan_smaller, smaller_text
 from megatron_dppo.parallel.layout import layout_text
 from megatron_dppo.settings import short
 
@@ -24,17 +25,32 @@ COUNTED = {
 """What the report says of a step's work, by the fields of :class:`Work`."""
 
 
-def plan(config: Config, assumed: Sequence[str], *, json_wanted: bool) -> int:
+def plan(
+    config: Config, assumed: Sequence[str], *, json_wanted: bool, keep: float | None = None, method: str = "width"
+) -> int:
     """``megatron-dppo plan``: print it. Returns 0, or 1 where the run does not fit.
 
     Args:
         config: of the run.
         assumed: words ``assume.x=y``.
         json_wanted: one JSON object instead of text.
+        keep: of the policy, as ``megatron-dppo compress`` has it: what the smaller one saves is said, too, and whether
+            the run fits is said of it.
+        method: by which it is made smaller.
+
+    Raises:
+        UserError: for what :func:`make_plan` or ``compress`` refuses.
     """
-    made = make_plan(config, read_assumptions(assumed))
-    print(json.dumps(as_json(made)) if json_wanted else "\n".join(as_text(made)))
-    return 0 if made.fits else 1
+    assume = read_assumptions(assumed)
+    made = make_plan(config, assume)
+    smaller = None if keep is None else plan_smaller(made, keep, method)
+    if json_wanted:
+        print(json.dumps(as_json(made) | ({"smaller": as_json(smaller)} if smaller else {})))
+    else:
+        print("\n".join(as_text(made)))
+    if smaller and not json_wanted:
+        print("\n".join(["", *smaller_text(made, smaller, f"--keep {keep:g} --method {method}")]))
+    return 0 if (smaller or made).fits else 1
 
 
 def as_text(made: Plan) -> Iterator[str]:

@@ -20,6 +20,7 @@ from megatron_dppo.observe.palette import PALETTE, SAME
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.report.axes import duration, say
 from megatron_dppo.report.cost import cost, spent
+from megatron_dppo.report.frontier import frontier
 from megatron_dppo.report.learning import learning, packs, signs, wilson
 from megatron_dppo.report.pruning import prunes, pruning
 from megatron_dppo.report.run import Run, data_of, read_runs
@@ -83,10 +84,14 @@ def _writing(option: str, place: Path) -> Iterator[None]:
 
 def page(runs: Sequence[Run], price: float | None = None) -> str:
     """The page's text."""
-    sections = [
-        learning(runs), timing(runs), pruning(runs), packs(runs), signs(runs), sample_answers(runs), benchmarks(runs),
-        cost(runs, price), options(runs),
-    ]  # fmt: skip
+    sections = frontier(runs)
+    if all(run.sweep for run in runs):  # none of which is a run of training
+        sections.append(benchmarks(runs))
+    else:
+        sections += [
+            learning(runs), timing(runs), pruning(runs), packs(runs), signs(runs), sample_answers(runs),
+            benchmarks(runs), cost(runs, price), options(runs),
+        ]  # fmt: skip
     folder = files(__package__)
     text, style, script = ((folder / name).read_text("utf-8") for name in ("page.html", "style.css", "page.js"))
     environment = jinja2.Environment(
@@ -116,6 +121,8 @@ def _css() -> str:
 
 def _what(run: Run) -> str:
     """The run in one line."""
+    if run.sweep:
+        return f"smaller policies made from {run.sweep['asked']['model']}"
     if not run.config:
         return "no settings are recorded"
     model, data = PurePath(str(run.setting("model.path"))).name, data_of(run)
@@ -128,6 +135,8 @@ def _what(run: Run) -> str:
 
 def _state(run: Run) -> str:
     """Empty for a finished run. A run that goes on and one that was killed differ only in when they last wrote."""
+    if run.sweep:
+        return ""
     if not run.rows:
         return "no step is recorded yet"
     step, last = int(run.rows[-1]["step"]), int(run.setting("run.steps"))

@@ -47,6 +47,8 @@ class Run:
     """Of ``answers.jsonl``."""
     scores: Sequence[tuple[str, Record]]
     """Every ``scores.json`` under the folder, with the folder that it is in."""
+    sweep: Record
+    """``sweep.json`` of ``megatron-dppo compress sweep``, whose folder it then is."""
     written: datetime | None
     """When its last row of metrics was."""
 
@@ -131,9 +133,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def read_run(folder: Path, name: str, number: int = 0) -> Run:
     """One of them; the arguments are the fields of ``Run``."""
-    metrics, scores = folder / FILE, list(_scores(folder))
-    if not metrics.is_file() and not scores:
-        remedy = f"Give folders that hold a {FILE} (run.dir of a training) or a scores.json"
+    metrics, scores, sweep = folder / FILE, list(_scores(folder)), _sweep(folder)
+    if not metrics.is_file() and not scores and not sweep:
+        remedy = f"Give folders that hold a {FILE} (run.dir of a training), a scores.json or a sweep.json"
         raise UserError("RUN", folder, "is no folder of a run" if folder.is_dir() else "is no folder", remedy)
     history = read_history(folder)
     return Run(
@@ -150,6 +152,7 @@ def read_run(folder: Path, name: str, number: int = 0) -> Run:
         census=[row for row in _rows(folder / "pruning.jsonl") if _whole(row)],
         answers=[{**row, "answers": list(_shown(row))} for row in _rows(folder / "answers.jsonl")],
         scores=scores,
+        sweep=sweep,
         written=datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.is_file() else None,
     )
 
@@ -216,3 +219,9 @@ def _scores(folder: Path) -> Iterator[tuple[str, Record]]:
         found = _parse(_text(file))
         if isinstance(found.get("benchmarks"), dict):
             yield str(file.parent.relative_to(folder)), found
+
+
+def _sweep(folder: Path) -> Record:
+    """Empty where there is none."""
+    found = _parse(_text(folder / "sweep.json"))
+    return found if found.keys() >= {"asked", "whole", "rows"} else {}

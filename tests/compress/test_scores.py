@@ -154,3 +154,13 @@ def test_a_useless_layer_is_found(model: Any, policy: Path, read: list[Batch], s
         module.weight *= 1e-6
     cut = choose(whole(model, policy, read), read_shape(policy), Recipe("depth", score, 0.75), say=str)
     assert cut.layers == (0, 2, 3)
+
+
+def test_2ssp_by_chance_takes_as_much_from_anywhere(model: Any, policy: Path, read: list[Batch]) -> None:
+    """What 2SSP is to be compared with: attention by chance, too, and not units alone."""
+    shape, reader = read_shape(policy), whole(model, policy, read)
+    recipes = [Recipe("2ssp", "random", 0.6, multiple=8, zero_attention=True, seed=seed) for seed in range(8)]
+    cuts = [choose(reader, shape, recipe, say=str) for recipe in recipes]
+    assert {len(cut.silenced) for cut in cuts} == {len(recipes[0].sizes(shape).silenced)}
+    assert len({cut.silenced for cut in cuts}) > 2
+    assert len({cut.neurons for cut in cuts}) == len(cuts)

@@ -75,6 +75,7 @@ WAYS = (
     # Looking, planning, checking.
     Way(r"megatron-dppo doctor"),
     Way(r"megatron-dppo plan CONFIG", replace=PLACEHOLDERS),
+    Way(r"megatron-dppo plan configs/\S+ --keep .*"),
     Way(r"megatron-dppo plan configs/\S+ .*cluster.*"),
     Way(r"megatron-dppo train configs/quickstart\.yaml --(check|print-config)"),
     Way(r"megatron-dppo train CONFIG", replace=PLACEHOLDERS, append="--check"),
@@ -107,6 +108,11 @@ WAYS = (
     ),
     Way(r"megatron-dppo compress \S+ \S+ --keep .* --verify", append="--multiple 8"),
     Way(r"megatron-dppo compress \S+ \S+ --keep .* --layout tp=2", replace={"tp=2": "dp=1"}, append="--multiple 8"),
+    Way(
+        r"megatron-dppo compress sweep \S+ \S+ .*",
+        replace={"--keep 0.75 0.5": "--keep 0.75", " --recover 50 200 --config configs/quickstart.yaml": ""},
+        append="--multiple 8",  # tests/compress/test_sweep.py recovers
+    ),
     Way(r"megatron-dppo compress fit \S+ --out \S+", append="--draws 4"),
     Way(r"megatron-dppo compress predict .*"),
     Way(

@@ -74,10 +74,11 @@ class RealServers:
         policy: Hugging Face directory that they serve.
         folder: for their logs.
         http: through which they are spoken to.
+        first_port: of theirs.
     """
 
-    def __init__(self, policy: Path, folder: Path, http: Http) -> None:
-        self._policy, self._folder, self._http = policy, folder, http
+    def __init__(self, policy: Path, folder: Path, http: Http, first_port: int = FIRST_PORT) -> None:
+        self._policy, self._folder, self._http, self._first_port = policy, folder, http, first_port
         self._secret = new_secret()  # the same for all, as it is for the servers of a run
         self._running: dict[tuple[Kind, int], RealServer] = {}
 
@@ -103,7 +104,7 @@ class RealServers:
         stop_all([server.process for server in self._running.values()])
 
     def _config(self, kind: Kind, tp: int) -> Config:
-        settings = launch_settings(kind, (tp,), first_port=FIRST_PORT + len(self._running))
+        settings = launch_settings(kind, (tp,), first_port=self._first_port + len(self._running))
         return load_config(None, [f"run.dir={self._folder}/{kind}-{tp}", f"model.path={self._policy}", *settings])
 
     def _is_well(self, server: RealServer) -> bool:

@@ -1,0 +1,307 @@
+"""``megatron-dppo compress sweep``: smaller policies of several sizes and methods, and what each of them is worth.
+
+Everything lies under one folder, and what is there is not done again::
+
+    OUT/sweep.json                     what was asked, and a row for each smaller policy
+    OUT/whole/eval                     the answers of the whole policy
+    OUT/width-activation-0.75/policy   a smaller one
+                             /eval     its answers before recovery
+                             /sft-100  it again, after so many steps of ``sft``, with a run and answers beside it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import closing, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dppo.bridge.convert_commands import naming, positive
+from megatron_dppo.compress.calibration import draw, read_sequences
+from megatron_dppo.compress.choose import SCORES, Recipe
+from megatron_dppo.compress.command import SHARE, add_calibration_arguments, compress, device, load_whole
+from megatron_dppo.compress.surgery import RECORD
+from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.errors import UserError
+from megatron_dppo.evaluation.answers import SCORES as SCORES_FILE
+from megatron_dppo.hub import policy_folder
+from megatron_dppo.models.shape import read_shape
+from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.lock import FolderLock
+from megatron_dppo.process.streams import quieten
+from megatron_dppo.settings import load_config
+
+FILE = "sweep.json"
+PROMPTS, NEW_TOKENS, ROUNDS = 16, 64, 3
+"""Of a measurement of speed."""
+SAME = ("calibrate", "prompt_key", "response_key", "chat_template", "sequences", "max_tokens", "multiple", "seed")
+"""Options that every row of a sweep has in common, besides the policy and CONFIG."""
+
+Row = dict[str, Any]
+
+
+def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``megatron-dppo compress sweep``."""
+    source = "the larger policy: a Hugging Face directory, a run, or an id on the hub"
+    parser.add_argument("source", metavar="MODEL", type=Path, help=source)
+    again = "folder for policies and figures; run again, it goes on from what is there"
+    parser.add_argument("out", metavar="OUT", type=Path, help=again)
+    parser.add_argument("--keep", metavar="SHARE", type=float, nargs="+", required=True, help=f"{SHARE}: each of these")
+    methods = "or METHOD:SCORE, see `megatron-dppo compress --help` (default: width depth)"
+    parser.add_argument("--methods", metavar="METHOD", nargs="+", default=["width", "depth"], help=methods)
+    add_calibration_arguments(parser)
+    config = "with which policies are asked and recovered: a YAML file, and settings that override what it says"
+    parser.add_argument("--config", metavar="CONFIG a.b=c", nargs="+", help=config)
+    recover = "steps of sft to recover by, each a run of its own, until one is enough (default: no recovery)"
+    parser.add_argument("--recover", metavar="STEPS", type=positive(int), nargs="+", default=[], help=recover)
+    enough = "share of the whole policy's accuracy that counts as recovered (default: %(default)s)"
+    parser.add_argument("--enough", metavar="SHARE", type=float, default=0.95, help=enough)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def sweep(chosen: Namespace) -> None:
+    """Make what is missing, measure it, write ``sweep.json`` and print the table.
+
+    Raises:
+        UserError: for options that say nothing possible, before anything is written; for a command that has failed,
+            where what was done before stays.
+    """
+    quieten()
+    if "RANK" in os.environ:
+        problem = "is there, and a sweep starts its ranks itself"
+        raise UserError("RANK", os.environ["RANK"], problem, "Start it without torchrun or srun")
+    if chosen.recover and not chosen.config:
+        raise UserError("--recover", chosen.recover, "trains, and no settings say how", "Give --config")
+    if chosen.calibrate is None:
+        problem = "parts are scored, losses and speeds measured on prompts with responses"
+        raise UserError(
+            "--calibrate", "(not given)", problem, "Give the --out folder of `megatron-dppo eval`, or a file"
+        )
+    if not 0 < chosen.enough <= 1:
+        raise UserError("--enough", chosen.enough, "is no share", "Give a share above 0 and at most 1")
+    named, source = str(chosen.source), policy_folder(str(chosen.source), "MODEL")
+    with naming("MODEL"):
+        shape = read_shape(source)
+    recipes = [
+        Recipe(
+            *_method(word), keep=keep, multiple=chosen.multiple, zero_attention=chosen.zero_attention, seed=chosen.seed
+        )
+        for word in chosen.methods
+        for keep in sorted(set(chosen.keep), reverse=True)
+    ]
+    for recipe in recipes:
+        recipe.check(shape)
+        recipe.sizes(shape)
+    if chosen.config:
+        load_config(chosen.config[0], chosen.config[1:])
+    asked = {"model": named, "config": chosen.config, **{name: _plain(getattr(chosen, name)) for name in SAME}}
+    with closing(FolderLock(chosen.out, "OUT")), redirect_stdout(sys.stderr):
+        found = _Sweep(chosen, source, _read(chosen.out, asked))
+        for recipe in recipes:
+            found.measure(recipe)
+    print(json.dumps(found.record) if chosen.json else "\n".join(table(found.record)))
+
+
+def _method(word: str) -> tuple[str, str]:
+    method, _, score = word.partition(":")
+    if method not in SCORES:
+        raise UserError("--methods", word, "is no method", f"Give of {', '.join(SCORES)}")
+    return method, score or SCORES[method][0]
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _read(out: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What is there already.
+
+    Raises:
+        UserError: if it was asked otherwise: its rows are not to be compared with new ones.
+    """
+    if not (out / FILE).is_file():
+        return {"asked": dict(asked), "whole": {}, "rows": []}
+    record: dict[str, Any] = json.loads((out / FILE).read_text(encoding="utf-8"))
+    record["asked"]["config"] = record["asked"]["config"] or asked["config"]  # which may come later
+    if differ := [name for name in asked if record["asked"].get(name) != asked[name]]:
+        problem = f"holds a sweep with another {', '.join(differ)}, and rows of both cannot be compared"
+        raise UserError("OUT", out, problem, "Name another folder")
+    return record
+
+
+@dataclass(slots=True)
+class _Sweep:
+    chosen: Namespace
+    source: Path
+    record: dict[str, Any]
+    _models: tuple[Any, torch.Tensor, torch.Tensor] | None = None
+
+    def measure(self, recipe: Recipe) -> None:
+        """All that is known of one smaller policy; what is there is not measured again."""
+        name = f"{recipe.method}-{recipe.score}-{recipe.keep:g}"
+        folder = self.chosen.out / name
+        row: Row = next((row for row in self.record["rows"] if row["name"] == name), {"name": name})
+        if len(row) == 1:
+            self.record["rows"].append(row)
+        if not (folder / "policy" / RECORD).is_file():
+            _say(f"{name}: compressing")
+            folder.mkdir(parents=True, exist_ok=True)
+            rest = {"layout": None, "verify": False, "dry_run": False, "overwrite": False}
+            given = {"method": recipe.method, "score": recipe.score, "keep": recipe.keep, "source": self.source}
+            compress(Namespace(**vars(self.chosen) | rest | given | {"out": folder / "policy"}), [])
+        done = json.loads((folder / "policy" / RECORD).read_text())
+        row |= {key: done[key] for key in ("method", "score", "keep", "loss_before", "loss_after")}
+        row["weights"] = done["weights_after"]
+        self.record["whole"] |= {"weights": done["weights_before"], "loss": done["loss_before"]}
+        if "tokens_per_second" not in row:
+            _say(f"{name}: tokens per second")
+            row |= self._speed(folder / "policy")
+        self._write()
+        if self.chosen.config:
+            if "accuracy" not in self.record["whole"]:
+                self.record["whole"]["accuracy"] = self._accuracy(self.source, self.chosen.out / "whole" / "eval")
+            row["accuracy"] = self._accuracy(folder / "policy", folder / "eval")
+            self._recover(row, folder)
+        mark_frontier(self.record["rows"])
+        self._write()
+
+    def _recover(self, row: Row, folder: Path) -> None:
+        """Train with growing budgets, each from the start and with its own schedule, until one is enough."""
+        enough = max(self.chosen.enough * self.record["whole"]["accuracy"], 1e-9)  # no answer right is never enough
+        recovered = row.setdefault("recovered", [])
+        for steps in sorted(set(self.chosen.recover)):
+            if recovery_tokens(row, enough) is not None:
+                break
+            if steps in (point["steps"] for point in recovered):
+                continue
+            out, run = folder / f"sft-{steps}", folder / f"sft-{steps}-run"
+            if not (out / "config.json").is_file():
+                settings = {"model.path": folder / "policy", "run.dir": run, "sft.out": out, "sft.steps": steps}
+                self._run("sft", *(f"{name}={value}" for name, value in settings.items()))
+            lines = (run / "sft-log" / "metrics.jsonl").read_text().splitlines()
+            tokens = sum(json.loads(line)["train/tokens"] for line in lines)
+            accuracy = self._accuracy(out, folder / f"sft-{steps}-eval")
+            recovered.append({"steps": steps, "tokens": tokens, "accuracy": accuracy})
+            recovered.sort(key=lambda point: point["steps"])
+            self._write()
+        row["recovery_tokens"] = recovery_tokens(row, enough)
+
+    def _accuracy(self, policy: Path, out: Path) -> float:
+        """Mean over the benchmarks."""
+        if not (out / SCORES_FILE).is_file():
+            self._run("eval", "--model", policy, "--out", out)
+        scores = json.loads((out / SCORES_FILE).read_text())["benchmarks"].values()
+        return float(sum(of["avg@k"]["value"] for of in scores) / len(scores))
+
+    def _run(self, command: str, *words: Any) -> None:
+        """A command with the settings of ``--config``, as a process of its own.
+
+        Raises:
+            UserError: if it fails; it has said why.
+        """
+        text = [command, *self.chosen.config, *map(str, words)]
+        _say("megatron-dppo " + " ".join(text))
+        done = subprocess.run([sys.executable, "-m", "megatron_dppo", *text], stdout=sys.stderr, check=False)
+        if done.returncode:
+            problem = f"`megatron-dppo {' '.join(text)}` ended with code {done.returncode}, and has said why above"
+            raise UserError("--config", " ".join(self.chosen.config), problem, "Mend that, and run the sweep again")
+
+    def _speed(self, policy: Path) -> dict[str, float]:
+        """Tokens per second of the smaller policy, and over that of the whole one, measured in turn: the best of each,
+        since whatever else the machine does only slows them down."""
+        if self._models is None:
+            chosen, shape, tokenizer = self.chosen, read_shape(self.source), load_tokenizer(self.source)
+            columns = {"prompt_key": chosen.prompt_key, "response_key": chosen.response_key}
+            answers = read_sequences(chosen.calibrate, tokenizer, chat_template=chosen.chat_template, **columns)
+            prompts = [answer.prompt_ids for answer in draw(answers, PROMPTS, chosen.seed)[0]]
+            width = max(map(len, prompts))
+            tokens, valid = torch.zeros(2, len(prompts), width, dtype=torch.int64)
+            for i, prompt in enumerate(prompts):
+                tokens[i, width - len(prompt) :], valid[i, width - len(prompt) :] = torch.from_numpy(prompt).long(), 1
+            whole = load_whole(self.source, shape, torch.bfloat16)
+            self._models = whole, tokens.to(device()), valid.to(device())
+        whole, tokens, valid = self._models
+        small = load_whole(policy, read_shape(policy), whole.dtype).to(whole.dtype)
+        best = [0.0, 0.0]
+        for _ in range(ROUNDS):
+            best = [
+                max(old, _tokens_per_second(of, tokens, valid)) for old, of in zip(best, (small, whole), strict=True)
+            ]
+        return {"tokens_per_second": best[0], "tokens_per_second_ratio": best[0] / best[1]}
+
+    def _write(self) -> None:
+        with replacing_file(self.chosen.out / FILE) as partial:
+            partial.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def _tokens_per_second(model: Any, tokens: torch.Tensor, valid: torch.Tensor) -> float:
+    """Of transformers' ``generate``, equally many for every prompt."""
+    began = time.perf_counter()
+    size = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+    model.generate(input_ids=tokens, attention_mask=valid, do_sample=False, **size).cpu()
+    return len(tokens) * NEW_TOKENS / (time.perf_counter() - began)
+
+
+def recovery_tokens(row: Row, enough: float) -> float | None:
+    """The least number of trained tokens that gives an accuracy of ``enough``; 0 where none are needed, None where no
+    budget was enough."""
+    tried = [{"tokens": 0.0, "accuracy": row["accuracy"]}, *row.get("recovered", [])]
+    return min((point["tokens"] for point in tried if point["accuracy"] >= enough), default=None)
+
+
+def worth(row: Row) -> float:
+    """The best accuracy that a smaller policy came to; without any, the loss, negated."""
+    if "accuracy" not in row:
+        return -float(row["loss_after"])
+    return float(max([row["accuracy"], *(point["accuracy"] for point in row.get("recovered", []))]))
+
+
+def mark_frontier(rows: Sequence[Row]) -> None:
+    """Mark the rows that no other beats: none is as small or smaller and better, or smaller and as good."""
+    known = [row for row in rows if "accuracy" in row] or [row for row in rows if "loss_after" in row]
+    found = [(-row["weights"], worth(row)) for row in known]
+    for row in rows:
+        row["frontier"] = row in known and not any(
+            a >= -row["weights"] and b >= worth(row) and (a, b) != (-row["weights"], worth(row)) for a, b in found
+        )
+
+
+def table(record: Mapping[str, Any]) -> list[str]:
+    """A line for each smaller policy, the largest first; what was not measured is a dash."""
+    whole = record["whole"]
+    heads = ("weights", "loss", "accuracy", "recovered", "tokens", "speed")
+    lines = [f"{'':36s}" + "".join(f"{head:>11s}" for head in heads)]
+    first = f"{whole['weights'] / 1e6:,.2f} M", f"{whole['loss']:.4f}", _percent(whole.get("accuracy")), "", "", "1.00x"
+    lines.append(f"{'whole policy':36s}" + "".join(f"{cell:>11s}" for cell in first))
+    for row in sorted(record["rows"], key=lambda row: (-row["weights"], row["name"])):
+        best = worth(row) if row.get("recovered") else None
+        tokens = row.get("recovery_tokens")
+        cells = (
+            f"{row['weights'] / whole['weights']:.0%}",
+            f"{row['loss_after']:.4f}",
+            _percent(row.get("accuracy")),
+            _percent(best),
+            "–" if tokens is None else f"{tokens:,.0f}",
+            f"{row['tokens_per_second_ratio']:.2f}x",
+        )
+        lines.append(f"{'* ' * row['frontier']:2s}{row['name']:34s}" + "".join(f"{cell:>11s}" for cell in cells))
+    return [*lines, "* no other is as small and as good; tokens: of sft, to enough of the whole policy's accuracy"]
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,54 @@
+"""What a run saves if its policy is made smaller first (``megatron-dppo compress``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_dppo.compress.cut import check_method, sizes
+from megatron_dppo.estimate.assumptions import GIB
+from megatron_dppo.estimate.memory import shape_of
+from megatron_dppo.estimate.plan import Plan, make_plan
+from megatron_dppo.models.shape import check_layout
+
+MULTIPLE = 128
+"""Times the tensor-parallel ranks: of which the width of a feed-forward layer is one."""
+
+
+def plan_smaller(made: Plan, keep: float, method: str) -> Plan:
+    """The same run with what ``compress --keep --method`` leaves of its policy.
+
+    Raises:
+        UserError: naming ``--keep`` or ``--method``, for what cannot be left; as ``make_plan``.
+    """
+    shape = shape_of(made.config.model.path)
+    check_method(shape, method)
+    left = sizes(shape, method, keep, MULTIPLE * made.placement.layout.tp).shape(shape)
+    check_layout(left, made.placement.layout)
+    return make_plan(made.config, made.assumptions, left)
+
+
+def smaller_text(whole: Plan, smaller: Plan, how: str) -> Iterator[str]:
+    """A column for the whole policy and one for the smaller."""
+    both = whole, smaller
+    yield f"{f'with a smaller policy ({how})':<44}{'whole':>14}{'smaller':>14}"
+    rows = [
+        ("billion parameters", [f"{made.parameters.total / 1e9:.2f}" for made in both]),
+        ("memory of the trainer's fullest GPU", [f"{made.actor.total / GIB:.1f} GiB" for made in both]),
+        ("completions at once on a server", [f"{made.server.concurrency:,}" for made in both]),
+    ]
+    for phase in smaller.pruned.phases:
+        if any(made.pruned.phases[phase] for made in both):
+            rows.append((f"{phase}, a step", [_seconds(made, made.pruned.phases[phase]) for made in both]))
+    rows += [
+        ("a step", [_seconds(made, made.pruned.seconds) for made in both]),
+        ("the run, GPU-hours", [f"{made.cost.gpu_hours:,.1f}" if made.fits else "does not fit" for made in both]),
+    ]
+    for what, cells in rows:
+        yield f"  {what:<42}" + "".join(f"{cell:>14}" for cell in cells)
+    if whole.fits and smaller.fits:
+        times = whole.pruned.seconds / smaller.pruned.seconds
+        yield f"  {times:.2f}x as many steps in the same time, recovery not counted"
+
+
+def _seconds(made: Plan, seconds: float) -> str:
+    return f"{seconds:.1f} s" if made.fits else "–"

@@ -1,0 +1,66 @@
+"""Stock servers load what ``compress`` has written, compute what transformers does, and a run goes on from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_dppo.rollout.servers.client import GenerateRequest
+from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.launch import SECRET
+from tests.runs import rows
+from tests.servers.real import FIRST_PORT, Kind, RealServers
+from tests.servers.test_training import AGREES, QUICKSTART, REWARD, SETTINGS
+
+pytestmark = pytest.mark.servers
+
+LIMIT_S = 300.0
+PROMPTS = ([3, 4, 5], [11, 6, 12, 9, 10])
+
+
+@pytest.mark.parametrize(("kind", "how"), [("sglang", ("width", "0.75")), ("vllm", ("depth", "0.5"))])
+def test_a_smaller_policy_is_served_and_trained_as_any_other(
+    kind: Kind, how: tuple[str, str], served_policy: Path, http: Http, tmp_path: Path
+) -> None:
+    policy, sums, run = tmp_path / "policy", tmp_path / "sums.jsonl", tmp_path / "run"
+    sums.write_text("".join(json.dumps({"prompt": f"1+{i}=", "response": f"#{1 + i}"}) + "\n" for i in range(8)))
+    method, keep = how
+    words = ["compress", str(served_policy), str(policy), "--method", method, "--keep", keep, "--multiple", "8"]
+    command(*words, "--calibrate", str(sums))
+    servers = RealServers(policy, tmp_path, http, first_port=FIRST_PORT + 34)
+    try:
+        server = servers.get(kind, 1)
+        model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+        for prompt in PROMPTS:
+            ask = GenerateRequest(prompt, samples=2, max_tokens=12, temperature=1.0, stop_token_ids=[], seed=None)
+            for piece in http.run(server.api.generate(ask, timeout_s=60.0)):
+                tokens = torch.tensor([[*prompt, *piece.token_ids]])
+                with torch.no_grad():
+                    logprobs = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                expected = logprobs.gather(1, torch.tensor(piece.token_ids)[:, None])[:, 0].numpy()
+                np.testing.assert_allclose(piece.logprobs, expected, atol=AGREES)
+        run.mkdir()
+        (run / "reward.py").write_text(REWARD)
+        settings = [f"run.dir={run}", f"model.path={policy}", f"reward.function={run}/reward.py:compute_score"]
+        given = [f"rollout.engine={kind}", f"rollout.servers=[{server.api.url}]", "layout.tp=1", "run.steps=2"]
+        command("train", str(QUICKSTART), *settings, *SETTINGS, *given, secret=server.secret)
+    finally:
+        servers.stop()
+    first, *steps = rows(run)
+    assert first["rollout/agreement_max_diff"] <= AGREES
+    assert len(steps) == 2 and all(step["train/grad_norm"] > 0 for step in steps)
+    assert all(step["train/rollout_logprob_abs_diff"] <= AGREES for step in steps)
+
+
+def command(*words: str, secret: str = "") -> None:
+    command = [sys.executable, "-m", "megatron_dppo", *words]
+    done = subprocess.run(command, env=os.environ | {SECRET: secret}, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
