@@ -115,7 +115,7 @@ WAYS = (
         append=f"{SMALL} --check",
     ),
     Way(
-        r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+( (reward|rollout|loss|pruning\.completions)\.\S+)+",
+        r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+( (reward|rollout|loss|pruning\.\w+)\.\S+)+",
         append=SMALL,
     ),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ model\.lora\.\S+ optimizer\.lr=\S+", append=SMALL),
