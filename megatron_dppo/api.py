@@ -151,7 +151,7 @@ def step_metadata(
     """
     given, lengths = np.asarray(rewards, np.float64), np.asarray(response_lengths, np.int64)
     (prompts, samples), none = given.shape, np.zeros(given.shape, np.int64)
-    plain = {
+    plain: dict[str, Any] = {
         "prompt_ids": np.arange(prompts),
         "prompt_inclusion": np.ones(prompts),
         "prompt_lengths": np.asarray(prompt_lengths, np.int64),

@@ -12,7 +12,16 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_dppo.api import RunFailedError, _Follower, evaluate, load_config, register, train
+from megatron_dppo.api import (
+    RunFailedError,
+    _Follower,
+    evaluate,
+    load_config,
+    plan_step,
+    register,
+    step_metadata,
+    train,
+)
 from megatron_dppo.config import (
     CompletionPruningConfig,
     Config,
@@ -139,6 +148,22 @@ def test_settings_are_given_section_by_section(tmp_path: Path):
     config = load_config(data={"reasoning_gym": {"tasks": tasks}, "eval": {"held out": tmp_path / "b.jsonl"}})
     assert config.data.reasoning_gym.tasks == tasks, "a setting may be a mapping itself"
     assert config.data.eval == {"held out": str(tmp_path / "b.jsonl")}
+
+
+def test_a_step_is_planned_from_rewards_and_lengths_alone():
+    given = {"response_lengths": [[40, 120], [30, 50]], "prompt_lengths": [20, 25]}
+    metadata = step_metadata([[1, 0], [1, 1]], **given, prompt_inclusion=np.array([0.5, 1.0]), window=3.0)
+    plan = plan_step(
+        metadata,
+        load_config(pruning={"completions": {"rule": "none"}}),
+        replicas=1,
+        align=1,
+        capacity_multiple=1,
+        step=0,
+        pipeline=1,
+    )
+    samples = plan.minibatches[0].samples
+    assert samples.group.tolist() == [0, 0] and samples.weight.tolist() == [2.0, 2.0]
 
 
 def test_ranks_end_with_a_callback_that_fails(tmp_path: Path):
