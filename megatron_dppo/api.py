@@ -21,43 +21,52 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
+from numpy.typing import ArrayLike
 
 from megatron_dppo.bridge.checkpoint_folder import latest_step
-from megatron_dppo.config import CompletionPruningConfig, Config, replace
+from megatron_dppo.config import CompletionPruningConfig, Config, PromptPruningConfig, replace
 from megatron_dppo.config.types import AnySection, Command
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.answers import ANSWERS, SCORES, AnswerRow, out_folder, policy_in
 from megatron_dppo.launch.start import ranks_to_start, start_ranks
 from megatron_dppo.observe.metrics import FILE, read_metrics, read_rows
+from megatron_dppo.plugins import register
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.stop import SAVED
 from megatron_dppo.rl.plan import plan_step
+from megatron_dppo.rl.types import StepMetadata, no_forks, no_roles
 from megatron_dppo.settings import load_config as load_words
 from megatron_dppo.settings import settings
 from megatron_dppo.trainer.preflight import check_run_dir
 from megatron_dppo.trainer.resume import IN_FORCE
 
-__all__ = ["Config", "Evaluation", "Run", "RunFailedError", "evaluate", "load_config", "plan_step", "train"]
+__all__ = [
+    "Config",
+    "Evaluation",
+    "Run",
+    "RunFailedError",
+    "evaluate",
+    "load_config",
+    "plan_step",
+    "register",
+    "step_metadata",
+    "train",
+]
 
 Row = dict[str, float]
-FUNCTIONS = {
-    "reward": ("reward.function", "compute_score"),
-    "objective": ("loss.objective", "objective"),
-    "conversation": ("rollout.conversation", "conversation"),
-    "completion_rule": ("pruning.completions.function", "inclusion"),
-}
-"""What a run can be given as a function: the setting that names it, and the function's name in its file."""
 _LOADS = '''"""What this run was given from Python as its {what}."""
 
 import pickle
 from pathlib import Path
 
-{name} = pickle.loads(Path(__file__).with_name("{what}.pkl").read_bytes())
+{what} = pickle.loads(Path(__file__).with_name("{what}.pkl").read_bytes())
 '''
 
 
@@ -128,29 +137,70 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
+def step_metadata(
+    rewards: ArrayLike, response_lengths: ArrayLike, prompt_lengths: ArrayLike, **more: Any
+) -> StepMetadata:
+    """What :func:`plan_step` knows of a step without teachers, trees and roles, all of whose prompts were rolled out.
+
+    Args:
+        rewards: [Q, G]
+        response_lengths: [Q, G], tokens.
+        prompt_lengths: [Q], tokens.
+        more: fields of :class:`~megatron_dppo.rl.types.StepMetadata`, where the step has them: ``prompt_inclusion`` and
+            ``window`` of prompts that were pruned, ``score_norms``, ``owners``.
+    """
+    given, lengths = np.asarray(rewards, np.float64), np.asarray(response_lengths, np.int64)
+    (prompts, samples), none = given.shape, np.zeros(given.shape, np.int64)
+    plain: dict[str, Any] = {
+        "prompt_ids": np.arange(prompts),
+        "prompt_inclusion": np.ones(prompts),
+        "prompt_lengths": np.asarray(prompt_lengths, np.int64),
+        "samples": np.full(prompts, samples),
+        "response_lengths": lengths,
+        "shared_lengths": none,
+        "sampled_lengths": lengths,
+        "rewards": given,
+        "score_norms": np.ones(given.shape),
+        "log_ratios": np.zeros((*given.shape, 2)),
+        "teacher": np.full(prompts, -1),
+        "forks": no_forks(given.shape),
+        "roles": no_roles(given.shape),
+        "versions": none,
+        "owners": np.zeros(prompts, np.int64),
+        "window": float(prompts),
+    }
+    return StepMetadata(**plain | more)
+
+
 def train(
     config: Config,
     *,
     reward: Callable[..., Any] | None = None,
     objective: Callable[..., Any] | None = None,
-    conversation: Callable[..., Any] | None = None,
+    prompt_rule: Callable[..., Any] | None = None,
     completion_rule: Callable[..., Any] | None = None,
+    conversation: Callable[..., Any] | None = None,
+    engine: Callable[..., Any] | None = None,
     on_step: Callable[[Row], object] | None = None,
 ) -> Run:
     """Train to ``run.steps``, from the last checkpoint in ``run.dir`` if there is one.
 
-    Functions are kept in ``run.dir``, with what they use of the script, so that the command line can resume the run.
+    Functions, given here or registered and named by a setting, are kept in ``run.dir``, with what they use of the
+    script, so that the command line can resume the run.
 
     Args:
         config: of the run.
         reward: scores completions in place of ``reward.function``, in processes of its own; any signature that may be
             named there.
         objective: in place of ``loss.objective``: from :class:`~megatron_dppo.rl.losses.Tokens` to what is maximised.
-        conversation: in place of ``rollout.conversation``: has a conversation with the policy for each completion.
+        prompt_rule: in place of ``pruning.prompts.rule``: from
+            :class:`~megatron_dppo.rl.pruning.prompt_rules.PromptCandidates` and ``keep`` to inclusion probabilities.
         completion_rule: in place of ``pruning.completions.rule``: from
             :class:`~megatron_dppo.rl.pruning.completion_rules.CompletionCandidates` and ``keep`` to inclusion
             probabilities.
-        on_step: called with the row of every step as it is written, in this process.
+        conversation: in place of ``rollout.conversation``: has a conversation with the policy for each completion.
+        engine: in place of ``rollout.engine_function``: makes a :class:`~megatron_dppo.rollout.engine.RolloutEngine`.
+        on_step: called with the row of every step as it is written, in this process, after registered callbacks.
 
     Raises:
         UserError: for what can be seen to be wrong before a rank starts.
@@ -164,10 +214,13 @@ def train(
         folder,
         reward=reward,
         objective=objective,
-        conversation=conversation,
+        prompt_rule=prompt_rule,
         completion_rule=completion_rule,
+        conversation=conversation,
+        engine=engine,
     )
-    follower = _Follower(folder, on_step or (lambda row: None))
+    callbacks = [*register.registered["callback"].values(), *([on_step] if on_step else [])]
+    follower = _Follower(folder, callbacks)
     code = _run("train", config, follower.look)
     follower.look()
     return Run(folder, finished=code == 0)
@@ -218,19 +271,23 @@ def _run(command: Command, config: Config, meanwhile: Callable[[], None] = lambd
 
 
 def _with_functions(config: Config, folder: Path, **functions: Callable[..., Any] | None) -> Config:
-    """The settings with the names by which ranks find these functions, which are kept in ``folder`` by value."""
-    given = {what: function for what, function in functions.items() if function is not None}
+    """The settings with the names by which ranks find these functions, and those that are registered and named there.
+    They are kept in ``folder`` by value."""
+    given: dict[str, Callable[..., Any]] = {}
+    for what, setting in register.SETTINGS.items():
+        named = register.registered[what].get(attrgetter(setting)(config))
+        if (function := functions.get(what) or named) is not None:
+            given[what] = function
     if given:
         check_run_dir(folder)
         refuse_if_held(folder, "run.dir")
         folder.mkdir(parents=True, exist_ok=True)
     for what, function in given.items():
-        setting, name = FUNCTIONS[what]
         with replacing_file(folder / f"{what}.pkl") as draft:
             draft.write_bytes(cloudpickle.dumps(function))
         with replacing_file(folder / f"{what}.py") as draft:
-            draft.write_text(_LOADS.format(what=what, name=name), encoding="utf-8")
-        config = _with_settings(config, setting.split("."), f"{folder / what}.py:{name}")
+            draft.write_text(_LOADS.format(what=what), encoding="utf-8")
+        config = _with_settings(config, register.SETTINGS[what].split("."), f"{folder / what}.py:{what}")
     return config
 
 
@@ -238,7 +295,7 @@ def _with_settings(section: AnySection, path: Sequence[str], value: str) -> AnyS
     """A copy with another value of the setting at ``path``; of a rule with its function, which is then in use."""
     name, *rest = path
     changes = {name: _with_settings(getattr(section, name), rest, value) if rest else value}
-    if isinstance(section, CompletionPruningConfig):
+    if isinstance(section, PromptPruningConfig | CompletionPruningConfig):
         changes["rule"] = "function"
     return replace(section, **changes)
 
@@ -246,8 +303,8 @@ def _with_settings(section: AnySection, path: Sequence[str], value: str) -> AnyS
 class _Follower:
     """Tells of rows of ``metrics.jsonl`` as they come."""
 
-    def __init__(self, folder: Path, tell: Callable[[Row], object]) -> None:
-        self._file, self._tell = folder / FILE, tell
+    def __init__(self, folder: Path, callbacks: Sequence[Callable[[Row], object]]) -> None:
+        self._file, self._callbacks = folder / FILE, callbacks
         done = latest_step(folder / "checkpoints")
         self._last, self._size = -1 if done is None else done, 0
         self._before = self._file.stat().st_ino if self._file.exists() else None
@@ -262,4 +319,5 @@ class _Follower:
         for row in read_rows(self._file):
             if row["step"] > self._last:
                 self._last = row["step"]
-                self._tell(row)
+                for callback in self._callbacks:
+                    callback(row)

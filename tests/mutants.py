@@ -84,6 +84,24 @@ MUTANTS = [
         "rl/test_unbiasedness.py::test_a_rule_of_the_users_is_unbiased_whatever_it_returns",
     ),
     Mutant(
+        "own/a rule for prompts without a floor",
+        "np.maximum(own.inclusion(candidates, keep), candidates.floor)",
+        "own.inclusion(candidates, keep)",
+        "rl/test_unbiasedness.py::test_so_is_one_for_prompts",
+    ),
+    Mutant(
+        "own/what is registered is not looked up",
+        "functions.get(what) or named) is not None",
+        "functions.get(what)) is not None",
+        "test_api.py::test_registered_functions_are_named_in_settings",
+    ),
+    Mutant(
+        "stored/the tokenizer is loaded with every batch",
+        "tokenizer = cache(partial(load_tokenizer, policy))",
+        "tokenizer = partial(load_tokenizer, policy)",
+        "data/test_stored.py::test_the_tokenizer_is_loaded_once_for_all_batches",
+    ),
+    Mutant(
         "own/no number is a probability",
         "or not ((found >= 0.0) & (found <= 1.0)).all():",
         "or ((found < 0.0) | (found > 1.0)).any():",

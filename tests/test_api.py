@@ -5,18 +5,30 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_dppo.api import RunFailedError, _Follower, evaluate, load_config, train
+from megatron_dppo.api import (
+    RunFailedError,
+    _Follower,
+    evaluate,
+    load_config,
+    plan_step,
+    register,
+    step_metadata,
+    train,
+)
 from megatron_dppo.config import (
     CompletionPruningConfig,
     Config,
     LayoutConfig,
     LossConfig,
+    PromptPruningConfig,
+    PruningConfig,
     RewardConfig,
     RunConfig,
     replace,
@@ -26,6 +38,8 @@ from megatron_dppo.launch.first_failure import FirstFailure
 from megatron_dppo.launch.processes import run_ranks
 from megatron_dppo.rl.losses import Tokens
 from megatron_dppo.rl.pruning.completion_rules import CompletionCandidates
+from megatron_dppo.rl.pruning.prompt_rules import PromptCandidates
+from megatron_dppo.rollout.local import LocalEngine
 from tests.runs import configure, write_run
 
 
@@ -47,9 +61,9 @@ def test_a_run_with_ones_own_functions_tells_of_every_step_and_is_evaluated(tmp_
     assert told == run.metrics and [row["step"] for row in told] == [0, 1, 2]
     assert 0.0 < told[-1]["rollout/raw_reward"] < 2.0 and told[-1]["reward/errors"] == 0
     assert [row["train/grad_norm"] for row in told[1:]] == [0.0, 0.0]
-    own = replace(config, reward=RewardConfig(function=str(tmp_path / "run" / "reward.py:compute_score")))
+    own = replace(config, reward=RewardConfig(function=str(tmp_path / "run" / "reward.py:reward")))
     assert [row["prune/saved_tokens_completions"] for row in told[1:]] == [0.0, 0.0]
-    kept = {"rule": "function", "function": str(tmp_path / "run" / "completion_rule.py:inclusion")}
+    kept = {"rule": "function", "function": str(tmp_path / "run" / "completion_rule.py:completion_rule")}
     own = replace(own, pruning=replace(own.pruning, completions=CompletionPruningConfig(**kept)))
     own = replace(own, loss=LossConfig(objective=str(tmp_path / "run" / "objective.py:objective")))
     assert train(own).metrics == told  # at its end: nothing is trained, and its functions were kept
@@ -59,6 +73,58 @@ def test_a_run_with_ones_own_functions_tells_of_every_step_and_is_evaluated(tmp_
     assert [row["correct"] for row in found.answers].count(True) == 4 * scores["avg@k"]["value"]
     assert all(row["answer"] and row["prompt"] for row in found.answers)
     assert found.folder == tmp_path / "run" / "eval" / "iter_0000002"
+
+
+def test_registered_functions_are_named_in_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(register, "registered", {kind: {} for kind in register.registered})
+    worth, heard, file = 0.5, [], tmp_path / "generated"
+
+    @register.reward
+    def half(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+        return worth * len(solution_str)
+
+    @register.objective
+    def still(tokens: Tokens) -> Tensor:
+        return 0.0 * tokens.ratio * tokens.advantage
+
+    @register.prompt_rule
+    def all_prompts(candidates: PromptCandidates, keep: float) -> NDArray[np.float64]:
+        return np.ones_like(candidates.expected_square)
+
+    @register.completion_rule
+    def all_completions(candidates: CompletionCandidates, keep: float) -> NDArray[np.float64]:
+        return np.ones_like(candidates.advantage)
+
+    @register.engine
+    def noting(folder: Path, **parts: Any) -> LocalEngine:
+        file.touch()
+        return LocalEngine(folder, max_batch=64, **parts)
+
+    @register.callback
+    def hear(row: dict[str, float]) -> None:
+        heard.append(row)
+
+    config = configure(write_run(tmp_path), tmp_path / "run", LayoutConfig(tp=1, dp=1), steps=1)
+    own = PruningConfig(
+        prompts=PromptPruningConfig(function="all_prompts"),
+        completions=CompletionPruningConfig(function="all_completions"),
+    )
+    rollout = replace(config.rollout, engine_function="noting")
+    loss, reward = LossConfig(objective="still"), RewardConfig(function="half")
+    run = train(replace(config, pruning=own, rollout=rollout, loss=loss, reward=reward))
+    (_, row) = run.metrics
+    assert heard == run.metrics and file.exists()
+    assert row["train/grad_norm"] == 0.0 and row["rollout/raw_reward"] > 1.0
+    assert row["prune/kept_prompt_fraction"] == 1.0 and row["prune/saved_tokens_completions"] == 0.0
+    with pytest.raises(UserError, match=r"reward\.function = exact"):
+        register.reward(exact)
+    with pytest.raises(UserError, match=r"pruning\.prompts\.function"):
+        train(replace(config, pruning=PruningConfig(prompts=PromptPruningConfig(function="nobodys"))))
+
+
+def exact(completions: list[str]) -> list[float]:
+    """Of a name that is taken."""
+    return [0.0 for _ in completions]
 
 
 def test_what_is_wrong_is_raised_before_a_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -84,6 +150,22 @@ def test_settings_are_given_section_by_section(tmp_path: Path):
     assert config.data.eval == {"held out": str(tmp_path / "b.jsonl")}
 
 
+def test_a_step_is_planned_from_rewards_and_lengths_alone():
+    given = {"response_lengths": [[40, 120], [30, 50]], "prompt_lengths": [20, 25]}
+    metadata = step_metadata([[1, 0], [1, 1]], **given, prompt_inclusion=np.array([0.5, 1.0]), window=3.0)
+    plan = plan_step(
+        metadata,
+        load_config(pruning={"completions": {"rule": "none"}}),
+        replicas=1,
+        align=1,
+        capacity_multiple=1,
+        step=0,
+        pipeline=1,
+    )
+    samples = plan.minibatches[0].samples
+    assert samples.group.tolist() == [0, 0] and samples.weight.tolist() == [2.0, 2.0]
+
+
 def test_ranks_end_with_a_callback_that_fails(tmp_path: Path):
     def fail() -> None:
         raise ZeroDivisionError
@@ -100,7 +182,7 @@ def test_rows_of_steps_that_are_taken_again_are_not_told(tmp_path: Path):
     told: list[dict[str, float]] = []
     file, draft = tmp_path / "metrics.jsonl", tmp_path / "draft"
     file.write_text('{"step": 1, "of": 1}\n{"step": 2, "of": 1}\n')
-    follower = _Follower(tmp_path, told.append)
+    follower = _Follower(tmp_path, [told.append])
     follower.look()
     draft.write_text('{"step": 1, "of": 2}\n')
     draft.replace(file)
@@ -110,7 +192,7 @@ def test_rows_of_steps_that_are_taken_again_are_not_told(tmp_path: Path):
 
 def test_rows_are_told_once_and_whole(tmp_path: Path):
     told: list[dict[str, float]] = []
-    follower, file = _Follower(tmp_path, told.append), tmp_path / "metrics.jsonl"
+    follower, file = _Follower(tmp_path, [told.append]), tmp_path / "metrics.jsonl"
     follower.look()
     for text in ('{"step": 0}\n{"step"', '{"step": 0}\n{"step": 1}\n', '{"step": 0}\n{"step": 1}\n{"step": 2}\n'):
         file.write_text(text)

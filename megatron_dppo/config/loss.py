@@ -225,15 +225,26 @@ class ScheduleConfig(Section):
             raise UserError(f"pruning.{level}.schedule.ramp", self.ramp, problem, remedy)
 
 
+def check_own_rule(level: str, rule: str, function: str | None) -> None:
+    """Refuse a function without the rule that takes it, and the rule without a function."""
+    if (rule == "function") != (function is not None):
+        problem = f"goes with a rule of your own, and pruning.{level}.rule is {rule}"
+        remedy = f"Set pruning.{level}.rule=function and this to file.py:function, or neither"
+        raise UserError(f"pruning.{level}.function", function or "null", problem, remedy)
+
+
 class PromptPruningConfig(Section):
-    rule: Literal["none", "threshold", "neyman", "greso", "dynamic_sampling"] = "neyman"
-    """Unbiased: none, threshold (the paper's), neyman (least variance). Biased: greso (skips prompts that gave equal
-    rewards again and again), dynamic_sampling (DAPO's: groups of equal reward are replaced)."""
+    rule: Literal["none", "threshold", "neyman", "greso", "dynamic_sampling", "function"] = "neyman"
+    """Unbiased: none, threshold (the paper's), neyman (least variance), function (yours). Biased: greso (skips prompts
+    that gave equal rewards again and again), dynamic_sampling (DAPO's: groups of equal reward are replaced)."""
+    function: str | None = None
+    """A rule of your own, ``file.py:function`` or ``module:function``, for ``rule=function``: from candidates, of which
+    earlier visits are known, and ``keep`` to inclusion probabilities."""
     keep: Fraction = 0.7
     """neyman: share of the window that is rolled out, by the tokens that its prompts are expected to take; threshold:
     1 − r, the chance of a low-scored prompt. greso and dynamic_sampling have no budget and do not look at it."""
     floor: Fraction = 0.2
-    """neyman: least inclusion probability of a prompt."""
+    """neyman, function: least inclusion probability of a prompt."""
     predictor: Literal["auto", "record", "model"] = "auto"
     """neyman: what predicts a prompt's gradient and tokens. ``record``: its own visits, which know nothing of tokens;
     ``model``: its text as well (lengths, numbers, data source, tokens), by a regression that learns as the run goes, so
@@ -246,16 +257,23 @@ class PromptPruningConfig(Section):
     (threshold and greso by themselves, neyman systematic)."""
     schedule: ScheduleConfig = ScheduleConfig()
 
+    @property
+    def named(self) -> str:
+        """The rule's name in the table, or that of the user's own."""
+        return self.function if self.rule == "function" and self.function else self.rule
+
     def kept(self, prompts: int) -> int:
         """How many of a window's prompts the rules with a budget roll out, where all take as many tokens."""
         return math.floor(prompts * self.keep) if self.rule in ("threshold", "neyman") else prompts
 
     def check(self, max_weight: float) -> None:
+        check_own_rule("prompts", self.rule, self.function)
         if self.rule == "neyman" and self.floor > self.keep:
             problem = f"is above pruning.prompts.keep = {self.keep:g}, so that more would be kept than asked for"
             remedy = f"Lower it to {self.keep:g} or less, or raise pruning.prompts.keep"
             raise UserError("pruning.prompts.floor", self.floor, problem, remedy)
-        setting, least = {"neyman": ("floor", self.floor), "threshold": ("keep", self.keep)}.get(self.rule, ("", 1.0))
+        bounds = {"neyman": ("floor", self.floor), "threshold": ("keep", self.keep), "function": ("floor", self.floor)}
+        setting, least = bounds.get(self.rule, ("", 1.0))
         if least * max_weight < 1.0 - 1e-9:
             problem = f"lets a prompt's weight reach {1.0 / least:g}, above pruning.max_weight = {max_weight:g}"
             remedy = f"Raise it to {1.0 / max_weight:g} or more, or raise pruning.max_weight"
@@ -290,10 +308,7 @@ class CompletionPruningConfig(Section):
         return self.function if self.rule == "function" and self.function else self.rule
 
     def check(self) -> None:
-        if (self.rule == "function") != (self.function is not None):
-            problem = f"goes with a rule of your own, and pruning.completions.rule is {self.rule}"
-            remedy = "Set pruning.completions.rule=function and this to file.py:function, or neither"
-            raise UserError("pruning.completions.function", self.function or "null", problem, remedy)
+        check_own_rule("completions", self.rule, self.function)
         if self.normaliser == "kept" and self.rule != "top_k":
             problem = f"would make a biased rule of pruning.completions.rule = {self.rule}"
             remedy = "Leave it at full, or set pruning.completions.rule=top_k"

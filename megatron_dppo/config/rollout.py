@@ -192,6 +192,9 @@ class AllocationConfig(Section):
 class RolloutConfig(Section):
     engine: Literal["local", "sglang", "vllm"] = "local"
     """What generates: ``local`` is the policy itself, in the trainer's own processes; the others are servers."""
+    engine_function: str | None = None
+    """What makes an engine of your own, in the place of the local one: a class or function, ``file.py:name`` or
+    ``module:name``, called on every rank with the policy's folder, and ``device``, ``dtype`` and ``world``."""
     servers: Literal["slurm"] | tuple[str, ...] = ()
     """URLs of servers, or of an SGLang router, that run already; ``slurm``: one on each node of this job's second
     heterogeneous component, at rollout.launch.first_port."""

@@ -9,7 +9,7 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, overload
@@ -190,7 +190,8 @@ def prepare(source: Source, data: DataConfig, policy: Path, *, responses: bool, 
     Raises:
         UserError: as ``load_prompts`` and ``load_worked_answers``.
     """
-    _stored(source, data, policy, partial(load_tokenizer, policy), responses=responses, check=check)
+    tokenizer = cache(partial(load_tokenizer, policy))  # asked for with every batch
+    _stored(source, data, policy, tokenizer, responses=responses, check=check)
 
 
 def _stored(

@@ -49,7 +49,8 @@ def benchmarks(runs: Sequence[Run]) -> Section:
     for run in runs:
         for folder, found in run.scores:
             k = found.get("samples", "k")
-            head = ("benchmark", "problems", f"avg@{k}", "pass", f"majority@{k}", "mean tokens", "cut off", "unscored")
+            shares = f"avg@{k}", "pass", f"majority@{k}"
+            head = ("benchmark", "problems", *shares, "mean reward", "mean tokens", "cut off", "unscored")
             rows = [_scores(name, of) for name, of in found["benchmarks"].items() if isinstance(of, dict)]
             parts.append(Table(head, rows, f"{run.name}{f' · {folder}' * (folder != '.')}: {_how(found)}"))
     lead = "In brackets 95% intervals, over the problems of a benchmark."
@@ -85,6 +86,7 @@ def _scores(name: str, of: Record) -> list[str]:
         _interval(of.get("avg@k")),
         f"@{most} {_interval(passes[most])}" if most is not None else "–",
         _interval(of.get("majority")),
+        _interval(of.get("mean_reward"), "{:.3f}"),
         _interval(of.get("mean_length"), "{:,.0f}"),
         _interval(of.get("truncated")),
         str(of.get("unscored", "–")),

@@ -20,7 +20,7 @@ from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics,
 from megatron_dppo.rl.pruning.completion_rules import rule_named
 from megatron_dppo.rl.pruning.metrics import census, left_out, prune_metrics
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
-from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
+from megatron_dppo.rl.pruning.prompt_rules import prompt_rule
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.trees import biased_settings
@@ -84,7 +84,7 @@ def plan_step(
     if len(discarded):
         rest = take_groups(metadata, discarded)
         parts.append((rest, left_out(rest)))
-    biased = bool(PROMPT_RULES[config.pruning.prompts.rule].biased)
+    biased = bool(prompt_rule(config.pruning.prompts.named).biased)
     return StepPlan(
         minibatches=tuple(minibatches),
         metrics=prune_metrics(metadata.window, parts, biased_prompts=biased)
@@ -174,7 +174,7 @@ def notes(
     """The sentences that the log has beside its numbers. ``usable`` groups of the step could be trained on."""
     pruning = config.pruning
     for level, rule, biased in (
-        ("prompts", pruning.prompts.rule, PROMPT_RULES[pruning.prompts.rule].biased),
+        ("prompts", pruning.prompts.rule, prompt_rule(pruning.prompts.named).biased),
         ("completions", pruning.completions.rule, rule_named(pruning.completions.named).biased),
     ):
         if biased:

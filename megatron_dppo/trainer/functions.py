@@ -1,4 +1,5 @@
-"""The user's own functions in a step: an objective (``loss.objective``), and a rule by which completions are kept.
+"""The user's own functions in a step: an objective (``loss.objective``), and rules by which prompts
+and completions are kept.
 
 An objective is given :class:`~megatron_dppo.rl.losses.Tokens` of a pack, R tokens of several completions, and returns
 what is to be maximised for each, [R]; or that, and which tokens it has clipped or masked, [R] of bool. It is tried out
@@ -20,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import CompletionPruningConfig, LossConfig
+from megatron_dppo.config import LossConfig, PruningConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.rl.losses import Tokens, token_losses
 from megatron_dppo.rl.objectives import Objective, objective_for
-from megatron_dppo.rl.pruning.completion_rules import FUNCTION, adopt
+from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 
 SETTING = "loss.objective"
 LENGTHS = (5, 3)
@@ -34,14 +35,16 @@ RATIOS = (0.4, 2.5)
 """Between which their ratios lie."""
 
 
-def adopt_rule(pruning: CompletionPruningConfig) -> None:
-    """Have this process know the rule of the run, where it is the user's.
+def adopt_rules(pruning: PruningConfig) -> None:
+    """Have this process know the rules of the run that are the user's.
 
     Raises:
         UserError: it cannot be imported.
     """
-    if pruning.function is not None:
-        adopt(pruning.function, load_function(FUNCTION, pruning.function))
+    if (own := pruning.prompts.function) is not None:
+        prompt_rules.adopt(own, load_function(prompt_rules.FUNCTION, own))
+    if (own := pruning.completions.function) is not None:
+        completion_rules.adopt(own, load_function(completion_rules.FUNCTION, own))
 
 
 def objective_of(loss: LossConfig) -> Objective:

@@ -28,6 +28,7 @@ from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
 from megatron_dppo.hub import is_id, policy_folder
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
 from megatron_dppo.observe.loggers import check_loggers
+from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_columns, check_labels, resolve
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
@@ -106,10 +107,12 @@ def check_functions(config: Config, command: Command) -> None:
 
         if (conversations := conversations_of(config)) is not None:
             conversations.close()
-    if config.loss.objective is not None or config.pruning.completions.function is not None:
-        from megatron_dppo.trainer.functions import adopt_rule, objective_of  # torch
+    if (own := config.rollout.engine_function) is not None:
+        load_function("rollout.engine_function", own)
+    if {config.loss.objective, config.pruning.prompts.function, config.pruning.completions.function} != {None}:
+        from megatron_dppo.trainer.functions import adopt_rules, objective_of  # torch
 
-        adopt_rule(config.pruning.completions)
+        adopt_rules(config.pruning)
         objective_of(config.loss)
 
 

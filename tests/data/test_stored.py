@@ -16,10 +16,11 @@ import pytest
 
 from megatron_dppo.config import DataConfig
 from megatron_dppo.config.data import SourceConfig
-from megatron_dppo.data import stored
+from megatron_dppo.data import prompts, stored
+from megatron_dppo.data.examples import sources_of
 from megatron_dppo.data.prompts import LabelCheck, PromptPool, load_prompts, load_worked_answers
 from megatron_dppo.data.rows import Row
-from megatron_dppo.data.tokenizer import Tokenizer
+from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dppo.errors import UserError
 
 ROWS: list[dict[str, Any]] = [
@@ -83,6 +84,24 @@ def test_stored_prompts_are_those_in_memory(
         assert fields(pool) == fields(in_memory) and pool.dropped == in_memory.dropped
     assert len(entries(cache)) == 1
     assert (name, pool.dropped, len(pool)) in (("rows.jsonl", 1, 3), ("rows.parquet", 0, 3))
+
+
+@pytest.mark.usefixtures("large")
+def test_the_tokenizer_is_loaded_once_for_all_batches(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = DataConfig(train=write(tmp_path / "rows.jsonl", ROWS[:2] * 4), chat_template=True)
+    loaded: list[Tokenizer] = []
+
+    def load(path: Path) -> Tokenizer:
+        loaded.append(load_tokenizer(path))
+        return loaded[-1]
+
+    monkeypatch.setattr(prompts, "load_tokenizer", load)
+    for _ in range(2):
+        (source,) = sources_of(data, "train")
+        prompts.prepare(source, data, Path(tokenizer.name_or_path), responses=False)
+        assert len(loaded) == 1, "what is stored needs none"
 
 
 def test_stored_worked_answers_are_those_in_memory(

@@ -127,7 +127,7 @@ WAYS = (
         append=f"{SMALL} --check",
     ),
     Way(
-        r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+( (reward|rollout|loss|pruning\.completions)\.\S+)+",
+        r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+( (reward|rollout|loss|pruning\.\w+)\.\S+)+",
         append=SMALL,
     ),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ model\.lora\.\S+ optimizer\.lr=\S+", append=SMALL),
@@ -156,7 +156,7 @@ WAYS = (
     Way(r"megatron-dppo export runs/quickstart \S+ --card"),
     Way(r"megatron-dppo export .* --push .*", "nowhere"),
     Way(r"python from_python\.py", "elsewhere", by=("tests/docs/test_notebook.py", '"from_python.py"')),
-    Way(r"python trained_and_asked\.py 20", replace={" 20": " 1"}),
+    Way(r"python (trained_and_asked|registered)\.py 20", replace={" 20": " 1"}),
     Way(r"python \w+\.py"),
     Way(r"python -c '.*'"),
     Way(r"python tools/convert_ckpt/(hf_to_megatron|megatron_to_hf)\.py \S+ \S+ --(verify|dry-run)"),

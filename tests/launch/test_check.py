@@ -66,6 +66,11 @@ async def converse(client): ...
             ["pruning.completions.rule=function", "pruning.completions.function=mine.py:rule"],
             "pruning.completions.function = mine.py:rule mine.py has no function 'rule'",
         ),
+        (["rollout.engine_function=mine.py:Engine"], "mine.py has no function 'Engine'"),
+        (
+            ["pruning.prompts.rule=function", "pruning.prompts.function=mine.py:rule"],
+            "pruning.prompts.function = mine.py:rule mine.py has no function 'rule'",
+        ),
         (["loss.objective=mine.py:objective"], "has a gradient where the advantage is 0"),
         (
             ["rollout.engine=sglang", "rollout.servers=[http://a:1]", "rollout.conversation=mine.py:converse"],

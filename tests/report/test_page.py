@@ -289,6 +289,7 @@ def test_benchmarks_are_shown_with_their_intervals(tmp_path: Path) -> None:
                 "problems": 30, "avg@k": {"value": 0.25, "low": 0.15, "high": 0.4},
                 "pass@k": {"1": {"value": 0.25}, "8": {"value": 0.5, "low": 0.3, "high": 0.7}},
                 "majority": {"value": None, "low": None, "high": None}, "mean_length": {"value": 1234.5},
+                "mean_reward": {"value": 0.125, "low": -0.5, "high": 0.25},
                 "truncated": float("nan"), "unscored": 2,
             }
         },
@@ -298,7 +299,7 @@ def test_benchmarks_are_shown_with_their_intervals(tmp_path: Path) -> None:
     (run / "torn").mkdir()
     (run / "torn" / "scores.json").write_text('{"benchmarks": {"aime')
     text = " ".join(write(run).text.split())
-    assert "aime24 30 25.0% (15.0–40.0) @8 50.0% (30.0–70.0) – 1,234 – 2" in text
+    assert "aime24 30 25.0% (15.0–40.0) @8 50.0% (30.0–70.0) – 0.125 (-0.500–0.250) 1,234 – 2" in text
     assert "hf, step 60, 8 samples a problem, temperature 1.0, sglang" in text
 
 

@@ -22,10 +22,11 @@ from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.losses import token_losses
 from megatron_dppo.rl.objectives import advantages, objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
+from megatron_dppo.rl.pruning import prompt_rules
 from megatron_dppo.rl.pruning.completion_rules import adopt
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
-from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates, select
+from megatron_dppo.rl.pruning.prompt_rules import PromptCandidates, prompt_rule, select
 from megatron_dppo.rl.types import MinibatchPlan, Selection, StepMetadata, TrainingSamples, no_forks, no_roles
 from tests.rl.integration import FixedMask, FixedOffset, outcomes
 from tests.rl.steps import Foretold, step_config
@@ -196,7 +197,7 @@ def recomputed(metadata: StepMetadata, samples: TrainingSamples) -> TrainingSamp
 def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Selection, float]]:
     """Every selection of prompts that the rule can draw, with its probability."""
     window = np.arange(PROMPTS)
-    inclusion = PROMPT_RULES[config.rule].inclusion(
+    inclusion = prompt_rule(config.named).inclusion(
         PromptCandidates(
             world.history.last_magnitude(window),
             world.history.expected_square(window, group_size=SAMPLES, normalised=True),
@@ -319,6 +320,14 @@ def test_a_rule_of_the_users_is_unbiased_whatever_it_returns(world, monkeypatch,
     config = settings("neyman", "none", name="dr_grpo")
     own = replace(config.pruning.completions, rule="function", function="own.py:rule")
     config = replace(config, pruning=replace(config.pruning, completions=own))
+    assert relative_error(world, config, monkeypatch) < 1e-6
+
+
+def test_so_is_one_for_prompts(world, monkeypatch):
+    prompt_rules.adopt("own.py:rule", lambda candidates, keep: np.arange(PROMPTS) % 2 * keep)
+    config = settings("none", "none", name="dr_grpo")
+    own = PromptPruningConfig(rule="function", function="own.py:rule", keep=0.6)
+    config = replace(config, pruning=replace(config.pruning, prompts=own))
     assert relative_error(world, config, monkeypatch) < 1e-6
 
 

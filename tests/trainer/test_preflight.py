@@ -99,6 +99,8 @@ def test_defaults_do_not_contradict_each_other() -> None:
         (["optimizer.weight_decay=.inf"], "optimizer.weight_decay", "finite"),
         (["reward.function=reasoning_gym"], "reward.function", "one of the two"),
         (["rollout.custom_generate=tools.py:generate"], "rollout.custom_generate", "rollout.engine=sglang"),
+        (["rollout.engine_function=e.py:E", "rollout.engine=vllm"], "rollout.engine_function", "rollout.engine=local"),
+        (["rollout.engine_function=e.py:E", "rollout.conversation=c.py:c"], "rollout.conversation", "one of the two"),
         (["data.arithmetic.min_terms=5"], "data.arithmetic.min_terms", "max_terms"),
         (["rollout.max_response_tokens=120", "pack.max_tokens=500"], "rollout.max_response_tokens", "Lower"),
         (["layout.tp=4"], "layout.tp", "1, 2"),

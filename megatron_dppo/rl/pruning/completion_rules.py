@@ -13,8 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_dppo.errors import UserError
-from megatron_dppo.rl.pruning.sampling import DRAWS, ROUNDING, Rule, below_mean, capped_proportional, draw_bernoulli
+from megatron_dppo.rl.pruning.sampling import (
+    DRAWS,
+    ROUNDING,
+    Rule,
+    below_mean,
+    capped_proportional,
+    draw_bernoulli,
+    own_rule,
+)
 from megatron_dppo.rl.types import Bools, Floats, Ints
 
 FUNCTION = "pruning.completions.function"
@@ -155,20 +162,7 @@ _OWN: dict[str, Rule[CompletionCandidates]] = {}
 
 def adopt(name: str, function: Callable[[CompletionCandidates, float], ArrayLike]) -> None:
     """Have a user's function be the rule of this name, in this process."""
-
-    def inclusion(candidates: CompletionCandidates, keep: float) -> Floats:
-        try:
-            found = np.asarray(function(candidates, keep), np.float64)
-        except Exception as error:
-            problem = f"failed ({type(error).__name__}: {error})"
-            raise UserError(FUNCTION, name, problem, "Mend it; it is given candidates and a share") from error
-        if found.shape != candidates.advantage.shape or not ((found >= 0.0) & (found <= 1.0)).all():
-            problem = f"returned {found!r:.100} for {candidates.advantage.shape} completions"
-            remedy = "Return an inclusion probability between 0 and 1 for each, [prompts, completions]"
-            raise UserError(FUNCTION, name, problem, remedy)
-        return found
-
-    _OWN[name] = Rule(inclusion)
+    _OWN[name] = own_rule(FUNCTION, name, function, lambda candidates: candidates.advantage.shape)
 
 
 def rule_named(name: str) -> Rule[CompletionCandidates]:

@@ -15,7 +15,7 @@ from megatron_dppo.rl.pruning.completion_rules import (
     completion_weight,
     draw_completions,
 )
-from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
+from megatron_dppo.rl.pruning.prompt_rules import prompt_rule
 from megatron_dppo.rl.pruning.schedule import adapted_keep
 from megatron_dppo.rl.roles import conversation_advantages, role_advantages
 from megatron_dppo.rl.trees import path_advantages, segment_advantages
@@ -85,7 +85,7 @@ def prune_minibatch(
         share=share,
         group_size=group_size,
         prompt_inclusion=part.prompt_inclusion,
-        prompts=len(part.prompt_ids) if PROMPT_RULES[config.pruning.prompts.rule].biased else part.window,
+        prompts=len(part.prompt_ids) if prompt_rule(config.pruning.prompts.named).biased else part.window,
         max_response_tokens=config.rollout.max_response_tokens,
     )
     if pruning.normaliser == "kept":

@@ -6,16 +6,19 @@ A new rule is a function from candidates and a share to keep to inclusion probab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from megatron_dppo.config import PromptPruningConfig
 from megatron_dppo.rl.pruning.history import PromptHistory
-from megatron_dppo.rl.pruning.sampling import DRAWS, Rule, below_mean, capped_proportional, draw_bernoulli
+from megatron_dppo.rl.pruning.sampling import DRAWS, Rule, below_mean, capped_proportional, draw_bernoulli, own_rule
 from megatron_dppo.rl.pruning.schedule import adapted_keep
 from megatron_dppo.rl.types import Floats, Ints, Selection
+
+FUNCTION = "pruning.prompts.function"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,20 @@ PROMPT_RULES: Mapping[str, Rule[PromptCandidates]] = {
 }
 
 
+_OWN: dict[str, Rule[PromptCandidates]] = {}
+
+
+def adopt(name: str, function: Callable[[PromptCandidates, float], ArrayLike]) -> None:
+    """Have a user's function be the rule of this name, in this process. Below the floor its probabilities are that."""
+    own = own_rule(FUNCTION, name, function, lambda candidates: candidates.expected_square.shape)
+    _OWN[name] = Rule(lambda candidates, keep: np.maximum(own.inclusion(candidates, keep), candidates.floor))
+
+
+def prompt_rule(name: str) -> Rule[PromptCandidates]:
+    """A rule of the table, or one that was adopted."""
+    return PROMPT_RULES.get(name) or _OWN[name]
+
+
 def select(
     window: Ints,
     history: PromptHistory,
@@ -127,7 +144,7 @@ def select(
         Graham, 1969). The draw does not depend on it. Under a biased rule, which weighs nothing up, the probabilities
         are given as 1.
     """
-    rule = PROMPT_RULES[config.rule]
+    rule = prompt_rule(config.named)
     candidates = PromptCandidates(
         last_magnitude=history.last_magnitude(window),
         expected_square=history.expected_square(window, group_size=group_size, normalised=normalised),

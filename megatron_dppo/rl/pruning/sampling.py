@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Bools, Floats
 
 Draw = Callable[[Floats, np.random.Generator], Bools]
@@ -84,6 +85,34 @@ class Rule(Generic[Candidates]):
     weighted with 1/π."""
     weight: Callable[[Candidates, float], Floats] | None = None
     """The weights of what a biased rule keeps; None: 1."""
+
+
+def own_rule(
+    setting: str,
+    name: str,
+    function: Callable[[Candidates, float], ArrayLike],
+    shape: Callable[[Candidates], Sequence[int]],
+) -> Rule[Candidates]:
+    """A user's function as an unbiased rule, which raises UserError for what cannot be inclusion probabilities.
+
+    Args:
+        setting: that names the function, and ``name``, its value.
+        function: from candidates and ``keep`` to inclusion probabilities.
+        shape: that these are to have.
+    """
+
+    def inclusion(candidates: Candidates, keep: float) -> Floats:
+        try:
+            found = np.asarray(function(candidates, keep), np.float64)
+        except Exception as error:
+            problem = f"failed ({type(error).__name__}: {error})"
+            raise UserError(setting, name, problem, "Mend it; it is given candidates and a share") from error
+        if found.shape != tuple(shape(candidates)) or not ((found >= 0.0) & (found <= 1.0)).all():
+            problem = f"returned {found!r:.100} for candidates of shape {tuple(shape(candidates))}"
+            raise UserError(setting, name, problem, "Return an inclusion probability between 0 and 1 for each")
+        return found
+
+    return Rule(inclusion)
 
 
 def capped_proportional(scores: Floats, costs: Floats, budget: float, floor: Floats | float) -> Floats:

@@ -85,6 +85,13 @@ def _check_custom(config: Config) -> None:
     if rollout.conversation is not None and rollout.custom_generate is not None:
         problem = f"and rollout.custom_generate = {rollout.custom_generate} both have the conversations"
         raise UserError("rollout.conversation", rollout.conversation, problem, "Leave one of the two out")
+    own = rollout.engine_function
+    if own is not None and rollout.engine != "local":
+        problem = f"makes the engine in the trainer's own processes, and rollout.engine is {rollout.engine}"
+        raise UserError("rollout.engine_function", own, problem, "Set rollout.engine=local, or leave it out")
+    if own is not None and rollout.conversation is not None:
+        problem = f"has the local engine for the policy's turns, and rollout.engine_function = {own} takes its place"
+        raise UserError("rollout.conversation", rollout.conversation, problem, "Leave one of the two out")
 
 
 def _check_local(config: Config) -> None:

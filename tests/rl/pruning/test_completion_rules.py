@@ -166,7 +166,7 @@ def test_a_rule_of_ones_own_has_the_floor_and_weighs_by_its_probabilities():
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("too few", r"for \(3, 4\) completions"),
+        ("too few", r"for candidates of shape \(3, 4\)"),
         ("too many", r"returned array\(\[\[1\.5"),
         ("none", "returned array"),
         ("mistaken", "failed .AttributeError: 'CompletionCandidates' object has no attribute 'advantages'"),

@@ -4,9 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dppo.config import PromptPruningConfig
+from megatron_dppo.errors import UserError
 from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.pruning.history import PromptHistory
-from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates, select
+from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates, adopt, prompt_rule, select
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.types import Selection
 
@@ -31,7 +32,7 @@ def inclusion(
         explore=np.array([0.5] * len(given) if explore is None else explore),
         floor=floor,
     )
-    return PROMPT_RULES[rule].inclusion(candidates, keep)
+    return prompt_rule(rule).inclusion(candidates, keep)
 
 
 def test_the_papers_threshold_prunes_below_the_mean_and_never_what_is_unseen():
@@ -135,3 +136,23 @@ def test_the_same_seed_and_step_select_the_same_prompts_and_another_step_others(
     np.testing.assert_array_equal(one.prompt_ids, again.prompt_ids)
     assert generator(1, 5, Purpose.PROMPTS).random() != generator(1, 6, Purpose.PROMPTS).random()
     assert generator(1, 5, Purpose.PROMPTS).random() != generator(1, 5, Purpose.COMPLETIONS).random()
+
+
+def test_a_rule_of_ones_own_has_the_floor_and_returns_probabilities():
+    adopt("own.py:fresh", lambda candidates, keep: np.where(candidates.equal_visits > 1, 0.0, keep))
+    found = inclusion("own.py:fresh", 0.7, square=[1.0] * 3, equal_visits=[0, 1, 2])
+    np.testing.assert_array_equal(found, [0.7, 0.7, 0.2])
+    adopt("own.py:one", lambda candidates, keep: keep)
+    with pytest.raises(UserError, match=r"for candidates of shape \(3,\)") as refused:
+        inclusion("own.py:one", 0.7, square=[1.0] * 3)
+    assert (refused.value.setting, refused.value.value) == ("pruning.prompts.function", "own.py:one")
+
+
+def test_a_rule_of_ones_own_is_named_and_its_weights_are_bounded():
+    for wrong, setting in (
+        ({"rule": "function"}, "function"),
+        ({"function": "a.py:b"}, "function"),
+        ({"rule": "function", "function": "a.py:b", "floor": 0.1}, "floor"),
+    ):
+        with pytest.raises(UserError, match=rf"pruning\.prompts\.{setting}"):
+            PromptPruningConfig(**wrong).check(5.0)
