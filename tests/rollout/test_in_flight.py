@@ -13,6 +13,7 @@ from megatron_dppo.config import AllocationConfig, BranchConfig, DistillationCon
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
+from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import FORK, Completion, Group, Selection, StepMetadata, VersionSpan, no_forks, no_roles
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.rollout.engine import SoFar
@@ -58,6 +59,7 @@ def batch_of(world: World, *, routed: bool = False) -> RolloutsInFlight:
         response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups.values()]).reshape(shape),
         shared_lengths=np.arange(3 * len(groups)).reshape(shape),
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups.values()]).reshape(shape),
+        further_lengths=no_further(shape),
         rewards=np.array([g.rewards for g in groups.values()]).reshape(shape),
         score_norms=np.random.default_rng(0).random(shape),
         log_ratios=np.zeros((*shape, 2)),
