@@ -81,15 +81,10 @@ class _SlimesFunction:
         )
         sampling_params = _sampling_params(client.sampling, prompt.id, client.number)
         returned = await self._function(arguments, sample, sampling_params)
-        samples = returned if isinstance(returned, list) and returned else [returned]
-        before, limit = prompt.token_ids.tolist(), client.max_tokens
-        parts = [_read(samples[0], before, limit), *(_read(each, (), len(before) + limit) for each in samples[1:])]
-        tokens, logprobs, loss_mask = (np.concatenate([part[field] for part in parts]) for field in range(3))
-        stopped = parts[-1][3] and not any(cut for *_, cut in parts)
+        tokens, logprobs, loss_mask, starts, stopped = _read_all(returned, prompt.token_ids.tolist(), client.max_tokens)
         # A function that speaks to the server by means of its own leaves no word of who made which token.
         told = client.told or [before, await client.version()]
         versions = await client.read_versions(_spans(told, len(tokens)))
-        starts = tuple(accumulate(len(part[0]) for part in parts[:-1]))
         reason: Literal["stop", "length"] = "stop" if stopped else "length"
         return Completion(tokens, logprobs, loss_mask, tuple(versions), reason, starts=starts)
 
@@ -108,6 +103,17 @@ def _sampling_params(sampling: Sampling, prompt: int, number: int) -> dict[str, 
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
     }
+
+
+def _read_all(
+    returned: Any, prompt: Sequence[int], limit: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...], bool]:
+    """Tokens, log-probabilities, loss mask and starts of a completion; and whether it has ended, not cut off."""
+    samples = returned if isinstance(returned, list) and returned else [returned]
+    parts = [_read(samples[0], prompt, limit), *(_read(each, (), len(prompt) + limit) for each in samples[1:])]
+    tokens, logprobs, loss_mask = (np.concatenate([part[field] for part in parts]) for field in range(3))
+    starts = tuple(accumulate(len(part[0]) for part in parts[:-1]))
+    return tokens, logprobs, loss_mask, starts, parts[-1][3] and not any(cut for *_, cut in parts)
 
 
 def _read(sample: Any, prompt: Sequence[int], limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool, bool]:
