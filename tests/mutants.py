@@ -166,8 +166,8 @@ MUTANTS = [
     # Tokens for rewards, and offline rollouts.
     Mutant(
         "rewards/tokens of the group",
-        "(c.token_ids.tolist() for c in group)",
-        "([] for c in group)",
+        "[ScoreItem.of(prompt, text, tokens.tolist())",
+        "[ScoreItem.of(prompt, text, [])",
         "rollout/test_scoring.py::test_trls_functions_are_given_the_tokens_that_the_engine_made",
     ),
     Mutant(
@@ -515,7 +515,7 @@ MUTANTS = [
     ),
     Mutant(
         "sequences/the last one's norm for all",
-        "np.hypot.at(score_norms, (samples.group[which], samples.completion[which]), values)",
+        "np.hypot.at(score_norms, (samples.group[which], samples.completion[which]), np.asarray(values))",
         "score_norms[samples.group[which], samples.completion[which]] = values",
         "trainer/test_head_scores.py",
     ),

@@ -320,8 +320,8 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
         said = None if said is None or np.isnan(said).all() else said
         table = table if table is not None and len(table) else None
         tree = tuple(forks), tuple(weights)
-        more = said, said_by, tuple(map(int, starts))
-        yield Completion(token_ids, logprobs, loss_mask, versions, reason, table, *tree, *more)
+        begin = tuple(map(int, starts))
+        yield Completion(token_ids, logprobs, loss_mask, versions, reason, table, *tree, said, said_by, begin)
 
 
 def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:

@@ -213,7 +213,7 @@ class Learner:
             score_norms[samples.group, samples.completion] = 0.0
             for pack, values in dict(itertools.chain.from_iterable(self._world.gather(mine))).items():
                 which = np.array(pack, np.int64)
-                np.hypot.at(score_norms, (samples.group[which], samples.completion[which]), values)
+                np.hypot.at(score_norms, (samples.group[which], samples.completion[which]), np.asarray(values))
         return replace(metadata, score_norms=score_norms)
 
     def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:
