@@ -35,6 +35,7 @@ from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.packing import QWEN3_4B, pack_sequences
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
+from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import Floats, Ints, StepMetadata, no_forks, no_roles
 
 SHORTEST, LONGEST, MAX_TOKENS = 64, 8192, 16384
@@ -71,6 +72,7 @@ def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
         response_lengths=responses,
         shared_lengths=prompts_shared(prompts, GROUP),
         sampled_lengths=responses,
+        further_lengths=no_further(responses.shape),
         rewards=(rng.random((groups, GROUP)) < rng.random((groups, 1))).astype(float),
         score_norms=np.sqrt(responses * rng.uniform(0.1, 0.5, responses.shape)),
         log_ratios=np.zeros((*responses.shape, 2)),

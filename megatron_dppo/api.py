@@ -41,6 +41,7 @@ from megatron_dppo.process.files import replacing_file
 from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.stop import SAVED
 from megatron_dppo.rl.plan import plan_step
+from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import StepMetadata, no_forks, no_roles
 from megatron_dppo.settings import load_config as load_words
 from megatron_dppo.settings import settings
@@ -159,6 +160,7 @@ def step_metadata(
         "response_lengths": lengths,
         "shared_lengths": none,
         "sampled_lengths": lengths,
+        "further_lengths": no_further(given.shape),
         "rewards": given,
         "score_norms": np.ones(given.shape),
         "log_ratios": np.zeros((*given.shape, 2)),

@@ -57,6 +57,7 @@ class Mutant(NamedTuple):
 ROUTING = "trainer/test_routing_replay.py::test_what_is_replayed_depends_on_no_layout_and_on_no_recomputation"
 AHEAD = "test_ahead.py::test_several_steps_ahead_a_run_goes_on_bit_by_bit_and_however_far_ahead_with_the_same_prompts"
 WORDS = "test_ahead.py::test_the_next_step_is_drawn_from_all_that_is_known_and_asked_for_before_this_one_trains"
+CUT = "test_split_invariance.py::test_completions_cut_into_sequences_are_trained_on_as_whole_ones"
 MUTANTS = [
     # A user's own functions.
     Mutant(
@@ -183,8 +184,8 @@ MUTANTS = [
     # Tokens for rewards, and offline rollouts.
     Mutant(
         "rewards/tokens of the group",
-        "(c.token_ids.tolist() for c in group)",
-        "([] for c in group)",
+        "[ScoreItem.of(prompt, text, tokens.tolist())",
+        "[ScoreItem.of(prompt, text, [])",
         "rollout/test_scoring.py::test_trls_functions_are_given_the_tokens_that_the_engine_made",
     ),
     Mutant(
@@ -506,6 +507,61 @@ MUTANTS = [
         "rl/test_roles.py",
     ),
     Mutant(
+        "sequences/each with a length of its own",
+        "scale=weight * pruned.coefficient[group, completion] / pruned.normaliser,",
+        "scale=weight * pruned.coefficient[group, completion] / pruned.normaliser * (1 + sequence),",
+        f"rl/test_sequences.py {CUT}",
+    ),
+    Mutant(
+        "sequences/the first alone is trained on",
+        "np.column_stack([np.ones(len(further), np.int64), further])",
+        "np.column_stack([np.ones(len(further), np.int64), 0 * further])",
+        "rl/test_sequences.py",
+    ),
+    Mutant(
+        "sequences/one goes on from the other",
+        "return completion.token_ids[of.start : of.start + 1], slice(of.start + 1, of.stop)",
+        "return completion.token_ids[:1], slice(of.start + 1, of.stop)",
+        CUT,
+    ),
+    Mutant(
+        "sequences/contexts are shown to the verifier",
+        "heard = [completion.token_ids[of][np.argmax(completion.loss_mask[of]) :] for of in further]",
+        "heard = [completion.token_ids[of] for of in further]",
+        "rl/test_sequences.py rollout/test_collect.py::"
+        "test_of_several_sequences_the_verifier_sees_what_was_said_and_the_longest_is_overlong",
+    ),
+    Mutant(
+        "sequences/the last one's norm for all",
+        "np.hypot.at(score_norms, (samples.group[which], samples.completion[which]), np.asarray(values))",
+        "score_norms[samples.group[which], samples.completion[which]] = values",
+        "trainer/test_head_scores.py",
+    ),
+    Mutant(
+        "sequences/after other tokens than their context",
+        "before, longest = ([], len(start) + limit) if number else (start, limit)",
+        "before, longest = (start, len(start) + limit) if number else (start, limit)",
+        "rollout/test_conversation.py",
+    ),
+    Mutant(
+        "sequences/lost in a checkpoint",
+        "tuple(map(int, starts))",
+        "()",
+        "rollout/test_in_flight.py::test_sequences_come_back",
+    ),
+    Mutant(
+        "sequences/of a whole one, and several let through",
+        'if objective.ratio == "sequence" or objective.surrogate == "geometric":',
+        'if objective.ratio == "sequence":',
+        "rl/test_sequences.py",
+    ),
+    Mutant(
+        "sequences/read by a teacher as one",
+        "asked = [prompt_and_response(prompt.token_ids, completion, k) for k in range(len(sequences(completion)))]",
+        "asked = [(prompt.token_ids, slice(0, len(said)))]",
+        "rollout/test_teachers.py::test_a_server_reads_each_sequence_by_itself",
+    ),
+    Mutant(
         "roles/a mean of advantages",
         "size = np.sqrt((parts**2 * share).sum(axis=-1))",
         "size = np.abs((parts * share).sum(axis=-1))",
@@ -519,8 +575,8 @@ MUTANTS = [
     ),
     Mutant(
         "roles/lost on the way",
-        "completion.roles + np.int8(1)",
-        "np.sign(completion.roles + np.int8(1))",
+        "completion.roles[of] + np.int8(1)",
+        "np.sign(completion.roles[of] + np.int8(1))",
         "parallel/test_exchange.py::test_tokens_keep_their_roles_on_the_way",
     ),
     # Trees.

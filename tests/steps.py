@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,7 @@ from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize
 from megatron_dppo.rl.families import LEAST_SHARED, shared_lengths
 from megatron_dppo.rl.plan import plan_step
+from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan, no_forks, no_roles
 from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
@@ -84,6 +86,7 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         response_lengths=lengths,
         shared_lengths=np.array([shared_lengths(len(g.prompt.token_ids), g.completions) for g in groups]),
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups]),
+        further_lengths=no_further(lengths.shape),
         rewards=np.array([g.rewards for g in groups]),
         score_norms=rng.uniform(0.5, 2.0, lengths.shape),
         log_ratios=np.zeros((*lengths.shape, 2)),
@@ -106,6 +109,44 @@ def step_of_unequal_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
     ]
     padded = metadata_of(some, metadata.prompt_inclusion, samples=SAMPLES + 2, levels=0, owner=0)
     return dataclasses.replace(padded, owners=metadata.owners, window=metadata.window), some
+
+
+def step_of_sequences(ranks: int) -> tuple[StepMetadata, list[Group]]:
+    """That of ``step_of_groups``, with longer responses cut into three sequences, each of which has all before it for
+    its context."""
+    metadata, groups = step_of_groups(ranks)
+    cut = [
+        dataclasses.replace(group, completions=tuple(in_sequences(group.prompt, each) for each in group.completions))
+        for group in groups
+    ]
+    made = metadata_of(cut, metadata.prompt_inclusion, samples=SAMPLES, levels=0, owner=0)
+    same = {"score_norms": metadata.score_norms, "owners": metadata.owners, "window": metadata.window}
+    return dataclasses.replace(made, **same), cut
+
+
+def in_sequences(prompt: Prompt, whole: Completion) -> Completion:
+    length, read = len(whole.token_ids), len(prompt.token_ids)
+    if length < 8:
+        return whole
+    bounds = (0, length // 3, 2 * length // 3, length)
+    lengths = [bounds[1], read + bounds[2], read + length]
+
+    def joined(of_prompt: np.ndarray, values: np.ndarray, given: np.ndarray) -> np.ndarray:
+        """The values of the sequences' own tokens, after ``given`` of those before them."""
+        parts = [values[: bounds[1]]]
+        for first, last in itertools.pairwise(bounds[1:]):
+            parts += [of_prompt, given[:first], values[first:last]]
+        return np.concatenate(parts)
+
+    nothing = np.zeros(read + length, np.float32)
+    return dataclasses.replace(
+        whole,
+        token_ids=joined(prompt.token_ids, whole.token_ids, whole.token_ids),
+        logprobs=joined(nothing[:read], whole.logprobs, nothing),
+        loss_mask=joined(nothing[:read] > 0, whole.loss_mask, nothing > 0),
+        versions=(VersionSpan(0, sum(lengths)),),
+        starts=(lengths[0], lengths[0] + lengths[1]),
+    )
 
 
 def step_of_one_group(ranks: int) -> tuple[StepMetadata, list[Group]]:

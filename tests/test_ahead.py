@@ -43,11 +43,16 @@ import asyncio
 import random
 
 async def rollout(client, prompt):
-    """Two turns, and a tool between them that takes no time or some."""
+    """Two turns, and a tool between them that takes no time or some; for some prompts the second one knows the first
+    from its context."""
     first = await client.generate(prompt.token_ids, max_tokens=3)
     await asyncio.sleep(0.01 * random.random())
     told = client.tokenizer.encode("=7", add_special_tokens=False)
-    return [first, told, await client.generate([*prompt.token_ids, *first.token_ids, *told])]
+    context = [*prompt.token_ids, *first.token_ids, *told]
+    second = await client.generate(context)
+    if prompt.id % 2 and len(second.token_ids):
+        return [[first], [context, second]]
+    return [first, told, second]
 
 def group_rm(args, samples):
     order = sorted(sample.response for sample in samples)
@@ -151,7 +156,7 @@ def test_a_run_that_dies_with_conversations_in_flight_goes_on_bit_by_bit(
     assert undisturbed[1]["train/rollout_logprob_abs_diff"] < 1e-5
     for row in undisturbed[1:]:
         told = row["rollout/response_len/mean"] - row["rollout/generated_tokens"] / (8 * 3)
-        assert told == pytest.approx(2) and row["train/grad_norm"] > 0
+        assert told > 2 and row["train/grad_norm"] > 0, "contexts are told anew"
 
 
 def test_a_run_that_dies_with_unequal_groups_in_flight_goes_on_bit_by_bit(

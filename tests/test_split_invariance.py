@@ -15,7 +15,14 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron_dppo.config import AllocationConfig, Config, LayoutConfig, LossConfig, replace
+from megatron_dppo.config import (
+    AllocationConfig,
+    CompletionPruningConfig,
+    Config,
+    LayoutConfig,
+    LossConfig,
+    replace,
+)
 from megatron_dppo.rl.types import Group, Ints, StepMetadata, StepPlan
 from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe
 from tests.policies import write_policy
@@ -30,6 +37,7 @@ from tests.steps import (
     plan_for,
     step_of_groups,
     step_of_one_group,
+    step_of_sequences,
     step_of_unequal_groups,
     weights_of,
 )
@@ -217,6 +225,32 @@ def test_an_update_with_groups_of_unequal_size_depends_on_no_layout(ranks: RankP
     (_, start), reference = found.pop("start"), found.pop("reference")
     for name, update in found.items():
         assert_same_update(update, reference, start, name)
+
+
+def test_completions_cut_into_sequences_are_trained_on_as_whole_ones(ranks: RankPool, tmp_path: Path) -> None:
+    """Where each sequence goes on from what stood there before the cut, pruned as they would be."""
+    write_policy(tmp_path)
+
+    def config(layout: LayoutConfig, pack_tokens: int = 64, lr: float = 1.0) -> Config:
+        made = config_for(tmp_path, layout, GRPO, pack_tokens, distributed=False)
+        pruning = replace(made.pruning, completions=CompletionPruningConfig(rule="threshold"))  # which asks for no cost
+        return replace(made, pruning=pruning, optimizer=replace(made.optimizer, lr=lr))
+
+    alone: dict[str, tuple[Config, Callable[[int], Step]]] = {
+        "start": (config(ONE, lr=1e-30), step_of_groups),
+        "reference": (config(ONE), step_of_groups),
+        "one pack": (config(ONE, 2048), step_of_sequences),
+    }
+    spread = {name: (config(LAYOUTS[name]), step_of_sequences) for name in ("tp2 sp", "pp2", "cp2", "dp2")}
+    found: dict[str, Update] = {}
+    for size, calls in ((1, alone), (2, spread)):
+        each = ((learned, made, size == 2, step) for made, step in calls.values())
+        found |= {name: of_ranks[0] for name, of_ranks in zip(calls, ranks.in_turn(size, *each), strict=True)}
+    (_, start), reference = found.pop("start"), found.pop("reference")
+    for name, (metrics, weights) in found.items():
+        assert metrics["train/tokens"] > reference[0]["train/tokens"], "contexts are read again"
+        whole = metrics | {"train/tokens": reference[0]["train/tokens"]}
+        assert_same_update((whole, weights), reference, start, name)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.pack import TrainingSample
+from megatron_dppo.rl.sequences import prompt_and_response
 from megatron_dppo.rl.types import (
     Completion,
     Group,
@@ -145,11 +146,12 @@ def _encode(
 ) -> Iterator[np.ndarray]:
     group = held[int(samples.group[k])]
     completion: Completion = group.completions[int(samples.completion[k])]
-    said_by = completion.loss_mask.astype(np.int8) if completion.roles is None else completion.roles + np.int8(1)
-    yield from (group.prompt.token_ids, completion.token_ids, completion.logprobs.view(np.int32))
+    prompt, of = prompt_and_response(group.prompt.token_ids, completion, int(samples.sequence[k]))
+    logprobs, mask, known = completion.logprobs[of], completion.loss_mask[of], completion.teacher_logprobs
+    said_by = mask.astype(np.int8) if completion.roles is None else completion.roles[of] + np.int8(1)
+    yield from (prompt, completion.token_ids[of], logprobs.view(np.int32))
     if taught:
-        known = completion.teacher_logprobs
-        yield (np.full_like(completion.logprobs, np.nan) if known is None else known).view(np.int32)
+        yield (np.full_like(logprobs, np.nan) if known is None else known[of]).view(np.int32)
     yield np.pad(said_by, (0, -len(said_by) % 4)).view(np.int32)
     if routing is not None:
         yield routing.encode(samples, k, to, completion)

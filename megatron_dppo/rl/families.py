@@ -32,7 +32,7 @@ def shared_lengths(prompt: int, completions: Sequence[Completion]) -> list[int]:
     """
     shared = [0]
     for before, completion in pairwise(completions):
-        common = _common(before.token_ids, completion.token_ids)
+        common = _common(_first(before), _first(completion))
         shared.append(prompt + (common if common >= LEAST_SHARED else 0))
     return shared
 
@@ -59,6 +59,11 @@ def shared_of_kept(shared: Ints, group: Ints, completion: Ints) -> Ints:
     for k in same.tolist():
         kept[k] = shared[group[k], completion[k - 1] + 1 : completion[k] + 1].min()
     return kept
+
+
+def _first(completion: Completion) -> NDArray[np.int32]:
+    """The response's tokens in the first sequence."""
+    return completion.token_ids[: completion.starts[0] if completion.starts else None]
 
 
 def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

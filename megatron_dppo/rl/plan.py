@@ -23,6 +23,7 @@ from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import prompt_rule
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
+from megatron_dppo.rl.sequences import alike, spread
 from megatron_dppo.rl.trees import biased_settings
 from megatron_dppo.rl.types import Ints, MinibatchPlan, StepMetadata, StepPlan, TrainingSamples
 
@@ -136,7 +137,7 @@ def take_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
 
 
 def training_samples(part: StepMetadata, groups: Ints, pruned: Pruned) -> TrainingSamples:
-    """The completions that a minibatch keeps, each with the one factor of its token losses.
+    """The completions that a minibatch keeps, or their sequences, each with the one factor of its token losses.
 
     Args:
         part: the minibatch.
@@ -144,15 +145,21 @@ def training_samples(part: StepMetadata, groups: Ints, pruned: Pruned) -> Traini
         pruned: its draw.
     """
     group, completion = np.nonzero(pruned.kept)
-    weight = pruned.weight[group, completion]
+    further, shared = part.further_lengths[group, completion], shared_of_kept(part.shared_lengths, group, completion)
+    of, sequence = spread(further, group, completion)
+    group, completion, later = group[of], completion[of], sequence > 0
+    weight, response = pruned.weight[group, completion], part.response_lengths[group, completion]
+    # Of a further sequence one token stands in the place of a prompt.
+    lengths = np.column_stack([response - further[of].sum(axis=1), further[of] - 1])
     return TrainingSamples(
         group=groups[group],
         completion=completion,
+        sequence=sequence,
         owner=part.owners[group],
         version=part.versions[group, completion],
-        prompt_length=part.prompt_lengths[group],
-        response_length=part.response_lengths[group, completion],
-        shared_length=shared_of_kept(part.shared_lengths, group, completion),
+        prompt_length=np.where(later, 1, part.prompt_lengths[group]),
+        response_length=lengths[np.arange(len(of)), sequence],
+        shared_length=np.where(later, 0, shared[of]),
         advantage=pruned.segments[group, completion, 0],
         teacher=part.teacher[group],
         weight=weight,
@@ -222,5 +229,6 @@ def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMeta
     """
     parts = [part for part in parts if len(part.prompt_ids)] or list(parts[:1])
     order = np.argsort(np.concatenate([part.prompt_ids for part in parts]), kind="stable")
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts])[order] for name in ARRAYS}
-    return StepMetadata(**arrays, window=window)
+    columns = {name: [getattr(part, name) for part in parts] for name in ARRAYS}
+    columns["further_lengths"] = alike(columns["further_lengths"])
+    return StepMetadata(**{name: np.concatenate(each)[order] for name, each in columns.items()}, window=window)

@@ -131,6 +131,8 @@ class Completion:
     roles: NDArray[np.int8] | None = None
     """In a conversation of several roles: which of ``rollout.roles`` sampled each token, from 0; −1 where
     ``loss_mask`` is False. None: there are no roles."""
+    starts: tuple[int, ...] = ()
+    """In a conversation of several sequences: where those after the first begin, see ``rl/sequences.py``."""
 
     @property
     def oldest_version(self) -> int:
@@ -216,6 +218,8 @@ class StepMetadata:
     """[Q, G], tokens of prompt and response that a completion has in common with the one before it; 0 for the first."""
     sampled_lengths: Ints
     """[Q, G], the tokens among them that the policy sampled: L of the loss."""
+    further_lengths: Ints
+    """[Q, G, S], those of each sequence after a completion's first, 0 where there is none; see ``rl/sequences.py``."""
     rewards: Floats
     """[Q, G]"""
     score_norms: Floats
@@ -260,7 +264,7 @@ def no_roles(completions: tuple[int, ...]) -> Roles:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSamples:
-    """The K kept completions of one minibatch, sorted by (group, completion).
+    """The K kept completions of one minibatch, or their sequences, sorted by (group, sequence, completion).
 
     If the example keeps its second completion with probability 1, then K = 1, ``group`` is [0], ``completion`` [1],
     ``advantage`` [−1] and ``weight`` [1 / 0.5] = [2]. With c = 1/3 and Z = N·G = 4 ``scale`` is [2 · 1/3 / 4] = [1/6].
@@ -270,6 +274,8 @@ class TrainingSamples:
     """[K], index of the group in StepMetadata."""
     completion: Ints
     """[K], index of the completion in its group."""
+    sequence: Ints
+    """[K], index of the sequence in its completion."""
     owner: Ints
     """[K], the rank that holds the tokens."""
     version: Ints

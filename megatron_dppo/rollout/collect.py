@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, engine_seed
+from megatron_dppo.rl.sequences import check_sequences, longest_response
 from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Score, Selection, StepMetadata
 from megatron_dppo.rollout.engine import Completions, Progress, RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
@@ -173,6 +175,9 @@ class Collector:
         total = len(selection.prompt_ids) * each if selection.samples is None else int(selection.samples.sum())
         asked = begun.asked
         answers = self._read(asked) if isinstance(asked, Answers) else self.answers(asked, of_all=total)
+        if self._config.rollout.conversation or self._config.rollout.custom_generate:
+            look = partial(check_sequences, self._config, answers.completions)
+            self._world.together(look, what="look at the rollouts' sequences")
         if self._routing is not None:
             self._world.together(lambda: self._check_routing(answers), what="look at the rollouts' routing")
         if self._config.rollout.tree.branches:
@@ -309,7 +314,7 @@ class Collector:
             raw += rewards.sum()
             correct += sum(score.correct for score in known)
             truncated += sum(c.finish_reason == "length" for c in completions)
-            penalty = self._penalty(completions)
+            penalty = self._penalty(prompt, completions)
             groups.append(Group(prompt, completions, rewards + penalty))
             inclusion.append(pi)
             if rollout.roles:
@@ -341,11 +346,12 @@ class Collector:
         )
         return groups, part
 
-    def _penalty(self, completions: Sequence[Completion]) -> np.ndarray:
+    def _penalty(self, prompt: Prompt, completions: Sequence[Completion]) -> np.ndarray:
         limit, buffer = self._config.rollout.max_response_tokens, self._config.reward.overlong_buffer
         if buffer is None:
             buffer = round(objective_for(self._config.loss).overlong_share * limit)
-        return soft_overlong_penalty([len(c.token_ids) for c in completions], limit=limit, buffer=buffer)
+        lengths = [longest_response(len(prompt.token_ids), completion) for completion in completions]
+        return soft_overlong_penalty(lengths, limit=limit, buffer=buffer)
 
     def _metrics(self, parts: Sequence[_Part], metadata: StepMetadata) -> dict[str, float]:
         lengths, groups = metadata.response_lengths, metadata.samples

@@ -12,6 +12,10 @@
 The completion is the three turns in a row. Its loss mask is True on the question and the answer, which the policy
 sampled, and False on what it was told.
 
+A conversation of several sequences, as of an agent that compacts its context, is a list of such lists. All turns of the
+first come after the prompt. A further one begins with the token ids of its own context: ``[[question, told, answer],
+[summary, next_answer]]``. See ``rl/sequences.py``.
+
 With ``rollout.roles`` the policy speaks in several roles, each with a reward of its own, and every turn of its says in
 which: ``[("solver", attempt), told, ("critic", review)]``. See ``rl/roles.py``.
 """
@@ -24,6 +28,7 @@ import operator
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -31,6 +36,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
+from megatron_dppo.rl.sequences import longest_response, sequences
 from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
 
 Part = Completion | Sequence[int] | NDArray[np.integer]
@@ -66,8 +72,11 @@ class Client(Protocol):
 
 Generated = Sequence[tuple[Sequence[int], Completion]]
 """The turns that a client has returned, each after the token ids that it was asked to go on from."""
-Conversation = Callable[[Client, Prompt], Awaitable[Completion | Sequence[Turn]]]
-"""A function of the user's. It returns the turns in their order, or a completion that it has put together itself."""
+Returned = Completion | Sequence[Turn] | Sequence[Sequence[Turn]]
+"""By a function of the user's: the turns in their order, those of each sequence in a list of their own where there are
+several, or a completion that it has put together itself."""
+Conversation = Callable[[Client, Prompt], Awaitable[Returned]]
+"""A function of the user's."""
 
 
 class TryAgainError(Exception):
@@ -85,7 +94,7 @@ class ConversationFunction:
     setting: str
     spec: str
     """The setting's value."""
-    function: Callable[[Any, Prompt], Awaitable[Completion | Sequence[Turn]]]
+    function: Callable[[Any, Prompt], Awaitable[Returned]]
     remedy: str
     """What to do where it returns what cannot be trained on."""
     roles: Sequence[str] = ()
@@ -223,13 +232,13 @@ def beginning(completion: Completion, length: int, read: int) -> Completion:
 
 
 def completed(
-    returned: Completion | Sequence[Turn],
+    returned: Returned,
     prompt: Prompt,
     generated: Generated,
     limit: int,
     roles: Sequence[str] = (),
 ) -> Completion:
-    """The completion of a conversation, cut off at ``limit`` tokens.
+    """The completion of a conversation, each of whose sequences is cut off at ``limit`` tokens more than the prompt's.
 
     Args:
         returned: by the user's function.
@@ -241,15 +250,52 @@ def completed(
     Raises:
         UnusableError: it cannot be trained on.
     """
-    if not isinstance(returned, Completion):
-        if not isinstance(returned, Sequence):
-            raise UnusableError(f"returned a {type(returned).__name__}, neither a list of turns nor a completion")
-        turns, said_by = _without_roles(returned, roles)
-        _check_contexts(turns, prompt, generated)
-        returned = joined(turns)
-        if roles:
-            lengths = [len(turn.token_ids if isinstance(turn, Completion) else turn) for turn in turns]
-            returned = replace(returned, roles=np.repeat(np.array(said_by, np.int8), lengths))
+    start = prompt.token_ids.tolist()
+    if isinstance(returned, Completion):
+        whole = _cut_off(returned, len(start), limit, roles)
+        _check_sequences(whole, len(start), limit)
+        return whole
+    if not isinstance(returned, Sequence):
+        raise UnusableError(f"returned a {type(returned).__name__}, neither a list of turns nor a completion")
+    cut: list[Completion] = []
+    truncated = False
+    for number, turns in enumerate(_sequences(returned)):
+        before, longest = ([], len(start) + limit) if number else (start, limit)
+        sequence = _of_turns(turns, before, generated, roles)
+        cut.append(_cut_off(sequence, len(before), longest, roles))
+        truncated |= len(sequence.token_ids) > longest
+    if len(cut) == 1:
+        return cut[0]
+    whole = replace(joined(cut), routing=None, starts=tuple(accumulate(len(each.token_ids) for each in cut[:-1])))
+    _check_sequences(whole, len(start), limit)
+    return replace(whole, finish_reason="length") if truncated else whole
+
+
+def _sequences(returned: Sequence[Any]) -> list[Sequence[Turn]]:
+    """The turns of each sequence: a list among the turns that holds what the policy said is one."""
+    several = [
+        isinstance(each, list | tuple)
+        and any(isinstance(part, Completion | tuple) for part in each)
+        and not isinstance(each[0], str)
+        for each in returned
+    ]
+    if any(several) and not all(several):
+        raise UnusableError("returned turns beside lists of turns")
+    return list(returned) if any(several) else [returned]
+
+
+def _of_turns(turns: Sequence[Turn], before: list[int], generated: Generated, roles: Sequence[str]) -> Completion:
+    """One sequence, whose turns come after the tokens ``before``."""
+    alone, said_by = _without_roles(turns, roles)
+    _check_contexts(alone, before, generated)
+    if not roles:
+        return joined(alone)
+    lengths = [len(turn.token_ids if isinstance(turn, Completion) else turn) for turn in alone]
+    return replace(joined(alone), roles=np.repeat(np.array(said_by, np.int8), lengths))
+
+
+def _cut_off(returned: Completion, before: int, limit: int, roles: Sequence[str]) -> Completion:
+    """A sequence that comes after so many tokens, checked; one put together by the function may be several."""
     whole = replace(
         returned,
         token_ids=np.asarray(returned.token_ids, np.int32),
@@ -258,9 +304,9 @@ def completed(
     )
     _check(whole, limit)
     _check_roles(whole, roles)
-    if len(whole.token_ids) <= limit:
+    if len(whole.token_ids) <= limit or whole.starts:
         return whole
-    return beginning(whole, limit, read=len(prompt.token_ids) + limit - 1)
+    return beginning(whole, limit, read=before + limit - 1)
 
 
 def _without_roles(turns: Sequence[Turn], roles: Sequence[str]) -> tuple[list[Part], list[int]]:
@@ -281,10 +327,9 @@ def _without_roles(turns: Sequence[Turn], roles: Sequence[str]) -> tuple[list[Pa
     return alone, said_by
 
 
-def _check_contexts(turns: Sequence[Part], prompt: Prompt, generated: Generated) -> None:
+def _check_contexts(turns: Sequence[Part], before: list[int], generated: Generated) -> None:
     """The log-probabilities of a turn hold after the tokens that it was generated from, and after no others."""
     contexts = {id(turn): context for context, turn in generated}
-    before = prompt.token_ids.tolist()
     for number, turn in enumerate(turns):
         if isinstance(turn, Completion):
             if id(turn) not in contexts:
@@ -310,6 +355,21 @@ def _check(completion: Completion, limit: int) -> None:
         raise UnusableError("returned log-probabilities of sampled tokens that are not finite")
     if (count := sum(span.count for span in completion.versions)) != length:
         raise UnusableError(f"returned the versions of {count} tokens for a response of {length}")
+
+
+def _check_sequences(completion: Completion, prompt: int, limit: int) -> None:
+    """Where there are several, to a prompt of so many tokens."""
+    bounds = (0, *completion.starts, len(completion.token_ids))
+    if any(end <= start for start, end in pairwise(bounds)):
+        raise UnusableError(f"returned sequences that begin at {completion.starts} in {bounds[-1]} tokens")
+    for number, of in enumerate(sequences(completion)):
+        sampled = completion.loss_mask[of]
+        if not sampled.any():
+            raise UnusableError(f"returned a sequence {number} none of whose tokens the policy sampled")
+        if number and sampled[0]:
+            raise UnusableError(f"returned a sequence {number} that does not begin with token ids, its context")
+    if completion.starts and (longest := longest_response(prompt, completion)) > limit:
+        raise UnusableError(f"returned a sequence of {longest} tokens more than the prompt's, and {limit} may be more")
 
 
 def _check_roles(completion: Completion, roles: Sequence[str]) -> None:

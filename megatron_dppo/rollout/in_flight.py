@@ -24,6 +24,7 @@ from megatron_dppo.config import DistillationConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.families import prompts_shared
+from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import (
     Completion,
     Group,
@@ -173,6 +174,7 @@ def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: W
             "shared_lengths": prompts_shared(stored["prompt_lengths"], shape[1]),
             "forks": no_forks(shape),
             "roles": no_roles(shape),
+            "further_lengths": no_further(shape),
             "samples": np.full(shape[0], shape[1]),
             "log_ratios": np.zeros((*shape, 2)),
             "teacher": np.full(shape[0], -1),
@@ -272,6 +274,8 @@ def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
             else {}
         ),
         **({"roles": np.concatenate(roles)} if roles else {}),
+        "start_counts": np.array([len(c.starts) for c in completions], np.int64),
+        "starts": np.array([start for c in completions for start in c.starts], np.int64),
         **({"routing": np.concatenate(tables), "routed": np.array([*map(len, tables)], np.int64)} if tables else {}),
     }
 
@@ -296,7 +300,8 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
     taught = np.split(stored["teacher_logprobs"], ends) if "teacher_logprobs" in stored else repeat(None)
     roles = np.split(stored["roles"], ends) if "roles" in stored else repeat(None)
     no_tree = np.zeros((len(lengths), 0))  # earlier checkpoints know of none
-    for token_ids, logprobs, loss_mask, spans, stopped, table, forks, weights, said, said_by in zip(
+    started = np.split(stored["starts"], np.cumsum(stored["start_counts"])[:-1]) if "starts" in stored else repeat(())
+    for token_ids, logprobs, loss_mask, spans, stopped, table, forks, weights, said, said_by, starts in zip(
         np.split(stored["token_ids"], ends),
         np.split(stored["logprobs"], ends),
         np.split(stored["loss_mask"], ends),
@@ -307,6 +312,7 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
         stored.get("fork_weights", no_tree).tolist(),
         taught,
         roles,
+        started,
         strict=False,  # splitting nothing gives one piece
     ):
         versions = tuple(VersionSpan(*span) for span in spans.tolist())
@@ -314,7 +320,8 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
         said = None if said is None or np.isnan(said).all() else said
         table = table if table is not None and len(table) else None
         tree = tuple(forks), tuple(weights)
-        yield Completion(token_ids, logprobs, loss_mask, versions, reason, table, *tree, said, said_by)
+        begin = tuple(map(int, starts))
+        yield Completion(token_ids, logprobs, loss_mask, versions, reason, table, *tree, said, said_by, begin)
 
 
 def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:

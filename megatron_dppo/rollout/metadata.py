@@ -12,6 +12,7 @@ from megatron_dppo.config import DistillationConfig
 from megatron_dppo.data.offline import OFFLINE
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.families import shared_lengths
+from megatron_dppo.rl.sequences import further_lengths
 from megatron_dppo.rl.types import (
     FORK,
     ROLE,
@@ -73,6 +74,7 @@ def metadata_of(
         response_lengths=table(lambda g: [len(c.token_ids) for c in g.completions]),
         shared_lengths=table(lambda g: shared_lengths(len(g.prompt.token_ids), g.completions)),
         sampled_lengths=table(lambda g: [int(c.loss_mask.sum()) for c in g.completions]),
+        further_lengths=further_lengths([g.completions for g in groups], samples),
         rewards=table(lambda g: g.rewards, np.float64),
         score_norms=table(lambda g: [_score_norm(c) for c in g.completions], np.float64),
         log_ratios=log_ratios,

@@ -11,6 +11,7 @@ from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers
+from megatron_dppo.rl.sequences import spoken_ids
 from megatron_dppo.rl.types import Completion, Prompt, Score
 from megatron_dppo.rollout.engine import Completions
 
@@ -92,10 +93,11 @@ class GroupScoring:
         self._scoring.abandon()
 
     def _add(self, place: int, group: Sequence[Completion]) -> None:
-        texts = self._tokenizer.batch_decode([c.token_ids for c in group], skip_special_tokens=True)
+        spoken, prompt = [spoken_ids(completion) for completion in group], self._prompts[place]
+        texts = self._tokenizer.batch_decode(spoken, skip_special_tokens=True)
         self._texts[place] = texts
-        prompt, ids = self._prompts[place], (c.token_ids.tolist() for c in group)
-        self._scoring.add([ScoreItem.of(prompt, text, tokens) for text, tokens in zip(texts, ids, strict=True)])
+        given = zip(texts, spoken, strict=True)
+        self._scoring.add([ScoreItem.of(prompt, text, tokens.tolist()) for text, tokens in given])
 
 
 class Failures(Protocol):

@@ -23,6 +23,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
+from megatron_dppo.rl.sequences import prompt_and_response, sequences
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.engine import Completions
 from megatron_dppo.rollout.servers.client import CONTROL_S
@@ -112,7 +113,7 @@ class TeacherServers:
     def ask(self, prompt: Prompt, completion: Completion) -> Future[NDArray[np.float32]]:
         """Have a completion to a prompt that a server teaches read, while something else is done."""
         server = self._servers[str(self.distillation.teacher_of(prompt.data_source))]
-        return self._http.start(readable(server.url, self._read(server, prompt.token_ids, completion.token_ids)))
+        return self._http.start(readable(server.url, self._read_all(server, prompt, completion)))
 
     def answer(self, url: str, asked: Future[T]) -> T:
         """What a server has said.
@@ -147,6 +148,15 @@ class TeacherServers:
             parts = f"{theirs[at : at + SHOWN]!r}, where the policy's goes on with {ours[at : at + SHOWN]!r}"
             raise ServerError(url, f"has another vocabulary: it goes on with {parts}", alive=True)
         return server
+
+    async def _read_all(self, server: TeacherServer, prompt: Prompt, completion: Completion) -> NDArray[np.float32]:
+        """Of the first token of a further sequence nothing is known, and nothing is wanted: it was not sampled."""
+        said = np.zeros(len(completion.token_ids), np.float32)
+        asked = [prompt_and_response(prompt.token_ids, completion, k) for k in range(len(sequences(completion)))]
+        reading = (self._read(server, before, completion.token_ids[of]) for before, of in asked)
+        for (_, of), logprobs in zip(asked, await asyncio.gather(*reading), strict=True):
+            said[of] = logprobs
+        return said
 
     async def _read(
         self, server: TeacherServer, prompt: NDArray[np.int32], response: NDArray[np.int32]

@@ -209,10 +209,11 @@ class Learner:
         with self._timers("score_norms"):
             norms = self._actor.score_norms(self._packs(minibatch, held))
             mine = list(zip(minibatch.packs[self._world.dp_rank], norms, strict=True)) if norms[0] is not None else []
-            score_norms = metadata.score_norms.copy()
-            for pack, values in itertools.chain.from_iterable(self._world.gather(mine)):
+            score_norms, samples = metadata.score_norms.copy(), minibatch.samples
+            score_norms[samples.group, samples.completion] = 0.0
+            for pack, values in dict(itertools.chain.from_iterable(self._world.gather(mine))).items():
                 which = np.array(pack, np.int64)
-                score_norms[minibatch.samples.group[which], minibatch.samples.completion[which]] = values
+                np.hypot.at(score_norms, (samples.group[which], samples.completion[which]), np.asarray(values))
         return replace(metadata, score_norms=score_norms)
 
     def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:

@@ -55,6 +55,7 @@ def plan() -> MinibatchPlan:
     kept = TrainingSamples(
         group=groups,
         completion=completions,
+        sequence=np.zeros(5, np.int64),
         owner=np.array(OWNERS)[groups],
         version=np.arange(5) + 20,
         prompt_length=np.array(PROMPT_LENGTHS)[groups],

@@ -9,6 +9,7 @@ import numpy as np
 from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, PackConfig, PruningConfig, RolloutConfig
 from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import Prompt, StepMetadata, no_forks, no_roles
 
 
@@ -25,6 +26,7 @@ def step_metadata(
         "samples": np.full(groups, samples),
         "response_lengths": lengths,
         "sampled_lengths": fields.get("response_lengths", lengths),
+        "further_lengths": no_further((groups, samples)),
         "rewards": (rng.random((groups, samples)) < rng.random((groups, 1))).astype(float),
         "score_norms": np.sqrt(lengths * rng.uniform(0.1, 0.5, (groups, samples))),
         "log_ratios": np.zeros((groups, samples, 2)),

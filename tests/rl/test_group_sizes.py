@@ -22,6 +22,7 @@ from megatron_dppo.rl.group_sizes import group_advantages, many_rewards, two_rew
 from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.plan import gather_metadata, plan_step, take_groups
 from megatron_dppo.rl.pruning.schedule import mixed
+from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import Floats, Ints, StepMetadata, no_forks, no_roles
 from megatron_dppo.rollout.metadata import staleness
 from tests.rl.steps import step_config, step_metadata
@@ -180,6 +181,7 @@ def of_sizes(samples: Ints, width: int, seed: int = 0, *, graded: bool = False) 
     arrays = {name: padded(value) if isinstance(value, np.ndarray) else value for name, value in known.items()}
     shape = (len(samples), width)
     more = {"forks": no_forks(shape), "roles": no_roles(shape), "log_ratios": np.zeros((*shape, 2))}
+    more["further_lengths"] = no_further(shape)
     return StepMetadata(**arrays | more)
 
 

@@ -16,6 +16,7 @@ from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.pruning.minibatch import advantages_of_segments, completion_candidates, prune_minibatch
 from megatron_dppo.rl.roles import role_advantages
+from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import (
     ROLE,
     Completion,
@@ -84,6 +85,7 @@ def metadata_for(chosen: tuple[int, ...]) -> StepMetadata:
         response_lengths=lengths,
         shared_lengths=prompts_shared(np.full(1, 2), len(chosen)),
         sampled_lengths=lengths,
+        further_lengths=no_further(lengths.shape),
         rewards=REWARDS[list(chosen)].mean(axis=1)[None],
         score_norms=np.sqrt((roles["norm"] ** 2).sum(axis=-1)),
         log_ratios=np.zeros((*lengths.shape, 2)),

@@ -11,6 +11,7 @@ from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
+from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.trees import path_advantages, segment_advantages
 from megatron_dppo.rl.types import FORK, Floats, StepMetadata, StepPlan, no_roles
 from tests.rl.integration import FixedOffset, outcomes
@@ -45,6 +46,7 @@ def metadata_of(given: Forests, groups: slice = slice(None)) -> StepMetadata:
         response_lengths=given.lengths[groups],
         shared_lengths=prompts_shared(np.full(count, 2), given.lengths.shape[1]),
         sampled_lengths=given.lengths[groups],
+        further_lengths=no_further(given.lengths[groups].shape),
         rewards=given.rewards[groups],
         score_norms=norms[groups],
         log_ratios=np.zeros((*given.lengths[groups].shape, 2)),

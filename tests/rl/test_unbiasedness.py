@@ -27,6 +27,7 @@ from megatron_dppo.rl.pruning.completion_rules import adopt
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import PromptCandidates, prompt_rule, select
+from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import MinibatchPlan, Selection, StepMetadata, TrainingSamples, no_forks, no_roles
 from tests.rl.integration import FixedMask, FixedOffset, outcomes
 from tests.rl.steps import Foretold, step_config
@@ -92,6 +93,7 @@ class World:
             response_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
             shared_lengths=prompts_shared(np.array([len(self.prompts[q]) for q in ids]), SAMPLES),
             sampled_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
+            further_lengths=no_further((len(ids), SAMPLES)),
             rewards=self.rewards[ids],
             score_norms=np.array([[np.sqrt(((1 - np.exp(lp)) ** 2).sum()) for lp in group] for group in logprobs]),
             log_ratios=np.array([[self.log_ratio(q, i) for i in range(SAMPLES)] for q in ids]).reshape(-1, SAMPLES, 2),

@@ -44,6 +44,7 @@ class Said:
     fork_weights: tuple[float, ...] = ()
     roles: Sequence[int] = ()
     """Of each token; empty: there are none."""
+    starts: tuple[int, ...] = ()
 
 
 Script = Mapping[int, Sequence[Said]]
@@ -85,6 +86,7 @@ class ScriptedEngine(RolloutEngine[Completions]):
             forks=said.forks,
             fork_weights=said.fork_weights,
             roles=np.array(said.roles, np.int8) if said.roles else None,
+            starts=said.starts,
         )
 
 

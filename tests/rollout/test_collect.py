@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megatron_dppo.config import AllocationConfig, BranchConfig, Config, RunConfig, TreeConfig, replace
+from megatron_dppo.config import AllocationConfig, BranchConfig, Config, LossConfig, RunConfig, TreeConfig, replace
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
@@ -137,6 +137,20 @@ def test_what_the_policy_was_given_is_part_of_the_response_and_of_no_figure_of_w
     assert result.metadata.score_norms[0] == pytest.approx([math.sqrt(6) / 2, math.sqrt(8) / 2, math.sqrt(8) / 2])
     assert result.metrics["rollout/generated_tokens"] == 6 + 8 + 8
     assert result.metrics["rollout/entropy"] == pytest.approx(math.log(2))
+
+
+def test_of_several_sequences_the_verifier_sees_what_was_said_and_the_longest_is_overlong(bench: Bench) -> None:
+    """A limit of 20 tokens and a buffer of 8: the second sequence has 16 more than the prompt, which cost a half."""
+    assert len(pool_of(10)[4].token_ids) == 7
+    said_twice = Said("score" + "x" * 20 + " 1", given=range(5, 25), starts=(5,))
+    config = collect_config(overlong_buffer=8)
+    result = bench.collect({4: [said_twice, *said("score 0", "score 0")]}, config=config)
+    assert result.metrics["rollout/raw_reward"] == pytest.approx(1 / 3), "what it was shown is: score 1"
+    assert result.metadata.rewards[0].tolist() == [0.5, 0.0, 0.0]
+    assert result.metadata.further_lengths.tolist() == [[[23], [0], [0]]]
+    gspo = replace(config, loss=LossConfig(name="gspo"), rollout=replace(config.rollout, conversation="a.py:rollout"))
+    with pytest.raises(UserError, match="came in 2 sequences"):
+        bench.collect({4: [said_twice, *said("score 0", "score 0")]}, config=gspo)
 
 
 def test_trees_are_grown_for_training_alone_and_what_their_leaves_share_counts_once(bench: Bench) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from megatron_dppo.rl.sequences import sequences
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.conversation import Turn, UnusableError, completed, joined
 from tests.docs.documents import blocks
@@ -114,6 +115,49 @@ def test_a_completion_of_the_functions_own_is_taken_if_it_can_be_trained_on() ->
             completed(Completion(**fields), PROMPT, [], 20)
 
 
+FIRST, NEXT = turn(1, 2), turn(3, STOP, version=4)
+SUMMED = [([7, 8], FIRST), ([6, 6, 6], NEXT)]
+"""A turn after the prompt, and one in a context of its own."""
+
+
+def test_lists_of_turns_are_sequences_each_with_a_context_of_its_own() -> None:
+    whole = completed([[FIRST, [5]], [[6, 6], [6], NEXT]], PROMPT, SUMMED, 20)
+    assert (whole.token_ids.tolist(), whole.starts) == ([1, 2, 5, 6, 6, 6, 3, STOP], (3,))
+    assert whole.loss_mask.tolist() == [True, True, False, False, False, False, True, True]
+    assert whole.versions == (VersionSpan(3, 3), VersionSpan(4, 5)) and whole.finish_reason == "stop"
+    taken = completed(whole, PROMPT, [], 20)
+    assert (taken.starts, taken.token_ids.tolist()) == (whole.starts, whole.token_ids.tolist())
+    said_by = completed([[("a", FIRST)], [[6, 6, 6], ("b", NEXT)]], PROMPT, SUMMED, 20, ("a", "b")).roles
+    assert said_by is not None and said_by.tolist() == [0, 0, -1, -1, -1, 1, 1]
+    one = completed([[FIRST]], PROMPT, SUMMED, 20)
+    assert (one.token_ids.tolist(), one.starts) == ([1, 2], ())
+
+
+def test_each_sequence_is_cut_off_where_the_prompts_would_be() -> None:
+    cut = completed([[FIRST, [5]], [[6, 6, 6], NEXT]], PROMPT, SUMMED, 2)
+    assert (cut.token_ids.tolist(), cut.starts, cut.finish_reason) == ([1, 2, 6, 6, 6, 3], (2,), "length")
+    first = completed([[FIRST, [5] * 9], [[6, 6, 6], NEXT]], PROMPT, SUMMED, 3)
+    assert (first.token_ids.tolist()[-1], first.finish_reason) == (STOP, "length"), "though the last one has ended"
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ([[FIRST], NEXT], "turns beside lists of turns"),
+        ([[FIRST], [[6, 6], NEXT]], "turn 1 that was generated after other tokens"),
+        ([[FIRST], [NEXT]], "turn 0 that was generated after other tokens"),
+        ([[[6, 6, 6], NEXT], [[7, 8], FIRST]], "turn 1 that was generated after other tokens"),
+        (replace(joined([FIRST, [6], NEXT]), starts=(2, 9)), "begin at"),
+        (replace(joined([FIRST, [6], NEXT]), starts=(3,)), "sequence 1 that does not begin with token ids"),
+        (replace(joined([FIRST, [6, 6], NEXT]), starts=(2, 3)), "sequence 1 none of whose tokens"),
+        (replace(joined([FIRST, [6] * 21, NEXT]), starts=(2,)), "of 21 tokens more than the prompt's, and 20"),
+    ],
+)
+def test_sequences_that_cannot_be_trained_on_are_refused(returned: Any, words: str) -> None:
+    with pytest.raises(UnusableError, match=words):
+        completed(returned, PROMPT, SUMMED, 20)
+
+
 def test_each_sampled_token_has_the_role_of_its_turn() -> None:
     first, second, third = turn(1, 2), turn(3), turn(4, 5, STOP)
     generated = [([7, 8], first), ([7, 8, 1, 2, 6], second), ([7, 8, 1, 2, 6, 3], third)]
@@ -210,6 +254,18 @@ def test_the_worked_example_of_several_roles_gives_each_its_tokens_and_its_rewar
     assert text == "14#review no#answer 15"
     scored = [scope["compute_score"]("", text, label) for label in ("15", "14", "16")]
     assert [(each["score"], each["roles"]["critic"]) for each in scored] == [(1.0, 1.0), (0.0, -1.0), (0.0, 0.0)]
+
+
+def test_the_worked_example_of_several_sequences_goes_on_from_the_summary(tmp_path: Path) -> None:
+    write_tokenizer(character_tokenizer(), tmp_path, max_tokens=512)
+    tokenizer: Any = load_tokenizer(tmp_path)
+    prompt = Prompt(0, np.array(tokenizer.encode("7+8="), np.int32), "", "")
+    client = ScriptedClient(tokenizer, "ten", "5", "15")
+    returned = asyncio.run(worked_example("my_compacting_agent.py")["rollout"](client, prompt))
+    completion = completed(returned, prompt, client.generated, 60)
+    first, second = (completion.token_ids[of] for of in sequences(completion))
+    assert tokenizer.decode(first[first != STOP]) == "ten#so 5"
+    assert tokenizer.decode(second[second != STOP]) == "7+8=515"
 
 
 def _by_role(completion: Completion) -> list[list[int]]:

@@ -13,6 +13,7 @@ from megatron_dppo.config import AllocationConfig, BranchConfig, DistillationCon
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
+from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import FORK, Completion, Group, Selection, StepMetadata, VersionSpan, no_forks, no_roles
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.rollout.engine import SoFar
@@ -58,6 +59,7 @@ def batch_of(world: World, *, routed: bool = False) -> RolloutsInFlight:
         response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups.values()]).reshape(shape),
         shared_lengths=np.arange(3 * len(groups)).reshape(shape),
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups.values()]).reshape(shape),
+        further_lengths=no_further(shape),
         rewards=np.array([g.rewards for g in groups.values()]).reshape(shape),
         score_norms=np.random.default_rng(0).random(shape),
         log_ratios=np.zeros((*shape, 2)),
@@ -87,6 +89,7 @@ def same_group(ours: Group, expected: Group) -> bool:
             and (one.teacher_logprobs is None) == (other.teacher_logprobs is None)
             and (one.teacher_logprobs is None or np.array_equal(one.teacher_logprobs, other.teacher_logprobs))
             and np.array_equal(one.roles, other.roles)
+            and one.starts == other.starts
             and (one.routing is None) == (other.routing is None)
             and (one.routing is None or one.routing.dtype == np.uint16)
             and (one.routing is None or np.array_equal(one.routing, other.routing))
@@ -294,6 +297,27 @@ def test_what_was_broken_off_comes_back_on_the_rank_that_asks_for_it(
         allocation = AllocationConfig(rule="neyman", least=2, most=most)
         rollout = RolloutConfig(samples_per_prompt=3, allocation=allocation)
         assert of_four.made_for(rollout, oldest=0, routed=False) == fits
+
+
+def test_sequences_come_back(tmp_path: Path) -> None:
+    def cut(prompt: int) -> Group:
+        group = group_of(prompt)
+        starts = [(), (1,), (1, 2)] if prompt % 2 else [(), (), (1,)]
+        each = (replace(c, starts=s) for c, s in zip(group.completions, starts, strict=True))
+        return replace(group, completions=tuple(each))
+
+    def write(world: World) -> StepMetadata:
+        groups = {prompt: cut(prompt) for prompt in PROMPTS}
+        metadata = gather_metadata([metadata_of(list(groups.values()), np.ones(len(groups)), 3, 0, 0)], window=11.7)
+        held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist())}
+        write_in_flight(tmp_path, [RolloutsInFlight(SELECTION, Collected(held, metadata, METRICS, ()))], world)
+        return metadata
+
+    [metadata] = as_ranks(1, write)
+    [batch] = as_ranks(1, lambda world: read(world, tmp_path))
+    np.testing.assert_array_equal(batch.rollouts.metadata.further_lengths, metadata.further_lengths)
+    assert metadata.further_lengths.shape[2] == 2
+    assert all(same_group(group, cut(group.prompt.id)) for group in batch.rollouts.held.values())
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 3)])

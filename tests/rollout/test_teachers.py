@@ -168,6 +168,17 @@ def test_servers_read_what_is_theirs_as_soon_as_it_is_there(kind: Kind, policy: 
                 np.testing.assert_allclose(completion.teacher_logprobs, expected, atol=1e-6)
 
 
+def test_a_server_reads_each_sequence_by_itself(policy: Path) -> None:
+    prompts, groups = groups_of(np.random.default_rng(0), "a")
+    given = dataclasses.replace(groups[0][1], starts=(3,))
+    with teaching("sglang", policy) as server, opened(config_of(server.url, a=server.url), policy) as servers:
+        [[read]] = Reading(servers, prompts).finish([(given,)], world_of(1, 0))
+        first = server.logprobs([*prompts[0].token_ids.tolist(), *given.token_ids[:3].tolist()])
+        second = server.logprobs(given.token_ids[3:].tolist())
+    expected = np.array([*first[len(prompts[0].token_ids) :], 0.0, *second[1:]], np.float32)
+    np.testing.assert_allclose(read.teacher_logprobs, expected, atol=1e-6)
+
+
 class Waiting(ScriptedEngine):
     """Goes on generating until the server has been asked of all groups but the last."""
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_dppo.config import Config, ModelConfig, RolloutConfig
 from megatron_dppo.errors import UserError
+from megatron_dppo.plugins.slime import Sample
+from megatron_dppo.rollout.conversation import UnusableError
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.custom import _sampling_params, conversations_of
+from megatron_dppo.rollout.servers.custom import _read_all, _sampling_params, conversations_of
 from tests.servers.real import Kind, RealServer, RealServers
 from tests.servers.test_training import AGREES, Start, finish, given, start  # noqa: F401
 
@@ -107,3 +110,22 @@ def test_samples_of_a_prompt_have_seeds_of_their_own() -> None:
     seeds = {_sampling_params(sampling, prompt, i)["sampling_seed"] for prompt in (0, 1) for i in range(4)}
     assert len(seeds) == 8 and all(0 <= seed < 2**31 for seed in seeds)
     assert _sampling_params(sampling, 0, 0) == _sampling_params(sampling, 0, 0)
+
+
+def test_several_samples_are_the_sequences_of_one_completion() -> None:
+    def sample(tokens: list[int], length: int) -> Sample:
+        logprobs = [-0.1 * token for token in tokens[-length:]]
+        return Sample(tokens=tokens, response_length=length, rollout_log_probs=logprobs, status=Sample.Status.COMPLETED)
+
+    both = [sample([7, 8, 1, 2], 2), sample([5, 5, 5, 3], 1)]
+    tokens, logprobs, loss_mask, starts, ended = _read_all(both, [7, 8], limit=2)
+    assert (tokens.tolist(), starts, ended) == ([1, 2, 5, 5, 5, 3], (2,), True)
+    assert loss_mask.tolist() == [True, True, False, False, False, True]
+    np.testing.assert_allclose(logprobs[loss_mask], [-0.1, -0.2, -0.3], rtol=1e-6)
+    *_, ended = _read_all([*both, sample([5, 5, 5, 3, 3], 2)], [7, 8], limit=2)
+    assert not ended, "a sequence was cut off"
+    for wrong, words in (([both[1], both[0]], "begin with the prompt"), ([both[0], 3], "a int")):
+        with pytest.raises(UnusableError, match=words):
+            _read_all(wrong, [7, 8], limit=2)
+    with pytest.raises(UnusableError, match="1 tokens for a prompt of 0 and a response of 1"):
+        _read_all([both[0], sample([3], 1)], [7, 8], limit=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,18 +11,20 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config import LayoutConfig, LossConfig
 from megatron_dppo.rl.plan import unpruned
+from megatron_dppo.rl.types import Group, StepMetadata
 from tests.policies import write_policy
 from tests.ranks import RankPool
-from tests.steps import build, config_for, held_by, plan_for, step_of_groups
+from tests.steps import build, config_for, held_by, plan_for, step_of_groups, step_of_sequences
 
+Step = Callable[[int], tuple[StepMetadata, list[Group]]]
 TEMPERATURE = 0.8
 """Of ``config_for``."""
 
 
-def measured(rank: int, size: int, path: Path, layout: LayoutConfig) -> np.ndarray:
+def measured(rank: int, size: int, path: Path, layout: LayoutConfig, step: Step = step_of_groups) -> np.ndarray:
     config = config_for(path, layout, LossConfig(updates_per_rollout=2), 64, distributed=False)
     world, learner, _ = build(config)
-    metadata, groups = step_of_groups(size)
+    metadata, groups = step(size)
     plan = plan_for(world, unpruned(config), metadata)
     return learner.measure_score_norms(metadata, plan, held_by(rank, metadata, groups)).score_norms
 
@@ -44,8 +47,10 @@ def expected(path: Path) -> np.ndarray:
 
 def test_the_heads_scores_are_exact_in_every_layout(ranks: RankPool, tmp_path: Path) -> None:
     path = write_policy(tmp_path)
-    alone = ranks.run(1, measured, path, LayoutConfig(dp=1))
+    one = LayoutConfig(dp=1)
+    alone, cut = ranks.in_turn(1, (measured, path, one), (measured, path, one, step_of_sequences))
     layouts = (LayoutConfig(tp=2, dp=1), LayoutConfig(dp=2), LayoutConfig(pp=2, dp=1), LayoutConfig(cp=2, dp=1))
-    for seen in (alone, *ranks.in_turn(2, *((measured, path, layout) for layout in layouts))):
+    calls = [(measured, path, layout) for layout in layouts]
+    for seen in (alone, cut, *ranks.in_turn(2, *calls, (measured, path, layouts[0], step_of_sequences))):
         for of_rank in seen:
             np.testing.assert_allclose(of_rank, expected(path), rtol=1e-4)

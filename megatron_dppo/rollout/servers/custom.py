@@ -1,13 +1,15 @@
 """Which function has a run's conversations: that of ``rollout.conversation``, or one written for slime.
 
 slime's is ``async custom_generate(args, sample, sampling_params)``. It speaks to an SGLang server in the server's own
-words, and returns the sample. Here it becomes a conversation like any other.
+words, and returns the sample, or a list of several, which are one completion here, of several sequences
+(``rl/sequences.py``). It becomes a conversation like any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -79,11 +81,12 @@ class _SlimesFunction:
         )
         sampling_params = _sampling_params(client.sampling, prompt.id, client.number)
         returned = await self._function(arguments, sample, sampling_params)
-        tokens, logprobs, loss_mask, stopped = _read(returned, prompt, client.max_tokens)
+        tokens, logprobs, loss_mask, starts, stopped = _read_all(returned, prompt.token_ids.tolist(), client.max_tokens)
         # A function that speaks to the server by means of its own leaves no word of who made which token.
         told = client.told or [before, await client.version()]
         versions = await client.read_versions(_spans(told, len(tokens)))
-        return Completion(tokens, logprobs, loss_mask, tuple(versions), "stop" if stopped else "length")
+        reason: Literal["stop", "length"] = "stop" if stopped else "length"
+        return Completion(tokens, logprobs, loss_mask, tuple(versions), reason, starts=starts)
 
 
 def _sampling_params(sampling: Sampling, prompt: int, number: int) -> dict[str, Any]:
@@ -102,20 +105,34 @@ def _sampling_params(sampling: Sampling, prompt: int, number: int) -> dict[str, 
     }
 
 
-def _read(sample: Any, prompt: Prompt, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
-    """Tokens, log-probabilities and loss mask, cut off at ``limit`` tokens; and whether the response ended before."""
+def _read_all(
+    returned: Any, prompt: Sequence[int], limit: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...], bool]:
+    """Tokens, log-probabilities, loss mask and starts of a completion; and whether it has ended, not cut off."""
+    samples = returned if isinstance(returned, list) and returned else [returned]
+    parts = [_read(samples[0], prompt, limit), *(_read(each, (), len(prompt) + limit) for each in samples[1:])]
+    tokens, logprobs, loss_mask = (np.concatenate([part[field] for part in parts]) for field in range(3))
+    starts = tuple(accumulate(len(part[0]) for part in parts[:-1]))
+    return tokens, logprobs, loss_mask, starts, parts[-1][3] and not any(cut for *_, cut in parts)
+
+
+def _read(sample: Any, prompt: Sequence[int], limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool, bool]:
+    """What comes after a prompt, cut off at ``limit`` tokens: tokens, log-probabilities and loss mask; whether the
+    response ended; and whether it was cut off."""
     if not isinstance(sample, Sample):
-        raise UnusableError(f"returned a {type(sample).__name__}, not the one sample that it was given")
+        problem = f"returned a {type(sample).__name__}, not the sample that it was given, nor a list of samples"
+        raise UnusableError(problem)
     status = Status(sample.status.value)  # of slime's own, where slime is installed
     if status in (Status.ABORTED, Status.FAILED):
         raise TryAgainError(status.value)
     if sample.reward is not None:
         problem = "set sample.reward: rewards are made by reward.function, where they can be killed and counted"
         raise UnusableError(problem)
-    start, length = len(prompt.token_ids), sample.response_length
-    if list(sample.tokens[:start]) != prompt.token_ids.tolist():
+    start, length = len(prompt), sample.response_length
+    if list(sample.tokens[:start]) != list(prompt):
         raise UnusableError("returned tokens that do not begin with the prompt's")
-    if len(sample.tokens) != start + length:
+    context = len(sample.tokens) - length
+    if context < 1 or (prompt and context != start):
         raise UnusableError(f"returned {len(sample.tokens)} tokens for a prompt of {start} and a response of {length}")
     try:
         tokens = np.array(sample.tokens[start:], np.int32)
@@ -126,7 +143,10 @@ def _read(sample: Any, prompt: Prompt, limit: int) -> tuple[np.ndarray, np.ndarr
     for name, values in (("loss_mask", loss_mask), ("rollout_log_probs", logprobs)):
         if len(values) != length:
             raise UnusableError(f"returned {len(values)} of sample.{name} for a response of {length} tokens")
-    return tokens[:limit], logprobs[:limit], loss_mask[:limit], status is Status.COMPLETED and length <= limit
+    if not prompt:  # a sequence with a context of its own
+        logprobs, loss_mask = (np.pad(values, (context, 0)) for values in (logprobs, loss_mask))
+    cut = len(tokens) > limit
+    return tokens[:limit], logprobs[:limit], loss_mask[:limit], status is Status.COMPLETED and not cut, cut
 
 
 def _spans(told: Sequence[str], length: int) -> list[tuple[str, int]]:

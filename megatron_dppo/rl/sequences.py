@@ -1,0 +1,112 @@
+"""Completions of several sequences: of an agent that compacts its context, or of agents with contexts of their own.
+
+A completion has one reward, one advantage for all of its tokens (or one for each role) and one draw: its sequences are
+trained on together, or not at all. Its arrays hold them one after the other, and ``starts`` says where those after the
+first begin. Each of these begins with its whole context, which the policy was given, and sees nothing before it:
+
+    p p a a           a prompt of two tokens, and a completion  a a | c c c b  with ``starts`` (2,). Of its six tokens
+    c c c b           the policy has sampled three, and L = 3.
+
+The loss is that of a completion of one sequence, over all sampled tokens: c and Z take L for the whole completion. So a
+completion that is cut where its context goes on, such that the second sequence repeats the first as its context, has
+the same gradient as before. Its cost, by which pruning knows it, is more: the tokens of all of its sequences.
+
+In a plan every sequence is a training sample, which goes into whichever pack it fits. The first token of a further
+sequence stands in the place of a prompt, and the rest of its context in the response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.types import Completion, Ints
+
+
+def sequences(completion: Completion) -> list[slice]:
+    """The tokens of each sequence, of the first those after the prompt."""
+    return list(map(slice, (0, *completion.starts), (*completion.starts, len(completion.token_ids))))
+
+
+def prompt_and_response(
+    prompt: NDArray[np.int32], completion: Completion, number: int
+) -> tuple[NDArray[np.int32], slice]:
+    """A sequence as a prompt's tokens, and the completion's that follow them."""
+    of = sequences(completion)[number]
+    if number == 0:
+        return prompt, of
+    return completion.token_ids[of.start : of.start + 1], slice(of.start + 1, of.stop)
+
+
+def spoken_ids(completion: Completion) -> NDArray[np.int32]:
+    """All tokens but the contexts with which further sequences begin: what a verifier is shown."""
+    first, *further = sequences(completion)
+    heard = [completion.token_ids[of][np.argmax(completion.loss_mask[of]) :] for of in further]
+    return np.concatenate([completion.token_ids[first], *heard])
+
+
+def longest_response(prompt: int, completion: Completion) -> int:
+    """How many tokens more than a prompt of so many the longest sequence has: what the limit of a response limits."""
+    first, *further = sequences(completion)
+    return max(first.stop, *(of.stop - of.start - prompt for of in further)) if further else first.stop
+
+
+def no_further(completions: tuple[int, ...]) -> Ints:
+    """The further sequences of completions of this shape that are one sequence each: none."""
+    return np.zeros((*completions, 0), np.int64)
+
+
+def further_lengths(groups: Sequence[Sequence[Completion]], samples: int) -> Ints:
+    """[Q, samples, S], as in StepMetadata."""
+    most = max((len(completion.starts) for group in groups for completion in group), default=0)
+    lengths = np.zeros((len(groups), samples, most), np.int64)
+    for into, group in zip(lengths, groups, strict=True):
+        for row, completion in zip(into, group, strict=False):
+            row[: len(completion.starts)] = [of.stop - of.start for of in sequences(completion)[1:]]
+    return lengths
+
+
+def alike(parts: Sequence[Ints]) -> list[Ints]:
+    """Arrays [q, G, s] with the S of the one that has most."""
+    most = max(part.shape[2] for part in parts)
+    return [np.pad(part, ((0, 0), (0, 0), (0, most - part.shape[2]))) for part in parts]
+
+
+def spread(further: Ints, group: Ints, completion: Ints) -> tuple[Ints, Ints]:
+    """The sequences of K completions, sorted by (group, sequence, completion): whose each is, and which of its own.
+
+    The first ones of a group stand together, so that they can share their prompt.
+
+    Args:
+        further: [K, S], lengths of their further sequences.
+        group, completion: [K], of each.
+    """
+    of, sequence = np.nonzero(np.column_stack([np.ones(len(further), np.int64), further]))
+    order = np.lexsort((completion[of], sequence, group[of]))
+    return of[order], sequence[order]
+
+
+def check_sequences(config: Config, groups: Sequence[Sequence[Completion]]) -> None:
+    """
+    Raises:
+        UserError: some are of several sequences, and the run has a setting that knows one.
+    """
+    several = next((len(sequences(each)) for group in groups for each in group if each.starts), None)
+    if several is None:
+        return
+    loss, objective = config.loss, objective_for(config.loss)
+    problem = f"and a conversation came in {several} sequences"
+    if objective.ratio == "sequence" or objective.surrogate == "geometric":
+        remedy = "Set a loss of tokens, such as grpo, or have the conversation return one sequence"
+        raise UserError("loss.name", loss.name, f"takes a ratio over a whole sequence, {problem}", remedy)
+    if objective.tis_level == "sequence":
+        problem = f"weighs a whole sequence by its probability, {problem}"
+        raise UserError("loss.tis_level", "sequence", problem, "Set loss.tis_level=token")
+    if loss.replay_routing == "rollout":
+        problem = f"wants to know which experts made every token, {problem}, of which that is not kept"
+        raise UserError("loss.replay_routing", "rollout", problem, "Set loss.replay_routing=update, or none")
