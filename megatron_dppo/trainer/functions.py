@@ -8,7 +8,8 @@ before a run begins, since pruning and packing rely on two things that no later 
 - What it makes of a completion depends on that completion alone. Which others are in its pack is chance.
 - Where the advantage is 0 its gradient is 0. Such completions are left out.
 
-A rule may do what it likes: its probabilities have a floor, and completions weigh by them.
+A rule may do what it likes: its probabilities have a floor, and completions weigh by them. Whether they are
+probabilities, one for each candidate, is tried out before a run begins.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,18 +35,39 @@ LENGTHS = (5, 3)
 """Tokens of the two completions that a function is tried out with."""
 RATIOS = (0.4, 2.5)
 """Between which their ratios lie."""
+PROMPTS = prompt_rules.PromptCandidates(
+    last_magnitude=np.array([0.87, np.nan, 0.0]),
+    expected_square=np.array([3.0, 2.0, 0.5]),
+    expected_tokens=np.array([80.0, 100.0, 120.0]),
+    equal_visits=np.array([0, 0, 2]),
+    explore=np.array([0.5, 0.5, 0.5]),
+    floor=0.2,
+)
+"""What a rule for prompts is tried out with: three prompts, one never seen."""
+ADVANTAGE = np.array([[1.73, -0.58, -0.58, -0.58], [1.0, -1.0, 0.0, 0.0]])
+COMPLETIONS = completion_rules.CompletionCandidates(
+    advantage=ADVANTAGE,
+    score=np.abs(ADVANTAGE),
+    cost=np.array([[100.0, 120.0, 80.0, 90.0], [60.0, 70.0, 0.0, 0.0]]),
+    floor=np.full(ADVANTAGE.shape, 0.2),
+    zero_advantage=ADVANTAGE == 0.0,
+    present=ADVANTAGE != 0.0,
+)
+"""And one for completions: a group of four, and one of two with padding."""
 
 
 def adopt_rules(pruning: PruningConfig) -> None:
     """Have this process know the rules of the run that are the user's.
 
     Raises:
-        UserError: it cannot be imported.
+        UserError: it cannot be imported, or does not return probabilities.
     """
     if (own := pruning.prompts.function) is not None:
         prompt_rules.adopt(own, load_function(prompt_rules.FUNCTION, own))
+        prompt_rules.prompt_rule(own).inclusion(PROMPTS, pruning.prompts.keep)
     if (own := pruning.completions.function) is not None:
         completion_rules.adopt(own, load_function(completion_rules.FUNCTION, own))
+        completion_rules.rule_named(own).inclusion(COMPLETIONS, pruning.completions.keep)
 
 
 def objective_of(loss: LossConfig) -> Objective:

@@ -52,6 +52,7 @@ def with_default(completions, level=1, **columns): ...
 def of_two(solution, truth): ...
 def objective(tokens): return tokens.ratio
 async def converse(client): ...
+def one_for_all(candidates, keep): return keep
 """
 
 
@@ -70,6 +71,10 @@ async def converse(client): ...
         (
             ["pruning.prompts.rule=function", "pruning.prompts.function=mine.py:rule"],
             "pruning.prompts.function = mine.py:rule mine.py has no function 'rule'",
+        ),
+        (
+            ["pruning.completions.rule=function", "pruning.completions.function=mine.py:one_for_all"],
+            "pruning.completions.function = mine.py:one_for_all returned array(0.5) for candidates of shape (2, 4)",
         ),
         (["loss.objective=mine.py:objective"], "has a gradient where the advantage is 0"),
         (
