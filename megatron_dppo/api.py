@@ -37,12 +37,15 @@ from megatron_dppo.evaluation.answers import ANSWERS, SCORES, AnswerRow, out_fol
 from megatron_dppo.launch.start import ranks_to_start, start_ranks
 from megatron_dppo.observe.metrics import FILE, read_metrics, read_rows
 from megatron_dppo.plugins import register
+from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.stop import SAVED
-from megatron_dppo.rl.plan import plan_step
+from megatron_dppo.rl import plan
+from megatron_dppo.rl.families import prompts_shared
+from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rl.sequences import no_further
-from megatron_dppo.rl.types import StepMetadata, no_forks, no_roles
+from megatron_dppo.rl.types import StepMetadata, StepPlan, no_forks, no_roles
 from megatron_dppo.settings import load_config as load_words
 from megatron_dppo.settings import settings
 from megatron_dppo.trainer.preflight import check_run_dir
@@ -67,8 +70,10 @@ _LOADS = '''"""What this run was given from Python as its {what}."""
 import pickle
 from pathlib import Path
 
-{what} = pickle.loads(Path(__file__).with_name("{what}.pkl").read_bytes())
+{name} = pickle.loads(Path(__file__).with_name("{what}.pkl").read_bytes())
 '''
+_NAMES = {"reward": "compute_score", "completion_rule": "inclusion"}
+"""By which a run's settings know what it was given; others by what they are."""
 
 
 class RunFailedError(RuntimeError):
@@ -148,17 +153,24 @@ def step_metadata(
         response_lengths: [Q, G], tokens.
         prompt_lengths: [Q], tokens.
         more: fields of :class:`~megatron_dppo.rl.types.StepMetadata`, where the step has them: ``prompt_inclusion`` and
-            ``window`` of prompts that were pruned, ``score_norms``, ``owners``.
+            ``window``, in prompts, where some were pruned; ``score_norms``, ``owners``.
+
+    Raises:
+        UserError: prompts were pruned, and of how many is not said.
     """
+    if "prompt_inclusion" in more and "window" not in more:
+        problem = "is given without window, the number of prompts that these were drawn from"
+        raise UserError("prompt_inclusion", more["prompt_inclusion"], problem, "Give window as well")
     given, lengths = np.asarray(rewards, np.float64), np.asarray(response_lengths, np.int64)
+    asked = np.asarray(prompt_lengths, np.int64)
     (prompts, samples), none = given.shape, np.zeros(given.shape, np.int64)
     plain: dict[str, Any] = {
         "prompt_ids": np.arange(prompts),
         "prompt_inclusion": np.ones(prompts),
-        "prompt_lengths": np.asarray(prompt_lengths, np.int64),
+        "prompt_lengths": asked,
         "samples": np.full(prompts, samples),
         "response_lengths": lengths,
-        "shared_lengths": none,
+        "shared_lengths": prompts_shared(asked, samples),
         "sampled_lengths": lengths,
         "further_lengths": no_further(given.shape),
         "rewards": given,
@@ -171,7 +183,21 @@ def step_metadata(
         "owners": np.zeros(prompts, np.int64),
         "window": float(prompts),
     }
-    return StepMetadata(**plain | more)
+    return StepMetadata(**plain | {name: float(v) if name == "window" else np.asarray(v) for name, v in more.items()})
+
+
+def plan_step(metadata: StepMetadata, config: Config, **of_layout: Any) -> StepPlan:
+    """:func:`megatron_dppo.rl.plan.plan_step`, also with pruning rules that are registered or in a file.
+
+    Raises:
+        UserError: such a rule cannot be found, or does not return probabilities.
+    """
+    for what, rules in (("prompt_rule", prompt_rules), ("completion_rule", completion_rules)):
+        setting = register.SETTINGS[what]
+        if (name := attrgetter(setting)(config)) is not None:
+            rules.adopt(name, register.registered[what].get(name) or load_function(setting, name))
+            config = _with_settings(config, setting.split("."), name)
+    return plan.plan_step(metadata, config, **of_layout)
 
 
 def train(
@@ -288,8 +314,8 @@ def _with_functions(config: Config, folder: Path, **functions: Callable[..., Any
         with replacing_file(folder / f"{what}.pkl") as draft:
             draft.write_bytes(cloudpickle.dumps(function))
         with replacing_file(folder / f"{what}.py") as draft:
-            draft.write_text(_LOADS.format(what=what), encoding="utf-8")
-        config = _with_settings(config, register.SETTINGS[what].split("."), f"{folder / what}.py:{what}")
+            draft.write_text(_LOADS.format(what=what, name=(name := _NAMES.get(what, what))), encoding="utf-8")
+        config = _with_settings(config, register.SETTINGS[what].split("."), f"{folder / what}.py:{name}")
     return config
 
 

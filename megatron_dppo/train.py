@@ -30,6 +30,7 @@ from megatron_dppo.process import stop
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import plan_step, unpruned
+from megatron_dppo.rl.sequences import check_settings
 from megatron_dppo.rl.types import Selection, StepPlan
 from megatron_dppo.rollout.collect import Begun, Collected
 from megatron_dppo.rollout.in_flight import BrokenOff, RolloutsInFlight, Waiting, read_in_flight, write_in_flight
@@ -305,6 +306,8 @@ class Trainer:
             if all(self.world.gather(batch.made_for(rollout, oldest=oldest, routed=asked))):
                 return batch
             return self.world.from_leader(lambda: self.sampler.with_sizes(batch.selection))
+        if batch.sequences > 1:
+            check_settings(self.config, batch.sequences)
         routed = self.policy.routing is None or all(self.world.gather(batch.routed))
         taught = all(self.world.gather(batch.taught_by(self.config.loss.distillation)))
         if (

@@ -544,6 +544,18 @@ MUTANTS = [
         "rollout/test_conversation.py",
     ),
     Mutant(
+        "sequences/lost on the way from a server",
+        "starts=tuple(at + start for at, part in zip(befores, parts, strict=False) for start in part.starts),",
+        "",
+        "servers/test_conversations.py::test_sequences_stay_apart",
+    ),
+    Mutant(
+        "sequences/an engine's own are not looked at",
+        "if problem := malformed(len(prompt.token_ids), completion, config.rollout.max_response_tokens):",
+        "if problem := None:",
+        "rl/test_sequences.py",
+    ),
+    Mutant(
         "sequences/lost in a checkpoint",
         "tuple(map(int, starts))",
         "()",

@@ -61,9 +61,9 @@ def test_a_run_with_ones_own_functions_tells_of_every_step_and_is_evaluated(tmp_
     assert told == run.metrics and [row["step"] for row in told] == [0, 1, 2]
     assert 0.0 < told[-1]["rollout/raw_reward"] < 2.0 and told[-1]["reward/errors"] == 0
     assert [row["train/grad_norm"] for row in told[1:]] == [0.0, 0.0]
-    own = replace(config, reward=RewardConfig(function=str(tmp_path / "run" / "reward.py:reward")))
+    own = replace(config, reward=RewardConfig(function=str(tmp_path / "run" / "reward.py:compute_score")))
     assert [row["prune/saved_tokens_completions"] for row in told[1:]] == [0.0, 0.0]
-    kept = {"rule": "function", "function": str(tmp_path / "run" / "completion_rule.py:completion_rule")}
+    kept = {"rule": "function", "function": str(tmp_path / "run" / "completion_rule.py:inclusion")}
     own = replace(own, pruning=replace(own.pruning, completions=CompletionPruningConfig(**kept)))
     own = replace(own, loss=LossConfig(objective=str(tmp_path / "run" / "objective.py:objective")))
     assert train(own).metrics == told  # at its end: nothing is trained, and its functions were kept
@@ -164,6 +164,21 @@ def test_a_step_is_planned_from_rewards_and_lengths_alone():
     )
     samples = plan.minibatches[0].samples
     assert samples.group.tolist() == [0, 0] and samples.weight.tolist() == [2.0, 2.0]
+    with pytest.raises(UserError, match="without window"):
+        step_metadata([[1, 0], [1, 1]], **given, prompt_inclusion=[0.5, 1.0])
+
+
+def test_a_step_is_planned_with_a_rule_that_is_registered():
+    @register.completion_rule
+    def all_of_them(candidates: CompletionCandidates, keep: float) -> NDArray[np.float64]:
+        return np.ones_like(candidates.advantage)
+
+    metadata = step_metadata([[1, 0, 0, 0]], [[40, 120, 80, 60]], [20], prompt_inclusion=[1.0], window=1)
+    of_layout = {"replicas": 1, "align": 1, "capacity_multiple": 1, "step": 0, "pipeline": 1}
+    own = load_config(pruning={"completions": {"function": "all_of_them", "keep": 0.3}})
+    assert plan_step(metadata, own, **of_layout).minibatches[0].samples.weight.tolist() == [1.0] * 4
+    with pytest.raises(UserError, match=r"pruning\.completions\.function = nobodys"):
+        plan_step(metadata, load_config(pruning={"completions": {"function": "nobodys"}}), **of_layout)
 
 
 def test_ranks_end_with_a_callback_that_fails(tmp_path: Path):

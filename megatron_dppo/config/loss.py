@@ -246,10 +246,10 @@ class PromptPruningConfig(Section):
     floor: Fraction = 0.2
     """neyman, function: least inclusion probability of a prompt."""
     predictor: Literal["auto", "record", "model"] = "auto"
-    """neyman: what predicts a prompt's gradient and tokens. ``record``: its own visits, which know nothing of tokens;
-    ``model``: its text as well (lengths, numbers, data source, tokens), by a regression that learns as the run goes, so
-    that prompts never seen are told apart; ``auto``: the model for tokens, and for the gradient whichever has predicted
-    rewards better of late, by log-loss."""
+    """neyman and function: what predicts a prompt's gradient and tokens. ``record``: its own visits, which know nothing
+    of tokens; ``model``: its text as well (lengths, numbers, data source, tokens), by a regression that learns as the
+    run goes, so that prompts never seen are told apart; ``auto``: the model for tokens, and for the gradient whichever
+    has predicted rewards better of late, by log-loss."""
     decay: Fraction = 0.9
     """Weight that a visit's evidence keeps at the prompt's next visit."""
     draw: Literal["systematic", "bernoulli"] | None = None

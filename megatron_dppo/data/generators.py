@@ -154,11 +154,11 @@ def check_environment(config: VerifiersConfig) -> None:
     try:
         release = version(VERIFIERS)
     except PackageNotFoundError as error:
-        remedy = "pip install megatron-dppo[verifiers]"
+        remedy = "Install it: pip install megatron-dppo[verifiers]"
         raise UserError("data.train", VERIFIERS, "verifiers is not installed", remedy) from error
     if tuple(map(int, release.split(".")[:2])) >= (0, 4):
         problem = f"verifiers {release} has no load_environment any more, which environments are loaded by here"
-        raise UserError("data.train", VERIFIERS, problem, 'pip install "megatron-dppo[verifiers]"')
+        raise UserError("data.train", VERIFIERS, problem, 'Install it: pip install "megatron-dppo[verifiers]"')
     if not config.environment:
         raise UserError("data.verifiers.environment", "", "names no environment", "Give the id of one")
 
@@ -224,7 +224,7 @@ def _dataset(task: str, settings: Mapping[str, Any], *, size: int, seed: int) ->
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
-        remedy = "pip install megatron-dppo[reasoning-gym]"
+        remedy = "Install it: pip install megatron-dppo[reasoning-gym]"
         raise UserError("data.train", REASONING_GYM, f"reasoning-gym is not installed ({error})", remedy) from error
     if task not in DATASETS:
         near = get_close_matches(task, DATASETS, 1)

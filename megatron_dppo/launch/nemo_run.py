@@ -124,6 +124,6 @@ def _nemo_run() -> Any:
     try:
         import nemo_run
     except ImportError as error:
-        remedy = "pip install 'megatron-dppo[nemo-run]'"
+        remedy = "Install it: pip install 'megatron-dppo[nemo-run]'"
         raise UserError("launch", "nemo_run", f"NeMo-Run cannot be imported ({error})", remedy) from None
     return nemo_run

@@ -188,7 +188,7 @@ def check_loggers(names: Sequence[str]) -> None:
         if names.count(name) > 1:
             raise UserError("run.loggers", list(names), f"names {name} twice", "Name it once")
         if name in _OPEN and importlib.util.find_spec(name) is None:
-            remedy = f"pip install 'megatron-dppo[{name}]'"
+            remedy = f"Install it: pip install 'megatron-dppo[{name}]'"
             raise UserError("run.loggers", name, f"{name} is not installed in this environment", remedy)
 
 

@@ -126,8 +126,8 @@ def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"{100 * prompts:.0f}% of the prompts were rolled out; of the tokens of all prompts:"
         for count, what in (
             (trained, "trained on"),
-            (unseen, f"not rolled out, an estimate: {unseen:,} tokens, about {seconds['prompts']:.0f} s"),
-            (pruned, f"rolled out and pruned: {pruned:,} tokens, about {seconds['completions']:.0f} s"),
+            (unseen, f"not rolled out: about {unseen:,} tokens, which saved about {seconds['prompts']:.0f} s"),
+            (pruned, f"rolled out and pruned: {pruned:,} tokens, which saved about {seconds['completions']:.0f} s"),
             (zero_advantage, "rolled out, with zero advantage: no run trains on those"),
         ):
             if count:
@@ -138,7 +138,7 @@ def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
             saved = f"{100 * generation:.0f}% of the tokens to roll out and {100 * training:.0f}% of those to train on"
             yield f"pruning saved about {saved}"
         if summary["discarded_groups"]:
-            yield f"  {summary['discarded_groups']:,} groups were rolled out and discarded, which saved nothing"
+            yield f"{summary['discarded_groups']:,} groups were rolled out and discarded, which saved nothing"
         yield from _noise(summary)
     if summary["pack_fill"] is not None:
         yield f"packs were {100 * summary['pack_fill']:.1f}% full"

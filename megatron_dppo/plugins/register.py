@@ -41,7 +41,7 @@ def reward(function: F) -> F:
     Raises:
         UserError: a built-in one is called so.
     """
-    if (name := function.__name__) in BUILTIN:
+    if (name := getattr(function, "__name__", None)) in BUILTIN:
         raise UserError("reward.function", name, "is a reward of the project's own", "Call the function otherwise")
     return _kept("reward", function)
 
@@ -79,5 +79,8 @@ def callback(function: F) -> F:
 
 
 def _kept(kind: str, function: F) -> F:
+    if not hasattr(function, "__name__"):
+        problem, remedy = "has no name that a setting could give", "Define it with def, or hand it to train()"
+        raise UserError(f"register.{kind}", function, problem, remedy)
     registered[kind][function.__name__] = function
     return function

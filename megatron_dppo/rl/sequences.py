@@ -18,6 +18,7 @@ sequence stands in the place of a prompt, and the rest of its context in the res
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.types import Completion, Ints
+from megatron_dppo.rl.types import Completion, Ints, Prompt
 
 
 def sequences(completion: Completion) -> list[slice]:
@@ -91,14 +92,47 @@ def spread(further: Ints, group: Ints, completion: Ints) -> tuple[Ints, Ints]:
     return of[order], sequence[order]
 
 
-def check_sequences(config: Config, groups: Sequence[Sequence[Completion]]) -> None:
+def malformed(prompt: int, completion: Completion, limit: int) -> str | None:
+    """What is wrong with a completion of several sequences, after a prompt of so many tokens; None: nothing."""
+    if not completion.starts:
+        return None
+    bounds = (0, *completion.starts, len(completion.token_ids))
+    if any(end <= start for start, end in pairwise(bounds)):
+        return f"returned sequences that begin at {completion.starts} in {bounds[-1]} tokens"
+    for number, of in enumerate(sequences(completion)):
+        sampled = completion.loss_mask[of]
+        if not sampled.any():
+            return f"returned a sequence {number} none of whose tokens the policy sampled"
+        if number and sampled[0]:
+            return f"returned a sequence {number} that does not begin with token ids, its context"
+    if (longest := longest_response(prompt, completion)) > limit:
+        return f"returned a sequence of {longest} tokens more than the prompt's, and {limit} may be more"
+    return None
+
+
+def check_sequences(config: Config, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> None:
     """
     Raises:
-        UserError: some are of several sequences, and the run has a setting that knows one.
+        UserError: some are of several sequences, which are not what they have to be; or the run has a setting that
+            knows one sequence.
     """
-    several = next((len(sequences(each)) for group in groups for each in group if each.starts), None)
-    if several is None:
-        return
+    several = 1
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            if problem := malformed(len(prompt.token_ids), completion, config.rollout.max_response_tokens):
+                setting, made = "rollout.engine_function", config.rollout.engine_function or config.rollout.engine
+                remedy = "Mend the engine: megatron_dppo/rl/sequences.py says what such completions are"
+                raise UserError(setting, made, f"for prompt {prompt.id} it {problem}", remedy)
+            several = max(several, len(sequences(completion)))
+    if several > 1:
+        check_settings(config, several)
+
+
+def check_settings(config: Config, several: int) -> None:
+    """
+    Raises:
+        UserError: a setting knows one sequence, and a completion has several.
+    """
     loss, objective = config.loss, objective_for(config.loss)
     problem = f"and a conversation came in {several} sequences"
     if objective.ratio == "sequence" or objective.surrogate == "geometric":

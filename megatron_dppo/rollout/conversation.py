@@ -28,7 +28,7 @@ import operator
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
-from megatron_dppo.rl.sequences import longest_response, sequences
+from megatron_dppo.rl.sequences import malformed
 from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
 
 Part = Completion | Sequence[int] | NDArray[np.integer]
@@ -183,6 +183,7 @@ def joined(turns: Iterable[Part]) -> Completion:
             waiting += len(turn)
     if waiting and spans:
         _extend(spans, VersionSpan(spans[-1].version, waiting))
+    befores = accumulate((len(part.token_ids) for part in parts), initial=0)
     return Completion(
         token_ids=np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in parts)]),
         logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
@@ -191,6 +192,7 @@ def joined(turns: Iterable[Part]) -> Completion:
         finish_reason=finish_reason,
         routing=_routing([part.routing for part in parts if part.routing is not None]),
         roles=_roles(parts) if any(part.roles is not None for part in parts) else None,
+        starts=tuple(at + start for at, part in zip(befores, parts, strict=False) for start in part.starts),
     )
 
 
@@ -252,9 +254,7 @@ def completed(
     """
     start = prompt.token_ids.tolist()
     if isinstance(returned, Completion):
-        whole = _cut_off(returned, len(start), limit, roles)
-        _check_sequences(whole, len(start), limit)
-        return whole
+        return _well_formed(_cut_off(returned, len(start), limit, roles), len(start), limit)
     if not isinstance(returned, Sequence):
         raise UnusableError(f"returned a {type(returned).__name__}, neither a list of turns nor a completion")
     cut: list[Completion] = []
@@ -262,13 +262,22 @@ def completed(
     for number, turns in enumerate(_sequences(returned)):
         before, longest = ([], len(start) + limit) if number else (start, limit)
         sequence = _of_turns(turns, before, generated, roles)
-        cut.append(_cut_off(sequence, len(before), longest, roles))
         truncated |= len(sequence.token_ids) > longest
-    if len(cut) == 1:
-        return cut[0]
-    whole = replace(joined(cut), routing=None, starts=tuple(accumulate(len(each.token_ids) for each in cut[:-1])))
-    _check_sequences(whole, len(start), limit)
+        if number and len(sequence.token_ids) >= longest and not sequence.loss_mask[:longest].any():
+            truncated = True  # its context has left the policy no room
+        else:
+            cut.append(_cut_off(sequence, len(before), longest, roles))
+    whole = cut[0]
+    if len(cut) > 1:
+        starts = tuple(accumulate(len(each.token_ids) for each in cut[:-1]))
+        whole = _well_formed(replace(joined(cut), routing=None, starts=starts), len(start), limit)
     return replace(whole, finish_reason="length") if truncated else whole
+
+
+def _well_formed(completion: Completion, prompt: int, limit: int) -> Completion:
+    if problem := malformed(prompt, completion, limit):
+        raise UnusableError(problem)
+    return completion
 
 
 def _sequences(returned: Sequence[Any]) -> list[Sequence[Turn]]:
@@ -301,6 +310,7 @@ def _cut_off(returned: Completion, before: int, limit: int, roles: Sequence[str]
         token_ids=np.asarray(returned.token_ids, np.int32),
         logprobs=np.asarray(returned.logprobs, np.float32),
         loss_mask=np.asarray(returned.loss_mask, bool),
+        starts=tuple(map(int, returned.starts)),
     )
     _check(whole, limit)
     _check_roles(whole, roles)
@@ -355,21 +365,6 @@ def _check(completion: Completion, limit: int) -> None:
         raise UnusableError("returned log-probabilities of sampled tokens that are not finite")
     if (count := sum(span.count for span in completion.versions)) != length:
         raise UnusableError(f"returned the versions of {count} tokens for a response of {length}")
-
-
-def _check_sequences(completion: Completion, prompt: int, limit: int) -> None:
-    """Where there are several, to a prompt of so many tokens."""
-    bounds = (0, *completion.starts, len(completion.token_ids))
-    if any(end <= start for start, end in pairwise(bounds)):
-        raise UnusableError(f"returned sequences that begin at {completion.starts} in {bounds[-1]} tokens")
-    for number, of in enumerate(sequences(completion)):
-        sampled = completion.loss_mask[of]
-        if not sampled.any():
-            raise UnusableError(f"returned a sequence {number} none of whose tokens the policy sampled")
-        if number and sampled[0]:
-            raise UnusableError(f"returned a sequence {number} that does not begin with token ids, its context")
-    if completion.starts and (longest := longest_response(prompt, completion)) > limit:
-        raise UnusableError(f"returned a sequence of {longest} tokens more than the prompt's, and {limit} may be more")
 
 
 def _check_roles(completion: Completion, roles: Sequence[str]) -> None:

@@ -67,6 +67,11 @@ class RolloutsInFlight:
         return int(known.versions[known.present].min(initial=np.iinfo(np.int64).max))
 
     @property
+    def sequences(self) -> int:
+        """Of the completion that has most."""
+        return 1 + self.rollouts.metadata.further_lengths.shape[2]
+
+    @property
     def routed(self) -> bool:
         """Whether every completion on this rank came with its routing."""
         return all(c.routing is not None for group in self.rollouts.held.values() for c in group.completions)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.console import Console
 from megatron_dppo.parallel.layout import resolve_layout
 from megatron_dppo.parallel.world import World
-from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.process.lock import FolderLock
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.pack import TrainingSample, build_pack
@@ -39,6 +38,7 @@ from megatron_dppo.rollout.engine import RolloutEngine, WeightSource
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.local_conversations import local_conversations
 from megatron_dppo.rollout.teachers import TeacherServers
+from megatron_dppo.trainer.functions import engine_maker
 from megatron_dppo.trainer.preflight import label_check
 
 P_co = TypeVar("P_co", bound=Policy, covariant=True)
@@ -89,12 +89,9 @@ class PolicyParts(Generic[P_co]):
             engine = ServerEngine(self.config, self.world, self.shape, say)
             engine.pause()  # a checkpoint may have to be loaded yet
             return engine
-        if (own := rollout.engine_function) is not None:
-            make = self.world.together(
-                lambda: load_function("rollout.engine_function", own), what="import of an engine"
-            )
-            engine = make(model.folder, device=self.world.device, dtype=DTYPES[model.dtype], world=self.world)
-            return cast(RolloutEngine[Any], engine)
+        make = self.world.together(lambda: engine_maker(self.config), what="import of an engine")
+        if make is not None:
+            return make(model.folder, device=self.world.device, dtype=DTYPES[model.dtype], world=self.world)
         conversations = self.world.together(lambda: local_conversations(self.config), what="import of a conversation")
         return LocalEngine(
             model.folder,

@@ -14,6 +14,7 @@ probabilities, one for each candidate, is tried out before a run begins.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,14 +24,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import LossConfig, PruningConfig
+from megatron_dppo.config import Config, LossConfig, PruningConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.rl.losses import Tokens, token_losses
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
+from megatron_dppo.rollout.engine import RolloutEngine
 
-SETTING = "loss.objective"
+SETTING, ENGINE = "loss.objective", "rollout.engine_function"
+METHODS = ("begin", "finish", "sample_each", "update_weights")
+"""Of an engine, without which a run cannot begin."""
 LENGTHS = (5, 3)
 """Tokens of the two completions that a function is tried out with."""
 RATIOS = (0.4, 2.5)
@@ -68,6 +72,31 @@ def adopt_rules(pruning: PruningConfig) -> None:
     if (own := pruning.completions.function) is not None:
         completion_rules.adopt(own, load_function(completion_rules.FUNCTION, own))
         completion_rules.rule_named(own).inclusion(COMPLETIONS, pruning.completions.keep)
+
+
+def engine_maker(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
+    """What makes the user's engine, ``rollout.engine_function``; None where a run has one of ours.
+
+    Raises:
+        UserError: it cannot be imported, or called as a run calls it.
+    """
+    if (own := config.rollout.engine_function) is None:
+        return None
+    make = load_function(ENGINE, own)
+    form = "(path, *, device, dtype, world)"
+    try:
+        inspect.signature(make).bind("path", device=None, dtype=None, world=None)
+    except TypeError as error:
+        raise UserError(ENGINE, own, f"cannot be called with {form} ({error})", f"Give it {form}") from error
+
+    def made(*arguments: Any, **named: Any) -> RolloutEngine[Any]:
+        engine = make(*arguments, **named)
+        if missing := [name for name in METHODS if not callable(getattr(engine, name, None))]:
+            problem = f"made a {type(engine).__name__}, which lacks {', '.join(missing)}"
+            raise UserError(ENGINE, own, problem, "Derive it from RolloutEngine of megatron_dppo/rollout/engine.py")
+        return engine
+
+    return made
 
 
 def objective_of(loss: LossConfig) -> Objective:

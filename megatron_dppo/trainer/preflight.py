@@ -28,7 +28,6 @@ from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
 from megatron_dppo.hub import is_id, policy_folder
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
 from megatron_dppo.observe.loggers import check_loggers
-from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_columns, check_labels, resolve
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
@@ -107,11 +106,11 @@ def check_functions(config: Config, command: Command) -> None:
 
         if (conversations := conversations_of(config)) is not None:
             conversations.close()
-    if (own := config.rollout.engine_function) is not None:
-        load_function("rollout.engine_function", own)
-    if {config.loss.objective, config.pruning.prompts.function, config.pruning.completions.function} != {None}:
-        from megatron_dppo.trainer.functions import adopt_rules, objective_of  # torch
+    rules = config.pruning.prompts.function, config.pruning.completions.function
+    if {config.loss.objective, config.rollout.engine_function, *rules} != {None}:
+        from megatron_dppo.trainer.functions import adopt_rules, engine_maker, objective_of  # torch
 
+        engine_maker(config)
         adopt_rules(config.pruning)
         objective_of(config.loss)
 

@@ -273,8 +273,10 @@ class PromptSampler:
                 tokens=np.maximum(metadata.sampled_lengths.sum(axis=1) / samples, 1.0),
             )
         )
-        pruned = self._config.pruning.prompts.rule != "none"
-        return judgement if pruned else replace(judgement, notes=())  # who reads them would think that they are
+        by_prediction = self._config.pruning.prompts.rule in ("neyman", "function")
+        if by_prediction or self._config.rollout.allocation.rule != "equal":
+            return judgement
+        return replace(judgement, notes=())  # of who predicts, which nothing depends on
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; floats survive exactly."""

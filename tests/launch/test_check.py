@@ -69,6 +69,10 @@ def one_for_all(candidates, keep): return keep
         ),
         (["rollout.engine_function=mine.py:Engine"], "mine.py has no function 'Engine'"),
         (
+            ["rollout.engine_function=mine.py:trl"],
+            "rollout.engine_function = mine.py:trl cannot be called with (path, *, device, dtype, world)",
+        ),
+        (
             ["pruning.prompts.rule=function", "pruning.prompts.function=mine.py:rule"],
             "pruning.prompts.function = mine.py:rule mine.py has no function 'rule'",
         ),

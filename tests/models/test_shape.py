@@ -152,12 +152,12 @@ def test_odd_values_elsewhere_are_passed_over_or_named(tmp_path: Path, key: str)
         (LayoutConfig(pp=4), "layout.pp", "one of 1, 2, 3, 6"),
         (LayoutConfig(pp=2, vpp=2), "layout.pp", "one of 3, or set layout.vpp to one of 1, 3"),
         (LayoutConfig(pp=4, first_stage_layers=2), "layout.pp", "one of 2, 3, 5, or leave layout.first_stage_layers"),
-        (LayoutConfig(pp=2, first_stage_layers=6), "layout.pp", "leave layout.first_stage_layers out"),
+        (LayoutConfig(pp=2, first_stage_layers=6), "layout.pp", "Leave layout.first_stage_layers out"),
         (LayoutConfig(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=4), "layout.pp", "layout.vpp to one of 1"),
         (LayoutConfig(vpp=2), "layout.vpp", "set layout.pp to 2 or more"),
         (LayoutConfig(last_stage_layers=2), "layout.last_stage_layers", "set layout.pp to 2 or more"),
-        (LayoutConfig(ep=2), "layout.ep", "leave it out"),
-        (LayoutConfig(etp=2), "layout.etp", "leave it out"),
+        (LayoutConfig(ep=2), "layout.ep", "Leave it out"),
+        (LayoutConfig(etp=2), "layout.etp", "Leave it out"),
     ],
 )
 def test_a_layout_that_does_not_divide_names_those_that_do(layout: LayoutConfig, setting: str, remedy: str) -> None:

@@ -61,8 +61,8 @@ def test_what_pruning_saved_and_where_things_lie_is_said(tmp_path: Path) -> None
     assert "75% of the prompts were rolled out; of the tokens of all prompts:" in lines
     # Of 4,800 tokens in the window 4,000 were rolled out; of 3,600 of them with a gradient 1,600 were trained on.
     assert "33% trained on" in lines
-    assert "17% not rolled out, an estimate: 800 tokens, about 1 s" in lines
-    assert "42% rolled out and pruned: 2,000 tokens, about 3 s" in lines
+    assert "17% not rolled out: about 800 tokens, which saved about 1 s" in lines
+    assert "42% rolled out and pruned: 2,000 tokens, which saved about 3 s" in lines
     assert "8% rolled out, with zero advantage: no run trains on those" in lines
     assert "saved about 17% of the tokens to roll out and 63% of those to train on" in text
     assert "weights leave an effective sample size of 80% of what was trained on" in lines

@@ -12,7 +12,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rl import plan as planning
 from megatron_dppo.rl.plan import gather_metadata, plan_step
 from megatron_dppo.rl.sequences import check_sequences, further_lengths, longest_response, spoken_ids
-from megatron_dppo.rl.types import Completion, StepMetadata, StepPlan, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt, StepMetadata, StepPlan, VersionSpan
 from tests.rl.integration import FixedOffset, outcomes
 from tests.rl.steps import step_config, step_metadata
 
@@ -25,6 +25,7 @@ TWO = Completion(
     starts=(2,),
 )
 ONE = dataclasses.replace(TWO, starts=())
+PROMPTS = [Prompt(number, np.array([7, 8], np.int32), "", "") for number in range(2)]
 
 
 def step_of_sequences(groups: int, samples: int) -> tuple[StepMetadata, np.ndarray]:
@@ -124,8 +125,14 @@ def test_a_verifier_is_shown_no_context_twice() -> None:
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_what_is_of_a_whole_sequence_is_refused_where_there_are_several(loss: LossConfig, setting: str) -> None:
-    check_sequences(replace(Config(), loss=loss), [[ONE], [ONE, ONE]])
+    check_sequences(replace(Config(), loss=loss), PROMPTS, [[ONE], [ONE, ONE]])
     with pytest.raises(UserError, match="came in 2 sequences") as raised:
-        check_sequences(replace(Config(), loss=loss), [[ONE], [ONE, TWO]])
+        check_sequences(replace(Config(), loss=loss), PROMPTS, [[ONE], [ONE, TWO]])
     assert raised.value.setting == setting
-    check_sequences(Config(), [[TWO]])
+    check_sequences(Config(), PROMPTS[:1], [[TWO]])
+
+
+def test_whatever_engine_made_them_sequences_are_looked_at() -> None:
+    sampled = dataclasses.replace(TWO, loss_mask=np.ones(6, bool))
+    with pytest.raises(UserError, match="for prompt 0 it returned a sequence 1 that does not begin with token ids"):
+        check_sequences(Config(), PROMPTS[:1], [[sampled]])

@@ -129,6 +129,9 @@ def test_lists_of_turns_are_sequences_each_with_a_context_of_its_own() -> None:
     assert (taken.starts, taken.token_ids.tolist()) == (whole.starts, whole.token_ids.tolist())
     said_by = completed([[("a", FIRST)], [[6, 6, 6], ("b", NEXT)]], PROMPT, SUMMED, 20, ("a", "b")).roles
     assert said_by is not None and said_by.tolist() == [0, 0, -1, -1, -1, 1, 1]
+    assert joined([[9], whole]).starts == (4,), "as a tree or a server that goes on joins it to what is before"
+    listed = completed(replace(whole, starts=np.array([3])), PROMPT, [], 20)
+    assert listed.starts == (3,)
     one = completed([[FIRST]], PROMPT, SUMMED, 20)
     assert (one.token_ids.tolist(), one.starts) == ([1, 2], ())
 
@@ -138,6 +141,12 @@ def test_each_sequence_is_cut_off_where_the_prompts_would_be() -> None:
     assert (cut.token_ids.tolist(), cut.starts, cut.finish_reason) == ([1, 2, 6, 6, 6, 3], (2,), "length")
     first = completed([[FIRST, [5] * 9], [[6, 6, 6], NEXT]], PROMPT, SUMMED, 3)
     assert (first.token_ids.tolist()[-1], first.finish_reason) == (STOP, "length"), "though the last one has ended"
+
+
+def test_a_context_that_leaves_the_policy_no_room_is_cut_off_whole() -> None:
+    nothing = turn()
+    cut = completed([[FIRST, [5]], [[6] * 30, nothing]], PROMPT, [*SUMMED, ([6] * 30, nothing)], 20)
+    assert (cut.token_ids.tolist(), cut.starts, cut.finish_reason) == ([1, 2, 5], (), "length")
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,10 @@ async def rollout(client, prompt):
     second = await client.generate([*tokens, *first.token_ids, 1, ABORTS])
     return [first, [1, ABORTS], second]
 
+async def begin_anew(client, prompt):
+    question = prompt.token_ids.tolist()
+    return [[await client.generate(question), [1]], [[7, 5], await client.generate([7, 5])]]
+
 async def speak_in_roles(client, prompt):
     first, told, second = await rollout(client, prompt)
     return [("asker", first), told, ("answerer", second)]
@@ -210,6 +214,13 @@ def test_turns_are_joined_as_they_were_generated_also_where_the_server_broke_one
         assert completion.loss_mask.tolist() == [True, True, False, False, True, True, True]
         assert completion.logprobs[completion.loss_mask].tolist() == [-0.5, -0.25, -0.5, -0.5, -0.25]
         assert (completion.versions, completion.finish_reason) == ((VersionSpan(3, 7),), "stop")
+
+
+def test_sequences_stay_apart(url: str, tmp_path: Path) -> None:
+    batch, *_ = converse("begin_anew", url, tmp_path, setting="conversation")
+    assert batch.error is None
+    for completion in (completion for group in batch.groups() for completion in group):
+        assert (completion.token_ids.tolist(), completion.starts) == ([5, 6, 1, 7, 5, 5, 6], (3,))
 
 
 def test_each_token_comes_with_its_role(url: str, tmp_path: Path) -> None:

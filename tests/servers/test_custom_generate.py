@@ -124,6 +124,8 @@ def test_several_samples_are_the_sequences_of_one_completion() -> None:
     np.testing.assert_allclose(logprobs[loss_mask], [-0.1, -0.2, -0.3], rtol=1e-6)
     *_, ended = _read_all([*both, sample([5, 5, 5, 3, 3], 2)], [7, 8], limit=2)
     assert not ended, "a sequence was cut off"
+    tokens, *_, ended = _read_all([*both, sample([5] * 9, 1)], [7, 8], limit=2)
+    assert (tokens.tolist(), ended) == ([1, 2, 5, 5, 5, 3], False), "a context that left no room is cut off whole"
     for wrong, words in (([both[1], both[0]], "begin with the prompt"), ([both[0], 3], "a int")):
         with pytest.raises(UnusableError, match=words):
             _read_all(wrong, [7, 8], limit=2)

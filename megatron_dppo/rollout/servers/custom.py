@@ -110,7 +110,13 @@ def _read_all(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...], bool]:
     """Tokens, log-probabilities, loss mask and starts of a completion; and whether it has ended, not cut off."""
     samples = returned if isinstance(returned, list) and returned else [returned]
-    parts = [_read(samples[0], prompt, limit), *(_read(each, (), len(prompt) + limit) for each in samples[1:])]
+    parts = [_read(samples[0], prompt, limit)]
+    for each in samples[1:]:
+        part = _read(each, (), len(prompt) + limit)
+        if part[2].any() or not part[4]:
+            parts.append(part)
+        else:  # its context has left the policy no room
+            parts[0] = (*parts[0][:4], True)
     tokens, logprobs, loss_mask = (np.concatenate([part[field] for part in parts]) for field in range(3))
     starts = tuple(accumulate(len(part[0]) for part in parts[:-1]))
     return tokens, logprobs, loss_mask, starts, parts[-1][3] and not any(cut for *_, cut in parts)
