@@ -125,7 +125,7 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         from megatron_dppo.estimate.report import plan
 
         assumed = [word for word in words if word.startswith("assume.")]
-        smaller = {"keep": chosen.keep, "method": chosen.method}
+        smaller = {name: getattr(chosen, name) for name in ("keep", "method", "multiple")}
         return plan(_read([word for word in words if word not in assumed]), assumed, json_wanted=chosen.json, **smaller)
     if chosen.command == "eval":
         if chosen.against and chosen.out and not words and not chosen.model:
@@ -187,8 +187,10 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print JSON")
     what = "say, too, what it saves to `megatron-dppo compress` the policy to this share of its layers' weights"
     plan.add_argument("--keep", metavar="SHARE", type=float, help=what)
-    how = "in which way, as compress has it (default: %(default)s)"
-    plan.add_argument("--method", choices=("width", "depth", "heads"), default="width", help=how)
+    how = "in which way, as compress has it (default: width)"
+    plan.add_argument("--method", choices=("width", "depth", "heads"), help=how)
+    multiple = "of which the width of feed-forward layers is one, as compress has it (default: 128)"
+    plan.add_argument("--multiple", metavar="N", type=int, help=multiple)
     report = commands.add_parser("report", help="write one page on a run, or on several compared")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run: its run.dir")
     report.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")

@@ -1842,15 +1842,51 @@ MUTANTS = [
     ),
     Mutant(
         "compress/sweep: every budget is spent",
-        "if recovery_tokens(row, enough) is not None:",
+        'if recovery_tokens({**row, "recovered": fewer}, self._enough()) is not None:',
         "if False:",
         "compress/test_sweep.py -k least_budget",
     ),
     Mutant(
         "compress/sweep: rows of other sequences stand side by side",
-        'if record["asked"].get(name) != asked[name]]',
+        'if name != "settings" and record["asked"].get(name) != asked[name]]',
         "if False]",
         "compress/test_sweep.py -k other_sequences",
+    ),
+    Mutant(
+        "compress/sweep: weights that were written again are the old ones",
+        'seen.update(hashlib.file_digest(opened, "blake2b").digest())',
+        "seen.update(file.name.encode())",
+        "compress/test_sweep.py -k written_again",
+    ),
+    Mutant(
+        "compress/sweep: sequences that were written again are the old ones",
+        "seen.update(len(ids).to_bytes(8) + ids.tobytes())",
+        "seen.update(len(ids).to_bytes(8))",
+        "compress/test_sweep.py -k written_again",
+    ),
+    Mutant(
+        "compress/sweep: a budget is not tried where a larger one was enough",
+        'fewer = [point for point in recovered if point["steps"] < steps]',
+        "fewer = recovered",
+        "compress/test_sweep.py -k least_budget",
+    ),
+    Mutant(
+        "compress/sweep: policies of another sweep that was killed are taken",
+        "found.write()  # by what is asked",
+        "pass  # by what is asked",
+        "compress/test_sweep.py -k known_before",
+    ),
+    Mutant(
+        "compress/sweep: a signal is a mistake of the user's",
+        "if code == 2:",
+        "if True:",
+        "compress/test_sweep.py -k exit_code",
+    ),
+    Mutant(
+        "estimate/a smaller width that no layout divides",
+        "if left.ffn != shape.ffn and left.ffn % tp:",
+        "if False:",
+        "compress/test_sweep.py -k plan_refuses",
     ),
     Mutant(
         "compress/sweep: the best alone is on the frontier",

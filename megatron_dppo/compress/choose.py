@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_dppo.compress.cut import Cut, attentions_to_remove, check_method, highest, sizes
+from megatron_dppo.compress.cut import MULTIPLE, Cut, attentions_to_remove, check_cut, highest, sizes
 from megatron_dppo.compress.reader import Reader, remove_greedily
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
@@ -42,7 +42,7 @@ class Recipe:
     score: str
     keep: float
     """Share of the weights of all layers' matrices that is left, embeddings aside."""
-    multiple: int = 128
+    multiple: int = MULTIPLE
     """What the width of a feed-forward layer is a multiple of."""
     zero_attention: bool = False
     """Whether attention that 2SSP removes may be written as zeros."""
@@ -57,9 +57,7 @@ class Recipe:
         if self.score not in SCORES[self.method]:
             problem = f"is no score of --method {self.method}"
             raise UserError("--score", self.score, problem, f"Give one of {', '.join(SCORES[self.method])}")
-        if not 0 < self.keep < 1:
-            raise UserError("--keep", self.keep, "is no share between 0 and 1", "Give 0.75, for instance")
-        check_method(shape, self.method)
+        check_cut(shape, self.method, self.keep)
         if self.method == "2ssp" and attentions_to_remove(shape, 1 - self.keep) and not self.zero_attention:
             count = attentions_to_remove(shape, 1 - self.keep)
             problem = f"removes the attention of {count} layers, and config.json cannot say that a layer has none"

@@ -22,7 +22,7 @@ from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.compress.absence import as_cut
 from megatron_dppo.compress.calibration import BATCH_TOKENS, batches, draw, read_sequences
 from megatron_dppo.compress.choose import NO_CALIBRATION, SCORES, Recipe, choose
-from megatron_dppo.compress.cut import Cut
+from megatron_dppo.compress.cut import MULTIPLE, Cut
 from megatron_dppo.compress.live import Live
 from megatron_dppo.compress.reader import Reader, Whole
 from megatron_dppo.compress.surgery import write_cut
@@ -84,11 +84,11 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", metavar="N", type=positive(int), default=256, help=count)
     longest = "of a sequence; the end of longer ones is left out (default: %(default)s)"
     parser.add_argument("--max-tokens", metavar="N", type=positive(int), default=2048, help=longest)
-    multiple = "of which the width of feed-forward layers is one: 128 for each tensor-parallel rank (default: 128)"
-    parser.add_argument("--multiple", metavar="N", type=positive(int), default=128, help=multiple)
+    multiple = "of which a feed-forward layer's width is one: 128 for each tensor-parallel rank (default: %(default)s)"
+    parser.add_argument("--multiple", metavar="N", type=positive(int), default=MULTIPLE, help=multiple)
     zeros = "write attention that 2ssp removes as zeros, which keep their size: config.json cannot say that it is gone"
     parser.add_argument("--zero-attention", action="store_true", help=zeros)
-    parser.add_argument("--seed", type=int, default=1, help="of the sequences that are drawn, and of --score random")
+    parser.add_argument("--seed", type=int, default=1, help="of the sequences that are drawn, and of random scores")
     workers = min(4, os.cpu_count() or 1)
     parser.add_argument(
         "--workers", type=positive(int), default=workers, help="threads that write (default: %(default)s)"

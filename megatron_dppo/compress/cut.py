@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
+MULTIPLE = 128
+"""What the width of a feed-forward layer is a multiple of, unless another is asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -117,11 +120,14 @@ def highest(scores: Sequence[float], count: int) -> tuple[int, ...]:
     return tuple(sorted(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]))
 
 
-def check_method(shape: PolicyShape, method: str) -> None:
+def check_cut(shape: PolicyShape, method: str, keep: float) -> None:
     """
     Raises:
-        UserError: naming ``--method``, if nothing of the kind can go from a policy of this shape.
+        UserError: naming ``--keep``, if it is no share; ``--method``, if nothing of the kind can go from a policy of
+            this shape.
     """
+    if not 0 < keep < 1:
+        raise UserError("--keep", keep, "is no share between 0 and 1", "Give 0.75, for instance")
     if shape.experts and method != "depth":
         problem = "removes parts of a feed-forward layer or attention, and is for policies without experts"
         raise UserError("--method", method, problem, "Give depth")

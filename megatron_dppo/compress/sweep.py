@@ -12,6 +12,8 @@ Everything lies under one folder, and what is there is not done again::
 from __future__ import annotations
 
 import argparse
+import gc
+import hashlib
 import json
 import os
 import subprocess
@@ -27,19 +29,22 @@ from typing import Any
 import torch
 
 from megatron_dppo.bridge.convert_commands import naming, positive
+from megatron_dppo.bridge.safetensors_files import stored_tensors
 from megatron_dppo.compress.calibration import draw, read_sequences
 from megatron_dppo.compress.choose import SCORES, Recipe
 from megatron_dppo.compress.command import SHARE, add_calibration_arguments, compress, device, load_whole
 from megatron_dppo.compress.surgery import RECORD
+from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.evaluation.answers import SCORES as SCORES_FILE
 from megatron_dppo.hub import policy_folder
-from megatron_dppo.models.shape import read_shape
+from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.process.lock import FolderLock
 from megatron_dppo.process.streams import quieten
 from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.resume import changes, flat
 
 FILE = "sweep.json"
 PROMPTS, NEW_TOKENS, ROUNDS = 16, 64, 3
@@ -75,6 +80,7 @@ def sweep(chosen: Namespace) -> None:
     Raises:
         UserError: for options that say nothing possible, before anything is written; for a command that has failed,
             where what was done before stays.
+        SystemExit: with the code of a command that has failed otherwise than by a mistake of the user's.
     """
     quieten()
     if "RANK" in os.environ:
@@ -91,32 +97,68 @@ def sweep(chosen: Namespace) -> None:
         raise UserError("--enough", chosen.enough, "is no share", "Give a share above 0 and at most 1")
     named, source = str(chosen.source), policy_folder(str(chosen.source), "MODEL")
     with naming("MODEL"):
-        shape = read_shape(source)
-    recipes = [
-        Recipe(
-            *_method(word), keep=keep, multiple=chosen.multiple, zero_attention=chosen.zero_attention, seed=chosen.seed
-        )
-        for word in chosen.methods
-        for keep in sorted(set(chosen.keep), reverse=True)
-    ]
-    for recipe in recipes:
-        recipe.check(shape)
-        recipe.sizes(shape)
-    if chosen.config:
-        load_config(chosen.config[0], chosen.config[1:])
-    asked = {"model": named, "config": chosen.config, **{name: _plain(getattr(chosen, name)) for name in SAME}}
+        shape, tokenizer = read_shape(source), load_tokenizer(source)
+    shares = sorted(set(chosen.keep), reverse=True)
+    recipes = [_recipe(word, keep, chosen, shape) for word in chosen.methods for keep in shares]
+    columns = {"prompt_key": chosen.prompt_key, "response_key": chosen.response_key}
+    answers = read_sequences(chosen.calibrate, tokenizer, chat_template=chosen.chat_template, **columns)
+    asked = {
+        "model": named,
+        **{name: _plain(getattr(chosen, name)) for name in SAME},
+        "settings": flat(load_config(chosen.config[0], chosen.config[1:])) if chosen.config else None,
+        "content of --calibrate": _digest_of_answers(answers),
+        "content of MODEL": _digest_of_model(source),
+    }
     with closing(FolderLock(chosen.out, "OUT")), redirect_stdout(sys.stderr):
-        found = _Sweep(chosen, source, _read(chosen.out, asked))
+        found = _Sweep(chosen, source, answers, _read(chosen.out, asked) | {"enough": chosen.enough})
+        found.write()  # by what is asked, before anything is there that was made by it
         for recipe in recipes:
             found.measure(recipe)
     print(json.dumps(found.record) if chosen.json else "\n".join(table(found.record)))
 
 
-def _method(word: str) -> tuple[str, str]:
+def _recipe(word: str, keep: float, chosen: Namespace, shape: PolicyShape) -> Recipe:
+    """
+    Raises:
+        UserError: for what ``compress`` refuses, by the options of a sweep.
+    """
     method, _, score = word.partition(":")
     if method not in SCORES:
         raise UserError("--methods", word, "is no method", f"Give of {', '.join(SCORES)}")
-    return method, score or SCORES[method][0]
+    rest = {name: getattr(chosen, name) for name in ("multiple", "zero_attention", "seed")}
+    recipe = Recipe(method, score or SCORES[method][0], keep, **rest)
+    try:
+        recipe.check(shape)
+        recipe.sizes(shape)
+    except UserError as error:
+        named = ("--methods", word) if error.setting in ("--method", "--score") else (error.setting, error.value)
+        texts = [text.replace("--method", "--methods") for text in (error.problem, error.remedy)]
+        raise UserError(*named, *texts) from error
+    return recipe
+
+
+def _digest_of_model(folder: Path) -> str:
+    """Of config.json and the files of the weights."""
+    with naming("MODEL"):
+        weights = sorted({tensor.file for tensor in stored_tensors(folder).values()})
+    seen = hashlib.blake2b(digest_size=16)
+    for file in (folder / "config.json", *weights):
+        with file.open("rb") as opened:
+            seen.update(hashlib.file_digest(opened, "blake2b").digest())
+    return seen.hexdigest()
+
+
+def _digest_of_answers(answers: Sequence[WorkedAnswer]) -> str:
+    seen = hashlib.blake2b(digest_size=16)
+    for ids in (ids for answer in answers for ids in (answer.prompt_ids, answer.response_ids)):
+        seen.update(len(ids).to_bytes(8) + ids.tobytes())
+    return seen.hexdigest()
+
+
+def _free() -> None:
+    """Give back what models have held that nothing refers to any more, also in a cycle."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _plain(value: Any) -> Any:
@@ -132,8 +174,12 @@ def _read(out: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
     if not (out / FILE).is_file():
         return {"asked": dict(asked), "whole": {}, "rows": []}
     record: dict[str, Any] = json.loads((out / FILE).read_text(encoding="utf-8"))
-    record["asked"]["config"] = record["asked"]["config"] or asked["config"]  # which may come later
-    if differ := [name for name in asked if record["asked"].get(name) != asked[name]]:
+    before, now = record["asked"].get("settings"), asked["settings"]
+    differ = [name for name in asked if name != "settings" and record["asked"].get(name) != asked[name]]
+    if before and now:  # --config may come later, and be left out again
+        differ += [change.key for change in changes(before, now)]
+    record["asked"]["settings"] = before or now
+    if differ:
         problem = f"holds a sweep with another {', '.join(differ)}, and rows of both cannot be compared"
         raise UserError("OUT", out, problem, "Name another folder")
     return record
@@ -143,8 +189,8 @@ def _read(out: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
 class _Sweep:
     chosen: Namespace
     source: Path
+    answers: Sequence[WorkedAnswer]
     record: dict[str, Any]
-    _models: tuple[Any, torch.Tensor, torch.Tensor] | None = None
 
     def measure(self, recipe: Recipe) -> None:
         """All that is known of one smaller policy; what is there is not measured again."""
@@ -159,6 +205,7 @@ class _Sweep:
             rest = {"layout": None, "verify": False, "dry_run": False, "overwrite": False}
             given = {"method": recipe.method, "score": recipe.score, "keep": recipe.keep, "source": self.source}
             compress(Namespace(**vars(self.chosen) | rest | given | {"out": folder / "policy"}), [])
+            _free()
         done = json.loads((folder / "policy" / RECORD).read_text())
         row |= {key: done[key] for key in ("method", "score", "keep", "loss_before", "loss_after")}
         row["weights"] = done["weights_after"]
@@ -166,21 +213,21 @@ class _Sweep:
         if "tokens_per_second" not in row:
             _say(f"{name}: tokens per second")
             row |= self._speed(folder / "policy")
-        self._write()
+            _free()
+        self.write()
         if self.chosen.config:
             if "accuracy" not in self.record["whole"]:
                 self.record["whole"]["accuracy"] = self._accuracy(self.source, self.chosen.out / "whole" / "eval")
             row["accuracy"] = self._accuracy(folder / "policy", folder / "eval")
             self._recover(row, folder)
-        mark_frontier(self.record["rows"])
-        self._write()
+        self.write()
 
     def _recover(self, row: Row, folder: Path) -> None:
         """Train with growing budgets, each from the start and with its own schedule, until one is enough."""
-        enough = max(self.chosen.enough * self.record["whole"]["accuracy"], 1e-9)  # no answer right is never enough
         recovered = row.setdefault("recovered", [])
         for steps in sorted(set(self.chosen.recover)):
-            if recovery_tokens(row, enough) is not None:
+            fewer = [point for point in recovered if point["steps"] < steps]
+            if recovery_tokens({**row, "recovered": fewer}, self._enough()) is not None:
                 break
             if steps in (point["steps"] for point in recovered):
                 continue
@@ -193,8 +240,11 @@ class _Sweep:
             accuracy = self._accuracy(out, folder / f"sft-{steps}-eval")
             recovered.append({"steps": steps, "tokens": tokens, "accuracy": accuracy})
             recovered.sort(key=lambda point: point["steps"])
-            self._write()
-        row["recovery_tokens"] = recovery_tokens(row, enough)
+            self.write()
+
+    def _enough(self) -> float:
+        """Accuracy that counts as recovered; none is never enough."""
+        return max(self.chosen.enough * float(self.record["whole"]["accuracy"]), 1e-9)
 
     def _accuracy(self, policy: Path, out: Path) -> float:
         """Mean over the benchmarks."""
@@ -208,29 +258,31 @@ class _Sweep:
 
         Raises:
             UserError: if it fails; it has said why.
+            SystemExit: if it fails with another code than 2, with that code.
         """
         text = [command, *self.chosen.config, *map(str, words)]
         _say("megatron-dppo " + " ".join(text))
         done = subprocess.run([sys.executable, "-m", "megatron_dppo", *text], stdout=sys.stderr, check=False)
         if done.returncode:
-            problem = f"`megatron-dppo {' '.join(text)}` ended with code {done.returncode}, and has said why above"
-            raise UserError("--config", " ".join(self.chosen.config), problem, "Mend that, and run the sweep again")
+            code = done.returncode if done.returncode > 0 else 128 - done.returncode
+            ended = f"code {code}, and has said why above" if code < 128 else f"signal {code - 128}"
+            problem = f"`megatron-dppo {' '.join(text)}` ended with {ended}"
+            error = UserError("--config", " ".join(self.chosen.config), problem, "Mend that, and run the sweep again")
+            if code == 2:
+                raise error
+            _say(error_text(error))
+            raise SystemExit(code)
 
     def _speed(self, policy: Path) -> dict[str, float]:
         """Tokens per second of the smaller policy, and over that of the whole one, measured in turn: the best of each,
         since whatever else the machine does only slows them down."""
-        if self._models is None:
-            chosen, shape, tokenizer = self.chosen, read_shape(self.source), load_tokenizer(self.source)
-            columns = {"prompt_key": chosen.prompt_key, "response_key": chosen.response_key}
-            answers = read_sequences(chosen.calibrate, tokenizer, chat_template=chosen.chat_template, **columns)
-            prompts = [answer.prompt_ids for answer in draw(answers, PROMPTS, chosen.seed)[0]]
-            width = max(map(len, prompts))
-            tokens, valid = torch.zeros(2, len(prompts), width, dtype=torch.int64)
-            for i, prompt in enumerate(prompts):
-                tokens[i, width - len(prompt) :], valid[i, width - len(prompt) :] = torch.from_numpy(prompt).long(), 1
-            whole = load_whole(self.source, shape, torch.bfloat16)
-            self._models = whole, tokens.to(device()), valid.to(device())
-        whole, tokens, valid = self._models
+        prompts = [answer.prompt_ids for answer in draw(self.answers, PROMPTS, self.chosen.seed)[0]]
+        width = max(map(len, prompts))
+        tokens, valid = torch.zeros(2, len(prompts), width, dtype=torch.int64)
+        for i, prompt in enumerate(prompts):
+            tokens[i, width - len(prompt) :], valid[i, width - len(prompt) :] = torch.from_numpy(prompt).long(), 1
+        tokens, valid = tokens.to(device()), valid.to(device())
+        whole = load_whole(self.source, read_shape(self.source), torch.bfloat16)
         small = load_whole(policy, read_shape(policy), whole.dtype).to(whole.dtype)
         best = [0.0, 0.0]
         for _ in range(ROUNDS):
@@ -239,7 +291,12 @@ class _Sweep:
             ]
         return {"tokens_per_second": best[0], "tokens_per_second_ratio": best[0] / best[1]}
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Also what depends on all rows, and on ``--enough``."""
+        for row in self.record["rows"]:
+            if "accuracy" in row:
+                row["recovery_tokens"] = recovery_tokens(row, self._enough())
+        mark_frontier(self.record["rows"])
         with replacing_file(self.chosen.out / FILE) as partial:
             partial.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
 
@@ -296,7 +353,8 @@ def table(record: Mapping[str, Any]) -> list[str]:
             f"{row['tokens_per_second_ratio']:.2f}x",
         )
         lines.append(f"{'* ' * row['frontier']:2s}{row['name']:34s}" + "".join(f"{cell:>11s}" for cell in cells))
-    return [*lines, "* no other is as small and as good; tokens: of sft, to enough of the whole policy's accuracy"]
+    star = "* no other is as small and better, or smaller and as good"
+    return [*lines, f"{star}; tokens: of sft, to {100 * record['enough']:g}% of the whole policy's accuracy"]
 
 
 def _percent(share: float | None) -> str:

@@ -39,6 +39,11 @@ class Parameters:
     head: int
     """Weights of the output layer, which only response tokens go through."""
 
+    @property
+    def unit(self) -> tuple[float, str]:
+        """In which their number is said, and its name."""
+        return (1e9, "billion") if self.total >= 1e8 else (1e6, "million")
+
 
 @dataclass(frozen=True, slots=True)
 class RankElements:

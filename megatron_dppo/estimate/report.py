@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GIB, PREFIX, read_assumptions
 from megatron_dppo.estimate.levers import Gain, LeverRow
 from megatron_dppo.estimate.memory import Memory
@@ -26,7 +28,13 @@ COUNTED = {
 
 
 def plan(
-    config: Config, assumed: Sequence[str], *, json_wanted: bool, keep: float | None = None, method: str = "width"
+    config: Config,
+    assumed: Sequence[str],
+    *,
+    json_wanted: bool,
+    keep: float | None = None,
+    method: str | None = None,
+    multiple: int | None = None,
 ) -> int:
     """``megatron-dppo plan``: print it. Returns 0, or 1 where the run does not fit.
 
@@ -36,27 +44,35 @@ def plan(
         json_wanted: one JSON object instead of text.
         keep: of the policy, as ``megatron-dppo compress`` has it: what the smaller one saves is said, too, and whether
             the run fits is said of it.
-        method: by which it is made smaller.
+        method: by which it is made smaller; None: width.
+        multiple: of which its width is one; None: as ``compress`` has it.
 
     Raises:
-        UserError: for what :func:`make_plan` or ``compress`` refuses.
+        UserError: for what :func:`make_plan` or ``compress`` refuses; for a method or a multiple without ``keep``.
     """
+    asked: dict[str, Any] = {"method": method, "multiple": multiple}
+    how = {name: value for name, value in asked.items() if value is not None}
+    if keep is None:
+        for name, value in how.items():
+            problem = "says how a policy is made smaller, and not to which share"
+            raise UserError(f"--{name}", value, problem, "Give --keep, too, or leave it out")
     assume = read_assumptions(assumed)
     made = make_plan(config, assume)
-    smaller = None if keep is None else plan_smaller(made, keep, method)
+    smaller = None if keep is None else plan_smaller(made, keep, **how)
     if json_wanted:
         print(json.dumps(as_json(made) | ({"smaller": as_json(smaller)} if smaller else {})))
     else:
         print("\n".join(as_text(made)))
     if smaller and not json_wanted:
-        print("\n".join(["", *smaller_text(made, smaller, f"--keep {keep:g} --method {method}")]))
+        words = " ".join(f"--{name} {value}" for name, value in ({"method": "width"} | how).items())
+        print("\n".join(["", *smaller_text(made, smaller, f"--keep {keep:g} {words}")]))
     return 0 if (smaller or made).fits else 1
 
 
 def as_text(made: Plan) -> Iterator[str]:
     """The lines of the report."""
     config, placement, parameters = made.config, made.placement, made.parameters
-    unit, word = (1e9, "billion") if parameters.total >= 1e8 else (1e6, "million")
+    unit, word = parameters.unit
     active = f", {parameters.active / unit:.2f} in use for a token" if parameters.active < parameters.total else ""
     yield f"{config.model.path}: {parameters.total / unit:.2f} {word} parameters{active}"
     train = f"{placement.ranks} train ({layout_text(placement.layout)})"

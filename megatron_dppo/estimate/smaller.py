@@ -4,35 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_dppo.compress.cut import check_method, sizes
+from megatron_dppo.compress.cut import MULTIPLE, check_cut, sizes
+from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GIB
 from megatron_dppo.estimate.memory import shape_of
 from megatron_dppo.estimate.plan import Plan, make_plan
-from megatron_dppo.models.shape import check_layout
-
-MULTIPLE = 128
-"""Times the tensor-parallel ranks: of which the width of a feed-forward layer is one."""
 
 
-def plan_smaller(made: Plan, keep: float, method: str) -> Plan:
-    """The same run with what ``compress --keep --method`` leaves of its policy.
+def plan_smaller(made: Plan, keep: float, method: str = "width", multiple: int = MULTIPLE) -> Plan:
+    """The same run with what ``compress --keep --method --multiple`` leaves of its policy.
 
     Raises:
-        UserError: naming ``--keep`` or ``--method``, for what cannot be left; as ``make_plan``.
+        UserError: naming one of these, for what cannot be left, and for a width that the layout does not divide; as
+            ``make_plan``.
     """
-    shape = shape_of(made.config.model.path)
-    check_method(shape, method)
-    left = sizes(shape, method, keep, MULTIPLE * made.placement.layout.tp).shape(shape)
-    check_layout(left, made.placement.layout)
+    shape, tp = shape_of(made.config.model.path), made.placement.layout.tp
+    if multiple < 1:
+        raise UserError("--multiple", multiple, "is no number of units", "Give 1 or more")
+    check_cut(shape, method, keep)
+    left = sizes(shape, method, keep, multiple).shape(shape)
+    if left.ffn != shape.ffn and left.ffn % tp:
+        problem = f"leaves {left.ffn} feed-forward units, which layout.tp = {tp} does not divide"
+        raise UserError("--multiple", multiple, problem, f"Give a multiple of {tp}")
     return make_plan(made.config, made.assumptions, left)
 
 
 def smaller_text(whole: Plan, smaller: Plan, how: str) -> Iterator[str]:
     """A column for the whole policy and one for the smaller."""
-    both = whole, smaller
+    both, (unit, word) = (whole, smaller), whole.parameters.unit
     yield f"{f'with a smaller policy ({how})':<44}{'whole':>14}{'smaller':>14}"
     rows = [
-        ("billion parameters", [f"{made.parameters.total / 1e9:.2f}" for made in both]),
+        (f"{word} parameters", [f"{made.parameters.total / unit:.2f}" for made in both]),
         ("memory of the trainer's fullest GPU", [f"{made.actor.total / GIB:.1f} GiB" for made in both]),
         ("completions at once on a server", [f"{made.server.concurrency:,}" for made in both]),
     ]

@@ -11,7 +11,16 @@ from megatron_dppo.report.parts import Note, Part, Plots, Section, Table
 from megatron_dppo.report.plot import Line, Plot, line_plot
 from megatron_dppo.report.run import Record, Run, is_number
 
-HEAD = ("policy", "weights", "loss", "accuracy", "recovered", "tokens to recover", "tokens per second", "frontier")
+HEAD = (
+    "policy",
+    "weights",
+    "loss",
+    "accuracy",
+    "recovered",
+    "tokens to recover",
+    "speed, over the whole policy's",
+    "frontier",
+)
 
 
 def frontier(runs: Sequence[Run]) -> list[Section]:
@@ -23,7 +32,7 @@ def frontier(runs: Sequence[Run]) -> list[Section]:
         best = {row["name"]: _best(row) for row in rows}
         parts.append(Plots(_plots(run, rows, best), run.name))
         parts.append(Table(HEAD, [_whole(run), *(_cells(run, row, best[row["name"]]) for row in rows)], run.name))
-        without = [row["name"] for row in rows if row.get("recovery_tokens", 0) is None]
+        without = [row["name"] for row in rows if row.get("recovered") and row.get("recovery_tokens") is None]
         if without:
             parts.append(Note(f"No budget was enough for {', '.join(without)}."))
     lead = (
@@ -63,14 +72,14 @@ def _plots(run: Run, rows: Sequence[Record], best: dict[str, float | None]) -> l
             lines.append(Line(method, f"run{number % 6}", *at.T))
         return line_plot(title, about, lines, x_label=to, x_form=forms[0], form=forms[1])
 
-    left = "weights left"
+    left, highest = "weights left", "the best, after recovery where there was one"
+    share = run.sweep.get("enough")
+    enough = f"{100 * share:g}% of the whole policy's accuracy" if is_number(share) else "enough accuracy"
     return [
-        drawn(
-            "Accuracy by size", "the best, after recovery where there was one", sizes, best, ("share", "share"), left
-        ),
-        drawn("Accuracy by speed", "the same", speeds, best, ("times", "share"), "tokens per second, over the whole's"),
+        drawn("Accuracy by size", highest, sizes, best, ("share", "share"), left),
+        drawn("Accuracy by speed", highest, speeds, best, ("times", "share"), "tokens per second, over the whole's"),
         drawn("Loss by size", "before recovery, nats per token", sizes, losses, ("share", "number"), left),
-        drawn("Tokens to recover", "of sft, to enough accuracy", sizes, tokens, ("share", "count"), left),
+        drawn("Tokens to recover", f"of sft, to {enough}", sizes, tokens, ("share", "count"), left),
     ]
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +18,20 @@ from megatron_dppo.compress import sweep
 from megatron_dppo.compress.sweep import mark_frontier, worth
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.plan import make_plan
-from megatron_dppo.estimate.smaller import plan_smaller
+from megatron_dppo.estimate.smaller import plan_smaller, smaller_text
 from megatron_dppo.report.page import page
 from megatron_dppo.report.run import read_runs
 from megatron_dppo.settings import load_config
+from tests.policies import write_policy
 
 TEXTS = [("1+2=", "3#3"), ("9+8=", "17#17"), ("5+5+5=", "10+5=15#15"), ("4+4=", "8#8")]
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of this module alone, whose tests write it again."""
+    return write_policy(tmp_path_factory.mktemp("policy") / "policy")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +92,112 @@ def test_other_sequences_are_another_sweep(
     assert (swept / "sweep.json").read_bytes() == before
 
 
-def test_the_least_budget_that_is_enough_recovers(swept: Path, policy: Path, calibration: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["calibrate", "MODEL"])
+def test_a_file_that_was_written_again_is_another_sweep(
+    swept: Path, policy: Path, calibration: Path, capsys: pytest.CaptureFixture[str], which: str
+) -> None:
+    """By its content, whatever its size and time say."""
+    file = calibration if which == "calibrate" else policy / "model.safetensors"
+    old, stat, before = file.read_bytes(), file.stat(), (swept / "sweep.json").read_bytes()
+    try:
+        file.write_bytes(old.replace(b"17#17", b"18#18") if which == "calibrate" else old[:-1] + bytes([old[-1] ^ 1]))
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert main(words(policy, swept, calibration, "--keep", "0.75", "--methods", "depth")) == 2
+    finally:
+        file.write_bytes(old)
+    assert f"another content of {'--calibrate' if which == 'calibrate' else 'MODEL'}," in said(capsys)
+    assert (swept / "sweep.json").read_bytes() == before
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("methods", "keep", "remedy"),
+    [
+        ("width:foo", "0.75", "Give one of activation"),
+        ("2ssp", "0.6", "or --methods width or depth"),
+        ("zig", "0.75", "Give of 2ssp"),
+    ],
+)
+def test_a_sweep_s_errors_name_its_own_options(
+    policy: Path, calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    methods: str, keep: str, remedy: str,
+) -> None:  # fmt: skip
+    assert main(words(policy, tmp_path / "out", calibration, "--keep", keep, "--methods", methods)) == 2
+    text = said(capsys)
+    assert f"error: --methods = {methods}" in text and remedy in text
+    assert "--method " not in text and "--score" not in text and not (tmp_path / "out").exists()
+
+
+def test_what_is_asked_is_known_before_anything_is_made(
+    policy: Path, calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed on the way, a sweep leaves policies; another one must not take them for its own."""
+    monkeypatch.setattr(sweep, "load_whole", None)  # an end after the first policy
+    command = words(policy, tmp_path / "out", calibration, "--keep", "0.75", "--methods", "width:random")
+    with pytest.raises(TypeError):
+        main(command)
+    assert (tmp_path / "out" / "width-random-0.75" / "policy").is_dir()
+    assert main([*command, "--seed", "2"]) == 2
+
+
+def test_no_policy_stays_loaded_beside_what_comes_next(
+    policy: Path, calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, load_whole, compress = [], sweep.load_whole, sweep.compress
+
+    def load(*of: Any) -> Any:
+        model = load_whole(*of)
+        loaded.append(weakref.ref(model))
+        return model
+
+    def alone(*of: Any) -> int:
+        assert not [model for model in loaded if model() is not None]
+        return compress(*of)
+
+    monkeypatch.setattr(sweep, "load_whole", load)
+    monkeypatch.setattr(sweep, "compress", alone)
+    command = words(policy, tmp_path / "out", calibration, "--keep", "0.75", "0.7", "--methods", "width:random")
+    assert main(command) == 0
+    assert len(loaded) == 4
+
+
+@pytest.mark.parametrize(("ending", "code"), [("kill -9 $$", 137), ("exit 3", 3), ("exit 2", 2)])
+def test_the_exit_code_of_a_command_that_fails_is_the_sweep_s(
+    swept: Path, policy: Path, calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str], ending: str, code: int,
+) -> None:  # fmt: skip
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{ending}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    out = shutil.copytree(swept, tmp_path / "out")
+    command = words(policy, out, calibration, "--keep", "0.75", "--methods", "depth", "--config", str(CONFIG))
+    if code == 2:
+        assert main(command) == 2
+    else:
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert ended.value.code == code
+    assert ("ended with signal 9 " if code == 137 else f"ended with code {code}, and") in said(capfd)
+
+
+def test_no_budget_was_enough_only_where_one_was_tried(swept: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(swept, tmp_path / "out")
+    found = record(out)
+    for row, recovered in zip(found["rows"], ([], [{"steps": 1, "tokens": 9.0, "accuracy": 0.1}]), strict=True):
+        row |= {"accuracy": 0.0, "recovered": recovered, "recovery_tokens": None}
+    (out / "sweep.json").write_text(json.dumps(found))
+    shown = page(read_runs([out]))
+    assert "No budget was enough for width-magnitude-0.75." in shown
+    assert "to 95% of the whole policy&#39;s accuracy" in shown
+
+
+def test_the_least_budget_that_is_enough_recovers(
+    swept: Path, policy: Path, calibration: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """As after a kill: some answers are there, and are not asked for again. A larger budget is not needed."""
     out = shutil.copytree(swept, tmp_path / "out")
     folder = out / "depth-shapley-loss-0.75"
@@ -93,8 +208,10 @@ def test_the_least_budget_that_is_enough_recovers(swept: Path, policy: Path, cal
     log.mkdir(parents=True)
     (log / "metrics.jsonl").write_text('{"train/tokens": 100.0}\n')
     small = "layout.tp=1", "eval.problems=2", "rollout.max_response_tokens=8", "sft.batch=4", "sft.warmup_steps=1"
-    budgets = ["--recover", "4", "3", "1", "--config", str(CONFIG), *small, "data.arithmetic.problems=16"]
-    assert main(words(policy, out, calibration, "--keep", "0.75", "--methods", "depth", *budgets)) == 0
+    config = Path(shutil.copy(CONFIG, tmp_path / "config.yaml"))
+    asked = ["--config", str(config), *small, "data.arithmetic.problems=16"]
+    command = words(policy, out, calibration, "--keep", "0.75", "--methods", "depth")
+    assert main([*command, "--recover", "4", "3", "1", *asked]) == 0
     row, other = record(out)["rows"]
     assert [(point["steps"], point["accuracy"]) for point in row["recovered"]] == [(1, 0.5), (3, 0.77)]
     logged = (folder / "sft-3-run" / "sft-log" / "metrics.jsonl").read_text().splitlines()
@@ -107,6 +224,23 @@ def test_the_least_budget_that_is_enough_recovers(swept: Path, policy: Path, cal
     assert "Reward and accuracy" not in shown and "No budget was enough" not in shown
     assert "Smaller policies" in shown and "77.0%" in shown and f">{row['recovery_tokens']:,.0f}<" in shown
 
+    # Less may be enough: what a smaller budget gives is there already, too.
+    shutil.copytree(folder / "sft-1", folder / "sft-2")
+    shutil.copytree(folder / "sft-1-run", folder / "sft-2-run")
+    shutil.copytree(folder / "sft-3-eval", folder / "sft-2-eval")
+    capfd.readouterr()
+    assert main([*command, "--recover", "2", "3", *asked]) == 0
+    assert [point["steps"] for point in record(out)["rows"][0]["recovered"]] == [1, 2, 3]
+    assert record(out)["rows"][0]["recovery_tokens"] == 100.0
+    assert "to 95% of the whole policy's accuracy" in capfd.readouterr().out
+    known = record(out)["asked"]
+    assert main([*command, "--enough", "0.99"]) == 0  # without --config, and by another threshold
+    assert (record(out)["enough"], record(out)["rows"][0]["recovery_tokens"]) == (0.99, None)
+    assert record(out)["asked"] == known and "settings" in known
+    config.write_text(config.read_text().replace("every: 10", "every: 11"))
+    assert main([*command, *asked]) == 2
+    assert "another eval.every," in said(capfd)
+
 
 def test_on_the_frontier_is_what_no_other_beats() -> None:
     sizes = {"large": (100, 0.9), "small": (50, 0.7), "worse": (50, 0.6), "larger": (60, 0.7), "twin": (50, 0.7)}
@@ -115,11 +249,41 @@ def test_on_the_frontier_is_what_no_other_beats() -> None:
     assert [row["name"] for row in rows if row["frontier"]] == ["large", "small", "twin"]
 
 
-def test_a_plan_says_of_a_smaller_policy_what_it_says_of_its_directory(swept: Path, policy: Path) -> None:
+@pytest.mark.parametrize(("method", "name"), [("depth", "depth-shapley-loss"), ("width", "width-magnitude")])
+def test_a_plan_says_of_a_smaller_policy_what_it_says_of_its_directory(
+    swept: Path, policy: Path, method: str, name: str
+) -> None:
     whole, smaller = (
-        load_config(str(CONFIG), [f"model.path={path}"])
-        for path in (policy, swept / "depth-shapley-loss-0.75" / "policy")
+        load_config(str(CONFIG), [f"model.path={path}"]) for path in (policy, swept / f"{name}-0.75" / "policy")
     )
-    planned, known = plan_smaller(make_plan(whole, Assumptions()), 0.75, "depth"), make_plan(smaller, Assumptions())
+    assert whole.layout.tp == 2
+    planned, known = plan_smaller(make_plan(whole, Assumptions()), 0.75, method, 8), make_plan(smaller, Assumptions())
     assert (planned.pruned, planned.actor, planned.server) == (known.pruned, known.actor, known.server)
     assert planned.parameters.total < make_plan(whole, Assumptions()).parameters.total
+
+
+def test_a_plan_of_a_smaller_policy_says_its_size_in_its_own_unit(policy: Path) -> None:
+    made = make_plan(load_config(str(CONFIG), [f"model.path={policy}"]), Assumptions())
+    lines = list(smaller_text(made, plan_smaller(made, 0.75, "depth"), ""))
+    small = f"{made.parameters.total / 1e6:.2f}"
+    assert any(line.split()[:3] == ["million", "parameters", small] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--keep", "nan"], "--keep = nan"),
+        (["--keep", "inf"], "--keep = inf"),
+        (["--keep", "1.5", "--method", "depth"], "--keep = 1.5"),
+        (["--keep", "0.75"], "--multiple = 128"),  # of which no width is one
+        (["--keep", "0.75", "--multiple", "0"], "--multiple = 0"),
+        (["--keep", "0.75", "--multiple", "3"], "leaves 45 feed-forward units, which layout.tp = 2 does not"),
+        (["--method", "depth"], "--method = depth"),
+        (["--multiple", "8"], "--multiple = 8"),
+    ],
+)
+def test_a_plan_refuses_what_compress_does(
+    policy: Path, capsys: pytest.CaptureFixture[str], options: list[str], named: str
+) -> None:
+    assert main(["plan", str(CONFIG), f"model.path={policy}", *options]) == 2
+    assert named in said(capsys)
