@@ -16,9 +16,9 @@ import torch
 
 from megatron_dppo.config import Config, DataConfig, RolloutConfig, VerifiersConfig, replace
 from megatron_dppo.data.generators import check_environment
-from megatron_dppo.data.prompts import load_prompts
+from megatron_dppo.data.prompts import load_prompts, prompts_of
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.data.turns import NothingLeftError
+from megatron_dppo.data.turns import NothingLeftError, OtherAnswerError
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.adapters import ScoreItem
@@ -28,6 +28,7 @@ from megatron_dppo.rollout.engine import generate
 from megatron_dppo.rollout.environment import check_turns, conversation_of
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.local_conversations import LocalConversations
+from megatron_dppo.rollout.scoring import GroupScoring
 from tests.rollout.test_local import make_policy, one_thread, sampling_of, weights_of  # noqa: F401
 
 pytest.importorskip("verifiers")
@@ -142,12 +143,14 @@ def test_an_environment_has_to_be_named() -> None:
 
 
 GUESS = """
-import os
+import itertools
 import verifiers as vf
 from datasets import Dataset
 
+NOISE = itertools.count()
+
 class Guess(vf.MultiTurnEnv):
-    noise = ""
+    noisy = False
 
     async def env_response(self, messages, state, **kwargs):
         said = messages[-1]["content"]
@@ -155,7 +158,7 @@ class Guess(vf.MultiTurnEnv):
             state["final_env_response"] = [vf.UserMessage(content="yes")]
             return state["final_env_response"]
         told = "a number" if not said.isdigit() else "more" if int(said) < int(state["answer"]) else "less"
-        return [vf.UserMessage(content=told + self.noise)]
+        return [vf.UserMessage(content=f"{told} {next(NOISE)}" if self.noisy else told)]
 
 class Forgets(Guess):
     async def get_prompt_messages(self, state):
@@ -171,9 +174,9 @@ def shortest(completions):
 def load_environment(kind="game"):
     rows = [{"question": f"guess {i}", "answer": str(i)} for i in range(1, 9)]
     parts = {"dataset": Dataset.from_list(rows), "rubric": vf.Rubric(funcs=[guessed, shortest], weights=[1.0, 1.0])}
-    game = (Forgets if kind == "forgets" else Guess)(max_turns=4, system_prompt="play", **parts)
-    if kind == "noise":
-        game.noise = f" {os.getpid()}"
+    game = {"forgets": Forgets, "game": Guess, "noisy": Guess, "mixed": Guess}[kind]
+    game = game(max_turns=4, system_prompt="play", **parts)
+    game.noisy = kind == "noisy"
     return vf.EnvGroup([vf.SingleTurnEnv(**parts), game]) if kind == "mixed" else game
 """
 
@@ -186,9 +189,11 @@ def game(kind: str = "game", **rollout: Any) -> Config:
 
 
 def chat_prompts(config: Config) -> tuple[Any, list[Prompt]]:
+    from megatron_dppo.data.verifiers import _problems
+
     write_tokenizer(character_tokenizer(), Path(), max_tokens=512)
     tokenizer = load_tokenizer(Path.cwd())
-    return tokenizer, list(load_prompts(config.data, tokenizer, split="train"))
+    return tokenizer, prompts_of(_problems(config.data.verifiers, "train"), config.data, tokenizer)
 
 
 class ScriptedClient:
@@ -274,21 +279,26 @@ def test_conversations_have_the_rewards_of_the_environments_own_rollouts() -> No
     ]  # fmt: skip
     completions = [conversation(config, tokenizer, prompt, *texts, limit=limit) for texts, limit in group]
     assert sum(each.finish_reason == "length" for each in completions) == 6
-    found = scored([item(prompt, each, tokenizer) for each in completions])
+    with closing(RewardWorkers("verifiers", workers=1, timeout_s=30.0)) as pool:
+        found = GroupScoring(pool, tokenizer, [prompt], most_failures=99).finish([tuple(completions)])
     assert not found.tracebacks, found.tracebacks[0]
     said = [("1",) if texts == ("12",) else texts for texts, _ in group]
-    assert [score and score.reward for score in found.scores] == told_by_rubric(config, prompt, said)
+    assert [score and score.reward for score in found.scores[0]] == told_by_rubric(config, prompt, said)
 
 
 def test_an_environment_that_answers_otherwise_when_it_is_scored_is_an_error() -> None:
-    config = game("noise")
+    from megatron_dppo.data.verifiers import group_score
+
+    config = game("noisy")
     tokenizer, prompts = chat_prompts(config)
     completion = conversation(config, tokenizer, prompts[0], "0", prompts[0].label)
-    found = scored([item(prompts[0], completion, tokenizer)])
-    assert found.scores == [None] and "OtherAnswerError: The environment answered, otherwise" in found.tracebacks[0]
+    with pytest.raises(OtherAnswerError, match="The environment answered, otherwise than when"):
+        group_score([item(prompts[0], completion, tokenizer)])
 
 
 def test_a_group_of_environments_has_turns_as_each_of_them_wants() -> None:
+    from megatron_dppo.data.verifiers import group_score
+
     config = game("mixed")
     tokenizer, prompts = chat_prompts(config)
     systems = [prompt.text.count("play") for prompt in prompts]
@@ -297,8 +307,8 @@ def test_a_group_of_environments_has_turns_as_each_of_them_wants() -> None:
         texts = ("0", "9", "0", "9", "0")
         completion = conversation(config, tokenizer, prompt, *texts)
         assert tokenizer.decode(completion.token_ids[completion.loss_mask]).count("<|im_end|>") == turns
-        found = scored([item(prompt, completion, tokenizer)])
-        assert [score and score.reward for score in found.scores] == told_by_rubric(config, prompt, [texts[:turns]])
+        found = group_score([item(prompt, completion, tokenizer)])
+        assert found == told_by_rubric(config, prompt, [texts[:turns]])
 
 
 def test_whatever_a_policy_says_with_the_local_engine_is_scored() -> None:
@@ -308,14 +318,14 @@ def test_whatever_a_policy_says_with_the_local_engine_is_scored() -> None:
     config = game()
     tokenizer, prompts = chat_prompts(config)
     policy = make_policy()
-    policy.resize_token_embeddings(len(tokenizer))
+    policy.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     policy.config.save_pretrained(Path())
     function = conversation_of(config)
     assert function is not None
     with closing(LocalConversations(function, tokenizer=tokenizer, timeout_s=60.0, attempts=1)) as talks:
         engine = LocalEngine(Path(), device=torch.device("cpu"), dtype=torch.float32, max_batch=64, conversations=talks)
         engine.update_weights(weights_of(policy), version=1)
-        sampling = sampling_of(samples=6, max_tokens=160, stop=(tokenizer.eos_token_id,))
+        sampling = sampling_of(samples=6, max_tokens=112, stop=(tokenizer.eos_token_id, *range(20, 26)))
         groups = generate(engine, prompts[:3], sampling)
     several = {(each.finish_reason, bool((~each.loss_mask).any())) for group in groups for each in group}
     assert {("stop", True), ("length", True)} <= several
@@ -332,14 +342,9 @@ def test_what_an_environment_of_several_turns_lacks_is_said() -> None:
     check_turns(game(), config.data, lambda: [prompt.extra for prompt in prompts])
     with pytest.raises(UserError, match=r"rollout\.roles.*Set it to \[\]"):
         conversation_of(game(roles=("a", "b")))
-    with pytest.raises(UserError, match=r"guess_game: cannot be loaded \(TypeError"):
-        conversation_of(
-            replace(
-                config,
-                data=replace(config.data, verifiers=replace(config.data.verifiers, arguments={"a": 1})),
-                rollout=RolloutConfig(conversation="verifiers"),
-            )
-        )
+    with pytest.raises(UserError, match=r"guess_game: cannot be loaded"):
+        conversation_of(game("no such kind"))
     forgets = game("forgets")
+    tokenizer, prompts = chat_prompts(forgets)
     with pytest.raises(UserError, match="it asks the policy other messages at first than its problem has"):
         conversation(forgets, tokenizer, prompts[0], "0")
