@@ -184,8 +184,8 @@ MUTANTS = [
     # Tokens for rewards, and offline rollouts.
     Mutant(
         "rewards/tokens of the group",
-        "[ScoreItem.of(prompt, text, tokens.tolist())",
-        "[ScoreItem.of(prompt, text, [])",
+        "made = token_ids.tolist(), loss_mask.tolist(), completion.finish_reason, policy",
+        "made = [], [], completion.finish_reason, policy",
         "rollout/test_scoring.py::test_trls_functions_are_given_the_tokens_that_the_engine_made",
     ),
     Mutant(
@@ -526,8 +526,8 @@ MUTANTS = [
     ),
     Mutant(
         "sequences/contexts are shown to the verifier",
-        "heard = [completion.token_ids[of][np.argmax(completion.loss_mask[of]) :] for of in further]",
-        "heard = [completion.token_ids[of] for of in further]",
+        "shown = [first, *(slice(of.start + int(np.argmax(completion.loss_mask[of])), of.stop) for of in further)]",
+        "shown = [first, *further]",
         "rl/test_sequences.py rollout/test_collect.py::"
         "test_of_several_sequences_the_verifier_sees_what_was_said_and_the_longest_is_overlong",
     ),
@@ -1437,6 +1437,66 @@ MUTANTS = [
         "for number, handler in taken.items():",
         "for number, handler in ():",
         "data/test_verifiers.py",
+    ),
+    Mutant(
+        "verifiers/the policy closes its turn twice",
+        "told = token_ids[1:] if token_ids[:1] == [self._last] else token_ids",
+        "told = token_ids",
+        "data/test_turns.py",
+    ),
+    Mutant(
+        "verifiers/a template may change what stands before",
+        "if whole.count(MARK) != 1 or not whole.startswith(until):",
+        "if whole.count(MARK) != 1:",
+        "data/test_turns.py",
+    ),
+    Mutant(
+        "verifiers/an environment may forget what was said",
+        "if _words(messages[:known]) != _words(self._messages):",
+        "if False:",
+        "data/test_turns.py",
+    ),
+    Mutant(
+        "verifiers/another answer is not noticed",
+        "if (told[: len(given)] if ends_here else told) != given:",
+        "if False:",
+        "data/test_turns.py",
+    ),
+    Mutant(
+        "verifiers/a conversation may go on when it is scored",
+        'raise OtherAnswerError("went on")',
+        "raise NothingLeftError",
+        "data/test_turns.py",
+    ),
+    Mutant(
+        "verifiers/a conversation may end early when it is scored",
+        'raise OtherAnswerError("ended")',
+        "return",
+        "data/test_turns.py",
+    ),
+    Mutant(
+        "verifiers/conversations of the environment are scored as one turn",
+        "again = _again if _has_several_turns(environment) else _again_in_one_turn",
+        "again = _again_in_one_turn",
+        "data/test_verifiers.py -k answers_otherwise",
+    ),
+    Mutant(
+        "verifiers/scores take all tokens for the policy's",
+        "made = token_ids.tolist(), loss_mask.tolist(), completion.finish_reason, policy",
+        "made = token_ids.tolist(), (), completion.finish_reason, policy",
+        "data/test_verifiers.py -k conversations_have",
+    ),
+    Mutant(
+        "verifiers/several turns need no conversation",
+        "if any(SEVERAL_TURNS in each for each in problems()):",
+        "if False:",
+        "data/test_verifiers.py -k lacks",
+    ),
+    Mutant(
+        "verifiers/environments with tools are taken",
+        "if tools or not isinstance(each, verifiers.MultiTurnEnv):",
+        "if not isinstance(each, verifiers.MultiTurnEnv):",
+        "data/test_verifiers.py -k cannot_be_trained",
     ),
     # Rewards.
     Mutant(

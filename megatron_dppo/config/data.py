@@ -50,7 +50,8 @@ class VerifiersConfig(Section):
     """Read where ``data.train`` is ``verifiers``; see ``data/verifiers.py``."""
 
     environment: str = ""
-    """An environment of one turn, by the id that verifiers' ``load_environment`` takes."""
+    """An environment, by the id that verifiers' ``load_environment`` takes. One of several turns wants
+    ``rollout.conversation=verifiers``."""
     arguments: dict[str, Any] = Field(default={})
     """For its ``load_environment``."""
     eval_problems: Positive = 200

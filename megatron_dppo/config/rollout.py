@@ -214,8 +214,8 @@ class RolloutConfig(Section):
     """Tokens that end a completion; null: the policy's end-of-sequence tokens."""
     conversation: str | None = None
     """``async rollout(client, prompt)`` as ``module:function`` or ``file.py:function``: it has a conversation with the
-    policy for each completion, of one sequence or several, and may call tools between its turns. null: a completion is
-    one request."""
+    policy for each completion, of one sequence or several, and may call tools between its turns. ``verifiers``: the
+    environment of ``data.verifiers`` has it. null: a completion is one request."""
     roles: tuple[str, ...] = ()
     """Roles in which the policy speaks in rollout.conversation, such as ``[solver, critic]``. Each of its turns says
     which, and reward.function gives each role a reward, whose baseline is that role's alone. Biased where they differ:

@@ -42,6 +42,8 @@ REASONING_GYM = "reasoning_gym"
 """The name in ``data.train``, and what stands before a slash in the ``data_source`` of each prompt."""
 VERIFIERS = "verifiers"
 """Another one."""
+SEVERAL_TURNS = "several_turns"
+"""In ``extra_info`` of problems whose environment may speak with the policy in several turns."""
 REPEATS = 20
 """Known problems in a row after which a family is taken to have no more, or hardly any."""
 
@@ -167,8 +169,8 @@ def environment_problems(config: VerifiersConfig, *, split: Split) -> list[Row]:
     """Problems of an environment of verifiers, as rows of a file. ``extra_info`` has what its rubric needs.
 
     Raises:
-        UserError: as ``check_environment``; and where the environment cannot be loaded, has several turns, or fewer
-            problems than are to be held out.
+        UserError: as ``check_environment``; and where the environment cannot be loaded, has tools, or fewer problems
+            than are to be held out.
     """
     check_environment(config)
     return _rows_of_process("megatron_dppo.data.verifiers", config, split)

@@ -1,10 +1,12 @@
 """Environments of *verifiers* (github.com/PrimeIntellect-ai/verifiers): their problems, and what their rubrics say.
 
-Those of one turn, ``SingleTurnEnv`` and groups of them, of releases that have ``load_environment`` (before 0.4). An
-environment is told each answer as if a server had just given it, and its rubric then scores the whole group.
+Of releases that have ``load_environment`` (before 0.4). An environment is told each answer as if a server had just
+given it, and its rubric then scores the whole group. One of several turns is told the policy's turns one after the
+other: see ``data/turns.py``.
 
-Only processes of their own import this file: those that score, and one that reads the problems, ``python -m
-megatron_dppo.data.verifiers``. An environment takes signals for itself, prints, and may import much.
+An environment takes signals for itself, prints, and may import much. So processes of their own import this file: those
+that score, and one that reads the problems, ``python -m megatron_dppo.data.verifiers``. Besides, ranks do, where the
+policy speaks to the environment (``rollout/environment.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import pickle
 import random
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import verifiers
@@ -26,13 +28,35 @@ from verifiers.clients import Client
 from verifiers.types import Response, ResponseMessage
 
 from megatron_dppo.config import VerifiersConfig
+from megatron_dppo.data.generators import SEVERAL_TURNS
 from megatron_dppo.data.rows import Row
+from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.data.turns import Again, NothingLeftError, Turns, TurnsError
 from megatron_dppo.errors import UserError
 
 HELD_OUT_SEED = 0
 """Of the draw of held-out problems, the same for all runs."""
 RUBRICS = ("verifiers.rubrics", "verifiers.legacy.rubrics")
 """Loggers of rubrics, by release."""
+DOWN = (TimeoutError, verifiers.InfraError)
+"""What :func:`play` raises where another attempt may succeed."""
+
+
+Answer = Callable[[Sequence[Any]], Awaitable[str]]
+"""What the policy says to the messages so far."""
+
+
+def load_environment(name: str, arguments: Mapping[str, Any]) -> Any:
+    """An environment, loaded once in a process; at first in its main thread.
+
+    Args:
+        name: of the environment.
+        arguments: for its ``load_environment``.
+
+    Raises:
+        Exception: whatever loading it raises.
+    """
+    return _environment(name, json.dumps(arguments, sort_keys=True))
 
 
 @functools.cache
@@ -53,8 +77,11 @@ class _Failures(logging.Handler):
             raise sys.exc_info()[1] or RuntimeError(record.getMessage())
 
 
-class _Said(Client):
-    """In place of a server: its answer is known already."""
+class _Policy(Client):
+    """In place of a server: an :data:`Answer`."""
+
+    failure: Exception | None = None
+    """What it raised. An environment takes whatever a client raises for an answer of the server's."""
 
     def setup_client(self, config: Any) -> None:
         return None
@@ -65,8 +92,19 @@ class _Said(Client):
     async def to_native_prompt(self, messages: Any) -> tuple[Any, dict[str, Any]]:
         return messages, {}
 
-    async def get_native_response(self, *_: Any, **__: Any) -> str:
-        return self.client
+    async def get_native_response(
+        self, prompt: Any, model: Any, sampling_args: Any, tools: Any = None, **_: Any
+    ) -> str:
+        try:
+            if tools:
+                raise TurnsError("has tools, and nobody here reads a call of one out of what the policy says")
+            answer: str = await self.client(prompt)
+            return answer
+        except NothingLeftError as error:
+            raise verifiers.OverlongPromptError from error
+        except Exception as error:
+            self.failure = error
+            raise
 
     async def raise_from_native_response(self, response: str) -> None:
         pass
@@ -79,14 +117,44 @@ class _Said(Client):
         pass
 
 
-def group_score(args: object, samples: Sequence[Any]) -> list[float]:
-    """The rubric's rewards, in slime's ``group_rm`` form.
+async def play(environment: Any, problem: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+    """Have an environment pose a problem and speak with the policy to the end.
+
+    Args:
+        environment: loaded.
+        problem: as it gave it.
+        answer: the policy.
+
+    Returns:
+        The environment's state, not scored yet.
+
+    Raises:
+        TimeoutError: the environment's own time was up.
+        Exception: what ``answer`` raised, or what went wrong in the environment.
+    """
+    client = _Policy(answer)
+    state: dict[str, Any] = await environment.rollout(problem, client, "policy", {})
+    if (error := client.failure or state.get("error")) is not None:
+        raise error
+    if state.get("timed_out"):
+        raise TimeoutError(
+            f"The environment has waited longer than its timeout_seconds = {environment.timeout_seconds}."
+        )
+    return state
+
+
+def group_score(items: Sequence[Any]) -> list[float]:
+    """The rubric's rewards.
+
+    Args:
+        items: the completions of one prompt, as :class:`~megatron_dppo.rewards.adapters.ScoreItem`.
 
     Raises:
         KeyError: the prompt is none of an environment's.
+        OtherAnswerError: an environment of several turns went on otherwise than in the completion.
         Exception: what a reward function raised, or what went wrong in the environment.
     """
-    return _runner().run(_rewards([(sample.metadata, sample.response) for sample in samples]))
+    return _runner().run(_rewards(items))
 
 
 @functools.cache
@@ -94,30 +162,54 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner()  # one loop for all groups: a judge's connections belong to it
 
 
-async def _rewards(answers: Sequence[tuple[Mapping[str, Any], str]]) -> list[float]:
-    first, _ = answers[0]
-    environment = _environment(first["environment"], json.dumps(first["arguments"], sort_keys=True))
-    states = await asyncio.gather(
-        *(environment.rollout(extra["input"], _Said(text), "policy", {}) for extra, text in answers)
-    )
-    for state in states:
-        if state.get("error") is not None:
-            raise state["error"]
+async def _rewards(items: Sequence[Any]) -> list[float]:
+    first = items[0].extra
+    environment = load_environment(first["environment"], first["arguments"])
+    again = _again if _has_several_turns(environment) else _again_in_one_turn
+    states = await asyncio.gather(*(again(environment, item) for item in items))
     await environment.rubric.score_group(states)
     for state in states:
         await environment.rubric.cleanup(state)
     return [float(state["reward"]) for state in states]
 
 
+async def _again(environment: Any, item: Any) -> dict[str, Any]:
+    problem = item.extra["input"]
+    said = Again(item.token_ids, item.loss_mask, cut_off=item.finish_reason == "length")
+    state = await play(environment, problem, Turns(_tokenizer(item.policy), problem["prompt"], said))
+    said.check_end()
+    return state
+
+
+async def _again_in_one_turn(environment: Any, item: Any) -> dict[str, Any]:
+    async def answer(messages: Sequence[Any]) -> str:
+        return str(item.solution)
+
+    return await play(environment, item.extra["input"], answer)
+
+
+_tokenizer = functools.cache(load_tokenizer)
+
+
+def _parts(environment: Any) -> list[Any]:
+    return list(environment.env_map.values()) if isinstance(environment, verifiers.EnvGroup) else [environment]
+
+
+def _has_several_turns(environment: Any) -> bool:
+    return not all(isinstance(each, verifiers.SingleTurnEnv) for each in _parts(environment))
+
+
 def _problems(config: VerifiersConfig, split: str) -> list[Row]:
     name = config.environment
-    environment = _environment(name, json.dumps(config.arguments, sort_keys=True))
-    whole = environment.env_map.values() if isinstance(environment, verifiers.EnvGroup) else [environment]
-    for each in whole:
-        if not isinstance(each, verifiers.SingleTurnEnv):
-            problem = f"has several turns ({type(each).__name__}), of which its rubric needs more than the text"
-            remedy = "Take one of a single turn; for others write the turns as a rollout.conversation, and the reward"
-            raise UserError("data.verifiers.environment", name, problem, remedy)
+    environment = load_environment(name, config.arguments)
+    for each in _parts(environment):
+        tools = each.tool_defs or isinstance(each, verifiers.ToolEnv)
+        if tools or not isinstance(each, verifiers.MultiTurnEnv):
+            problem = (
+                f"({type(each).__name__}) has tools called, or is no MultiTurnEnv: what the policy says is text here"
+            )
+            remedy = "Take one that speaks with the policy in text; of others write the turns as a rollout.conversation"
+            raise UserError("data.verifiers.environment", name, problem, f"{remedy}, and the reward as a function")
     own = environment.build_eval_dataset()
     inputs = list(own if split == "eval" and own is not None else environment.get_dataset())
     if own is None:
@@ -126,17 +218,18 @@ def _problems(config: VerifiersConfig, split: str) -> list[Row]:
             raise UserError("data.verifiers.eval_problems", count, problem, f"Lower it to {len(inputs) - 1} or less")
         held_out = set(random.Random(HELD_OUT_SEED).sample(range(len(inputs)), count))
         inputs = [row for number, row in enumerate(inputs) if (number in held_out) == (split == "eval")]
-    return [_row(row, config, number) for number, row in enumerate(inputs, 1)]
+    marks = {SEVERAL_TURNS: True} if _has_several_turns(environment) else {}
+    return [_row(row, config, number, marks) for number, row in enumerate(inputs, 1)]
 
 
-def _row(given: dict[str, Any], config: VerifiersConfig, number: int) -> Row:
+def _row(given: dict[str, Any], config: VerifiersConfig, number: int, marks: Mapping[str, Any]) -> Row:
     name, answer = config.environment, given.get("answer")
     values = {
         "prompt": given["prompt"],
         "label": "" if answer is None else str(answer),
         "response": None,
         "data_source": f"verifiers/{name}",
-        "extra_info": {"environment": name, "arguments": config.arguments, "input": given},
+        "extra_info": {"environment": name, "arguments": config.arguments, "input": given, **marks},
     }
     return Row(values, "data.verifiers", f"{name}, problem {number}")
 
@@ -161,3 +254,5 @@ def _main() -> None:
 
 if __name__ == "__main__":
     _main()
+else:
+    import transformers.models.auto.tokenization_auto  # noqa: F401 - before the memory of a process that scores is limited

@@ -31,6 +31,7 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Prompt, Score
 from megatron_dppo.rollout.collect import Answers, Collector
+from megatron_dppo.rollout.environment import check_turns
 from megatron_dppo.rollout.scoring import Failures, check_failures
 
 MATH = "math"
@@ -113,6 +114,7 @@ def _load(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: 
     if source.file in GENERATORS:
         data = replace(config.data, eval=None, train=source.file, rollouts=None)
         prompts: Sequence[Prompt] = load_prompts(data, tokenizer, split="eval")
+        check_turns(config, data, lambda: (prompt.extra for prompt in prompts))
     elif named:
         prompts = _named(source, config, tokenizer, max_positions)
     else:

@@ -58,12 +58,27 @@ class ScoreItem:
     """File and row, for complaints."""
     token_ids: Sequence[int] = ()
     """Of the response, as the engine made them."""
+    loss_mask: Sequence[bool] = ()
+    """Which of them the policy sampled; empty: all."""
+    finish_reason: str = "stop"
+    """``length``: the response was cut off."""
+    policy: str = ""
+    """The folder of its tokenizer."""
 
     @classmethod
-    def of(cls, prompt: Prompt, solution: str, token_ids: Sequence[int]) -> ScoreItem:
+    def of(
+        cls,
+        prompt: Prompt,
+        solution: str,
+        token_ids: Sequence[int],
+        loss_mask: Sequence[bool] = (),
+        finish_reason: str = "stop",
+        policy: str = "",
+    ) -> ScoreItem:
         """A completion of a prompt."""
         asked = prompt.asked, prompt.text, prompt.place
-        return cls(prompt.data_source, solution, prompt.label, prompt.extra, *asked, token_ids)
+        row = prompt.data_source, solution, prompt.label, prompt.extra
+        return cls(*row, *asked, token_ids, loss_mask, finish_reason, policy)
 
 
 RewardFunction = Callable[..., Any]

@@ -70,6 +70,8 @@ def resolve(spec: str) -> Scorer | GroupScorer:
         forms = f"{likely[0]!r} (perhaps meant)" if likely else ", ".join(BUILTIN)
         raise UserError(SETTING, spec, "names no reward", f"Give {forms}, module:function or file.py:function")
     function = load_function(SETTING, BUILTIN.get(spec, spec))
+    if spec == "verifiers":
+        return GroupScorer(function)
     try:
         return adapted(_of_text(function) if spec in OF_TEXT else function)
     except UnfitFunctionError as error:

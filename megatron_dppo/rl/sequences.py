@@ -44,11 +44,15 @@ def prompt_and_response(
     return completion.token_ids[of.start : of.start + 1], slice(of.start + 1, of.stop)
 
 
-def spoken_ids(completion: Completion) -> NDArray[np.int32]:
-    """All tokens but the contexts with which further sequences begin: what a verifier is shown."""
+def spoken(completion: Completion) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """All tokens but the contexts with which further sequences begin, which is what a verifier is shown, and their part
+    of the loss mask."""
     first, *further = sequences(completion)
-    heard = [completion.token_ids[of][np.argmax(completion.loss_mask[of]) :] for of in further]
-    return np.concatenate([completion.token_ids[first], *heard])
+    shown = [first, *(slice(of.start + int(np.argmax(completion.loss_mask[of])), of.stop) for of in further)]
+    token_ids, loss_mask = (
+        np.concatenate([of[s] for s in shown]) for of in (completion.token_ids, completion.loss_mask)
+    )
+    return token_ids, loss_mask
 
 
 def longest_response(prompt: int, completion: Completion) -> int:

@@ -1,6 +1,7 @@
 """Conversations: completions in several turns, with tools or an environment between the turns.
 
-``rollout.conversation`` names a coroutine function. It is called once for each completion:
+``rollout.conversation`` names a coroutine function (or is ``verifiers``: see ``rollout/environment.py``). It is called
+once for each completion:
 
     async def rollout(client: Client, prompt: Prompt) -> list[Turn]:
         tokens = prompt.token_ids.tolist()

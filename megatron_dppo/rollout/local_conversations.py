@@ -20,6 +20,7 @@ from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import ConversationFunction, TryAgainError, joined
 from megatron_dppo.rollout.decoding import Part
 from megatron_dppo.rollout.engine import Completions, Sampling
+from megatron_dppo.rollout.environment import conversation_of
 from megatron_dppo.rollout.tree import Stem
 
 Continue = Callable[[Sequence[Stem], Sampling], list[list[Part]]]
@@ -206,10 +207,10 @@ def local_conversations(config: Config) -> LocalConversations | None:
         UserError: the function cannot be found or imported, or cannot be called as it would be.
     """
     rollout = config.rollout
-    if rollout.conversation is None:
+    if (function := conversation_of(config)) is None:
         return None
     return LocalConversations(
-        ConversationFunction.load(rollout.conversation, rollout.roles),
+        function,
         tokenizer=load_tokenizer(config.model.folder),
         timeout_s=rollout.request_timeout_s,
         attempts=rollout.attempts,

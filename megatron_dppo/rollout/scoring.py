@@ -11,7 +11,7 @@ from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers
-from megatron_dppo.rl.sequences import spoken_ids
+from megatron_dppo.rl.sequences import spoken
 from megatron_dppo.rl.types import Completion, Prompt, Score
 from megatron_dppo.rollout.engine import Completions
 
@@ -93,11 +93,14 @@ class GroupScoring:
         self._scoring.abandon()
 
     def _add(self, place: int, group: Sequence[Completion]) -> None:
-        spoken, prompt = [spoken_ids(completion) for completion in group], self._prompts[place]
-        texts = self._tokenizer.batch_decode(spoken, skip_special_tokens=True)
+        shown = [spoken(completion) for completion in group]
+        texts = self._tokenizer.batch_decode([token_ids for token_ids, _ in shown], skip_special_tokens=True)
         self._texts[place] = texts
-        given = zip(texts, spoken, strict=True)
-        self._scoring.add([ScoreItem.of(prompt, text, tokens.tolist()) for text, tokens in given])
+        policy, items = self._tokenizer.name_or_path, []
+        for text, (token_ids, loss_mask), completion in zip(texts, shown, group, strict=True):
+            made = token_ids.tolist(), loss_mask.tolist(), completion.finish_reason, policy
+            items.append(ScoreItem.of(self._prompts[place], text, *made))
+        self._scoring.add(items)
 
 
 class Failures(Protocol):

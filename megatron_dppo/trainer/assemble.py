@@ -35,6 +35,7 @@ from megatron_dppo.rl.packing import pack_sequences
 from megatron_dppo.rl.types import Pack, RoutingShape
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.engine import RolloutEngine, WeightSource
+from megatron_dppo.rollout.environment import check_turns
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.local_conversations import local_conversations
 from megatron_dppo.rollout.teachers import TeacherServers
@@ -275,6 +276,7 @@ def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
     def load() -> PromptPool:
         pool = load_prompts(data, parts.tokenizer, split="train", check=check)
         taught.check_sources(pool.data_sources)
+        check_turns(parts.config, data, lambda: (prompt.extra for prompt in pool))
         return pool
 
     return parts.world.together(load)

@@ -11,14 +11,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
-from megatron_dppo.config import WEIGHT_BYTES, Config
+from megatron_dppo.config import WEIGHT_BYTES, Config, DataConfig
 from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.data.examples import Example, Source, example_of, read_examples, sources_of
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM, VERIFIERS
@@ -29,6 +29,7 @@ from megatron_dppo.hub import is_id, policy_folder
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
 from megatron_dppo.observe.loggers import check_loggers
 from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_columns, check_labels, resolve
+from megatron_dppo.rollout.environment import check_turns
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
 
@@ -101,6 +102,7 @@ def check_functions(config: Config, command: Command) -> None:
         if source.setting == "data.train" and not are_stored(source):
             examples = read_examples(source, config.data, "train")
             check_columns(config.reward.function, [(example.row.place, example.extra) for example in examples])
+    check_turns(config, config.data, lambda: _environments_problems(config.data))
     if config.rollout.conversation is not None or config.rollout.custom_generate is not None:
         from megatron_dppo.rollout.servers.custom import conversations_of  # transformers
 
@@ -113,6 +115,12 @@ def check_functions(config: Config, command: Command) -> None:
         engine_maker(config)
         adopt_rules(config.pruning)
         objective_of(config.loss)
+
+
+def _environments_problems(data: DataConfig) -> Iterator[Mapping[str, object]]:
+    for source in sources_of(data, "train"):
+        if source.name == VERIFIERS:
+            yield from (example.extra for example in read_examples(source, data, "train"))
 
 
 def _check_routing(config: Config, shape: PolicyShape) -> None:
@@ -278,6 +286,9 @@ def _check_task_is_rewarded(config: Config) -> None:
         if theirs in tasks and function in BUILTIN and function != theirs:
             problem = f"does not know how answers to the problems of {theirs} are judged, and they do"
             raise UserError("reward.function", function, problem, f"Set reward.function={theirs}")
+    if (conversation := config.rollout.conversation) == VERIFIERS and VERIFIERS not in tasks:
+        problem = f"speaks with what data.train={VERIFIERS} brings, and data.train is {', '.join(sorted(tasks))}"
+        raise UserError("rollout.conversation", conversation, problem, "Set one of the two")
 
 
 def _check_own(place: Path, setting: str, folder: Path, run_dir: Path) -> None:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import signal
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from megatron_dppo.config import DataConfig, VerifiersConfig, replace
+from megatron_dppo.config import Config, DataConfig, RolloutConfig, VerifiersConfig, replace
 from megatron_dppo.data.generators import check_environment
-from megatron_dppo.data.prompts import load_prompts
+from megatron_dppo.data.prompts import load_prompts, prompts_of
 from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.data.turns import NothingLeftError, OtherAnswerError
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import RewardWorkers, Scored
-from megatron_dppo.rl.types import Prompt
+from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rollout.engine import generate
+from megatron_dppo.rollout.environment import check_turns, conversation_of
+from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.rollout.local_conversations import LocalConversations
+from megatron_dppo.rollout.scoring import GroupScoring
+from tests.rollout.test_local import make_policy, one_thread, sampling_of, weights_of  # noqa: F401
 
 pytest.importorskip("verifiers")
 
@@ -40,16 +51,16 @@ def picky(completion):
         raise ArithmeticError("no such answer")
     return 0.0
 
-class Tools(vf.MultiTurnEnv):
-    async def env_response(self, messages, state, **kwargs):
-        return []
+def add(a: int, b: int) -> int:
+    "Their sum."
+    return a + b
 
 def load_environment(size=9, held_out=0, tools=False):
     rows = [{"question": f"{i}+{i}=", "answer": str(2 * i), "info": {"level": 1 + i}} for i in range(size + held_out)]
     own = {"eval_dataset": Dataset.from_list(rows[size:])} if held_out else {}
     rubric = vf.Rubric(funcs=[right, shortest, picky], weights=[1.0, 0.5, 1.0])
-    kind = Tools if tools else vf.SingleTurnEnv
-    return kind(dataset=Dataset.from_list(rows[:size]), system_prompt="Add.", rubric=rubric, **own)
+    kind, more = (vf.ToolEnv, {"tools": [add]}) if tools else (vf.SingleTurnEnv, {})
+    return kind(dataset=Dataset.from_list(rows[:size]), system_prompt="Add.", rubric=rubric, **own, **more)
 """
 CONFIG = VerifiersConfig(environment="toy-sums", eval_problems=3)
 
@@ -113,7 +124,7 @@ def test_held_out_problems_are_the_environments_own_or_drawn_once() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (replace(CONFIG, arguments={"tools": True}), "has several turns (Tools)"),
+        (replace(CONFIG, arguments={"tools": True}), "(ToolEnv) has tools called"),
         (replace(CONFIG, environment="no_such"), "no_such: cannot be loaded (ValueError: Could not import"),
         (replace(CONFIG, eval_problems=9), "leaves nothing to train on of the 9 problems"),
     ],
@@ -129,3 +140,211 @@ def test_an_environment_that_cannot_be_trained_on_is_refused(config: VerifiersCo
 def test_an_environment_has_to_be_named() -> None:
     with pytest.raises(UserError, match="names no environment"):
         check_environment(VerifiersConfig())
+
+
+GUESS = """
+import itertools
+import verifiers as vf
+from datasets import Dataset
+
+NOISE = itertools.count()
+
+class Guess(vf.MultiTurnEnv):
+    noisy = False
+
+    async def env_response(self, messages, state, **kwargs):
+        said = messages[-1]["content"]
+        if said == state["answer"]:
+            state["final_env_response"] = [vf.UserMessage(content="yes")]
+            return state["final_env_response"]
+        told = "a number" if not said.isdigit() else "more" if int(said) < int(state["answer"]) else "less"
+        return [vf.UserMessage(content=f"{told} {next(NOISE)}" if self.noisy else told)]
+
+class Forgets(Guess):
+    async def get_prompt_messages(self, state):
+        return (await super().get_prompt_messages(state))[-1:]
+
+async def guessed(completion, answer, state):
+    guesses = [message["content"] for message in completion if message["role"] == "assistant"]
+    return float(guesses[-1] == answer) - 0.125 * len(guesses) - 0.5 * state["is_truncated"]
+
+def shortest(completions):
+    return [float(len(each) == min(map(len, completions))) for each in completions]
+
+def load_environment(kind="game"):
+    rows = [{"question": f"guess {i}", "answer": str(i)} for i in range(1, 9)]
+    parts = {"dataset": Dataset.from_list(rows), "rubric": vf.Rubric(funcs=[guessed, shortest], weights=[1.0, 1.0])}
+    game = {"forgets": Forgets, "game": Guess, "noisy": Guess, "mixed": Guess}[kind]
+    game = game(max_turns=4, system_prompt="play", **parts)
+    game.noisy = kind == "noisy"
+    return vf.EnvGroup([vf.SingleTurnEnv(**parts), game]) if kind == "mixed" else game
+"""
+
+
+def game(kind: str = "game", **rollout: Any) -> Config:
+    Path("guess_game.py").write_text(GUESS)
+    data = VerifiersConfig(environment="guess_game", arguments={"kind": kind}, eval_problems=1)
+    talk = {"conversation": "verifiers"} | rollout
+    return Config(data=DataConfig(train="verifiers", verifiers=data), rollout=RolloutConfig(**talk))
+
+
+def chat_prompts(config: Config) -> tuple[Any, list[Prompt]]:
+    from megatron_dppo.data.verifiers import _problems
+
+    write_tokenizer(character_tokenizer(), Path(), max_tokens=512)
+    tokenizer = load_tokenizer(Path.cwd())
+    return tokenizer, prompts_of(_problems(config.data.verifiers, "train"), config.data, tokenizer)
+
+
+class ScriptedClient:
+    """Says one text after the other, as long as there is room, and ends each turn."""
+
+    def __init__(self, tokenizer: Any, prompt: Prompt, texts: Sequence[str], max_tokens: int) -> None:
+        self.tokenizer, self.max_tokens, self._texts = tokenizer, max_tokens, list(texts)
+        self._longest = len(prompt.token_ids) + max_tokens
+        self.generated: list[tuple[list[int], Completion]] = []
+
+    async def generate(self, token_ids: Sequence[int], **_: Any) -> Completion:
+        left = max(self._longest - len(token_ids), 0)
+        ids = [*self.tokenizer.encode(self._texts.pop(0)), self.tokenizer.eos_token_id] if left else []
+        said, count = np.array(ids[:left], np.int32), min(len(ids), left)
+        parts = -said.astype(np.float32), np.ones(count, bool), (VersionSpan(1, count),) if count else ()
+        turn = Completion(said, *parts, "stop" if count == len(ids) > 0 else "length")
+        self.generated.append((list(token_ids), turn))
+        return turn
+
+
+def conversation(config: Config, tokenizer: Any, prompt: Prompt, *texts: str, limit: int = 200) -> Completion:
+    function = conversation_of(config)
+    assert function is not None
+    client = ScriptedClient(tokenizer, prompt, texts, limit)
+    return asyncio.run(function.have(client, client.generated, prompt))
+
+
+def item(prompt: Prompt, completion: Completion, tokenizer: Any) -> ScoreItem:
+    """As ``GroupScoring`` makes it."""
+    made = completion.token_ids.tolist(), completion.loss_mask.tolist(), completion.finish_reason, str(Path.cwd())
+    return ScoreItem.of(prompt, tokenizer.decode(made[0], skip_special_tokens=True), *made)
+
+
+def told_by_rubric(config: Config, prompt: Prompt, group: Sequence[Sequence[str]]) -> list[float]:
+    """The rubric's rewards of rollouts of the environment itself, in which the policy says these texts, and then has no
+    room for more."""
+    from megatron_dppo.data.verifiers import load_environment, play
+
+    async def score() -> list[float]:
+        environment, states = load_environment("guess_game", config.data.verifiers.arguments), []
+        for texts in group:
+            left = list(texts)
+
+            async def answer(messages: Any, left: list[str] = left) -> str:
+                if not left:
+                    raise NothingLeftError
+                return left.pop(0)
+
+            states.append(await play(environment, prompt.extra["input"], answer))
+        await environment.rubric.score_group(states)
+        return [state["reward"] for state in states]
+
+    return asyncio.run(score())
+
+
+def test_the_policy_speaks_with_the_environment_in_the_tokens_that_it_makes() -> None:
+    config = game()
+    tokenizer, prompts = chat_prompts(config)
+    prompt = next(prompt for prompt in prompts if prompt.label == "5")
+    completion = conversation(config, tokenizer, prompt, "3", "7", "5", "no more")
+    turns = ["play", "guess 5", "3", "more", "7", "less", "5"]
+    roles = ["system", "user", *["assistant", "user"] * 2, "assistant"]
+    chat = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+    assert prompt.text + tokenizer.decode(completion.token_ids) + "\n" == tokenizer.apply_chat_template(
+        chat, tokenize=False
+    )
+    assert tokenizer.decode(completion.token_ids[completion.loss_mask]) == "3<|im_end|>7<|im_end|>5<|im_end|>"
+    assert (completion.logprobs[completion.loss_mask] == -completion.token_ids[completion.loss_mask]).all()
+    assert completion.finish_reason == "stop"
+    other = dataclasses.replace(prompt, extra={})
+    assert tokenizer.decode(conversation(config, tokenizer, other, "3", "7").token_ids) == "3<|im_end|>"
+
+
+def test_conversations_have_the_rewards_of_the_environments_own_rollouts() -> None:
+    """Those that are cut off among them: in a turn of the policy, behind one, and in what it is told."""
+    config = game()
+    tokenizer, prompts = chat_prompts(config)
+    prompt = next(prompt for prompt in prompts if prompt.label == "5")
+    told = len(tokenizer.encode("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"))
+    group: list[tuple[Sequence[str], int]] = [
+        (("3", "7", "5"), 200), (("5",), 200), (("1", "x", "1", "1"), 200), (("12",), 1), (("1", "4"), told + 3),
+        (("1",), 2), (("1",), 9), (("1",), told + 2), (("1", "2"), told + 4), (("1", "5"), told + 4),
+    ]  # fmt: skip
+    completions = [conversation(config, tokenizer, prompt, *texts, limit=limit) for texts, limit in group]
+    assert sum(each.finish_reason == "length" for each in completions) == 6
+    with closing(RewardWorkers("verifiers", workers=1, timeout_s=30.0)) as pool:
+        found = GroupScoring(pool, tokenizer, [prompt], most_failures=99).finish([tuple(completions)])
+    assert not found.tracebacks, found.tracebacks[0]
+    said = [("1",) if texts == ("12",) else texts for texts, _ in group]
+    assert [score and score.reward for score in found.scores[0]] == told_by_rubric(config, prompt, said)
+
+
+def test_an_environment_that_answers_otherwise_when_it_is_scored_is_an_error() -> None:
+    from megatron_dppo.data.verifiers import group_score
+
+    config = game("noisy")
+    tokenizer, prompts = chat_prompts(config)
+    completion = conversation(config, tokenizer, prompts[0], "0", prompts[0].label)
+    with pytest.raises(OtherAnswerError, match="The environment answered, otherwise than when"):
+        group_score([item(prompts[0], completion, tokenizer)])
+
+
+def test_a_group_of_environments_has_turns_as_each_of_them_wants() -> None:
+    from megatron_dppo.data.verifiers import group_score
+
+    config = game("mixed")
+    tokenizer, prompts = chat_prompts(config)
+    systems = [prompt.text.count("play") for prompt in prompts]
+    one, several = prompts[systems.index(0)], prompts[systems.index(1)]
+    for prompt, turns in ((one, 1), (several, 4)):
+        texts = ("0", "9", "0", "9", "0")
+        completion = conversation(config, tokenizer, prompt, *texts)
+        assert tokenizer.decode(completion.token_ids[completion.loss_mask]).count("<|im_end|>") == turns
+        found = group_score([item(prompt, completion, tokenizer)])
+        assert found == told_by_rubric(config, prompt, [texts[:turns]])
+
+
+def test_whatever_a_policy_says_with_the_local_engine_is_scored() -> None:
+    """What it says at random, special tokens in its midst, is told to the environment the same way twice."""
+    from megatron_dppo.data.verifiers import group_score
+
+    config = game()
+    tokenizer, prompts = chat_prompts(config)
+    policy = make_policy()
+    policy.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    policy.config.save_pretrained(Path())
+    function = conversation_of(config)
+    assert function is not None
+    with closing(LocalConversations(function, tokenizer=tokenizer, timeout_s=60.0, attempts=1)) as talks:
+        engine = LocalEngine(Path(), device=torch.device("cpu"), dtype=torch.float32, max_batch=64, conversations=talks)
+        engine.update_weights(weights_of(policy), version=1)
+        sampling = sampling_of(samples=6, max_tokens=112, stop=(tokenizer.eos_token_id, *range(20, 26)))
+        groups = generate(engine, prompts[:3], sampling)
+    several = {(each.finish_reason, bool((~each.loss_mask).any())) for group in groups for each in group}
+    assert {("stop", True), ("length", True)} <= several
+    for prompt, group in zip(prompts, groups, strict=False):
+        assert len(group_score([item(prompt, each, tokenizer) for each in group])) == 6
+
+
+def test_what_an_environment_of_several_turns_lacks_is_said() -> None:
+    config = game(conversation=None)
+    tokenizer, prompts = chat_prompts(config)
+    assert conversation_of(config) is None
+    with pytest.raises(UserError, match=r"guess_game speaks with the policy in several turns.*=verifiers"):
+        check_turns(config, config.data, lambda: [prompt.extra for prompt in prompts])
+    check_turns(game(), config.data, lambda: [prompt.extra for prompt in prompts])
+    with pytest.raises(UserError, match=r"rollout\.roles.*Set it to \[\]"):
+        conversation_of(game(roles=("a", "b")))
+    with pytest.raises(UserError, match=r"guess_game: cannot be loaded"):
+        conversation_of(game("no such kind"))
+    forgets = game("forgets")
+    tokenizer, prompts = chat_prompts(forgets)
+    with pytest.raises(UserError, match="it asks the policy other messages at first than its problem has"):
+        conversation(forgets, tokenizer, prompts[0], "0")

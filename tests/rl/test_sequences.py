@@ -11,7 +11,7 @@ from megatron_dppo.config import Config, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl import plan as planning
 from megatron_dppo.rl.plan import gather_metadata, plan_step
-from megatron_dppo.rl.sequences import check_sequences, further_lengths, longest_response, spoken_ids
+from megatron_dppo.rl.sequences import check_sequences, further_lengths, longest_response, spoken
 from megatron_dppo.rl.types import Completion, Prompt, StepMetadata, StepPlan, VersionSpan
 from tests.rl.integration import FixedOffset, outcomes
 from tests.rl.steps import step_config, step_metadata
@@ -109,8 +109,8 @@ def test_ranks_with_more_and_with_fewer_sequences_are_gathered() -> None:
 
 
 def test_a_verifier_is_shown_no_context_twice() -> None:
-    assert spoken_ids(TWO).tolist() == [1, 2, 3]
-    assert spoken_ids(ONE).tolist() == [1, 2, 5, 5, 5, 3]
+    assert [of.tolist() for of in spoken(TWO)] == [[1, 2, 3], [True, True, True]]
+    assert [of.tolist() for of in spoken(ONE)] == [[1, 2, 5, 5, 5, 3], [True, True, False, False, False, True]]
     assert [longest_response(prompt, TWO) for prompt in (1, 2, 3)] == [3, 2, 2]
 
 

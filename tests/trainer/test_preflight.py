@@ -98,6 +98,7 @@ def test_defaults_do_not_contradict_each_other() -> None:
         (["rollout.prompts_per_step=600"], "rollout.prompts_per_step", "512 or less"),
         (["optimizer.weight_decay=.inf"], "optimizer.weight_decay", "finite"),
         (["reward.function=reasoning_gym"], "reward.function", "one of the two"),
+        (["rollout.conversation=verifiers"], "rollout.conversation", "one of the two"),
         (["rollout.custom_generate=tools.py:generate"], "rollout.custom_generate", "rollout.engine=sglang"),
         (["rollout.engine_function=e.py:E", "rollout.engine=vllm"], "rollout.engine_function", "rollout.engine=local"),
         (["rollout.engine_function=e.py:E", "rollout.conversation=c.py:c"], "rollout.conversation", "one of the two"),

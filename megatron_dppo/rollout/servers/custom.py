@@ -20,6 +20,7 @@ from megatron_dppo.plugins.slime import Arguments, Sample, Status, poster
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import ConversationFunction, TryAgainError, UnusableError, load_coroutine
 from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.environment import conversation_of
 from megatron_dppo.rollout.servers.conversations import ConversationClient, Conversations
 
 
@@ -30,15 +31,13 @@ def conversations_of(config: Config) -> Conversations | None:
         UserError: the function cannot be found or imported, or cannot be called as it would be.
     """
     rollout = config.rollout
-    if rollout.conversation is not None:
-        function = ConversationFunction.load(rollout.conversation, rollout.roles)
-    elif rollout.custom_generate is not None:
+    if (function := conversation_of(config)) is None:
+        if rollout.custom_generate is None:
+            return None
         setting, spec = "rollout.custom_generate", rollout.custom_generate
         theirs = load_coroutine(setting, spec, ("args", "sample", "sampling_params"))
         remedy = "Have it return the sample with tokens, response_length, rollout_log_probs, loss_mask and status"
         function = ConversationFunction(setting, spec, _SlimesFunction(theirs, config), remedy)
-    else:
-        return None
     return Conversations(function, tokenizer=load_tokenizer(config.model.folder), timeout_s=rollout.request_timeout_s)
 
 

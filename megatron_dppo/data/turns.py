@@ -1,0 +1,154 @@
+"""Conversations of the policy with an environment that speaks in messages, as token ids.
+
+What the policy said is kept as the token ids that it sampled. The environment's new messages are rendered by the chat
+template, and of the rendered text the policy reads what stands after its own turn, up to where it speaks again:
+
+    <|im_start|>user guess<|im_end|><|im_start|>assistant    the prompt
+    4<|im_end|>                                              said by the policy
+    <|im_start|>user more<|im_end|><|im_start|>assistant     told
+
+The same code has the conversation and has it once more when it is scored, with what the policy said then: an
+environment that now answers otherwise is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+Say = Callable[[list[int]], Awaitable[list[int]]]
+"""What the policy says after these further token ids, with the token that ended it; :class:`NothingLeftError` where it
+cannot."""
+Message = Mapping[str, Any]
+MARK = "(what the policy said: 5b1f2c9e)"
+"""Stands for a turn of the policy where a template renders what comes after it."""
+
+
+class NothingLeftError(Exception):
+    """No token is left of the response: the conversation is cut off here."""
+
+
+class TurnsError(ValueError):
+    """An environment or a template whose messages cannot become token ids so. The text is to stand after "it"."""
+
+
+class OtherAnswerError(RuntimeError):
+    """An environment went on otherwise than it did when the policy spoke to it, though the policy said the same."""
+
+    def __init__(self, did: str) -> None:
+        law = "What it says may depend on its problem and on what the policy said, and on nothing else"
+        super().__init__(f"The environment {did}, otherwise than when the policy spoke to it. {law}.")
+
+
+class Turns:
+    """One conversation. Called with all messages so far, it returns what the policy says to them.
+
+    Args:
+        tokenizer: Hugging Face's, of the policy.
+        asked: messages of the prompt.
+        say: has the policy go on.
+    """
+
+    def __init__(self, tokenizer: Any, asked: object, say: Say) -> None:
+        self._tokenizer, self._asked, self._say = tokenizer, asked, say
+        self._messages: list[Message] = []
+        """All that were said so far, the last one by the policy."""
+        self._last = -1
+        """The policy's last token."""
+
+    async def __call__(self, messages: Sequence[Any]) -> str:
+        """
+        Raises:
+            TurnsError: the messages are not those so far and further ones, or cannot be rendered.
+            NothingLeftError: no token is left.
+        """
+        plain = [
+            message if isinstance(message, Mapping) else message.model_dump(exclude_none=True) for message in messages
+        ]
+        said = await self._say(self._told(plain))
+        text: str = self._tokenizer.decode(said, skip_special_tokens=True)
+        self._messages, self._last = [*plain, {"role": "assistant", "content": text}], said[-1]
+        return text
+
+    def _told(self, messages: Sequence[Message]) -> list[int]:
+        """What the policy reads between its last turn and its next one."""
+        if not self._messages:
+            if not isinstance(self._asked, Sequence) or _words(messages) != _words(self._asked):
+                raise TurnsError("asks the policy other messages at first than its problem has")
+            return []
+        known = len(self._messages)
+        if _words(messages[:known]) != _words(self._messages):
+            raise TurnsError("asks the policy about other messages than the conversation has so far")
+        text = self._rendered(self._messages[:-1], messages[known:])
+        token_ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
+        told = token_ids[1:] if token_ids[:1] == [self._last] else token_ids  # the policy has ended its turn itself
+        if not told:
+            raise TurnsError("has the policy go on with nothing between two of its turns")
+        return told
+
+    def _rendered(self, before: Sequence[Message], new: Sequence[Message]) -> str:
+        """What a template puts after the policy's turn, which has come after the messages ``before``."""
+        if not all(isinstance(message.get("content"), str) for message in new):
+            raise TurnsError("answers with more than text")
+        render = self._tokenizer.apply_chat_template
+        chat = [*before, {"role": "assistant", "content": MARK}, *new]
+        try:
+            until = render(before, add_generation_prompt=False, tokenize=False)
+            whole = render(chat, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template may raise anything
+            raise TurnsError(f"answers with messages that fail in the chat template ({error})") from error
+        if whole.count(MARK) != 1 or not whole.startswith(until):
+            roles = ", ".join(str(message["role"]) for message in new) or "nothing"
+            problem = f"answers with messages ({roles}) for which the chat template changes what stands before them"
+            raise TurnsError(problem)
+        return str(whole.partition(MARK)[2])
+
+
+class Again:
+    """What the policy said in a completion, said once more: a :data:`Say`.
+
+    Args:
+        token_ids: [L], of the response.
+        loss_mask: [L], which of them the policy said; empty: all.
+        cut_off: whether the response ended since no token was left.
+    """
+
+    def __init__(self, token_ids: Sequence[int], loss_mask: Sequence[bool], *, cut_off: bool) -> None:
+        marked = zip(loss_mask or [True] * len(token_ids), token_ids, strict=True)
+        self._left = [(said, [token for _, token in run]) for said, run in groupby(marked, lambda each: bool(each[0]))]
+        """Runs of tokens, and which of them the policy said."""
+        self._cut_off = cut_off
+
+    async def __call__(self, told: list[int]) -> list[int]:
+        """
+        Raises:
+            OtherAnswerError: the policy was told something else.
+            NothingLeftError: as when the completion was made.
+        """
+        given = self._take(said=False)
+        ends_here = self._cut_off and not self._left
+        if (told[: len(given)] if ends_here else told) != given:
+            raise OtherAnswerError("answered")
+        if ends_here:
+            raise NothingLeftError
+        if not self._left:
+            raise OtherAnswerError("went on")
+        return self._take(said=True)
+
+    def check_end(self) -> None:
+        """
+        Raises:
+            OtherAnswerError: something is left of the completion.
+        """
+        if self._left:
+            raise OtherAnswerError("ended")
+
+    def _take(self, *, said: bool) -> list[int]:
+        if self._left and self._left[0][0] == said:
+            return self._left.pop(0)[1]
+        return []
+
+
+def _words(messages: Sequence[Any]) -> list[tuple[object, object]]:
+    return [(message["role"], message.get("content")) for message in messages]
