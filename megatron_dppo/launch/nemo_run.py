@@ -56,15 +56,15 @@ def launch(
             divide the ranks of ``cluster.nodes``.
     """
     on_slurm = executor == "slurm"
+    if on_slurm and not dry_run and shutil.which("sbatch") is None:
+        problem = "sbatch is not on the path: this machine submits no Slurm jobs"
+        raise UserError("--executor", executor, problem, "Launch from a login node, or with --executor local")
     if on_slurm:  # a job would wait for its nodes to be told so
         resolve_layout(config.layout, config.cluster.nodes * ranks_per_node(config))
     if dry_run:
         print(slurm_script(config, words) if on_slurm else local_script(words), end="")
         return 0
     run = _nemo_run()
-    if on_slurm and shutil.which("sbatch") is None:
-        problem = "sbatch is not on the path: this machine submits no Slurm jobs"
-        raise UserError("--executor", executor, problem, "Launch from a login node, or with --executor local")
     with run.Experiment(Path(config.run.dir).name, log_level="WARN") as experiment:
         if on_slurm:
             _add_to_slurm(run, experiment, config, words)
