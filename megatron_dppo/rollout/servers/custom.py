@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import load_tokenizer
@@ -108,22 +109,30 @@ def _read_all(
     returned: Any, prompt: Sequence[int], limit: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...], bool]:
     """Tokens, log-probabilities, loss mask and starts of a completion; and whether it has ended, not cut off."""
-    samples = returned if isinstance(returned, list) and returned else [returned]
-    parts = [_read(samples[0], prompt, limit)]
-    for each in samples[1:]:
-        part = _read(each, (), len(prompt) + limit)
-        if part[2].any() or not part[4]:
-            parts.append(part)
-        else:  # its context has left the policy no room
-            parts[0] = (*parts[0][:4], True)
-    tokens, logprobs, loss_mask = (np.concatenate([part[field] for part in parts]) for field in range(3))
-    starts = tuple(accumulate(len(part[0]) for part in parts[:-1]))
-    return tokens, logprobs, loss_mask, starts, parts[-1][3] and not any(cut for *_, cut in parts)
+    first, *further = returned if isinstance(returned, list) and returned else [returned]
+    read = [_read(first, prompt, limit), *(_read(each, (), len(prompt) + limit) for each in further)]
+    # A context may have left the policy no room.
+    parts = [read[0], *(part for part in read[1:] if part.loss_mask.any() or not part.cut)]
+    tokens, logprobs, loss_mask = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "logprobs", "loss_mask")
+    )
+    starts = tuple(accumulate(len(part.tokens) for part in parts[:-1]))
+    return tokens, logprobs, loss_mask, starts, parts[-1].ended and not any(part.cut for part in read)
 
 
-def _read(sample: Any, prompt: Sequence[int], limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool, bool]:
-    """What comes after a prompt, cut off at ``limit`` tokens: tokens, log-probabilities and loss mask; whether the
-    response ended; and whether it was cut off."""
+class _Read(NamedTuple):
+    """A sample, from behind its prompt. Arrays are [L]."""
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    loss_mask: NDArray[np.bool_]
+    ended: bool
+    cut: bool
+    """Whether it was cut off here."""
+
+
+def _read(sample: Any, prompt: Sequence[int], limit: int) -> _Read:
+    """What comes after a prompt, cut off at ``limit`` tokens."""
     if not isinstance(sample, Sample):
         problem = f"returned a {type(sample).__name__}, not the sample that it was given, nor a list of samples"
         raise UnusableError(problem)
@@ -151,7 +160,7 @@ def _read(sample: Any, prompt: Sequence[int], limit: int) -> tuple[np.ndarray, n
     if not prompt:  # a sequence with a context of its own
         logprobs, loss_mask = (np.pad(values, (context, 0)) for values in (logprobs, loss_mask))
     cut = len(tokens) > limit
-    return tokens[:limit], logprobs[:limit], loss_mask[:limit], status is Status.COMPLETED and not cut, cut
+    return _Read(tokens[:limit], logprobs[:limit], loss_mask[:limit], status is Status.COMPLETED and not cut, cut)
 
 
 def _spans(told: Sequence[str], length: int) -> list[tuple[str, int]]:
