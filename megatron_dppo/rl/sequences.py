@@ -124,9 +124,9 @@ def check_sequences(config: Config, prompts: Sequence[Prompt], groups: Sequence[
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
             if problem := malformed(len(prompt.token_ids), completion, config.rollout.max_response_tokens):
-                setting, made = "rollout.engine_function", config.rollout.engine_function or config.rollout.engine
+                made = config.rollout.engine_function  # conversations have been looked at
                 remedy = "Mend the engine: megatron_dppo/rl/sequences.py says what such completions are"
-                raise UserError(setting, made, f"for prompt {prompt.id} it {problem}", remedy)
+                raise UserError("rollout.engine_function", made, f"for prompt {prompt.id} it {problem}", remedy)
             several = max(several, len(sequences(completion)))
     if several > 1:
         check_settings(config, several)

@@ -175,8 +175,10 @@ class Collector:
         total = len(selection.prompt_ids) * each if selection.samples is None else int(selection.samples.sum())
         asked = begun.asked
         answers = self._read(asked) if isinstance(asked, Answers) else self.answers(asked, of_all=total)
-        look = partial(check_sequences, self._config, answers.prompts, answers.completions)
-        self._world.together(look, what="look at the rollouts' sequences")
+        rollout = self._config.rollout
+        if rollout.conversation or rollout.custom_generate or rollout.engine_function:  # others make one sequence
+            look = partial(check_sequences, self._config, answers.prompts, answers.completions)
+            self._world.together(look, what="look at the rollouts' sequences")
         if self._routing is not None:
             self._world.together(lambda: self._check_routing(answers), what="look at the rollouts' routing")
         if self._config.rollout.tree.branches:
