@@ -30,13 +30,12 @@ from statistics import median
 
 import numpy as np
 
+from megatron_dppo.api import step_metadata
 from megatron_dppo.config import Config
-from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.packing import QWEN3_4B, pack_sequences
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
-from megatron_dppo.rl.sequences import no_further
-from megatron_dppo.rl.types import Floats, Ints, StepMetadata, no_forks, no_roles
+from megatron_dppo.rl.types import Floats, Ints
 
 SHORTEST, LONGEST, MAX_TOKENS = 64, 8192, 16384
 GROUP, GROUPS_PER_RANK = 8, 16
@@ -64,25 +63,9 @@ def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
     prompts = rng.integers(32, 257, groups)
     lengths = np.clip(rng.lognormal(6.6, 1.0, (groups, GROUP)), SHORTEST, LONGEST).astype(np.int64)
     responses = np.maximum(lengths - prompts[:, None], 1)
-    step = StepMetadata(
-        prompt_ids=np.arange(groups),
-        prompt_inclusion=np.ones(groups),
-        prompt_lengths=prompts,
-        samples=np.full(groups, GROUP),
-        response_lengths=responses,
-        shared_lengths=prompts_shared(prompts, GROUP),
-        sampled_lengths=responses,
-        further_lengths=no_further(responses.shape),
-        rewards=(rng.random((groups, GROUP)) < rng.random((groups, 1))).astype(float),
-        score_norms=np.sqrt(responses * rng.uniform(0.1, 0.5, responses.shape)),
-        log_ratios=np.zeros((*responses.shape, 2)),
-        teacher=np.full(groups, -1),
-        forks=no_forks(responses.shape),
-        roles=no_roles(responses.shape),
-        versions=np.zeros(responses.shape, np.int64),
-        owners=np.zeros(groups, np.int64),
-        window=float(groups),
-    )
+    rewards = (rng.random((groups, GROUP)) < rng.random((groups, 1))).astype(float)
+    norms = np.sqrt(responses * rng.uniform(0.1, 0.5, responses.shape))
+    step = step_metadata(rewards, responses, prompts, score_norms=norms)
     config = Config()
     kept = prune_minibatch(step, config, objective_for(config.loss), keep=config.pruning.completions.keep, rng=rng).kept
     sequences = prompts[:, None] + responses

@@ -42,10 +42,8 @@ from megatron_dppo.process.files import replacing_file
 from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.stop import SAVED
 from megatron_dppo.rl import plan
-from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
-from megatron_dppo.rl.sequences import no_further
-from megatron_dppo.rl.types import StepMetadata, StepPlan, no_forks, no_roles
+from megatron_dppo.rl.types import StepMetadata, StepPlan
 from megatron_dppo.settings import load_config as load_words
 from megatron_dppo.settings import settings
 from megatron_dppo.trainer.preflight import check_run_dir
@@ -163,23 +161,16 @@ def step_metadata(
         raise UserError("prompt_inclusion", more["prompt_inclusion"], problem, "Give window as well")
     given, lengths = np.asarray(rewards, np.float64), np.asarray(response_lengths, np.int64)
     asked = np.asarray(prompt_lengths, np.int64)
-    (prompts, samples), none = given.shape, np.zeros(given.shape, np.int64)
-    plain: dict[str, Any] = {
+    prompts, samples = given.shape
+    plain = plan.plain_fields(asked, samples) | {
         "prompt_ids": np.arange(prompts),
         "prompt_inclusion": np.ones(prompts),
         "prompt_lengths": asked,
-        "samples": np.full(prompts, samples),
         "response_lengths": lengths,
-        "shared_lengths": prompts_shared(asked, samples),
         "sampled_lengths": lengths,
-        "further_lengths": no_further(given.shape),
         "rewards": given,
         "score_norms": np.ones(given.shape),
-        "log_ratios": np.zeros((*given.shape, 2)),
-        "teacher": np.full(prompts, -1),
-        "forks": no_forks(given.shape),
-        "roles": no_roles(given.shape),
-        "versions": none,
+        "versions": np.zeros(given.shape, np.int64),
         "owners": np.zeros(prompts, np.int64),
         "window": float(prompts),
     }
@@ -311,10 +302,11 @@ def _with_functions(config: Config, folder: Path, **functions: Callable[..., Any
         refuse_if_held(folder, "run.dir")
         folder.mkdir(parents=True, exist_ok=True)
     for what, function in given.items():
+        name = _NAMES.get(what, what)
         with replacing_file(folder / f"{what}.pkl") as draft:
             draft.write_bytes(cloudpickle.dumps(function))
         with replacing_file(folder / f"{what}.py") as draft:
-            draft.write_text(_LOADS.format(what=what, name=(name := _NAMES.get(what, what))), encoding="utf-8")
+            draft.write_text(_LOADS.format(what=what, name=name), encoding="utf-8")
         config = _with_settings(config, register.SETTINGS[what].split("."), f"{folder / what}.py:{name}")
     return config
 

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from dataclasses import replace as replace_fields
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from megatron_dppo.config import CompletionPruningConfig, Config, replace
-from megatron_dppo.rl.families import shared_of_kept
+from megatron_dppo.rl.families import prompts_shared, shared_of_kept
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
 from megatron_dppo.rl.pruning.completion_rules import rule_named
@@ -23,12 +24,35 @@ from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import prompt_rule
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
-from megatron_dppo.rl.sequences import alike, spread
+from megatron_dppo.rl.sequences import alike, no_further, spread
 from megatron_dppo.rl.trees import biased_settings
-from megatron_dppo.rl.types import Ints, MinibatchPlan, StepMetadata, StepPlan, TrainingSamples
+from megatron_dppo.rl.types import (
+    Ints,
+    MinibatchPlan,
+    StepMetadata,
+    StepPlan,
+    TrainingSamples,
+    no_forks,
+    no_roles,
+)
 
 ARRAYS = [field.name for field in fields(StepMetadata) if field.name != "window"]
 """The fields of StepMetadata that have a value for each group."""
+
+
+def plain_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
+    """Of a step's StepMetadata, all that says: groups of ``samples`` completions of one sequence each, which share
+    their prompt, without trees, roles and teachers. ``prompt_lengths`` are [Q]."""
+    prompts, shape = len(prompt_lengths), (len(prompt_lengths), samples)
+    return {
+        "samples": np.full(prompts, samples),
+        "shared_lengths": prompts_shared(prompt_lengths, samples),
+        "further_lengths": no_further(shape),
+        "log_ratios": np.zeros((*shape, 2)),
+        "teacher": np.full(prompts, -1),
+        "forks": no_forks(shape),
+        "roles": no_roles(shape),
+    }
 
 
 def plan_step(

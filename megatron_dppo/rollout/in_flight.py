@@ -23,8 +23,7 @@ from megatron_dppo.bridge.checkpoint_folder import damaged
 from megatron_dppo.config import DistillationConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.families import prompts_shared
-from megatron_dppo.rl.sequences import no_further
+from megatron_dppo.rl.plan import plain_fields
 from megatron_dppo.rl.types import (
     Completion,
     Group,
@@ -33,8 +32,6 @@ from megatron_dppo.rl.types import (
     Selection,
     StepMetadata,
     VersionSpan,
-    no_forks,
-    no_roles,
 )
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.rollout.engine import Progress, SoFar
@@ -170,20 +167,8 @@ def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: W
         return selection
     if "surprise" in stored:  # the score norms' name in checkpoints before they were called that
         stored["score_norms"] = stored.pop("surprise")
-    if stored.keys() >= {
-        "rewards",
-        "prompt_lengths",
-    }:  # from before shared prefixes, trees, groups of any size, teachers
-        shape = stored["rewards"].shape
-        stored = {
-            "shared_lengths": prompts_shared(stored["prompt_lengths"], shape[1]),
-            "forks": no_forks(shape),
-            "roles": no_roles(shape),
-            "further_lengths": no_further(shape),
-            "samples": np.full(shape[0], shape[1]),
-            "log_ratios": np.zeros((*shape, 2)),
-            "teacher": np.full(shape[0], -1),
-        } | stored
+    if {"rewards", "prompt_lengths"} <= stored.keys():  # earlier versions wrote less
+        stored = plain_fields(stored["prompt_lengths"], stored["rewards"].shape[1]) | stored
     words = json.loads(str(stored["words"]))
     if missing := [field.name for field in fields(StepMetadata) if field.name not in stored]:
         problem = f"its rollouts were written by another version of this package, without {', '.join(missing)}"
