@@ -63,9 +63,9 @@ def plan(
         print(json.dumps(as_json(made) | ({"smaller": as_json(smaller)} if smaller else {})))
     else:
         print("\n".join(as_text(made)))
-    if smaller and not json_wanted:
-        words = " ".join(f"--{name} {value}" for name, value in ({"method": "width"} | how).items())
-        print("\n".join(["", *smaller_text(made, smaller, f"--keep {keep:g} {words}")]))
+        if smaller:
+            words = " ".join(f"--{name} {value}" for name, value in ({"method": "width"} | how).items())
+            print("\n".join(["", *smaller_text(made, smaller, f"--keep {keep:g} {words}")]))
     return 0 if (smaller or made).fits else 1
 
 

@@ -214,7 +214,7 @@ class Dispatcher:
             answer = client.generate(self._request(batch, samples, attempt), timeout_s=self._timeout_s)
         asked = self._asked[client]
         task: asyncio.Task[Sequence[GenerateResult | Completion]] = asyncio.create_task(readable(client.url, answer))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # none may wait for it
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio complains
         asked.add(task)
         try:
             await asyncio.wait([task])
