@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,8 @@ def test_a_step_is_planned_from_rewards_and_lengths_alone():
     )
     samples = plan.minibatches[0].samples
     assert samples.group.tolist() == [0, 0] and samples.weight.tolist() == [2.0, 2.0]
+    with pytest.raises(UserError, match="has no name that a setting could give"):
+        register.reward(partial(exact))
     with pytest.raises(UserError, match="without window"):
         step_metadata([[1, 0], [1, 1]], **given, prompt_inclusion=[0.5, 1.0])
 

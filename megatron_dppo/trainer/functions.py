@@ -33,8 +33,8 @@ from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rollout.engine import RolloutEngine
 
 SETTING, ENGINE = "loss.objective", "rollout.engine_function"
-METHODS = ("begin", "finish", "sample_each", "update_weights")
-"""Of an engine, without which a run cannot begin."""
+METHODS = ("begin", "finish", "sample_each", "take_events", "update_weights")
+"""That every engine has to have itself; what the protocol has for the others does nothing."""
 LENGTHS = (5, 3)
 """Tokens of the two completions that a function is tried out with."""
 RATIOS = (0.4, 2.5)
@@ -91,8 +91,9 @@ def engine_maker(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
 
     def made(*arguments: Any, **named: Any) -> RolloutEngine[Any]:
         engine = make(*arguments, **named)
-        if missing := [name for name in METHODS if not callable(getattr(engine, name, None))]:
-            problem = f"made a {type(engine).__name__}, which lacks {', '.join(missing)}"
+        of = type(engine)
+        if missing := [name for name in METHODS if getattr(of, name, None) in (None, getattr(RolloutEngine, name))]:
+            problem = f"made a {of.__name__}, which lacks {', '.join(missing)}"
             raise UserError(ENGINE, own, problem, "Derive it from RolloutEngine of megatron_dppo/rollout/engine.py")
         return engine
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.config import LayoutConfig, LossConfig, replace
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, RolloutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.losses import token_losses
 from megatron_dppo.train import train
-from megatron_dppo.trainer.functions import objective_of
+from megatron_dppo.trainer.functions import engine_maker, objective_of
 from tests.ranks import RankPool
 from tests.runs import configure, rows, write_run
 
@@ -47,6 +47,13 @@ def root(tokens):
 
 def mistaken(tokens):
     return tokens.ratios
+
+from megatron_dppo.rollout.engine import RolloutEngine
+
+class Half(RolloutEngine):
+    def __init__(self, path, *, device, dtype, world): ...
+    def begin(self, prompts, sampling): ...
+    def update_weights(self, source, version): ...
 """
 
 
@@ -121,3 +128,10 @@ def test_what_an_objective_must_not_be_is_refused(name: str, problem: str, own: 
 def test_a_trust_region_and_an_objective_of_ones_own_exclude_each_other() -> None:
     with pytest.raises(UserError, match=r"loss\.trust_region = tv.*loss\.objective = a\.py:b"):
         LossConfig(objective="a.py:b", trust_region="tv").check()
+
+
+def test_an_engine_of_ones_own_without_what_a_run_asks_of_it_is_refused(own: Path) -> None:
+    make = engine_maker(Config(rollout=RolloutConfig(engine_function=f"{own}:Half")))
+    assert make is not None
+    with pytest.raises(UserError, match="made a Half, which lacks finish, sample_each, take_events"):
+        make("policy", device=None, dtype=None, world=None)
