@@ -241,6 +241,15 @@ def test_a_resumed_sampler_gives_as_many_completions_as_the_first_would_have() -
     assert first.state_dict() == resumed.state_dict()
 
 
+@pytest.mark.parametrize("rule", ["neyman", "threshold", "none"])
+def test_who_predicts_is_said_where_it_matters(rule: str) -> None:
+    accuracy = np.where(np.arange(8 * WINDOW) % 2 == 0, 1.0, 0.0)
+    sampler, said = PromptSampler(sampler_config(rule=rule), made_up_pool(8 * WINDOW)), []
+    for step in range(6):
+        said += sampler.remember(rolled_out(sampler.select(step), accuracy, seed=step)).notes
+    assert any("predicts prompts from now on" in note for note in said) == (rule == "neyman")
+
+
 def test_a_step_has_draws_of_its_own() -> None:
     """Which places of the window are kept differs from step to step, and is a function of the step alone."""
     order, sampler = PromptOrder([WINDOW], 3), PromptSampler(sampler_config(), made_up_pool(WINDOW))
