@@ -100,7 +100,12 @@ def test_conversations_of_environments_and_of_several_sequences_are_trained_on_a
         run.mkdir()
         (run / "guess_game.py").write_text(GAME)
         settings += ["data.train=verifiers", "data.verifiers.environment=guess_game", "data.verifiers.eval_problems=8"]
-        settings += ["reward.function=verifiers", "rollout.max_response_tokens=64", "data.chat_template=true"]
+        settings += [
+            "reward.function=verifiers",
+            "rollout.max_response_tokens=64",
+            "data.max_prompt_tokens=64",
+            "data.chat_template=true",
+        ]
     for steps in (1, 2):
         finish(start(run, served_policy, *settings, f"run.steps={steps}", secret=server.secret), run)
     steps = rows(run)
