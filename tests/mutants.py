@@ -1649,7 +1649,7 @@ MUTANTS = [
         "progress/bars where nobody looks",
         "if not (shown and sys.stderr.isatty()):",
         "if not shown:",
-        "observe/test_progress.py -k elsewhere",
+        "process/test_progress.py -k elsewhere",
     ),
     # The estimate of what a run needs.
     Mutant(

@@ -15,7 +15,7 @@ import torch
 
 from megatron_dppo.bridge.chunks import Chunk
 from megatron_dppo.bridge.convert import LIMITS, TOKENS, logits_dtype, stored_chunks
-from megatron_dppo.bridge.convert_commands import check_out, in_place, naming, positive, progress_bar
+from megatron_dppo.bridge.convert_commands import check_out, in_place, naming, positive
 from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, plan_files
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
@@ -34,6 +34,7 @@ from megatron_dppo.hub import policy_folder
 from megatron_dppo.launch.start import run_again
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.parallel.world import initialize, shut_down
+from megatron_dppo.process.progress import progress
 from megatron_dppo.process.streams import quieten
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import assemble_frozen
@@ -181,7 +182,7 @@ class _Work:
         parts = {"layers": cut.layers, "zero_attention": cut.silenced}
         record = {**done, "from": chosen.named, **parts, **weights, **losses}
         with in_place(chosen.out) as draft:
-            with progress_bar("writing", self.plan.total_bytes) as advance:
+            with progress("writing", self.plan.total_bytes, unit="bytes") as advance:
                 work = {"record": record, "workers": chosen.workers, "advance": advance}
                 write_cut(self.tensors, chosen.source, shape, cut, self.plan, draft, **work)
             apart = verify(draft, shape, cut) if verify else None
