@@ -1646,6 +1646,12 @@ MUTANTS = [
         "launch/test_job_script.py -k whole",
     ),
     Mutant(
+        "progress/what was done before tells how fast it is",
+        "(total - so_far) / (so_far - done)",
+        "(total - so_far) / so_far",
+        "process/test_progress.py -k start",
+    ),
+    Mutant(
         "progress/bars where nobody looks",
         "if not (shown and sys.stderr.isatty()):",
         "if not shown:",
@@ -1854,9 +1860,45 @@ MUTANTS = [
     ),
     Mutant(
         "compress/shards: the loss of one replica",
-        "[part for of_rank in world.gather(mine) for part in of_rank]",
-        "world.gather(mine)[0]",
+        'torch.stack(world.gather(mine["logprobs"])).sum(0)',
+        'mine["logprobs"]',
         "compress/test_layouts.py -k experts",
+    ),
+    Mutant(
+        "compress/passes: one goes on without the sums of what it read",
+        "        _fill(sums, kept)\n",
+        "        pass\n",
+        "compress/test_resume.py -k any_batch",
+    ),
+    Mutant(
+        "compress/passes: those that were done are read again",
+        "if number < len(self._finished):",
+        "if False:",
+        "compress/test_resume.py -k any_batch",
+    ),
+    Mutant(
+        "compress/passes: sums of anything else will do",
+        'if kept["asked"].get(name) != self._asked[name]}',
+        "if False}",
+        "compress/test_resume.py -k no_use",
+    ),
+    Mutant(
+        "compress/passes: ranks go on from different places",
+        "set.intersection(*self._ranks.gather(set(found)))",
+        "set(found)",
+        "compress/test_resume.py -k written_less",
+    ),
+    Mutant(
+        "compress/passes: the sums before are overwritten",
+        "self._slot, self._due = 1 - self._slot, time.monotonic()",
+        "self._due = time.monotonic()",
+        "compress/test_resume.py -k written_less",
+    ),
+    Mutant(
+        "compress/passes: sums stay beside what was made of them",
+        "        forget(chosen.out)\n",
+        "",
+        "compress/test_resume.py -k command_that",
     ),
     Mutant(
         "compress/law: squares where the law takes absolute values",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
+import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,17 @@ import torch
 
 from megatron_dppo.bridge.chunks import Chunk
 from megatron_dppo.bridge.convert import LIMITS, TOKENS, logits_dtype, stored_chunks
-from megatron_dppo.bridge.convert_commands import check_out, in_place, naming, positive
+from megatron_dppo.bridge.convert_commands import check_out, in_place, naming
+from megatron_dppo.bridge.fingerprint import fingerprint
 from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, plan_files
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
-from megatron_dppo.bridge.safetensors_files import check_weights
+from megatron_dppo.bridge.safetensors_files import check_weights, stored_tensors
 from megatron_dppo.compress.absence import as_cut
-from megatron_dppo.compress.calibration import BATCH_TOKENS, batches, draw, read_sequences
+from megatron_dppo.compress.calibration import BATCH_TOKENS, batches, digest_of_answers, draw, read_sequences
 from megatron_dppo.compress.choose import NO_CALIBRATION, SCORES, Recipe, choose
-from megatron_dppo.compress.cut import MULTIPLE, Cut
+from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.live import Live
+from megatron_dppo.compress.passes import Passes, Ranks, forget, scoring
 from megatron_dppo.compress.reader import Reader, Whole
 from megatron_dppo.compress.surgery import write_cut
 from megatron_dppo.config import Config, replace
@@ -42,58 +44,8 @@ from megatron_dppo.trainer.assemble import assemble_frozen
 MAX_SHARD_BYTES = 5 * 10**9
 WHOLE_ALONE = ("shapley-logits", "in-a-row")
 """Scores that need the whole policy in one process: all logits, or streams of layers that lie far apart."""
-SHARE = "share of the weights of all layers that is left, embeddings aside"
 ROUNDING = 512
 """Tokens that a pack has room for besides: sequences and packs are rounded up to what the layout divides."""
-
-
-def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``megatron-dppo compress``."""
-    parser.add_argument(
-        "source",
-        metavar="MODEL",
-        type=Path,
-        help="the larger policy: a Hugging Face directory, a run, or an id on the hub",
-    )
-    parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
-    parser.add_argument("--keep", type=float, required=True, help=SHARE)
-    what = "what goes: layers, units of feed-forward layers, groups of query heads, or units and some attention (2ssp)"
-    parser.add_argument("--method", choices=list(SCORES), default="width", help=f"{what} (default: %(default)s)")
-    scores = "; ".join(f"{method}: {', '.join(names)}" for method, names in SCORES.items())
-    parser.add_argument("--score", help=f"what is kept; the first is the default. {scores}")
-    add_calibration_arguments(parser)
-    layout = (
-        "score in shards on many ranks, started here or by torchrun or srun: layout.* without layout., as tp=8,pp=2"
-    )
-    parser.add_argument("--layout", metavar="A=N,…", help=layout)
-    verify = "load what was written, and compare its logits with those of MODEL without the parts that are gone"
-    parser.add_argument("--verify", action="store_true", help=verify)
-    dry_run = "check everything, print what would be written, and stop"
-    parser.add_argument("--dry-run", action="store_true", help=dry_run)
-    parser.add_argument("--overwrite", action="store_true", help="replace a model directory that stands there")
-
-
-def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that ``compress`` and ``compress sweep`` share."""
-    calibrate = "prompts with responses that parts are scored on: the --out folder of `megatron-dppo eval`, or a file"
-    parser.add_argument("--calibrate", metavar="FOLDER|FILE", type=Path, help=calibrate)
-    for side, name in (("prompt", "prompt"), ("response", "response")):
-        column = f"column of {side}s, of a file (default: %(default)s)"
-        parser.add_argument(f"--{side}-key", metavar="COLUMN", default=name, help=column)
-    parser.add_argument("--chat-template", action="store_true", help="put a file's prompts in the chat template")
-    count = "sequences to score on; as many others measure the loss (default: %(default)s)"
-    parser.add_argument("--sequences", metavar="N", type=positive(int), default=256, help=count)
-    longest = "of a sequence; the end of longer ones is left out (default: %(default)s)"
-    parser.add_argument("--max-tokens", metavar="N", type=positive(int), default=2048, help=longest)
-    multiple = "of which a feed-forward layer's width is one: 128 for each tensor-parallel rank (default: %(default)s)"
-    parser.add_argument("--multiple", metavar="N", type=positive(int), default=MULTIPLE, help=multiple)
-    zeros = "write attention that 2ssp removes as zeros, which keep their size: config.json cannot say that it is gone"
-    parser.add_argument("--zero-attention", action="store_true", help=zeros)
-    parser.add_argument("--seed", type=int, default=1, help="of the sequences that are drawn, and of random scores")
-    workers = min(4, os.cpu_count() or 1)
-    parser.add_argument(
-        "--workers", type=positive(int), default=workers, help="threads that write (default: %(default)s)"
-    )
 
 
 def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
@@ -111,16 +63,19 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         return run_again(words, _config(chosen), partial(_compress_in_shards, chosen))
     work = _Work.of(chosen)
     work.check_out()
-    scored, others = (
-        list(batches(of, max_tokens=chosen.max_tokens, device=device())) for of in calibration(chosen, work.recipe)
-    )
+    scored, others = calibration(chosen, work.recipe)
     if chosen.dry_run:
         work.say_what_would_be_done()
         return 0
-    shape, recipe, asked = work.shape, work.recipe, work.recipe.score != "random" or scored or chosen.verify
-    model = load_whole(chosen.source, shape, work.plan.dtype) if asked else None
-    cut = choose(Whole(model, shape, scored), shape, recipe, say=partial(print, file=sys.stderr, flush=True))
-    losses = _losses(Whole(model, shape, others or scored), cut) if scored else {}
+    asked = work.recipe.score != "random" or scored or chosen.verify
+    model: Any = load_whole(chosen.source, work.shape, work.plan.dtype) if asked else None
+
+    def reader(answers: Sequence[WorkedAnswer], passes: Passes) -> Reader:
+        read = list(batches(answers, max_tokens=chosen.max_tokens, device=device()))
+        return Whole(model, work.shape, read, passes)
+
+    depends_on = work.depends_on(scored, others, model.dtype if asked else None)
+    cut, losses = work.score(reader, scored, others, depends_on)
     work.write(cut, losses, of_others=bool(others), verify=partial(_verify, model) if chosen.verify else None)
     return 0
 
@@ -161,6 +116,50 @@ class _Work:
         size = f"{self.plan.total_bytes / 2**20:,.1f} MiB in {len(self.plan.files)} files"
         print(f"{self.chosen.out}: {size}; nothing has been written")
 
+    def depends_on(
+        self, scored: Sequence[WorkedAnswer], others: Sequence[WorkedAnswer], dtype: Any, layout: Any = None
+    ) -> dict[str, Any]:
+        """What sums depend on, by its name for messages. Reads a little of the weights."""
+        with naming("MODEL"):
+            files = sorted({tensor.file for tensor in stored_tensors(self.chosen.source).values()})
+            weights = fingerprint(self.chosen.source, None)
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        config = (self.chosen.source / "config.json").read_bytes()
+        options = {f"--{name.replace('_', '-')}": value for name, value in asdict(self.recipe).items()}
+        return {
+            "MODEL": hashlib.sha256(f"{weights} {stats}".encode() + config).hexdigest(),
+            "--calibrate": [digest_of_answers(answers) for answers in (scored, others)],
+            "--max-tokens": self.chosen.max_tokens,
+            "--layout": str(layout),
+            "type of the weights": str(dtype),
+            **options,
+        }
+
+    def score(
+        self,
+        reader: Callable[[Sequence[WorkedAnswer], Passes], Reader],
+        scored: Sequence[WorkedAnswer],
+        others: Sequence[WorkedAnswer],
+        depends_on: Mapping[str, Any],
+        ranks: Ranks | None = None,
+    ) -> tuple[Cut, dict[str, float]]:
+        """What is kept, and the losses before and after, if there are sequences. Collective.
+
+        Args:
+            reader: makes what reads some of the sequences.
+            others: that the losses are of, if there are any.
+            depends_on: see there; the same on every rank.
+        """
+        read = self.recipe.passes(self.shape) * len(scored) + 2 * len(others or scored)
+
+        def say(text: str) -> None:
+            if ranks is None or ranks.rank == 0:
+                print(text, file=sys.stderr, flush=True)
+
+        with scoring(self.chosen.out, depends_on, read, ranks) as passes:
+            cut = choose(reader(scored, passes), self.shape, self.recipe, say=say)
+            return cut, _losses(reader(others or scored, passes), cut) if scored else {}
+
     def write(
         self,
         cut: Cut,
@@ -186,6 +185,7 @@ class _Work:
                 work = {"record": record, "workers": chosen.workers, "advance": advance}
                 write_cut(self.tensors, chosen.source, shape, cut, self.plan, draft, **work)
             apart = verify(draft, shape, cut) if verify else None
+        forget(chosen.out)
         print(_summary(shape, cut))
         if losses:
             on = "other sequences than those scored" if of_others else "the sequences scored, as there are no others"
@@ -216,12 +216,11 @@ def _compress_in_shards(chosen: argparse.Namespace, config: Config) -> None:
     else:
         parts = assemble_frozen(config, world, temperature=1.0)
 
-        def say(text: str) -> None:
-            if world.leads:
-                print(text, file=sys.stderr, flush=True)
+        def reader(answers: Sequence[WorkedAnswer], passes: Passes) -> Reader:
+            return Live(parts, answers, chosen.max_tokens, passes)
 
-        cut = choose(Live(parts, scored, chosen.max_tokens), work.shape, work.recipe, say=say)
-        losses = _losses(Live(parts, others or scored, chosen.max_tokens), cut)
+        depends_on = world.from_leader(lambda: work.depends_on(scored, others, config.model.dtype, world.layout))
+        cut, losses = work.score(reader, scored, others, depends_on, world)
         world.from_leader(lambda: work.write(cut, losses, of_others=bool(others)))
     shut_down()
 

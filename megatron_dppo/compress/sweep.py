@@ -11,7 +11,6 @@ Everything lies under one folder, and what is there is not done again::
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
@@ -28,11 +27,11 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.bridge.convert_commands import naming, positive
+from megatron_dppo.bridge.convert_commands import naming
 from megatron_dppo.bridge.safetensors_files import stored_tensors
-from megatron_dppo.compress.calibration import draw, read_sequences
+from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
 from megatron_dppo.compress.choose import SCORES, Recipe
-from megatron_dppo.compress.command import SHARE, add_calibration_arguments, compress, device, load_whole
+from megatron_dppo.compress.command import compress, device, load_whole
 from megatron_dppo.compress.surgery import RECORD
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.data.tokenizer import load_tokenizer
@@ -53,25 +52,6 @@ SAME = ("calibrate", "prompt_key", "response_key", "chat_template", "sequences",
 """Options that every row of a sweep has in common, besides the policy and CONFIG."""
 
 Row = dict[str, Any]
-
-
-def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``megatron-dppo compress sweep``."""
-    source = "the larger policy: a Hugging Face directory, a run, or an id on the hub"
-    parser.add_argument("source", metavar="MODEL", type=Path, help=source)
-    again = "folder for policies and figures; run again, it goes on from what is there"
-    parser.add_argument("out", metavar="OUT", type=Path, help=again)
-    parser.add_argument("--keep", metavar="SHARE", type=float, nargs="+", required=True, help=f"{SHARE}: each of these")
-    methods = "or METHOD:SCORE, see `megatron-dppo compress --help` (default: width depth)"
-    parser.add_argument("--methods", metavar="METHOD", nargs="+", default=["width", "depth"], help=methods)
-    add_calibration_arguments(parser)
-    config = "with which policies are asked and recovered: a YAML file, and settings that override what it says"
-    parser.add_argument("--config", metavar="CONFIG a.b=c", nargs="+", help=config)
-    recover = "steps of sft to recover by, each a run of its own, until one is enough (default: no recovery)"
-    parser.add_argument("--recover", metavar="STEPS", type=positive(int), nargs="+", default=[], help=recover)
-    enough = "share of the whole policy's accuracy that counts as recovered (default: %(default)s)"
-    parser.add_argument("--enough", metavar="SHARE", type=float, default=0.95, help=enough)
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def sweep(chosen: Namespace) -> None:
@@ -106,7 +86,7 @@ def sweep(chosen: Namespace) -> None:
         "model": named,
         **{name: _plain(getattr(chosen, name)) for name in SAME},
         "settings": flat(load_config(chosen.config[0], chosen.config[1:])) if chosen.config else None,
-        "content of --calibrate": _digest_of_answers(answers),
+        "content of --calibrate": digest_of_answers(answers),
         "content of MODEL": _digest_of_model(source),
     }
     with closing(FolderLock(chosen.out, "OUT")), redirect_stdout(sys.stderr):
@@ -145,13 +125,6 @@ def _digest_of_model(folder: Path) -> str:
     for file in (folder / "config.json", *weights):
         with file.open("rb") as opened:
             seen.update(hashlib.file_digest(opened, "blake2b").digest())
-    return seen.hexdigest()
-
-
-def _digest_of_answers(answers: Sequence[WorkedAnswer]) -> str:
-    seen = hashlib.blake2b(digest_size=16)
-    for ids in (ids for answer in answers for ids in (answer.prompt_ids, answer.response_ids)):
-        seen.update(len(ids).to_bytes(8) + ids.tobytes())
     return seen.hexdigest()
 
 
