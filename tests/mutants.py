@@ -1938,9 +1938,15 @@ MUTANTS = [
     ),
     Mutant(
         "compress/sweep: what was measured is measured again",
-        'if "tokens_per_second" not in row:',
-        "if True:",
+        'if "tokens_per_second" not in row and',
+        "if True and",
         "compress/test_sweep.py -k again",
+    ),
+    Mutant(
+        "compress/sweep: the whole policy is loaded in one process beside a layout",
+        'if "tokens_per_second" not in row and self.chosen.layout is None:',
+        'if "tokens_per_second" not in row and True:',
+        "compress/test_sweep.py -k in_shards",
     ),
     Mutant(
         "compress/sweep: every budget is spent",

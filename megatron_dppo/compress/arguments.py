@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.bridge.convert_commands import positive
 from megatron_dppo.compress.choose import SCORES
 from megatron_dppo.compress.cut import MULTIPLE
 
+SOURCE = "the larger policy: a Hugging Face directory, a run, or an id on the hub"
 SHARE = "share of the weights of all layers that is left, embeddings aside"
 
 
 def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``megatron-dppo compress``."""
-    parser.add_argument(
-        "source",
-        metavar="MODEL",
-        type=Path,
-        help="the larger policy: a Hugging Face directory, a run, or an id on the hub",
-    )
+    parser.add_argument("source", metavar="MODEL", type=Path, help=SOURCE)
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
     parser.add_argument("--keep", type=float, required=True, help=SHARE)
     what = "what goes: layers, units of feed-forward layers, groups of query heads, or units and some attention (2ssp)"
@@ -37,8 +35,7 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``megatron-dppo compress sweep``."""
-    source = "the larger policy: a Hugging Face directory, a run, or an id on the hub"
-    parser.add_argument("source", metavar="MODEL", type=Path, help=source)
+    parser.add_argument("source", metavar="MODEL", type=Path, help=SOURCE)
     again = "folder for policies and figures; run again, it goes on from what is there"
     parser.add_argument("out", metavar="OUT", type=Path, help=again)
     parser.add_argument("--keep", metavar="SHARE", type=float, nargs="+", required=True, help=f"{SHARE}: each of these")
@@ -75,7 +72,21 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=positive(int), default=workers, help="threads that write (default: %(default)s)"
     )
-    layout = (
-        "score in shards on many ranks, started here or by torchrun or srun: layout.* without layout., as tp=8,pp=2"
-    )
+    layout = "score in shards on many ranks: layout.* without layout., as tp=8,pp=2"
     parser.add_argument("--layout", metavar="A=N,…", help=layout)
+
+
+def options_of_both(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Of :func:`add_calibration_arguments`, what was given."""
+    parser = argparse.ArgumentParser()
+    add_calibration_arguments(parser)
+    return {name: getattr(chosen, name) for name in vars(parser.parse_args([]))}
+
+
+def as_words(options: Mapping[str, Any]) -> list[str]:
+    """As they are typed. One that is None was not given."""
+    words = []
+    for name, value in options.items():
+        if value is not None and value is not False:
+            words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}"))
+    return words

@@ -119,7 +119,8 @@ class _Work:
     def depends_on(
         self, scored: Sequence[WorkedAnswer], others: Sequence[WorkedAnswer], dtype: Any, layout: Any = None
     ) -> dict[str, Any]:
-        """What sums depend on, by its name for messages. Reads a little of the weights."""
+        """What sums depend on, by its name for messages. Of the weights only a little is read, and their files' times
+        tell the rest: a command that is run again should not have to read all of them twice."""
         with naming("MODEL"):
             files = sorted({tensor.file for tensor in stored_tensors(self.chosen.source).values()})
             weights = fingerprint(self.chosen.source, None)
@@ -231,19 +232,27 @@ def _config(chosen: argparse.Namespace) -> Config:
     Raises:
         UserError: naming the option, or the setting of the layout.
     """
-    score = chosen.score or SCORES[chosen.method][0]
     if chosen.verify:
         raise UserError("--verify", "true", "loads the whole policy in one process", "Leave it out with --layout")
-    if score in WHOLE_ALONE:
-        remedy = "Give another --score, or leave --layout out"
-        raise UserError("--score", score, "compares what no rank has all of under a layout", remedy)
-    config = load_config(None, [f"layout.{setting}" for setting in chosen.layout.split(",")])
+    config = check_in_shards(chosen.score or SCORES[chosen.method][0], chosen.layout)
     with naming("MODEL"):
         stored = {of.dtype for of in check_weights(chosen.source, read_shape(chosen.source)).values()}
     dtype = "bf16" if stored == {torch.bfloat16} and torch.cuda.is_available() else "fp32"
     tokens = max(BATCH_TOKENS, chosen.max_tokens) + ROUNDING
     model = replace(config.model, path=str(chosen.source), dtype=dtype)
     return replace(config, model=model, pack=replace(config.pack, max_tokens=tokens, share_prefixes="off"))
+
+
+def check_in_shards(score: str, layout: str) -> Config:
+    """Settings with a layout, as ``--layout`` has it.
+
+    Raises:
+        UserError: naming ``--score``, if that is not known under a layout, or the setting.
+    """
+    if score in WHOLE_ALONE:
+        remedy = "Give another --score, or leave --layout out"
+        raise UserError("--score", score, "compares what no rank has all of under a layout", remedy)
+    return load_config(None, [f"layout.{setting}" for setting in layout.split(",")])
 
 
 def calibration(chosen: argparse.Namespace, recipe: Recipe) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:
