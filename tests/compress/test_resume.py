@@ -6,9 +6,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,27 +28,11 @@ from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.trainer.assemble import assemble_frozen
-from tests.ranks import RankPool
+from tests.ranks import RankPool, forks
 
 SMALL = 16
 """Tokens of a batch or a pack, of which the four sequences make two or more."""
-DYING = """
-import os, sys
-from contextlib import contextmanager
-from megatron_dppo.compress import calibration, passes
-calibration.BATCH_TOKENS, passes.KEEP_EVERY_S, left = {small}, 0.0, int(os.environ["WRITES_LEFT"])
-@contextmanager
-def dying(file, replacing_file=passes.replacing_file):
-    global left
-    with replacing_file(file) as partial:
-        yield partial
-        left -= 1
-        if left < 0 and os.environ.get("RANK") in (None, "1"):
-            os.kill(os.getpid(), 9)
-passes.replacing_file = dying
-from megatron_dppo.cli import main
-sys.exit(main(sys.argv[3:]))
-"""
+ROOT = Path(__file__).parents[2]
 
 
 class KilledError(Exception):
@@ -61,13 +46,21 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "BATCH_TOKENS", SMALL)
 
 
-@pytest.fixture
-def dying(tmp_path: Path) -> Path:
-    """Python that is killed while it writes sums, when it has written them ``WRITES_LEFT`` times."""
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{DYING.format(small=SMALL)}' \"$@\"\n")
-    program.chmod(0o755)
-    return program
+def dying_command(words: list[str], writes: int) -> None:
+    """A command that is killed while it writes sums, when it has written them so many times; of ranks the second."""
+    left, replacing_file = writes, passes.replacing_file
+
+    @contextmanager
+    def dying(file: Path) -> Iterator[Path]:
+        nonlocal left
+        with replacing_file(file) as partial:
+            yield partial
+            left -= 1
+            if left < 0 and os.environ.get("RANK") in (None, "1"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    passes.replacing_file, passes.KEEP_EVERY_S, calibration.BATCH_TOKENS = dying, 0.0, SMALL
+    sys.exit(main(words))
 
 
 @pytest.fixture(scope="module")
@@ -195,14 +188,16 @@ def made(out: Path) -> tuple[bytes, bytes]:
 
 
 def test_a_command_that_was_killed_goes_on(
-    policy: Path, sequences: Path, dying: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    policy: Path, sequences: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """2ssp has passes of activity, of losses without attention that depend on each other, and of two losses."""
     ours = shutil.copytree(policy, tmp_path / "policy")
     assert main(command(ours, tmp_path / "whole", sequences)) == 0
     _, all_read = of_command(capfd)
-    killed = [dying, "-m", "megatron_dppo", *command(ours, tmp_path / "out", sequences)]
-    assert subprocess.run(killed, env={**os.environ, "WRITES_LEFT": "9"}, check=False).returncode == -9
+    killed = forks().Process(target=dying_command, args=(command(ours, tmp_path / "out", sequences), 9))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     folder = tmp_path / ".out.scoring"
     assert folder.is_dir() and not (tmp_path / "out").exists()
     shutil.copytree(folder, tmp_path / ".other.scoring")
@@ -221,16 +216,19 @@ def test_a_command_that_was_killed_goes_on(
 
 
 def test_ranks_that_were_killed_go_on_to_what_one_process_writes(
-    policy: Path, sequences: Path, dying: Path, tmp_path: Path,
+    policy: Path, sequences: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     assert main(command(policy, tmp_path / "whole", sequences)) == 0
     whole = json.loads((tmp_path / "whole" / "compress.json").read_text())
     _, all_read = of_command(capfd)
     words = [*command(policy, tmp_path / "out", sequences), "--layout", "tp=2,dp=1"]
+    ours = "import sys; from tests.compress.test_resume import dying_command; dying_command(sys.argv[3:], 4)"
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nPYTHONPATH='{ROOT}' exec {sys.executable} -c '{ours}' \"$@\"\n")
+    program.chmod(0o755)
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "executable", str(dying))
-        patch.setenv("WRITES_LEFT", "4")
+        patch.setattr(sys, "executable", str(program))
         assert main(words) == 137
     capfd.readouterr()
     assert main(words) == 0
