@@ -30,6 +30,7 @@ Sums = dict[Any, torch.Tensor]
 """What a pass adds to, by name, on the CPU."""
 
 KEEP_EVERY_S = 30.0
+"""Between two times that sums are written."""
 FORM = 1
 """Of what is kept, and of the order of passes. What another version of this package has kept in another is not used."""
 
