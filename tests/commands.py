@@ -2,7 +2,7 @@
 
 A command of one rank runs in its own process to the end, and so in the fork. One of several ranks starts them as it
 always does, each a process with an environment, a session and files of its own; but they begin where all is imported,
-too. Commands that must do without torch are to be typed.
+too. So do the ranks of a script, which is a function here. Commands that must do without torch are to be typed.
 """
 
 from __future__ import annotations
@@ -83,6 +83,28 @@ class Command:
         if self.before:
             self.before()
         sys.exit(_exit_code(partial(_python, self.words)))
+
+
+def run_script(function: Callable[..., object], *arguments: object, log: Path) -> None:
+    """Call a function of a module as a script that starts ranks, in a process of its own.
+
+    Args:
+        function: may fail by an assertion.
+        arguments: of it.
+        log: gets all that it and its ranks say.
+
+    Raises:
+        AssertionError: it did not come to its end, with all that was said.
+    """
+    script = Command(["python", "-c", ""], log, before=partial(function, *arguments))
+    assert script.exit_code() == 0, log.read_text()
+
+
+def run_command(command: Sequence[str], *, log: Path, **_: object) -> subprocess.CompletedProcess[bytes]:
+    """What ``subprocess.run`` gives of ``python -m megatron_dppo …``, for code that runs commands itself."""
+    assert list(command[1:3]) == ["-m", "megatron_dppo"], command
+    code = Command(["megatron-dppo", *command[3:]], log).exit_code()
+    return subprocess.CompletedProcess(command, code)
 
 
 def _python(words: Sequence[str]) -> int:
