@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from tests.ranks import forks
 
-LIMIT_S = 240.0
+LIMIT_S = 300.0
 POPEN = subprocess.Popen
 PACKAGES = ("megatron_dppo", "tests")
 
