@@ -158,6 +158,8 @@ def _begin(main: Callable[[], int], environ: Mapping[str, str], held: Sequence[i
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)  # as Python does at its start
     os.environ.clear()
     os.environ.update(environ)
     subprocess.Popen = POPEN
