@@ -171,7 +171,7 @@ WAYS = (
         "servers",
         replace={
             "/opt/sglang/bin/python,-m,sglang.launch_server": "$SGLANG_PYTHON,tests/servers/sglang_cpu/server.py",
-            "rollout.launch.count=2 rollout.launch.tp=4": "rollout.launch.count=1 rollout.launch.tp=2",
+            "rollout.launch.count=2 rollout.launch.tp=4": "rollout.launch.count=1 rollout.launch.tp=1",
         },
         append=SMALL,
     ),
