@@ -253,37 +253,31 @@ def test_completions_cut_into_sequences_are_trained_on_as_whole_ones(ranks: Rank
         assert_same_update((whole, weights), reference, start, name)
 
 
-SECOND: dict[str, dict[str, Any]] = {
-    "gspo": {"clip_low": 0.02, "clip_high": 0.02},
-    "gmpo": {"clip_low": 0.02, "clip_high": 0.02},
-    "cispo": {"clip_high": 0.02, "mask_below": 1e-12, "tis_level": "sequence"},
-    "sapo": {"mask_below": 0.05, "mask_above": 1.0},
-    "rloo": {"trust_region": "tv", "clip_low": 0.02},
-    "reinforce_pp": {"clip_low": 0.02, "clip_high": 0.02},
-    "reinforce_pp_baseline": {"trust_region": "kl"},
-}
-"""Objectives whose second update clips or masks something."""
-
-
-@pytest.fixture(scope="module")
-def second_updates(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
-    """Metrics of two updates by each objective: alone, and in each layout of two ranks."""
-    path = write_policy(tmp_path_factory.mktemp("second"))
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in SECOND}
-    for layout in (ONE, *(LAYOUTS[name] for name in ("tp2 sp", "pp2", "cp2", "dp2"))):
-        losses = (LossConfig(name=name, updates_per_rollout=2, **settings) for name, settings in SECOND.items())
-        calls = ((learned, config_for(path, layout, loss, 64, distributed=True), False) for loss in losses)
-        for name, of_ranks in zip(SECOND, ranks.in_turn(size_of(layout), *calls), strict=True):
-            found[name].append(of_ranks[0][0])
-    return found
-
-
-@pytest.mark.parametrize("name", SECOND)
-def test_a_second_update_depends_on_no_layout(name: str, second_updates: dict[str, list[dict[str, float]]]) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "gspo", "clip_low": 0.02, "clip_high": 0.02},
+        {"name": "gmpo", "clip_low": 0.02, "clip_high": 0.02},
+        {"name": "cispo", "clip_high": 0.02, "mask_below": 1e-12, "tis_level": "sequence"},
+        {"name": "sapo", "mask_below": 0.05, "mask_above": 1.0},
+        {"name": "rloo", "trust_region": "tv", "clip_low": 0.02},
+        {"name": "reinforce_pp", "clip_low": 0.02, "clip_high": 0.02},
+        {"name": "reinforce_pp_baseline", "trust_region": "kl"},
+    ],
+    ids=lambda settings: settings["name"],
+)
+def test_a_second_update_depends_on_no_layout(settings: dict[str, Any], ranks: RankPool, tmp_path: Path) -> None:
     """There ratios, some of which are of whole sequences, differ from 1, and some are clipped or masked."""
-    alone, *shared = second_updates[name]
+    loss = LossConfig(updates_per_rollout=2, **settings)
+    path = write_policy(tmp_path)
+
+    def in_layouts(size: int, *layouts: LayoutConfig) -> list[Update]:
+        configs = [config_for(path, layout, loss, 64, distributed=True) for layout in layouts]
+        return [results[0] for results in ranks.in_turn(size, *((learned, config, False) for config in configs))]
+
+    [alone] = in_layouts(1, ONE)
     cut = ("train/pg_clipfrac", "train/tis_clipfrac")
-    assert 0.0 < sum(alone[metric] for metric in cut) < 0.9
-    for metrics in shared:
-        for metric in ("train/loss", "train/grad_norm", *cut):
-            assert metrics[metric] == pytest.approx(alone[metric], rel=1e-4), metric
+    assert 0.0 < sum(alone[0][name] for name in cut) < 0.9
+    for shared in in_layouts(2, *(LAYOUTS[name] for name in ("tp2 sp", "pp2", "cp2", "dp2"))):
+        for name in ("train/loss", "train/grad_norm", *cut):
+            assert shared[0][name] == pytest.approx(alone[0][name], rel=1e-4), name
