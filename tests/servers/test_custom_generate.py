@@ -16,7 +16,7 @@ from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.custom import _read_all, _sampling_params, conversations_of
 from tests.runs import rows
 from tests.servers.real import Kind, RealServer, RealServers
-from tests.servers.test_training import AGREES, Start, finish, given, start  # noqa: F401
+from tests.servers.test_training import AGREES, Start, ended, finish, given, start  # noqa: F401
 
 FILE = Path(__file__).parent / "calculator.py"
 TOOL, FIRST_TURN = "=7\n", 6
@@ -136,7 +136,7 @@ def test_a_function_that_cannot_be_trained_on_ends_the_run_in_words(
     run = tmp_path / "run"
     setting = f"rollout.custom_generate={FILE}:{function}"
     process = start(run, served_policy, *given(sglang_tp1), setting, "run.steps=1", secret=sglang_tp1.secret)
-    assert process.wait(120) == 2
+    assert ended(process) == 2
     log = " ".join((run / "log").read_text().split())
     assert f"rollout.custom_generate = {FILE}:{function}" in log and words in log
 
