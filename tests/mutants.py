@@ -115,6 +115,12 @@ MUTANTS = [
         "launch/test_check.py::test_the_word_after_check_is_not_swallowed",
     ),
     Mutant(
+        "check/stops at the first setting that is wrong",
+        "mistakes += _explain(error)",
+        "mistakes += _explain(error)[:1]",
+        "launch/test_check.py",
+    ),
+    Mutant(
         "check/columns",
         "if lacking := [name for name in wanted if name not in columns]:",
         "if lacking := [name for name in wanted if not columns]:",
@@ -2022,8 +2028,8 @@ MUTANTS = [
     Mutant("hub/some of several files", "sets[name] == count for name", "True for name", "test_hub.py"),
     Mutant(
         "settings/the first type's error",
-        'max(of_setting, key=lambda each: len(each["loc"]))',
-        "of_setting[0]",
+        'max(details, key=lambda each: len(each["loc"]))',
+        "details[0]",
         "test_settings.py",
     ),
     Mutant(
