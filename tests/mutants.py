@@ -121,6 +121,12 @@ MUTANTS = [
         "launch/test_check.py",
     ),
     Mutant(
+        "api/functions lose their names",
+        "name, module = function.__name__ if own else what, function.__module__",
+        "name, module = what, function.__module__",
+        "test_api.py::test_a_run_with_ones_own_functions_tells_of_every_step_and_is_evaluated",
+    ),
+    Mutant(
         "check/columns",
         "if lacking := [name for name in wanted if name not in columns]:",
         "if lacking := [name for name in wanted if not columns]:",
