@@ -133,6 +133,12 @@ MUTANTS = [
         "launch/test_check.py::test_functions_and_columns_that_do_not_fit_are_found_without_a_rank",
     ),
     Mutant(
+        "waiting/silence in a run",
+        "self._said(client.health(timeout_s), partial(silent, server))",
+        "client.health(timeout_s)",
+        "servers/test_waiting.py",
+    ),
+    Mutant(
         "waiting/silence",
         "began, wait_s, task = time.monotonic(), SAY_AFTER_S,",
         "began, wait_s, task = time.monotonic(), 90.0,",
