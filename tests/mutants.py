@@ -139,6 +139,12 @@ MUTANTS = [
         "servers/test_waiting.py",
     ),
     Mutant(
+        "waiting/asyncio complains of what was given up",
+        "task.add_done_callback(lambda done: done.cancelled() or done.exception())\n    return await work",
+        "return await work",
+        "servers/test_conversations.py::test_asyncio_says_nothing_of_what_was_given_up_and_failed",
+    ),
+    Mutant(
         "waiting/silence",
         "began, wait_s, task = time.monotonic(), SAY_AFTER_S,",
         "began, wait_s, task = time.monotonic(), 90.0,",
