@@ -127,6 +127,18 @@ MUTANTS = [
         "test_api.py::test_a_run_with_ones_own_functions_tells_of_every_step_and_is_evaluated",
     ),
     Mutant(
+        "export/adapters are merged without their scale",
+        "alpha=lora.alpha / lora.rank).to(dtype)",
+        "alpha=1.0).to(dtype)",
+        "test_lora.py::test_a_checkpoint_of_adapters_is_exported_for_peft_or_merged",
+    ),
+    Mutant(
+        "export/adapters are merged into another policy",
+        "if fingerprint(base, base if is_checkpoint else None) != adapters.fingerprint:",
+        "if False:",
+        "test_lora.py::test_adapters_are_merged_into_no_other_policy",
+    ),
+    Mutant(
         "check/columns",
         "if lacking := [name for name in wanted if name not in columns]:",
         "if lacking := [name for name in wanted if not columns]:",

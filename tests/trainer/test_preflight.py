@@ -18,7 +18,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.preflight import OVERHEAD, bytes_to_write, check_config, preflight
-from megatron_dppo.trainer.resume import STATE, Writer, read_state, write_state
+from megatron_dppo.trainer.writer import STATE, Writer, read_state, write_state
 from tests.bridge.directories import Sizes, write_qwen3_moe
 
 SMALL = ["data.max_prompt_tokens=32", "rollout.max_response_tokens=32", "pack.max_tokens=64"]
