@@ -139,6 +139,12 @@ MUTANTS = [
         "test_lora.py::test_adapters_are_merged_into_no_other_policy",
     ),
     Mutant(
+        "plan/the optimizer's state is left out of the disk",
+        "checkpoint=trained * (dtype + MASTER_AND_MOMENTS),",
+        "checkpoint=trained * dtype,",
+        "estimate/test_plan.py::test_text_and_json_say_the_same",
+    ),
+    Mutant(
         "check/columns",
         "if lacking := [name for name in wanted if name not in columns]:",
         "if lacking := [name for name in wanted if not columns]:",

@@ -29,8 +29,8 @@ from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.parallel.world import World
 from megatron_dppo.trainer.assemble import PolicyParts
 from megatron_dppo.trainer.checkpoint import Checkpoints
+from megatron_dppo.trainer.disk import disk_needed
 from megatron_dppo.trainer.learner import Learner
-from megatron_dppo.trainer.preflight import bytes_to_write
 from megatron_dppo.trainer.writer import STATE
 from tests.bridge.conversions import contents, weights
 from tests.bridge.directories import Sizes, write_qwen3_moe
@@ -330,5 +330,5 @@ def test_settings_that_cannot_be_are_refused_and_the_disk_is_asked_for_adapters_
         assert caught.value.setting == setting
     shape = PUBLISHED["qwen3-4b"]
     bare = replace(Config(), run=replace(Config().run, export=False))
-    whole, adapters = (bytes_to_write(config, shape, "train") for config in (bare, with_lora(bare)))
+    whole, adapters = (disk_needed(config, shape).total for config in (bare, with_lora(bare)))
     assert adapters < 0.01 * whole

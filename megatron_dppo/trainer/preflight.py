@@ -8,7 +8,6 @@ the machine: files, the policy, the disk.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,9 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
-from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
-from megatron_dppo.config import WEIGHT_BYTES, Config, DataConfig
+from megatron_dppo.config import Config, DataConfig
 from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.data.examples import Example, Source, example_of, read_examples, sources_of
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM, VERIFIERS
@@ -31,14 +29,11 @@ from megatron_dppo.observe.loggers import check_loggers
 from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_columns, check_labels, resolve
 from megatron_dppo.rollout.environment import check_turns
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
+from megatron_dppo.trainer.disk import disk_needed, size_text
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
 
 Check = Callable[[], object]
 """Raises UserError for the first thing that it finds wrong."""
-MASTER_AND_MOMENTS = 12
-"""Bytes per weight of the optimizer's state: an fp32 master copy and Adam's two moments."""
-OVERHEAD = 4 * 2**20
-"""Bytes of what lies around the weights: logs, the tokenizer, the picture."""
 
 
 def preflight(config: Config, command: Command) -> None:
@@ -362,35 +357,13 @@ def check_run_dir(folder: Path) -> None:
 def _check_room(config: Config, shape: PolicyShape, command: Command) -> None:
     folder = Path(config.run.dir)
     taken = sum(file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file())
-    needed, free = bytes_to_write(config, shape, command) - taken, shutil.disk_usage(_existing(folder)).free
+    needed, free = disk_needed(config, shape, command).total - taken, shutil.disk_usage(_existing(folder)).free
     if free < needed:
         fewer = "lower run.keep_checkpoints, " if command == "train" and config.run.keep_checkpoints > 1 else ""
-        problem = f"checkpoints and export will take about {_readable(needed)}, and {_readable(free)} are free there"
+        problem = f"checkpoints and export will take about {size_text(needed)}, and {size_text(free)} are free there"
         raise UserError("run.dir", folder, problem, f"Free some room, {fewer}or point run.dir at another disk")
-
-
-def bytes_to_write(config: Config, shape: PolicyShape, command: Command) -> int:
-    """The most that a run has on the disk at one time: checkpoints (those that it keeps, the best one, and one more
-    while the newest is being written) and the export."""
-    weights, dtype, run = parameters(shape), WEIGHT_BYTES[config.model.dtype], config.run
-    if command == "sft":
-        return weights * dtype + OVERHEAD
-    written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1
-    checkpoints = min(written, run.keep_checkpoints + run.keep_best + 1)
-    lora = config.model.lora
-    trained = parameters(shape, lora) if lora.rank else weights
-    exported = weights + (trained if lora.rank else 0) if run.export else 0
-    return trained * (dtype + MASTER_AND_MOMENTS) * checkpoints + exported * dtype + OVERHEAD
 
 
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest thing above it that exists."""
     return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-
-
-def _readable(size: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
