@@ -145,6 +145,12 @@ MUTANTS = [
         "estimate/test_plan.py::test_text_and_json_say_the_same",
     ),
     Mutant(
+        "report/a ratio's interval is of the seeds' own spread",
+        "logs = [log(seconds[other] / seconds[one]) for one, other in pairs]",
+        "logs = [log(seconds[other] / seconds[pairs[0][0]]) for one, other in pairs]",
+        "report/test_figures.py::test_runs_that_differ_by_their_seed_alone_are_compared_with_an_interval",
+    ),
+    Mutant(
         "check/columns",
         "if lacking := [name for name in wanted if name not in columns]:",
         "if lacking := [name for name in wanted if not columns]:",

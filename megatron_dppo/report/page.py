@@ -18,6 +18,7 @@ from megatron_dppo import __version__
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.palette import PALETTE, SAME
 from megatron_dppo.process.files import replacing_file
+from megatron_dppo.report.arms import ratios, why_no_interval
 from megatron_dppo.report.axes import duration, say
 from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.frontier import frontier
@@ -27,6 +28,9 @@ from megatron_dppo.report.run import Run, data_of, read_runs
 from megatron_dppo.report.tables import benchmarks, options, sample_answers
 from megatron_dppo.report.timing import Race, race, timing
 from megatron_dppo.rl.types import Floats
+
+MOST_ARMS = 3
+"""That are compared in the headline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ def page(runs: Sequence[Run], price: float | None = None) -> str:
         runs=runs,
         headlines=[(run, _what(run), _state(run), list(_figures(run))) for run in runs],
         outcome=(outcome := race(runs)),
+        few=outcome is not None and len(outcome.arms) <= MOST_ARMS,
         measured=list(_measured(outcome)) if outcome else [],
         sections=sections,
         palette=Markup(_css()),
@@ -146,17 +151,24 @@ def _state(run: Run) -> str:
 
 
 def _measured(outcome: Race) -> Iterator[Figure]:
-    """What was measured of runs is written larger than any estimate: each of them over the first one."""
+    """What was measured of runs is written larger than any estimate: each arm over the first one."""
     of = {"a step": outcome.pace}
     if outcome.target is not None:
         of[f"to {say(outcome.target, 'share')}"] = outcome.reached
     for what, seconds in of.items():
-        first, *others = seconds
-        for name in others:
-            if seconds[first]:
-                value = say(seconds[name] / seconds[first], "times")
-                about = f"{name}'s time over {first}'s, one run each; below 1 {name} is faster"
-                yield Figure(f"{what}, measured", value, about)
+        for arm, _, ratio in ratios(outcome.arms, seconds):
+            if ratio is None:
+                continue
+            name, value, sure = (
+                arm.first,
+                say(ratio.value, "times"),
+                f"{why_no_interval((outcome.arms[0], arm))}, no interval",
+            )
+            if ratio.interval is not None:
+                value += " [{:.2f}, {:.2f}]".format(*ratio.interval)
+                sure = f"{ratio.seeds} seeds each, paired by seed, with the 95% interval"
+            about = f"{name}'s time over {outcome.arms[0].first}'s, {sure}; below 1: {name} is faster"
+            yield Figure(f"{what}, measured", value, about)
 
 
 def _figures(run: Run) -> Iterator[Figure]:
