@@ -151,6 +151,12 @@ MUTANTS = [
         "report/test_figures.py::test_runs_that_differ_by_their_seed_alone_are_compared_with_an_interval",
     ),
     Mutant(
+        "report/the headline's reward is of other steps than the line's",
+        "say(reward.last, 'number')",
+        "say(float(reward.y[-1]), 'number')",
+        "report/test_page.py::test_headline_line_and_console_say_the_same_figure",
+    ),
+    Mutant(
         "check/columns",
         "if lacking := [name for name in wanted if name not in columns]:",
         "if lacking := [name for name in wanted if not columns]:",

@@ -17,9 +17,11 @@ from markupsafe import Markup
 from megatron_dppo import __version__
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.palette import PALETTE, SAME
+from megatron_dppo.observe.summary import summarise
+from megatron_dppo.observe.timers import duration
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.report.arms import ratios, why_no_interval
-from megatron_dppo.report.axes import duration, say
+from megatron_dppo.report.axes import say
 from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.frontier import frontier
 from megatron_dppo.report.learning import learning, packs, signs, wilson
@@ -176,17 +178,15 @@ def _figures(run: Run) -> Iterator[Figure]:
     if len(accuracy):
         before_after = f"{100 * accuracy[0]:.1f} → {say(accuracy[-1], 'share')}"
         yield Figure("held-out accuracy", before_after, _how_sure(run, accuracy))
-    reward = run.series("rollout/raw_reward")[1]
-    if len(reward):
-        end = max(1, len(reward) // 10)
-        about = f"mean of the first and of the last {end} steps" if end > 1 else "of the first and of the last step"
-        yield Figure("reward", f"{reward[:end].mean():.2f} → {reward[-end:].mean():.2f}", about)
+    reward = run.line("rollout/raw_reward")
+    if len(reward.y):
+        drawn = f"{say(reward.first, 'number')} → {say(reward.last, 'number')}"
+        yield Figure("reward", drawn, "the bold line's first and last value, each a mean over a twentieth of the run")
     if run.steps:
-        seconds = [row["perf/step_time"] for row in run.steps]
-        evaluations = sum(row.get("perf/eval_time", 0.0) for row in run.rows)
-        mean = duration(sum(seconds) / len(seconds))
-        about = f"{len(seconds):,} steps of {mean}, {duration(evaluations)} of evaluations"
-        yield Figure("time", duration(sum(seconds) + evaluations), about)
+        found = summarise(run.rows)
+        pace, evaluations = duration(found["seconds_per_step"]), duration(found["phase_seconds"]["evaluation"])
+        about = f"{found['steps']:,} steps of {pace}, {evaluations} of evaluations"
+        yield Figure("time", duration(found["seconds"]), about)
         yield _pruning(run)
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dppo.observe.timers import PHASES, breakdown
+from megatron_dppo.observe.timers import PHASES, breakdown, duration
 from megatron_dppo.report.arms import Arm, Ratio, arms_of, ratios, why_no_interval
-from megatron_dppo.report.axes import duration, say
+from megatron_dppo.report.axes import say
 from megatron_dppo.report.learning import Metrics, metric_plots, step_numbers
 from megatron_dppo.report.parts import Bars, Plots, Section, Segment, Table
 from megatron_dppo.report.plot import Key, Layer, Plot, stack_plot, usual_top
@@ -80,10 +80,10 @@ def _table(means: Mapping[str, Mapping[str, float]], phases: Sequence[str]) -> T
     totals = {name: sum(mean.values()) or 1.0 for name, mean in means.items()}
 
     def cell(name: str, seconds: float) -> str:
-        return f"{seconds:.3f} s · {_percent(seconds / totals[name])}"
+        return f"{duration(seconds)} · {_percent(seconds / totals[name])}"
 
     rows = [[phase, *(cell(name, mean.get(phase, 0.0)) for name, mean in means.items())] for phase in phases]
-    rows.append(["a step", *(f"{total:.3f} s" for total in totals.values())])
+    rows.append(["a step", *map(duration, totals.values())])
     return Table(["phase", *means], rows, "Mean seconds of a step, and their share of it")
 
 
