@@ -63,15 +63,13 @@ __all__ = [
 ]
 
 Row = dict[str, float]
-_LOADS = '''"""What this run was given from Python as its {what}."""
+_LOADS = '''"""What this run was given from Python as its {what}: {name}, of the module {module}."""
 
 import pickle
 from pathlib import Path
 
 {name} = pickle.loads(Path(__file__).with_name("{what}.pkl").read_bytes())
 '''
-_NAMES = {"reward": "compute_score", "completion_rule": "inclusion"}
-"""By which a run's settings know what it was given; others by what they are."""
 
 
 class RunFailedError(RuntimeError):
@@ -291,7 +289,7 @@ def _run(command: Command, config: Config, meanwhile: Callable[[], None] = lambd
 
 def _with_functions(config: Config, folder: Path, **functions: Callable[..., Any] | None) -> Config:
     """The settings with the names by which ranks find these functions, and those that are registered and named there.
-    They are kept in ``folder`` by value."""
+    They are kept in ``folder`` by value, under the names that they were written with."""
     given: dict[str, Callable[..., Any]] = {}
     for what, setting in register.SETTINGS.items():
         named = register.registered[what].get(attrgetter(setting)(config))
@@ -302,11 +300,12 @@ def _with_functions(config: Config, folder: Path, **functions: Callable[..., Any
         refuse_if_held(folder, "run.dir")
         folder.mkdir(parents=True, exist_ok=True)
     for what, function in given.items():
-        name = _NAMES.get(what, what)
+        own = hasattr(function, "__name__") and function.__name__.isidentifier()  # a lambda is called <lambda>
+        name, module = function.__name__ if own else what, function.__module__
         with replacing_file(folder / f"{what}.pkl") as draft:
             draft.write_bytes(cloudpickle.dumps(function))
         with replacing_file(folder / f"{what}.py") as draft:
-            draft.write_text(_LOADS.format(what=what, name=name), encoding="utf-8")
+            draft.write_text(_LOADS.format(what=what, name=name, module=module), encoding="utf-8")
         config = _with_settings(config, register.SETTINGS[what].split("."), f"{folder / what}.py:{name}")
     return config
 

@@ -9,15 +9,15 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
-from megatron_dppo.errors import UserError, error_text
+from megatron_dppo.errors import MistakesError, UserError, error_text
 from megatron_dppo.process.streams import speak_plainly
-from megatron_dppo.settings import as_yaml, load_config, nearest
+from megatron_dppo.settings import as_yaml, load_config, load_whole, nearest
 
 EVAL_FLAGS = {
     "samples": ("eval.samples", "K", "answers to each problem (default: 1)"),
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     speak_plainly()
     try:
         return _run(arguments)
-    except UserError as error:
+    except (UserError, MistakesError) as error:
         print(error_text(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -138,7 +138,8 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     if chosen.command == "probe-tree":
         places = [] if chosen.at is None else [f"probe.at=[{chosen.at}]"]
         words = [*words, *places, *(_model_settings(chosen.model) if chosen.model else [])]
-    config = _read(words)
+    checked = chosen.command in ("train", "sft") and chosen.check is not None
+    config = _read(words, load_whole if checked else load_config)
     if chosen.print_config:
         print(as_yaml(config), end="")
         return 0
@@ -150,7 +151,7 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         from megatron_dppo.rollout.servers.serve import serve
 
         return serve(config)
-    if chosen.command in ("train", "sft") and chosen.check is not None:
+    if checked:
         from megatron_dppo.launch.start import check
 
         done = check(config, chosen.command, ranks=chosen.check)
@@ -162,14 +163,14 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     return run(chosen.command, config)
 
 
-def _read(words: Sequence[str]) -> Config:
+def _read(words: Sequence[str], load: Callable[[str | None, Sequence[str]], Config] = load_config) -> Config:
     """CONFIG and overrides; CONFIG may be left out, and is the one word that is no ``a.b=c``."""
     files = [word for word in words if "=" not in word or Path(word).is_file()]
     if len(files) > 1:
         raise UserError(
             "CONFIG", " ".join(files), "is more than one file", "Give one, and write overrides as section.setting=value"
         )
-    return load_config(files[0] if files else None, [word for word in words if word not in files])
+    return load(files[0] if files else None, [word for word in words if word not in files])
 
 
 def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
@@ -247,7 +248,7 @@ def _add_commands_with_settings(commands: Any) -> None:
         )
         of.add_argument("--print-config", action="store_true", help="print every setting with its meaning, and stop")
         if command in ("train", "sft"):
-            what = "look for what can be known to be wrong, with so many ranks, say what is done already, and stop"
+            what = "look for all that can be known to be wrong, with so many ranks, say what is done already, and stop"
             of.add_argument("--check", nargs="?", const=0, type=int, metavar="RANKS", help=what)
         if command == "launch":
             of.add_argument("--executor", choices=("local", "slurm"), default="local", help="where to run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable
 
 WIDTH = 100
 """Characters of a line of an error's text."""
@@ -27,11 +28,28 @@ class UserError(Exception):
         return type(self), (self.setting, self.value, self.problem, self.remedy)
 
 
-def error_text(error: UserError) -> str:
+class MistakesError(Exception):
+    """Several mistakes, or one, that were found at once. Each is named once, however many checks came upon it.
+
+    Args:
+        errors: at least one.
+    """
+
+    def __init__(self, errors: Iterable[UserError]) -> None:
+        self.errors = tuple({str(error): error for error in errors}.values())
+        super().__init__("\n".join(map(str, self.errors)))
+
+
+def error_text(error: UserError | MistakesError) -> str:
     """What a user reads of an error: the setting, the problem and the remedy, wrapped, without a final newline.
 
-    Lines of the error's own, as of a traceback or a list, are kept.
+    Lines of the error's own, as of a traceback or a list, are kept. Of several errors each is one line.
     """
+    if isinstance(error, MistakesError):
+        if len(error.errors) > 1:
+            lines = (" ".join(str(each).split()) for each in error.errors)
+            return "\n  ".join([f"error: {len(error.errors)} mistakes were found", *lines])
+        (error,) = error.errors
     value = f" = {error.value}" if str(error.value) else " is empty"
     parts = _under("problem", error.problem), _under("remedy", _capitalised(error.remedy))
     return "\n".join([f"error: {error.setting}{value}", *parts])

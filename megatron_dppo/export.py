@@ -1,16 +1,26 @@
-"""``megatron-dppo export``: a run's policy as a Hugging Face directory, with a model card, and on the hub if asked."""
+"""``megatron-dppo export``: a run's policy as a Hugging Face directory, with a model card, and on the hub if asked.
+
+Of a run that trained adapters it is these alone, for PEFT, or with ``--merge`` the policy with them merged in.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
+from megatron_dppo.bridge.convert_adapters import adapters_to_hf, merged_to_hf
 from megatron_dppo.bridge.convert_commands import DTYPES, megatron_to_hf, parse_megatron_to_hf
+from megatron_dppo.bridge.fingerprint import fingerprint
 from megatron_dppo.errors import UserError
+from megatron_dppo.hub import policy_folder
 from megatron_dppo.process.files import replacing_file
-from megatron_dppo.report.card import TAG, model_card
+from megatron_dppo.report.card import TAG, base_of, model_card
 from megatron_dppo.report.run import read_run
+from megatron_dppo.trainer.writer import Adapters, writer_in
 
 CARD = "README.md"
 
@@ -19,6 +29,8 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``megatron-dppo export``."""
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run: its last checkpoint is taken")
     parser.add_argument("out", metavar="OUT", type=Path, nargs="?", help="directory to make (default: RUN/export)")
+    merge = "of a run with model.lora: merge its adapters into the policy that it began from (default: for PEFT, alone)"
+    parser.add_argument("--merge", action="store_true", help=merge)
     parser.add_argument("--card", action="store_true", help="write a model card, README.md, from what the run recorded")
     parser.add_argument("--push", metavar="REPO", help="upload it as the hub's REPO (user/name), made private")
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="of weights (default: as stored)")
@@ -30,24 +42,50 @@ def export(chosen: argparse.Namespace) -> None:
 
     Raises:
         UserError: for a folder that is no run, an OUT that cannot be made, and a hub that does not answer or does not
-            let us in; the last two before anything is converted.
+            let us in; the last two before anything is converted. Adapters cannot be merged where the policy that they
+            were trained beside is not there any more, or is another one now.
     """
     run, out = chosen.run, chosen.out or chosen.run / "export"
     found = read_run(run, run.resolve().name)
     checkpoint = find_checkpoint(run / "checkpoints", "RUN")
+    writer = writer_in(checkpoint)
+    if chosen.merge and not (writer and writer.adapters):
+        raise UserError("--merge", run, "trained all weights, and has no adapters to merge", "Leave it out")
     if chosen.push:
         make_repository(chosen.push)
     flags = ["--overwrite"] if chosen.overwrite else []
     ours = [CARD] if _is_ours(out / CARD) else []
-    megatron_to_hf(parse_megatron_to_hf([str(checkpoint), str(out), "--dtype", chosen.dtype, *flags]), also=ours)
+    command = parse_megatron_to_hf([str(checkpoint), str(out), "--dtype", chosen.dtype, *flags])
+    if writer is None or writer.adapters is None:
+        megatron_to_hf(command, also=ours)
+    elif chosen.merge:
+        _merge(command, writer.adapters, dtype=DTYPES[writer.dtype], also=ours)
+    else:
+        base = base_of(found) if chosen.push else writer.adapters.base  # a place on this machine is nobody else's
+        adapters_to_hf(command, writer.adapters.settings, base=base, also=ours)
     if chosen.card:
         step = step_of(checkpoint)
         name = chosen.push.rpartition("/")[2] if chosen.push else found.name
         with replacing_file(out / CARD) as partial:
-            partial.write_text(model_card(found, step=step or 0, name=name), encoding="utf-8")
+            alone = writer is not None and writer.adapters is not None and not chosen.merge
+            text = model_card(found, step=step or 0, name=name, adapters=alone)
+            partial.write_text(text, encoding="utf-8")
         print(f"{out / CARD}: read it before you show it to anybody")
     if chosen.push:
         _upload(out, chosen.push)
+
+
+def _merge(command: argparse.Namespace, adapters: Adapters, *, dtype: torch.dtype, also: Sequence[str]) -> None:
+    """
+    Raises:
+        UserError: the policy that the adapters were trained beside is not there any more, or is another one now.
+    """
+    is_checkpoint, setting = adapters.setting == "checkpoint", f"model.{adapters.setting}"
+    base = Path(adapters.base) if is_checkpoint else policy_folder(adapters.base, setting)
+    if fingerprint(base, base if is_checkpoint else None) != adapters.fingerprint:
+        problem = "has other weights than the adapters were trained beside"
+        raise UserError(setting, base, problem, "Put those back, or leave --merge out")
+    merged_to_hf(command, adapters.settings, base=base, base_is_checkpoint=is_checkpoint, dtype=dtype, also=also)
 
 
 def _is_ours(card: Path) -> bool:

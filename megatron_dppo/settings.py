@@ -16,11 +16,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
 from megatron_dppo.config.types import Section
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import MistakesError, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,37 @@ def load_config(path: str | None, overrides: Sequence[str]) -> Config:
         UserError: for a file that cannot be read, an unknown key (naming the nearest one), a value of the wrong type
             or beyond its limits.
     """
-    tree = _read(path) if path is not None else {}
-    for override in overrides:
-        _apply(tree, override)
     try:
-        return Config.model_validate(_checked(tree, ""))
+        return load_whole(path, overrides)
+    except MistakesError as found:
+        raise found.errors[0] from None
+
+
+def load_whole(path: str | None, overrides: Sequence[str]) -> Config:
+    """As :func:`load_config`, but for the error.
+
+    Raises:
+        MistakesError: for all that is wrong with the file and the overrides.
+    """
+    tree: dict[str, Any] = {}
+    mistakes = []
+    try:
+        tree = {} if path is None else _read(path)
+    except UserError as error:
+        mistakes.append(error)
+    for override in overrides:
+        try:
+            _apply(tree, override)
+        except UserError as error:
+            mistakes.append(error)
+    tree = _checked(tree, "", mistakes)
+    try:
+        config = Config.model_validate(tree)
     except ValidationError as error:
-        raise _explain(error) from None
+        mistakes += _explain(error)
+    if mistakes:
+        raise MistakesError(mistakes)
+    return config
 
 
 @cache
@@ -122,21 +147,22 @@ def _where(error: yaml.YAMLError) -> str:
     return " ".join(str(error).split())
 
 
-def _checked(tree: Mapping[Any, Any], prefix: str) -> dict[Any, Any]:
+def _checked(tree: Mapping[Any, Any], prefix: str, mistakes: list[UserError]) -> dict[Any, Any]:
     """The tree with ``{}`` for null sections, which are those all of whose lines are commented out.
 
-    Refuses the first key that is no setting, and booleans for anything else: pydantic reads ``true`` as 1, and a file
-    that says ``steps: yes`` is a mistake. Sections that hold no mapping are left to pydantic.
+    Leaves out what it adds to ``mistakes``: keys that are no settings, and booleans for anything else: pydantic reads
+    ``true`` as 1, and a file that says ``steps: yes`` is a mistake. Sections that hold no mapping are left to pydantic.
     """
     checked: dict[Any, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key in sections():
-            checked[name] = {} if value is None else _checked(value, key + ".") if isinstance(value, Mapping) else value
+            whole = not isinstance(value, Mapping)
+            checked[name] = {} if value is None else value if whole else _checked(value, key + ".", mistakes)
         elif key not in settings():
-            raise _unknown(key, value)
+            mistakes.append(_unknown(key, value))
         elif isinstance(value, bool) and settings()[key].type is not bool:
-            raise _wrong(settings()[key], value, "is true or false")
+            mistakes.append(_wrong(settings()[key], value, "is true or false"))
         else:
             checked[name] = _listed(settings()[key], value)
     return checked
@@ -242,29 +268,34 @@ def _with_nulls(value: Any) -> Any:
     return [{k: None if v == "null" else v for k, v in e.items()} if isinstance(e, dict) else e for e in value]
 
 
-def _explain(error: ValidationError) -> UserError:
-    first = error.errors()[0]
-    names = [str(part) for part in first["loc"]]
-    while names and ".".join(names) not in settings() and ".".join(names) not in sections():
-        names.pop()  # the place inside a list
-    key = ".".join(names)
+def _explain(error: ValidationError) -> list[UserError]:
+    """One error for each setting or section that is wrong."""
+    wrong: dict[str, list[ErrorDetails]] = {}
+    for each in error.errors():
+        names = [str(part) for part in each["loc"]]
+        while names and ".".join(names) not in settings() and ".".join(names) not in sections():
+            names.pop()  # the place inside a list
+        wrong.setdefault(".".join(names), []).append(each)
+    return [_explained(key, details) for key, details in wrong.items()]
+
+
+def _explained(key: str, details: Sequence[ErrorDetails]) -> UserError:
     if key not in settings():
         remedy = f"write {_first_in(key)} and so on under it"
-        return UserError(key, short(first["input"]), "is a section, and holds settings", remedy)
+        return UserError(key, short(details[0]["input"]), "is a section, and holds settings", remedy)
     # Of a setting that may be of several types, the error that got farthest is of the type that was meant.
-    of_setting = [each for each in error.errors() if each["loc"][: len(names)] == tuple(names)]
-    first = max(of_setting, key=lambda each: len(each["loc"]))
+    first = max(details, key=lambda each: len(each["loc"]))
     problem = first["msg"][0].lower() + first["msg"][1:]
     problem = problem.replace("input should be", "should be")
     if first["type"] == "literal_error":  # the remedy lists them
         problem = "is none of its values"
-    if len(first["loc"]) > len(names) + 1 and isinstance(inside := first["loc"][-1], str):
+    if len(first["loc"]) > key.count(".") + 2 and isinstance(inside := first["loc"][-1], str):
         problem = f"{inside}: {problem}"
     return _wrong(settings()[key], first["input"], problem)
 
 
 def _wrong(setting: Setting, value: object, problem: str) -> UserError:
-    default = "null" if setting.default is None else "[]" if setting.default == () else setting.default
+    default = short(list(setting.default) if isinstance(setting.default, tuple) else setting.default)
     return UserError(
         setting.key, short(value), problem, f"set {setting.key} to {allowed(setting.type)} (its default is {default})"
     )

@@ -115,10 +115,64 @@ MUTANTS = [
         "launch/test_check.py::test_the_word_after_check_is_not_swallowed",
     ),
     Mutant(
+        "check/stops at the first setting that is wrong",
+        "mistakes += _explain(error)",
+        "mistakes += _explain(error)[:1]",
+        "launch/test_check.py",
+    ),
+    Mutant(
+        "api/functions lose their names",
+        "name, module = function.__name__ if own else what, function.__module__",
+        "name, module = what, function.__module__",
+        "test_api.py::test_a_run_with_ones_own_functions_tells_of_every_step_and_is_evaluated",
+    ),
+    Mutant(
+        "export/adapters are merged without their scale",
+        "alpha=lora.alpha / lora.rank).to(dtype)",
+        "alpha=1.0).to(dtype)",
+        "test_lora.py::test_a_checkpoint_of_adapters_is_exported_for_peft_or_merged",
+    ),
+    Mutant(
+        "export/adapters are merged into another policy",
+        "if fingerprint(base, base if is_checkpoint else None) != adapters.fingerprint:",
+        "if False:",
+        "test_lora.py::test_adapters_are_merged_into_no_other_policy",
+    ),
+    Mutant(
+        "plan/the optimizer's state is left out of the disk",
+        "checkpoint=trained * (dtype + MASTER_AND_MOMENTS),",
+        "checkpoint=trained * dtype,",
+        "estimate/test_plan.py::test_text_and_json_say_the_same",
+    ),
+    Mutant(
+        "report/a ratio's interval is of the seeds' own spread",
+        "logs = [log(seconds[other] / seconds[one]) for one, other in pairs]",
+        "logs = [log(seconds[other] / seconds[pairs[0][0]]) for one, other in pairs]",
+        "report/test_figures.py::test_runs_that_differ_by_their_seed_alone_are_compared_with_an_interval",
+    ),
+    Mutant(
+        "report/the headline's reward is of other steps than the line's",
+        "say(reward.last, 'number')",
+        "say(float(reward.y[-1]), 'number')",
+        "report/test_page.py::test_headline_line_and_console_say_the_same_figure",
+    ),
+    Mutant(
         "check/columns",
         "if lacking := [name for name in wanted if name not in columns]:",
         "if lacking := [name for name in wanted if not columns]:",
         "launch/test_check.py::test_functions_and_columns_that_do_not_fit_are_found_without_a_rank",
+    ),
+    Mutant(
+        "waiting/silence in a run",
+        "self._said(client.health(timeout_s), partial(silent, server))",
+        "client.health(timeout_s)",
+        "servers/test_waiting.py",
+    ),
+    Mutant(
+        "waiting/asyncio complains of what was given up",
+        "task.add_done_callback(lambda done: done.cancelled() or done.exception())\n    return await work",
+        "return await work",
+        "servers/test_conversations.py::test_asyncio_says_nothing_of_what_was_given_up_and_failed",
     ),
     Mutant(
         "waiting/silence",
@@ -2088,8 +2142,8 @@ MUTANTS = [
     Mutant("hub/some of several files", "sets[name] == count for name", "True for name", "test_hub.py"),
     Mutant(
         "settings/the first type's error",
-        'max(of_setting, key=lambda each: len(each["loc"]))',
-        "of_setting[0]",
+        'max(details, key=lambda each: len(each["loc"]))',
+        "details[0]",
         "test_settings.py",
     ),
     Mutant(

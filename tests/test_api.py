@@ -52,7 +52,7 @@ def test_a_run_with_ones_own_functions_tells_of_every_step_and_is_evaluated(tmp_
 def train_with_own_functions(tmp_path: Path):
     divisor, nothing, told = 3, 0.0, []
 
-    def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    def length(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
         return float(len(solution_str) % divisor)  # with what it knows of the place that it was made in
 
     def objective(tokens: Tokens) -> Tensor:
@@ -62,14 +62,15 @@ def train_with_own_functions(tmp_path: Path):
         return np.ones_like(candidates.advantage)
 
     config = configure(write_run(tmp_path), tmp_path / "run", LayoutConfig(tp=1, dp=1), steps=2)
-    run = train(config, reward=reward, objective=objective, completion_rule=keep_all, on_step=told.append)
+    run = train(config, reward=length, objective=objective, completion_rule=keep_all, on_step=told.append)
     assert run.finished and run.folder == tmp_path / "run"
     assert told == run.metrics and [row["step"] for row in told] == [0, 1, 2]
     assert 0.0 < told[-1]["rollout/raw_reward"] < 2.0 and told[-1]["reward/errors"] == 0
     assert [row["train/grad_norm"] for row in told[1:]] == [0.0, 0.0]
-    own = replace(config, reward=RewardConfig(function=str(tmp_path / "run" / "reward.py:compute_score")))
+    assert "length, of the module tests.test_api" in (tmp_path / "run" / "reward.py").read_text()
+    own = replace(config, reward=RewardConfig(function=str(tmp_path / "run" / "reward.py:length")))
     assert [row["prune/saved_tokens_completions"] for row in told[1:]] == [0.0, 0.0]
-    kept = {"rule": "function", "function": str(tmp_path / "run" / "completion_rule.py:inclusion")}
+    kept = {"rule": "function", "function": str(tmp_path / "run" / "completion_rule.py:keep_all")}
     own = replace(own, pruning=replace(own.pruning, completions=CompletionPruningConfig(**kept)))
     own = replace(own, loss=LossConfig(objective=str(tmp_path / "run" / "objective.py:objective")))
     assert train(own).metrics == told  # at its end: nothing is trained, and its functions were kept

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 import zlib
 from functools import partial
 from pathlib import Path
@@ -10,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
+from megatron_dppo import cli
+from megatron_dppo.bridge.checksums import FILE as CHECKSUMS
 from megatron_dppo.bridge.load import bind, bind_adapters, fill_parameter, part_of
+from megatron_dppo.bridge.mapping import adapters_of_tensor
 from megatron_dppo.bridge.stored_policy import read_metadata
 from megatron_dppo.bridge.stream import adapter_stream
 from megatron_dppo.config import Config, LayoutConfig, LoraConfig, replace
@@ -23,9 +29,10 @@ from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.parallel.world import World
 from megatron_dppo.trainer.assemble import PolicyParts
 from megatron_dppo.trainer.checkpoint import Checkpoints
+from megatron_dppo.trainer.disk import disk_needed
 from megatron_dppo.trainer.learner import Learner
-from megatron_dppo.trainer.preflight import bytes_to_write
-from tests.bridge.conversions import contents
+from megatron_dppo.trainer.writer import STATE
+from tests.bridge.conversions import contents, weights
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -202,38 +209,87 @@ def test_a_checkpoint_goes_on_with_the_adapters_and_the_policy_that_it_was_writt
 
 
 def exported(rank: int, size: int, config: Config) -> None:
-    *_, policy = stirred(config)
+    """At the end of a run, whose last checkpoint is there too."""
+    world, _, policy = stirred(config)
     policy.check_export_run()
     policy.export_run()
+    Checkpoints(config, world).save(policy.actor, 1, {})
 
 
-def test_what_a_run_exports_is_one_policy_merged_and_for_peft(ranks: RankPool, tmp_path: Path) -> None:
-    from peft import PeftModel
-
-    dense, experts = write_policy(tmp_path / "policy"), tmp_path / "experts"
+@pytest.fixture(scope="module")
+def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
+    """By name; each ``run.dir`` is a folder of that name in the same place."""
+    place = tmp_path_factory.mktemp("exports")
+    dense, experts = write_policy(place / "policy"), place / "experts"
     write_qwen3_moe(experts, Sizes(vocab_size=VOCAB), experts=4)
-    some = replace(LORA, targets=SOME)
     calls = {}
     for name, path, lora, layout in (
         ("one", dense, LORA, ONE),
-        ("some", dense, some, ONE),
+        ("some", dense, replace(LORA, targets=SOME), ONE),
         ("cut", dense, LORA, SP(pp=2, dp=1)),
         ("experts cut", experts, LORA, SP(ep=2, etp=1, pp=2, dp=1)),
     ):
         config = with_lora(config_for(path, layout, GRPO, 64, True), lora)
-        calls[name] = replace_run(config, tmp_path / name)
+        calls[name] = replace_run(config, place / name)
     for size, names in (1, ("one", "some")), (4, ("cut", "experts cut")):
         ranks.in_turn(size, *((exported, calls[name]) for name in names))
+    for name in calls:
+        (place / name / "metrics.jsonl").write_text('{"step": 0}\n')
+    return calls
+
+
+def test_what_a_run_exports_is_one_policy_merged_and_for_peft(runs: dict[str, Config]) -> None:
+    from peft import PeftModel
+
     ids = torch.arange(3, 60)[None]
-    for name, config in calls.items():
-        base = AutoModelForCausalLM.from_pretrained(config.model.path)
+    for config in runs.values():
+        run, base = Path(config.run.dir), AutoModelForCausalLM.from_pretrained(config.model.path)
         with torch.no_grad():
-            merged = AutoModelForCausalLM.from_pretrained(tmp_path / name / "hf")(ids).logits
+            merged = AutoModelForCausalLM.from_pretrained(run / "hf")(ids).logits
             before = base(ids).logits
-            adapted = PeftModel.from_pretrained(base, tmp_path / name / "adapter")(ids).logits
+            adapted = PeftModel.from_pretrained(base, run / "adapter")(ids).logits
         assert (merged - before).abs().max() > 0.1
         torch.testing.assert_close(adapted, merged, rtol=0.0, atol=1e-5 * float(merged.abs().max()))
-    assert contents(tmp_path / "one" / "adapter") == contents(tmp_path / "cut" / "adapter")
+    assert contents(Path(runs["one"].run.dir, "adapter")) == contents(Path(runs["cut"].run.dir, "adapter"))
+
+
+@pytest.mark.parametrize("name", ["one", "some", "cut", "experts cut"])
+def test_a_checkpoint_of_adapters_is_exported_for_peft_or_merged(
+    name: str, runs: dict[str, Config], tmp_path: Path
+) -> None:
+    config = runs[name]
+    run, alone, merged = Path(config.run.dir), tmp_path / "alone", tmp_path / "merged"
+    assert cli.main(["export", str(run), str(alone), "--card"]) == 0
+    assert cli.main(["export", str(run), str(merged), "--merge", "--card"]) == 0
+    adapters, theirs = (load_file(of / "adapter_model.safetensors") for of in (alone, run / "adapter"))
+    assert adapters.keys() == theirs.keys() and all(torch.equal(adapters[of], theirs[of]) for of in theirs)
+    ours, of_the_run = (json.loads((of / "adapter_config.json").read_text()) for of in (alone, run / "adapter"))
+    assert ours | {"target_modules": set(ours["target_modules"])} == of_the_run | {
+        "target_modules": set(of_the_run["target_modules"])
+    }
+    before, after = weights(Path(config.model.path)), weights(merged)
+    assert before.keys() == after.keys()
+    for tensor, weight in before.items():
+        a, b = map(adapters.get, adapters_of_tensor(tensor))
+        expected = weight if a is None or b is None else weight + 2.0 * b @ a  # alpha 6 over rank 3
+        torch.testing.assert_close(after[tensor], expected, rtol=0.0, atol=1e-6)
+    assert "library_name: peft" in (alone / "README.md").read_text()
+    assert "library_name: transformers" in (merged / "README.md").read_text()
+
+
+def test_adapters_are_merged_into_no_other_policy(
+    runs: dict[str, Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(runs["one"].run.dir, tmp_path / "run")
+    state = run / "checkpoints/iter_0000001" / STATE
+    (run / "checkpoints/iter_0000001" / CHECKSUMS).unlink()
+    state.write_text(state.read_text().replace("policy", "other"))
+    write_policy(runs_other := Path(runs["one"].model.path).with_name("other"), seed=8)
+    assert cli.main(["export", str(run), str(tmp_path / "out"), "--merge"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"model.path = {runs_other}" in said and "other weights than the adapters" in said
+    shutil.rmtree(runs_other)
+    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0, "which are whole without it"
 
 
 def drawn(rank: int, size: int, config: Config) -> Weights:
@@ -274,5 +330,5 @@ def test_settings_that_cannot_be_are_refused_and_the_disk_is_asked_for_adapters_
         assert caught.value.setting == setting
     shape = PUBLISHED["qwen3-4b"]
     bare = replace(Config(), run=replace(Config().run, export=False))
-    whole, adapters = (bytes_to_write(config, shape, "train") for config in (bare, with_lora(bare)))
+    whole, adapters = (disk_needed(config, shape).total for config in (bare, with_lora(bare)))
     assert adapters < 0.01 * whole

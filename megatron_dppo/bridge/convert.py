@@ -77,8 +77,13 @@ def write_hf(policy: StoredPolicy, plan: FilePlan, source: Path, out: Path, *, w
         OSError: if the disk is full.
         UserError: if the checkpoint is damaged.
     """
+    copy_config_and_tokenizer(source, out, plan.dtype)
+    write_tensors(policy, plan, out, workers=workers, advance=advance)
+
+
+def write_tensors(policy: StoredPolicy, plan: FilePlan, out: Path, *, workers: int, advance: Advance) -> None:
+    """The weights alone; see :func:`write_hf`."""
     with SafetensorsWriter.open(plan, out) as writer:
-        copy_config_and_tokenizer(source, out, plan.dtype)
 
         def convert(entry: Entry) -> None:
             for name, chunks in policy.tensors(entry).items():

@@ -39,6 +39,7 @@ from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.torch_dist import plan_checkpoint
+from megatron_dppo.config import LoraConfig
 from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, read_shape
@@ -118,17 +119,8 @@ def megatron_to_hf(chosen: argparse.Namespace, also: Sequence[str] = ()) -> None
         UserError: for a checkpoint that is not whole, a destination that cannot be written, or forms that differ;
             ``OUT`` is as it was.
     """
-    checkpoint = find_checkpoint(chosen.checkpoint, "CKPT")
-    hf = policy_folder(str(chosen.hf), "--hf", weights=False) if chosen.hf else checkpoint.absolute().parent / HF_FOLDER
-    if chosen.hf is None and not hf.is_dir():
-        problem = f"there is no {HF_FOLDER}/ with the model's config.json and tokenizer beside {checkpoint.name}"
-        remedy = "Name the Hugging Face directory that the policy began from"
-        raise UserError("--hf", "(not given)", problem, remedy)
-    with naming("--hf"):
-        shape = read_shape(hf)
-    policy = StoredPolicy(checkpoint, shape, "CKPT")
-    if policy.checksums is None:
-        warn_unchecked(checkpoint)
+    checkpoint, hf, shape = checkpoint_and_directory(chosen)
+    policy = stored_policy(checkpoint, shape)
     plan = plan_files(shape, int(chosen.shard_gb * GB), DTYPES.get(chosen.dtype, policy.dtype))
     sizes = {file: sum(map(plan.bytes_of, names)) for file, names in plan.files.items()}
     check_out(chosen, sum(sizes.values()), [checkpoint, hf], "config.json", "model directory", (*MODEL_FILES, *also))
@@ -138,6 +130,31 @@ def megatron_to_hf(chosen: argparse.Namespace, also: Sequence[str] = ()) -> None
                 write_hf(policy, plan, hf, draft, workers=chosen.workers, advance=advance)
             _verify(chosen, checkpoint, draft, shape, plan.dtype)
         print(f"{chosen.out}: {_weights(shape, plan.dtype)}")
+
+
+def checkpoint_and_directory(chosen: argparse.Namespace) -> tuple[Path, Path, PolicyShape]:
+    """The checkpoint that was chosen, the directory with its configuration and tokenizer, and the policy's shape.
+
+    Raises:
+        UserError: one of the two is not there.
+    """
+    checkpoint = find_checkpoint(chosen.checkpoint, "CKPT")
+    hf = policy_folder(str(chosen.hf), "--hf", weights=False) if chosen.hf else checkpoint.absolute().parent / HF_FOLDER
+    if chosen.hf is None and not hf.is_dir():
+        problem = f"there is no {HF_FOLDER}/ with the model's config.json and tokenizer beside {checkpoint.name}"
+        remedy = "Name the Hugging Face directory that the policy began from"
+        raise UserError("--hf", "(not given)", problem, remedy)
+    with naming("--hf"):
+        shape = read_shape(hf)
+    return checkpoint, hf, shape
+
+
+def stored_policy(checkpoint: Path, shape: PolicyShape, lora: LoraConfig | None = None) -> StoredPolicy:
+    """See :class:`StoredPolicy`; says so where the checkpoint's files cannot be checked."""
+    policy = StoredPolicy(checkpoint, shape, "CKPT", lora)
+    if policy.checksums is None:
+        warn_unchecked(checkpoint)
+    return policy
 
 
 def _parser(description: str) -> argparse.ArgumentParser:

@@ -242,7 +242,9 @@ class StoredPolicy:
     def _find(self, wanted: Sequence[Entry], shape: PolicyShape) -> dict[Entry, Blocks]:
         if not wanted[0].mapping.rank and any(".lora." in key for key in self._tensors):
             problem = "holds the adapters of a run with model.lora, and not the policy that they belong to"
-            raise self._unreadable(problem, "Give the run's export, RUN/hf, where both are merged")
+            raise self._unreadable(
+                problem, "Give the run's export, RUN/hf, or what `megatron-dppo export RUN --merge` makes"
+            )
         keys = {entry.key: len(entry.leading) for entry in wanted}
         roots = {key.partition(".")[0] for key in (*keys, UNTIED_OUTPUT.key)}  # beside these are an optimizer's
         unexpected = [key for key in self._tensors if key.partition(".")[0] in roots and key not in keys]

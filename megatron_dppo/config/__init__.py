@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from megatron_dppo.config.data import ArithmeticConfig, DataConfig, ReasoningGymConfig, RewardConfig, VerifiersConfig
 from megatron_dppo.config.loss import (
@@ -59,42 +61,53 @@ class Config(Section):
         Raises:
             UserError: for the first contradiction.
         """
+        for check in self.checks(command):
+            check()
+
+    def checks(self, command: Command) -> Iterator[Callable[[], None]]:
+        """The parts of :meth:`check`, each of which raises UserError for the first contradiction that it finds."""
+        yield self._check_finite
+        yield self.model.check
+        if command != "eval":
+            yield self.optimizer.check
+        limit = self.rollout.max_response_tokens
+        if command in ("train", "probe-tree"):
+            longest = self.data.max_prompt_tokens + limit
+            yield partial(self.pack.check, longest, self.layout.pack_multiple)
+        if command == "train":
+            samples = self.rollout.samples_per_prompt
+            tree, rule = bool(self.rollout.tree.branches), self.pruning.prompts.rule
+            yield partial(self.reward.check, limit)
+            yield self.loss.check
+            yield self._check_distillation
+            yield partial(self.rollout.allocation.check, samples, tree=tree, prompts_rule=rule)
+            if tree:
+                yield partial(self.rollout.tree.check, samples, limit)
+                yield self._check_tree
+            yield self._check_roles
+            yield self._check_updates
+            yield partial(self.data.check, self.rollout.prompts_per_step)
+            if self.data.rollouts is not None:
+                yield self._check_offline
+            yield self.pruning.check
+            yield self._check_ahead
+        if command in ("sft", "probe-tree"):
+            yield partial(self._check_problems, command)
+        if command == "probe-tree":
+            yield self._check_forks
+        elif command != "sft":
+            yield self.eval.check
+            yield self._check_batch
+
+    def _check_finite(self) -> None:
         for key, value in self.leaves():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(key, value, "is not a finite number", f"Give {key} a finite value")
-        self.model.check()
-        if command != "eval":
-            self.optimizer.check()
-        if command == "train":
-            limit = self.rollout.max_response_tokens
-            self.pack.check(self.data.max_prompt_tokens + limit, self.layout.pack_multiple)
-            self.reward.check(limit)
-            self.loss.check()
-            self._check_distillation()
-            tree = bool(self.rollout.tree.branches)
-            self.rollout.allocation.check(
-                self.rollout.samples_per_prompt, tree=tree, prompts_rule=self.pruning.prompts.rule
-            )
-            if tree:
-                self.rollout.tree.check(self.rollout.samples_per_prompt, limit)
-                self._check_tree()
-            self._check_roles()
-            self._check_updates()
-            self.data.check(self.rollout.prompts_per_step)
-            if self.data.rollouts is not None:
-                self._check_offline()
-            self.pruning.check()
-            self._check_ahead()
-        if command in ("sft", "probe-tree") and self.data.rollouts is not None:
+
+    def _check_problems(self, command: Command) -> None:
+        if self.data.rollouts is not None:
             problem = f"holds completions for train, and {command} wants problems"
             raise UserError("data.rollouts", self.data.rollouts, problem, f"Give {command} data.rollouts=null")
-        if command == "probe-tree":
-            longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-            self.pack.check(longest, self.layout.pack_multiple)
-            self._check_forks()
-        elif command != "sft":
-            self.eval.check()
-            self._check_batch()
 
     def _check_tree(self) -> None:
         score = self.pruning.completions.score

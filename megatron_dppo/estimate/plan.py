@@ -25,6 +25,7 @@ from megatron_dppo.estimate.remedies import Change, Closest, Search, remedies
 from megatron_dppo.estimate.time import StepTime, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.trainer.disk import Disk, disk_needed
 from megatron_dppo.trainer.preflight import check_config
 
 
@@ -45,6 +46,7 @@ class Plan:
     assumptions: Assumptions
     parameters: Parameters
     placement: Placement
+    disk: Disk
     actor: Memory
     server: ServerMemory
     fits: bool
@@ -121,6 +123,7 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
         assumptions=assume,
         parameters=parameters_of(shape),
         placement=setup.placement,
+        disk=disk_needed(config, shape),
         actor=actor,
         server=server,
         fits=fits,
@@ -146,10 +149,14 @@ def _cost(setup: Setup, step: StepTime) -> Cost:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan, its settings and its assumptions as plain objects; memory in bytes. No times where it does not fit."""
+    """The plan, its settings and its assumptions as plain objects; memory and disk in bytes.
+
+    There are no times where it does not fit.
+    """
     found = to_jsonable_python(plan)
     for part, memory in ((found["actor"], plan.actor), (found["server"]["memory"], plan.server.memory)):
         part |= {"total": memory.total, "fits": memory.fits}
+    found["disk"] |= {"total": plan.disk.total}
     names = ("speed_up", "steps_ratio", "speed_up_to_accuracy", "lever_shares", "levers")
     found |= {name: to_jsonable_python(getattr(plan, name)) for name in names}
     times = ("pruned", "unpruned", "cost", "cost_unpruned", *names)

@@ -17,6 +17,7 @@ from megatron_dppo.estimate.remedies import MOST_AT_ONCE, MOST_NODES, nodes_of, 
 from megatron_dppo.estimate.smaller import plan_smaller, smaller_text
 from megatron_dppo.parallel.layout import layout_text
 from megatron_dppo.settings import short
+from megatron_dppo.trainer.disk import size_text
 
 COUNTED = {
     "completions rolled out": "completions",
@@ -82,6 +83,7 @@ def as_text(made: Plan) -> Iterator[str]:
     yield from _memory("server", made.server.memory)
     room = f"{made.server.tokens:,} tokens a server, {made.server.concurrency:,} completions at once"
     yield f"  the cache takes what is left: {room}"
+    yield from _disk(made)
     yield ""
     if made.fits:
         yield "It fits."
@@ -112,6 +114,15 @@ def _memory(whose: str, memory: Memory) -> Iterator[str]:
     )
     yield f"{whose}: {memory.total / GIB:.1f} {room}"
     yield f"  {parts}"
+
+
+def _disk(made: Plan) -> Iterator[str]:
+    disk, what = made.disk, "adapters" if made.config.model.lora.rank else "weights"
+    one = f"{size_text(disk.checkpoint)} ({what}, their fp32 master copy and two moments)"
+    several = f"{disk.checkpoints} checkpoints of {one}" if disk.checkpoints > 1 else f"a checkpoint of {one}"
+    export = f", Hugging Face export {size_text(disk.export)}" if disk.export else ""
+    yield f"disk: {size_text(disk.total)} at most"
+    yield f"  {several}{export}"
 
 
 def _remedies(made: Plan) -> Iterator[str]:

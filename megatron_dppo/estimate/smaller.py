@@ -9,6 +9,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GIB
 from megatron_dppo.estimate.memory import shape_of
 from megatron_dppo.estimate.plan import Plan, make_plan
+from megatron_dppo.trainer.disk import size_text
 
 
 def plan_smaller(made: Plan, keep: float, method: str = "width", multiple: int = MULTIPLE) -> Plan:
@@ -36,6 +37,7 @@ def smaller_text(whole: Plan, smaller: Plan, how: str) -> Iterator[str]:
     rows = [
         (f"{word} parameters", [f"{made.parameters.total / unit:.2f}" for made in both]),
         ("memory of the trainer's fullest GPU", [f"{made.actor.total / GIB:.1f} GiB" for made in both]),
+        ("disk, at most", [size_text(made.disk.total) for made in both]),
         ("completions at once on a server", [f"{made.server.concurrency:,}" for made in both]),
     ]
     for phase in smaller.pruned.phases:

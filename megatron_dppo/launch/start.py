@@ -10,12 +10,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import latest_step
 from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.config.types import TRAINING, Command
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import MistakesError, UserError
 from megatron_dppo.launch.first_failure import MARKER, FirstFailure
 from megatron_dppo.launch.processes import run_ranks
 from megatron_dppo.launch.rank import LAUNCHER, obey_launcher, rank_main, set_environment
@@ -25,7 +26,7 @@ from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.streams import outlive_readers
 from megatron_dppo.rollout.servers.launch import gpus_to_reserve
 from megatron_dppo.settings import as_yaml
-from megatron_dppo.trainer.preflight import check_functions, preflight
+from megatron_dppo.trainer.preflight import checks_of_functions, found_by, mistakes, preflight, prepare_data
 
 
 def run(command: Command, config: Config) -> int:
@@ -199,13 +200,17 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
         ranks: that will be started; 0: as many as the layout wants.
 
     Raises:
-        UserError: for the first thing that is wrong.
+        MistakesError: for everything that is wrong, as far as it can be looked at by itself.
     """
-    preflight(config, command)
+    found = [*mistakes(config, command)]
     with redirect_stdout(sys.stderr):  # what is imported may print
-        check_functions(config, command)
+        found += found_by(checks_of_functions(config, command))
     if ranks:
-        resolve_layout(config.layout, ranks)
+        found += found_by([partial(resolve_layout, config.layout, ranks)])
+    if not found:
+        found += found_by([partial(prepare_data, config, command)])
+    if found:
+        raise MistakesError(found)
     done = latest_step(Path(config.run.dir) / "checkpoints") or 0
     return f"{config.run.dir}: {done} of {config.run.steps} steps are done"
 

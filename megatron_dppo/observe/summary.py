@@ -10,7 +10,7 @@ from typing import Any
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import FILE as METRICS
 from megatron_dppo.observe.metrics import read_metrics
-from megatron_dppo.observe.timers import breakdown
+from megatron_dppo.observe.timers import breakdown, duration
 from megatron_dppo.process.files import replacing_file
 
 FILE = "summary.json"
@@ -106,7 +106,7 @@ def _learned(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"held-out accuracy {100 * before:.1f}% before, {100 * after:.1f}% after ({points:+.1f} points)"
     if summary["seconds_per_step"] is not None:
         pace, total = summary["seconds_per_step"], summary["seconds"]
-        yield f"{_steps(summary['steps'])} of {pace:.2f} s; {total:.0f} s with evaluations"
+        yield f"{_steps(summary['steps'])} of {duration(pace)}; {duration(total)} with evaluations"
 
 
 def _saved(summary: Mapping[str, Any]) -> Iterator[str]:

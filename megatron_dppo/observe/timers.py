@@ -120,3 +120,15 @@ def saving(metrics: Mapping[str, float], *, pruned: float, zero_advantage: float
         training * more_completions,
         rolling_out * more_prompts + training * ((1.0 + more_prompts) * (1.0 + more_completions) - 1.0),
     )
+
+
+def duration(seconds: float) -> str:
+    """Seconds in at most two units, as console and report say them: 0.35 s, 1.24 s, 42 s, 3 min 20 s, 5 h 12 min."""
+    if seconds < 10:
+        return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds:.2g} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600:,} h {whole % 3600 // 60:02} min"

@@ -95,18 +95,6 @@ def say(value: float | None, form: Form) -> str:
     return f"{value:.1e}".replace("e-0", "e-").replace("-", "−")
 
 
-def duration(seconds: float) -> str:
-    """At most two units: 0.35 s, 42 s, 3 min 20 s, 5 h 12 min."""
-    if seconds < 10:
-        return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600:,} h {whole % 3600 // 60:02} min"
-
-
 @dataclass(frozen=True, slots=True)
 class Thinned:
     """A line of at most so many points: each stands for as many neighbours, the last perhaps for fewer. All [n]."""

@@ -34,21 +34,24 @@ TAG = "megatron-dppo"
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 
 
-def model_card(run: Run, *, step: int, name: str) -> str:
+def model_card(run: Run, *, step: int, name: str, adapters: bool = False) -> str:
     """The text of ``README.md``, for a checkpoint of a run.
 
     Args:
         run: whose checkpoint it is.
         step: that the checkpoint was saved after. What was measured later is left out.
         name: of the model.
+        adapters: whether it is the adapters alone, for PEFT.
     """
-    base, data = _base(run), data_of(run)
-    head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    base, data = base_of(run), data_of(run)
+    library = "peft" if adapters else "transformers"
+    head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
     if "/" in base:
         head["base_model"] = base
     head["tags"] = ["reinforcement-learning", "dynamic-pruning-policy-optimization", TAG]
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", f"# {name}", ""]
-    what = f"`{base}`, trained for {step:,} steps of reinforcement learning on `{data}` with megatron_dppo."
+    what = f"LoRA adapters of `{base}`" if adapters else f"`{base}`"
+    what += f", trained for {step:,} steps of reinforcement learning on `{data}` with megatron_dppo."
     lines += [f"{what} Objective: `{run.setting('loss.name')}`. {_pruning(run)}", ""]
     sections = {
         "Held-out accuracy": _accuracy(run, step),
@@ -61,7 +64,7 @@ def model_card(run: Run, *, step: int, name: str) -> str:
     return "\n".join(lines)
 
 
-def _base(run: Run) -> str:
+def base_of(run: Run) -> str:
     """What the run began from: an id of the hub, also that of a published Qwen3, or else the name of its folder."""
     place = str(run.setting("model.path") or "")
     name = _name(place)

@@ -17,8 +17,11 @@ from markupsafe import Markup
 from megatron_dppo import __version__
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.palette import PALETTE, SAME
+from megatron_dppo.observe.summary import summarise
+from megatron_dppo.observe.timers import duration
 from megatron_dppo.process.files import replacing_file
-from megatron_dppo.report.axes import duration, say
+from megatron_dppo.report.arms import ratios, why_no_interval
+from megatron_dppo.report.axes import say
 from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.frontier import frontier
 from megatron_dppo.report.learning import learning, packs, signs, wilson
@@ -27,6 +30,9 @@ from megatron_dppo.report.run import Run, data_of, read_runs
 from megatron_dppo.report.tables import benchmarks, options, sample_answers
 from megatron_dppo.report.timing import Race, race, timing
 from megatron_dppo.rl.types import Floats
+
+MOST_ARMS = 3
+"""That are compared in the headline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,7 @@ def page(runs: Sequence[Run], price: float | None = None) -> str:
         runs=runs,
         headlines=[(run, _what(run), _state(run), list(_figures(run))) for run in runs],
         outcome=(outcome := race(runs)),
+        few=outcome is not None and len(outcome.arms) <= MOST_ARMS,
         measured=list(_measured(outcome)) if outcome else [],
         sections=sections,
         palette=Markup(_css()),
@@ -146,17 +153,24 @@ def _state(run: Run) -> str:
 
 
 def _measured(outcome: Race) -> Iterator[Figure]:
-    """What was measured of runs is written larger than any estimate: each of them over the first one."""
+    """What was measured of runs is written larger than any estimate: each arm over the first one."""
     of = {"a step": outcome.pace}
     if outcome.target is not None:
         of[f"to {say(outcome.target, 'share')}"] = outcome.reached
     for what, seconds in of.items():
-        first, *others = seconds
-        for name in others:
-            if seconds[first]:
-                value = say(seconds[name] / seconds[first], "times")
-                about = f"{name}'s time over {first}'s, one run each; below 1 {name} is faster"
-                yield Figure(f"{what}, measured", value, about)
+        for arm, _, ratio in ratios(outcome.arms, seconds):
+            if ratio is None:
+                continue
+            name, value, sure = (
+                arm.first,
+                say(ratio.value, "times"),
+                f"{why_no_interval((outcome.arms[0], arm))}, no interval",
+            )
+            if ratio.interval is not None:
+                value += " [{:.2f}, {:.2f}]".format(*ratio.interval)
+                sure = f"{ratio.seeds} seeds each, paired by seed, with the 95% interval"
+            about = f"{name}'s time over {outcome.arms[0].first}'s, {sure}; below 1: {name} is faster"
+            yield Figure(f"{what}, measured", value, about)
 
 
 def _figures(run: Run) -> Iterator[Figure]:
@@ -164,17 +178,15 @@ def _figures(run: Run) -> Iterator[Figure]:
     if len(accuracy):
         before_after = f"{100 * accuracy[0]:.1f} → {say(accuracy[-1], 'share')}"
         yield Figure("held-out accuracy", before_after, _how_sure(run, accuracy))
-    reward = run.series("rollout/raw_reward")[1]
-    if len(reward):
-        end = max(1, len(reward) // 10)
-        about = f"mean of the first and of the last {end} steps" if end > 1 else "of the first and of the last step"
-        yield Figure("reward", f"{reward[:end].mean():.2f} → {reward[-end:].mean():.2f}", about)
+    reward = run.line("rollout/raw_reward")
+    if len(reward.y):
+        drawn = f"{say(reward.first, 'number')} → {say(reward.last, 'number')}"
+        yield Figure("reward", drawn, "the bold line's first and last value, each a mean over a twentieth of the run")
     if run.steps:
-        seconds = [row["perf/step_time"] for row in run.steps]
-        evaluations = sum(row.get("perf/eval_time", 0.0) for row in run.rows)
-        mean = duration(sum(seconds) / len(seconds))
-        about = f"{len(seconds):,} steps of {mean}, {duration(evaluations)} of evaluations"
-        yield Figure("time", duration(sum(seconds) + evaluations), about)
+        found = summarise(run.rows)
+        pace, evaluations = duration(found["seconds_per_step"]), duration(found["phase_seconds"]["evaluation"])
+        about = f"{found['steps']:,} steps of {pace}, {evaluations} of evaluations"
+        yield Figure("time", duration(found["seconds"]), about)
         yield _pruning(run)
 
 

@@ -22,6 +22,8 @@ MOST_POINTS = 240
 MOST_BARS = 120
 MOST_LINES = 3
 """A plot with more lines has no bands, no single values and no names: they would hide each other."""
+NAME = 16
+"""Most characters of a name at a line's end; ``style.css`` has the room for them."""
 LABEL = 0.085
 """Height of a label, as a share of a plot's."""
 
@@ -68,6 +70,12 @@ class Label:
     value: str
     name: str
     colour: str
+
+    @property
+    def short(self) -> str:
+        """The name, without its middle where it is longer than there is room for: ends tell runs apart, too."""
+        half = NAME // 2
+        return self.name if len(self.name) <= NAME else f"{self.name[:half]}…{self.name[half + 1 - NAME :]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +127,22 @@ class Line:
     """Whether to draw a centred mean over it."""
 
     @property
+    def drawn(self) -> Floats:
+        """The values of the bold line, [n]: its own, or of a noisy line their mean."""
+        return smooth(self.y) if self.noisy else self.y
+
+    @property
+    def first(self) -> float:
+        """The value at its beginning, as the bold line has it."""
+        return float(self.drawn[0])
+
+    @property
     def last(self) -> float:
-        """The value at its end, of a noisy line its mean's."""
-        return float((smooth(self.y) if self.noisy else self.y)[-1])
+        """The value at its end, as the bold line has it."""
+        return float(self.drawn[-1])
 
     def aloud(self, form: Form) -> str:
-        return f"{self.name} from {say(float(self.y[0]), form)} to {say(float(self.y[-1]), form)}"
+        return f"{self.name} from {say(self.first, form)} to {say(self.last, form)}"
 
 
 @dataclass(frozen=True, slots=True)

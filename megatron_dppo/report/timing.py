@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dppo.observe.timers import PHASES, breakdown
-from megatron_dppo.report.axes import duration, say
+from megatron_dppo.observe.timers import PHASES, breakdown, duration
+from megatron_dppo.report.arms import Arm, Ratio, arms_of, ratios, why_no_interval
+from megatron_dppo.report.axes import say
 from megatron_dppo.report.learning import Metrics, metric_plots, step_numbers
 from megatron_dppo.report.parts import Bars, Plots, Section, Segment, Table
 from megatron_dppo.report.plot import Key, Layer, Plot, stack_plot, usual_top
@@ -79,10 +80,10 @@ def _table(means: Mapping[str, Mapping[str, float]], phases: Sequence[str]) -> T
     totals = {name: sum(mean.values()) or 1.0 for name, mean in means.items()}
 
     def cell(name: str, seconds: float) -> str:
-        return f"{seconds:.3f} s · {_percent(seconds / totals[name])}"
+        return f"{duration(seconds)} · {_percent(seconds / totals[name])}"
 
     rows = [[phase, *(cell(name, mean.get(phase, 0.0)) for name, mean in means.items())] for phase in phases]
-    rows.append(["a step", *(f"{total:.3f} s" for total in totals.values())])
+    rows.append(["a step", *map(duration, totals.values())])
     return Table(["phase", *means], rows, "Mean seconds of a step, and their share of it")
 
 
@@ -100,6 +101,8 @@ class Race:
     """The best accuracy that each run had at some evaluation; None where accuracies are not compared."""
     reached: Mapping[str, float]
     """Seconds of training steps until the first evaluation at the target or above."""
+    arms: Sequence[Arm]
+    """The same runs, those together that differ by their seed alone."""
     differs: Sequence[str] = ()
     """Settings by which the runs were tested differently. Then there is no target."""
     changed: Sequence[str] = ()
@@ -123,8 +126,7 @@ class Race:
             return f"{words} {self.unlike}".rstrip()
         return (
             f"{words} Training steps until the first evaluation at {say(self.target, 'share')} or more, which every "
-            f"run reached: {self._against_first(self.reached)}. That is one run of each; evaluations lie some steps "
-            "apart, and another seed would give another ratio."
+            f"run reached: {self._against_first(self.reached)}. {self._how_sure()} Evaluations lie some steps apart."
         )
 
     @property
@@ -135,15 +137,20 @@ class Race:
         tested = f"The runs were tested on different problems, or in different ways ({', '.join(self.differs)})"
         return f"{tested}: the times that they took to an accuracy are not compared."
 
+    def _how_sure(self) -> str:
+        if any(ratio and ratio.interval for *_, ratio in ratios(self.arms, self.pace)):
+            return "Ratios are geometric means, seed by seed, with their 95% intervals in brackets (Student's t)."
+        return f"Ratios have no interval ({why_no_interval(self.arms)}), and another seed would give others."
+
     def _against_first(self, seconds: Mapping[str, float]) -> str:
-        first = next(iter(seconds))
+        def words(arm: Arm, mean: float, ratio: Ratio | None) -> str:
+            said = f"{arm.name} {duration(mean)}"
+            if ratio is None:
+                return said
+            sure = "" if ratio.interval is None else " [{:.2f}, {:.2f}]".format(*ratio.interval)
+            return f"{said}, {ratio.value:.2f} times as long{sure}"
 
-        def words(name: str) -> str:
-            compared = name != first and seconds[first]
-            ratio = f", {seconds[name] / seconds[first]:.2f} times as long" if compared else ""
-            return f"{name} {duration(seconds[name])}{ratio}"
-
-        return "; ".join(map(words, seconds))
+        return "; ".join(words(*compared) for compared in ratios(self.arms, seconds))
 
 
 def race(runs: Sequence[Run]) -> Race | None:
@@ -158,8 +165,8 @@ def race(runs: Sequence[Run]) -> Race | None:
     reached = {run.name: _seconds_until(run, target) for run in timed}
     # Times are not compared if a run had reached the target before its first step.
     if not target or differs or min(reached.values()) == 0.0:
-        return Race(pace, None, {}, differs, changed)
-    return Race(pace, target, reached, (), changed)
+        return Race(pace, None, {}, arms_of(timed), differs, changed)
+    return Race(pace, target, reached, arms_of(timed), (), changed)
 
 
 def _different_tests(runs: Sequence[Run]) -> list[str]:

@@ -49,8 +49,8 @@ from megatron_dppo.models.optimizer_state import optimizer_parts
 from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replacing_directory, replacing_file
-from megatron_dppo.trainer.resume import Writer, read_state, write_state
 from megatron_dppo.trainer.shard_writer import ShardWriter
+from megatron_dppo.trainer.writer import Writer, read_state, write_state
 
 _UNFINISHED = re.compile(r"\.iter_\d{7,}\.(partial|old)")
 

@@ -8,17 +8,15 @@ the machine: files, the policy, the disk.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
-from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
-from megatron_dppo.config import WEIGHT_BYTES, Config, DataConfig
+from megatron_dppo.config import Config, DataConfig
 from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.data.examples import Example, Source, example_of, read_examples, sources_of
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM, VERIFIERS
@@ -31,12 +29,11 @@ from megatron_dppo.observe.loggers import check_loggers
 from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_columns, check_labels, resolve
 from megatron_dppo.rollout.environment import check_turns
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
+from megatron_dppo.trainer.disk import disk_needed, size_text
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
 
-MASTER_AND_MOMENTS = 12
-"""Bytes per weight of the optimizer's state: an fp32 master copy and Adam's two moments."""
-OVERHEAD = 4 * 2**20
-"""Bytes of what lies around the weights: logs, the tokenizer, the picture."""
+Check = Callable[[], object]
+"""Raises UserError for the first thing that it finds wrong."""
 
 
 def preflight(config: Config, command: Command) -> None:
@@ -45,37 +42,30 @@ def preflight(config: Config, command: Command) -> None:
     Raises:
         UserError: for the first thing that is wrong. Nothing has been written.
     """
-    check_config(config, command)
-    shape = read_shape(config.model.folder)
-    check_layout(shape, config.layout)
-    _check_routing(config, shape)
-    if config.model.checkpoint is None:
-        check_weights(config.model.folder, shape)
+    for mistake in mistakes(config, command):
+        raise mistake
+    prepare_data(config, command)
+
+
+def mistakes(config: Config, command: Command) -> Iterator[UserError]:
+    """Everything that is wrong with a run, but for the rows of large files: see :func:`prepare_data`."""
+    yield from found_by(_checks_of_settings(config, command))
+    try:
+        shape = read_shape(config.model.folder)
+    except UserError as error:
+        yield error
     else:
-        place = find_checkpoint(Path(config.model.checkpoint))
-        if command in TRAINING:
-            _check_own(place, "model.checkpoint", Path(config.model.checkpoint), Path(config.run.dir))
-    if command == "train":
-        for teacher in config.loss.distillation.models:
-            _check_teacher(config, shape, teacher, config.loss.distillation.setting_of(teacher))
-    _check_adapters(config, shape)
-    _check_positions(config, shape, command)
-    _check_data(config, command)
-    if command != "sft":
-        _check_reward(config.reward.function)
-        if command != "eval":
-            _check_task_is_rewarded(config)
-        check_servers(config, shape)
-    if command in TRAINING:
-        check_run_dir(Path(config.run.dir))
-        if command == "train":
-            check_loggers(config.run.loggers)
-            check_resume(config)
-        else:
-            check_warm_up(config)
-        _check_room(config, shape, command)
-    if command != "eval":
-        _prepare_data(config, command)
+        yield from found_by(_checks_of_policy(config, shape, command))
+    yield from found_by(_checks_of_surroundings(config, command))
+
+
+def found_by(checks: Iterable[Check]) -> Iterator[UserError]:
+    """The mistakes that checks raise, each of them the first of its check."""
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            yield error
 
 
 def check_config(config: Config, command: Command = "train") -> None:
@@ -84,43 +74,92 @@ def check_config(config: Config, command: Command = "train") -> None:
     Raises:
         UserError: for the first contradiction.
     """
-    config.check(command)
+    for check in _checks_of_settings(config, command):
+        check()
+
+
+def _checks_of_settings(config: Config, command: Command) -> Iterator[Check]:
+    yield from config.checks(command)
     if command != "sft":
-        check_rollout(config)
+        yield partial(check_rollout, config)
 
 
-def check_functions(config: Config, command: Command) -> None:
+def _checks_of_policy(config: Config, shape: PolicyShape, command: Command) -> Iterator[Check]:
+    yield partial(check_layout, shape, config.layout)
+    yield partial(_check_routing, config, shape)
+    yield partial(_check_weights, config, shape, command)
+    if command == "train":
+        for teacher in config.loss.distillation.models:
+            yield partial(_check_teacher, config, shape, teacher, config.loss.distillation.setting_of(teacher))
+    yield partial(_check_adapters, config, shape)
+    yield partial(_check_positions, config, shape, command)
+    if command != "sft":
+        yield partial(check_servers, config, shape)
+    if command in TRAINING:
+        yield partial(_check_room, config, shape, command)
+
+
+def _checks_of_surroundings(config: Config, command: Command) -> Iterator[Check]:
+    yield partial(_check_data, config, command)
+    if command != "sft":
+        yield partial(_check_reward, config.reward.function)
+        if command != "eval":
+            yield partial(_check_task_is_rewarded, config)
+    if command in TRAINING:
+        yield partial(check_run_dir, Path(config.run.dir))
+        if command == "train":
+            yield partial(check_loggers, config.run.loggers)
+        yield partial(check_resume if command == "train" else check_warm_up, config)
+
+
+def checks_of_functions(config: Config, command: Command) -> Iterator[Check]:
     """Import the user's functions, and see whether they can be called as a run calls them; ranks do it by themselves.
 
-    Raises:
-        UserError: for the first that cannot be imported or called, or wants columns that the data does not have.
+    The checks raise UserError for functions that cannot be imported or called, or want columns that the data lacks.
     """
     if command != "train":
         return
+    yield partial(_check_columns, config)
+    yield lambda: check_turns(config, config.data, lambda: _environments_problems(config.data))
+    if config.rollout.conversation is not None or config.rollout.custom_generate is not None:
+        yield partial(_check_conversations, config)
+    rules = config.pruning.prompts.function, config.pruning.completions.function
+    if {config.loss.objective, config.rollout.engine_function, *rules} != {None}:
+        from megatron_dppo.trainer.functions import adopt_rules, engine_maker, objective_of  # torch
+
+        yield partial(engine_maker, config)
+        yield partial(adopt_rules, config.pruning)
+        yield partial(objective_of, config.loss)
+
+
+def _check_columns(config: Config) -> None:
     resolve(config.reward.function)
     for source in sources_of(config.data, "train") if config.reward.function not in BUILTIN else ():
         if source.setting == "data.train" and not are_stored(source):
             examples = read_examples(source, config.data, "train")
             check_columns(config.reward.function, [(example.row.place, example.extra) for example in examples])
-    check_turns(config, config.data, lambda: _environments_problems(config.data))
-    if config.rollout.conversation is not None or config.rollout.custom_generate is not None:
-        from megatron_dppo.rollout.servers.custom import conversations_of  # transformers
 
-        if (conversations := conversations_of(config)) is not None:
-            conversations.close()
-    rules = config.pruning.prompts.function, config.pruning.completions.function
-    if {config.loss.objective, config.rollout.engine_function, *rules} != {None}:
-        from megatron_dppo.trainer.functions import adopt_rules, engine_maker, objective_of  # torch
 
-        engine_maker(config)
-        adopt_rules(config.pruning)
-        objective_of(config.loss)
+def _check_conversations(config: Config) -> None:
+    from megatron_dppo.rollout.servers.custom import conversations_of  # transformers
+
+    if (conversations := conversations_of(config)) is not None:
+        conversations.close()
 
 
 def _environments_problems(data: DataConfig) -> Iterator[Mapping[str, object]]:
     for source in sources_of(data, "train"):
         if source.name == VERIFIERS:
             yield from (example.extra for example in read_examples(source, data, "train"))
+
+
+def _check_weights(config: Config, shape: PolicyShape, command: Command) -> None:
+    if config.model.checkpoint is None:
+        check_weights(config.model.folder, shape)
+        return
+    place = find_checkpoint(Path(config.model.checkpoint))
+    if command in TRAINING:
+        _check_own(place, "model.checkpoint", Path(config.model.checkpoint), Path(config.run.dir))
 
 
 def _check_routing(config: Config, shape: PolicyShape) -> None:
@@ -248,8 +287,14 @@ def _check_file(source: Source, config: Config, command: Command) -> None:
         _check_labels(config.reward.function, examples[:wanted])
 
 
-def _prepare_data(config: Config, command: Command) -> None:
-    """Check, tokenise and store the rows of large files, which may take minutes: once, and before any rank starts."""
+def prepare_data(config: Config, command: Command) -> None:
+    """Check, tokenise and store the rows of large files, which may take minutes: once, and before any rank starts.
+
+    Raises:
+        UserError: for the first row that is wrong.
+    """
+    if command == "eval":
+        return
     responses = command == "sft"
     check = NO_CHECK if responses else label_check(config)
     for training in sources_of(config.data, "train"):
@@ -312,35 +357,13 @@ def check_run_dir(folder: Path) -> None:
 def _check_room(config: Config, shape: PolicyShape, command: Command) -> None:
     folder = Path(config.run.dir)
     taken = sum(file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file())
-    needed, free = bytes_to_write(config, shape, command) - taken, shutil.disk_usage(_existing(folder)).free
+    needed, free = disk_needed(config, shape, command).total - taken, shutil.disk_usage(_existing(folder)).free
     if free < needed:
         fewer = "lower run.keep_checkpoints, " if command == "train" and config.run.keep_checkpoints > 1 else ""
-        problem = f"checkpoints and export will take about {_readable(needed)}, and {_readable(free)} are free there"
+        problem = f"checkpoints and export will take about {size_text(needed)}, and {size_text(free)} are free there"
         raise UserError("run.dir", folder, problem, f"Free some room, {fewer}or point run.dir at another disk")
-
-
-def bytes_to_write(config: Config, shape: PolicyShape, command: Command) -> int:
-    """The most that a run has on the disk at one time: checkpoints (those that it keeps, the best one, and one more
-    while the newest is being written) and the export."""
-    weights, dtype, run = parameters(shape), WEIGHT_BYTES[config.model.dtype], config.run
-    if command == "sft":
-        return weights * dtype + OVERHEAD
-    written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1
-    checkpoints = min(written, run.keep_checkpoints + run.keep_best + 1)
-    lora = config.model.lora
-    trained = parameters(shape, lora) if lora.rank else weights
-    exported = weights + (trained if lora.rank else 0) if run.export else 0
-    return trained * (dtype + MASTER_AND_MOMENTS) * checkpoints + exported * dtype + OVERHEAD
 
 
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest thing above it that exists."""
     return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-
-
-def _readable(size: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -158,6 +158,7 @@ WAYS = (
     Way(r"megatron-dppo report .*"),
     # Checkpoints.
     Way(r"megatron-dppo export runs/quickstart \S+ --card"),
+    Way(r"megatron-dppo export runs/lora \S+ --(card|merge)"),
     Way(r"megatron-dppo export .* --push .*", "nowhere"),
     Way(r"python from_python\.py", "elsewhere", by=("tests/docs/test_notebook.py", '"from_python.py"')),
     Way(r"python (trained_and_asked|registered)\.py 20", replace={" 20": " 1"}),

@@ -23,6 +23,7 @@ from megatron_dppo.estimate.report import as_text
 from megatron_dppo.estimate.workload import Lengths, Setup, Work, place, work_of
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.disk import size_text
 
 ROOT = Path(__file__).parents[2]
 LARGE = str(ROOT / "configs" / "qwen3_32b_dppo.yaml")
@@ -375,12 +376,19 @@ def test_text_and_json_say_the_same() -> None:
     assert f"{found['cost']['gpu_hours']:,.1f} GPU-hours" in text
     assert f"{found['speed_up']:.2f}x" in text and "It fits." in text
     assert f"{found['actor']['total'] / 2**30:.1f} of 79.2 GiB" in text
+    disk, weights = found["disk"], found["parameters"]["total"]
+    assert disk["checkpoint"] == 14 * weights and disk["export"] == 2 * weights, (
+        "bf16, and twelve bytes of an optimizer"
+    )
+    assert disk["total"] == pytest.approx(disk["checkpoints"] * disk["checkpoint"] + disk["export"], rel=1e-3)
+    assert f"disk: {size_text(disk['total'])} at most\n  {disk['checkpoints']} checkpoints of " in text
     assert found["actor"]["total"] == pytest.approx(sum(found["actor"]["parts"].values()))
     assert set(found["assumptions"]) == {line.split()[0] for line in text.split("each is from):\n")[1].splitlines()}
 
 
 WITHOUT = """import sys; sys.modules.update(dict.fromkeys({modules!r}))
 from megatron_dppo.cli import main; sys.exit(main())"""
+
 HEAVY = ["torch", "transformers", "megatron", "scipy", "pandas", "matplotlib"]
 
 

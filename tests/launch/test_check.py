@@ -109,3 +109,31 @@ def test_functions_and_columns_that_do_not_fit_are_found_without_a_rank(
     said = capsys.readouterr()
     heard = " ".join(said.err.replace("problem", "").split())
     assert problem in heard and said.out == ""
+
+
+def test_all_mistakes_are_found_at_once_in_a_line_each(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "layout.tpp=2", "run.seed=often", "run.steps=0", "layout=2", "--check"]) == 2
+    assert [line.split(" = ")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "error: 4 mistakes were found",
+        "  layout.tpp",
+        "  layout",
+        "  run.seed",
+        "  run.steps",
+    ]
+    apart = ["layout.tp=3", f"data.train={tmp_path}/d.jsonl", "reward.function=nowhere:score", "optimizer.min_lr=2"]
+    clash = ["rollout.engine=vllm", "pack.max_tokens=16", "loss.objective=nowhere:objective"]
+    assert cli.main([*words, *apart, *clash, "--check", "4"]) == 2
+    found = capsys.readouterr().err.splitlines()
+    assert [line.split(" = ")[0].strip() for line in found] == [
+        "error: 8 mistakes were found",
+        "optimizer.min_lr",
+        "pack.max_tokens",
+        "rollout.engine",
+        "layout.tp",
+        "data.train",
+        "reward.function",
+        "loss.objective",
+        "layout",
+    ]

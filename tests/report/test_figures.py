@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from megatron_dppo.report.axes import Axis, around, duration, say, smooth, spread, thin
+from megatron_dppo.observe.timers import duration
+from megatron_dppo.report.axes import Axis, around, say, smooth, spread, thin
 from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.learning import learning, wilson
 from megatron_dppo.report.page import page
@@ -126,14 +127,43 @@ def test_a_race_is_to_what_all_have_reached(tmp_path: Path) -> None:
     outcome = race(read_runs([run("fast", 1.0, [0.1, 0.3, 0.6, 0.9]), run("slow", 3.0, [0.1, 0.6, 0.5, 0.4])]))
     assert outcome is not None
     assert (outcome.target, dict(outcome.reached)) == (0.6, {"fast": 2.0, "slow": 3.0})
-    assert "slow 3.0 s, 1.50 times as long" in outcome.said()
+    assert "slow 3.00 s, 1.50 times as long" in outcome.said()
     shown = page(read_runs([tmp_path / "fast", tmp_path / "slow"]))
     for title, ratio in (("a step, measured", "3.00×"), ("to 60.0%, measured", "1.50×")):
-        about = "slow&#39;s time over fast&#39;s, one run each; below 1 slow is faster"
+        about = "slow&#39;s time over fast&#39;s, one run each, no interval; below 1: slow is faster"
         assert f"<dt>{title}</dt><dd><b>{ratio}</b> <span>{about}</span>" in shown
     stuck = race(read_runs([tmp_path / "fast", run("stuck", 1.0, [0.05, 0.0, 0.0])]))
     assert stuck is not None and stuck.target is None
     assert race(read_runs([tmp_path / "fast"])) is None
+
+
+def test_runs_that_differ_by_their_seed_alone_are_compared_with_an_interval(tmp_path: Path) -> None:
+    def runs(arm: str, seconds: Sequence[float], seeds: Sequence[int] = (1, 2, 3)) -> list[Path]:
+        folders = [tmp_path / f"{arm}-{seed}" for seed in seeds]
+        for folder, seed, of_step in zip(folders, seeds, seconds, strict=True):
+            folder.mkdir()
+            shares = [{"step": 0, "eval/accuracy": 0.1}, {"step": 1, "eval/accuracy": 0.6, "perf/step_time": of_step}]
+            write_lines(folder / "metrics.jsonl", shares)
+            (folder / "config.yaml").write_text(
+                f"data: {{train: arithmetic}}\nrun: {{seed: {seed}}}\nloss: {{name: {arm}}}"
+            )
+        return folders
+
+    first = runs("grpo", [1.0, 2.0, 4.0])
+    found = read_runs([*first, *runs("gspo", [2.0, 4.4, 7.2])])
+    outcome = race(found)
+    assert outcome is not None and [arm.name for arm in outcome.arms] == ["grpo-1 (3 seeds)", "gspo-1 (3 seeds)"]
+    logs = np.log([2.0, 2.2, 1.8])  # seed by seed: the seeds' own spread, of four times, does not count
+    reach = 4.303 * logs.std(ddof=1) / np.sqrt(3)  # Student's t, two degrees of freedom
+    low, high = np.exp(logs.mean() - reach), np.exp(logs.mean() + reach)
+    assert f"{np.exp(logs.mean()):.2f} times as long [{low:.2f}, {high:.2f}]" in outcome.said()
+    text = page(found)
+    assert f"[{low:.2f}, {high:.2f}]</b> <span>gspo-1&#39;s time over grpo-1&#39;s, 3 seeds each" in text
+    alone = race(read_runs([*first, *runs("dapo", [2.0], (1,))]))
+    assert alone is not None and "dapo-1 2.00 s, 0.86 times as long." in alone.said()
+    assert "no interval (fewer than two seeds in common)" in alone.said()
+    seeds = race(read_runs(first))
+    assert seeds is not None and [arm.name for arm in seeds.arms] == ["grpo-1", "grpo-2", "grpo-3"]
 
 
 def against_another(folder: Path, problems: Mapping[str, int] | None = None, **own: object) -> Race:
@@ -159,7 +189,7 @@ def test_accuracies_of_different_tests_are_not_raced_for(tmp_path: Path, key: st
     outcome = against_another(tmp_path, **{key: value})
     assert outcome.target is None and not outcome.reached
     assert f"The runs were tested on different problems, or in different ways ({key})" in outcome.said()
-    assert "b 2.0 s, 1.00 times as long" in outcome.said()
+    assert "b 2.00 s, 1.00 times as long" in outcome.said()
 
 
 def test_accuracies_over_other_numbers_of_problems_are_not_raced_for(tmp_path: Path) -> None:
@@ -185,7 +215,7 @@ def test_runs_that_were_not_tested_are_not_said_to_be_tested_otherwise(tmp_path:
     runs = [one_step(tmp_path / name, prompts=1.0, completions=1.0) for name in ("a", "b")]
     outcome = race(runs)
     assert outcome is not None and outcome.target is None
-    assert outcome.said() == "Measured, a step: a 1.1 s; b 1.1 s, 1.00 times as long."
+    assert outcome.said() == "Measured, a step: a 1.11 s; b 1.11 s, 1.00 times as long."
 
 
 def test_a_run_whose_settings_are_not_recorded_is_not_raced(tmp_path: Path) -> None:
@@ -275,7 +305,7 @@ def test_an_axis_has_room_where_all_values_are_equal() -> None:
 
 def test_numbers_and_times_are_short() -> None:
     written = [duration(s) for s in (0.0352, 1.045, 42.4, 200, 18_720)]
-    assert written == ["0.035 s", "1.0 s", "42 s", "3 min 20 s", "5 h 12 min"]
+    assert written == ["0.035 s", "1.04 s", "42 s", "3 min 20 s", "5 h 12 min"]
     assert [say(v, "number") for v in (None, 0.0, 3.3e-7, 0.0567, 1234.5)] == ["–", "0", "3.3e−7", "0.0567", "1,234.5"]
 
 

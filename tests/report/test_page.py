@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -15,7 +16,11 @@ import pytest
 from megatron_dppo.cli import main
 from megatron_dppo.config import CompletionPruningConfig, PruningConfig
 from megatron_dppo.errors import UserError
+from megatron_dppo.observe.console import Console
+from megatron_dppo.observe.metrics import read_metrics
+from megatron_dppo.observe.summary import print_summary, summarise
 from megatron_dppo.report.page import page, report
+from megatron_dppo.report.plot import line_plot
 from megatron_dppo.report.run import read_runs
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.resume import record
@@ -52,7 +57,7 @@ def test_a_run_has_every_section_with_its_figures(tmp_path: Path) -> None:
     assert [attributes["id"] for tag, attributes in shown.found if tag == "section" and "id" in attributes] == [
         *SECTIONS
     ]
-    for said in ("25.0 → 75.0%", "+50.0 points; 61.5–84.9% is the 95% interval of 50 problems", "6 steps of 2.0 s"):
+    for said in ("25.0 → 75.0%", "+50.0 points; 61.5–84.9% is the 95% interval of 50 problems", "6 steps of 2.00 s"):
         assert said in shown.text
     assert "75% of the prompts rolled out, 45% of their tokens trained on" in shown.text
     assert "seconds per step, by phase" in shown.text
@@ -75,7 +80,7 @@ def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
         "setting", "a", "b", "pruning.prompts.rule", "neyman", "none", "pruning.completions.rule", "neyman", "none",
         "pruning.completions.keep", "0.5", "0.4",
     ]  # fmt: skip
-    assert "a 2.0 s; b 2.0 s, 1.00 times as long" in shown.text
+    assert "a 2.00 s; b 2.00 s, 1.00 times as long" in shown.text
 
 
 def test_rewards_of_runs_that_choose_their_prompts_are_said_to_be_incomparable(tmp_path: Path) -> None:
@@ -211,7 +216,7 @@ def test_a_value_that_is_no_number_costs_itself_alone(tmp_path: Path, value: obj
     text = (tmp_path / "page.html").read_text()
     assert not re.search(r"\b(nan|inf)\b", text, re.IGNORECASE)
     assert "25.0 → 75.0%" in text
-    assert "6 steps of 2.0 s" in text  # the sixth is not timed, the seventh is
+    assert "6 steps of 2.00 s" in text  # the sixth is not timed, the seventh is
 
 
 @pytest.mark.parametrize("spoilt", ['"kept": null', '"kept": [3, NaN]', '"by_cause": [[1.0, null, 2, 1.0, 1]]'])
@@ -363,3 +368,16 @@ def test_a_run_whose_objective_changed_on_the_way_says_so(tmp_path: Path) -> Non
     race = " ".join(Elements(page(read_runs(folders))).text.split())
     assert "changed on its way: changed, loss.name grpo until step 4, then gspo." in race
     assert "changed on the way" not in page(read_runs(folders[1:]))
+
+
+def test_headline_line_and_console_say_the_same_figure(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 40)
+    text = " ".join(Elements(page(read_runs([run]))).text.split())
+    lines = line_plot("", "", [read_runs([run])[0].line("rollout/raw_reward")])
+    assert f"→ {lines.labels[0].value}" in text, "the reward of the headline is that at the line's end"
+    console = io.StringIO()
+    print_summary(run, summarise(read_metrics(run)), Console(40, console))
+    said = re.search(r"(\d+ steps) of (.*); (.*) with evaluations", console.getvalue())
+    assert said is not None
+    steps, pace, total = said.groups()
+    assert f"{total} {steps} of {pace}," in text

@@ -57,6 +57,16 @@ def test_bars_of_a_long_run_stand_for_their_neighbours_mean() -> None:
     assert shown[:2] == [4.0, 13.0]
 
 
+def test_a_long_name_at_a_line_s_end_keeps_both_its_ends() -> None:
+    names = ["short", "pruned_prompts_07_tokens_05_seed_1", "pruned_prompts_07_tokens_05_seed_2"]
+    lines = [Line(name, "blue", np.arange(3.0), np.arange(3.0)) for name in names]
+    assert [label.short for label in line_plot("", "", lines).labels] == [
+        "short",
+        "pruned_p…_seed_1",
+        "pruned_p…_seed_2",
+    ]
+
+
 def test_many_runs_are_lines_and_nothing_around_them(tmp_path: Path) -> None:
     x = np.arange(10.0)
     lines = [Line(f"run {i}", f"run{i}", x, x + i, x, x + 1, noisy=True) for i in range(4)]

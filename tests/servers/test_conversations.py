@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import importlib
 import json
 import sys
@@ -255,6 +257,26 @@ def test_a_conversation_that_cannot_be_trained_on_ends_the_run(
     batch, _, _ = converse(function, url, tmp_path, setting="conversation")
     assert isinstance(batch.error, UserError) and batch.error.setting == "rollout.conversation"
     assert words in batch.error.problem
+
+
+def test_asyncio_says_nothing_of_what_was_given_up_and_failed(caplog: pytest.LogCaptureFixture) -> None:
+    begun, http = threading.Event(), Http()
+
+    async def fail() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise ZeroDivisionError
+
+    future = http.start(fail())
+    begun.wait()
+    future.cancel()
+    http.run(asyncio.sleep(0.05))
+    del future  # which knows the task
+    gc.collect()
+    http.close()
+    assert not caplog.records
 
 
 def test_where_slime_is_installed_its_own_modules_stay_what_they_are(

@@ -11,7 +11,8 @@ import pytest
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import pool
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.pool import Pool
+from megatron_dppo.rollout.servers.pool import Pool, Server
+from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
 
 
@@ -44,3 +45,20 @@ def test_servers_that_are_waited_for_are_named(http: Http, tmp_path: Path, monke
     (started,), failed = _said(http, tmp_path, "rollout.launch.count=1", sleeps)
     assert started.endswith(f"for server 0: its log is {tmp_path}/servers/server-0.log")
     assert failed.setting == "rollout.launch.wait_s"
+
+
+def test_a_server_that_falls_silent_in_a_run_is_named_before_it_is_taken_out(
+    http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "SAY_AFTER_S", 0.2)
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        config = load_config(None, [f"run.dir={tmp_path}", "rollout.engine=sglang", f"rollout.servers=[{url}]"])
+        serving = Pool(config, http, architecture="", secret=None, say=said.append)
+        client = SglangClient(url, http)
+        serving._serving[Server.of(client, None)] = client
+        assert http.run(serving.check(0.5)) == {}, "one miss is no loss"
+        named = f"server {url} is silent: no answer to a health check for 0 s"
+        assert said == [f"{named} (rollout.health_timeout_s = 0.5)"]
+        assert http.run(serving.check(0.5)) == {url: "did not answer /health_generate within 0.5 s"}

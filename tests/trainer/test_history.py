@@ -14,15 +14,14 @@ from megatron_dppo.trainer.resume import (
     HISTORY,
     IN_FORCE,
     WARM_UP,
-    Writer,
     changed_since,
     check_resume,
     check_warm_up,
     read_history,
     record,
     same_prompts,
-    write_state,
 )
+from megatron_dppo.trainer.writer import Writer, write_state
 
 
 def words(folder: Path, *overrides: str) -> list[str]:

@@ -17,8 +17,9 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.preflight import OVERHEAD, bytes_to_write, check_config, preflight
-from megatron_dppo.trainer.resume import STATE, Writer, read_state, write_state
+from megatron_dppo.trainer.disk import OVERHEAD, disk_needed
+from megatron_dppo.trainer.preflight import check_config, preflight
+from megatron_dppo.trainer.writer import STATE, Writer, read_state, write_state
 from tests.bridge.directories import Sizes, write_qwen3_moe
 
 SMALL = ["data.max_prompt_tokens=32", "rollout.max_response_tokens=32", "pack.max_tokens=64"]
@@ -242,7 +243,7 @@ def test_no_room_on_the_disk_is_found_before_the_run(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = _config(policy, tmp_path)
-    needed = bytes_to_write(config, read_shape(policy), "train")
+    needed = disk_needed(config, read_shape(policy)).total
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
     error = _refusal(config)
@@ -256,7 +257,7 @@ def test_room_that_checkpoints_already_take_is_not_asked_for_again(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = _config(policy, tmp_path)
-    needed = bytes_to_write(config, read_shape(policy), "train")
+    needed = disk_needed(config, read_shape(policy)).total
     (_checkpoint(config, 1) / "shard").write_bytes(b"x" * 1000)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1000))
@@ -268,7 +269,7 @@ def test_a_checkpoint_is_weights_and_three_fp32_copies(policy: Path) -> None:
     weights = parameters(shape)
 
     def size(*overrides: str) -> int:
-        return bytes_to_write(load_config(None, ["run.export=false", *overrides]), shape, "train") - OVERHEAD
+        return disk_needed(load_config(None, ["run.export=false", *overrides]), shape).total - OVERHEAD
 
     assert size("run.checkpoint_every=0") == weights * (4 + 12)  # only the last
     assert size("run.checkpoint_every=50") == weights * 2 * (4 + 12)  # no more than are ever written

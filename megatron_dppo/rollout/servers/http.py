@@ -57,6 +57,14 @@ async def readable(url: str, answer: Awaitable[T]) -> T:
         raise ServerError(url, problem, alive=True) from error
 
 
+async def _quiet(work: Coroutine[Any, Any, T]) -> T:
+    """Have asyncio not complain where whoever waited has given up, and the work has failed since."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await work
+
+
 class Http:
     """The loop, its thread and its connections. Close it, or it ends with the process."""
 
@@ -68,7 +76,7 @@ class Http:
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(_quiet(work), self._loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine in the loop and wait for it, from any other thread; it is cancelled at the timeout."""

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from megatron_dppo.config import Config, LoraConfig
@@ -33,7 +34,7 @@ CLIENTS: Mapping[str, type[ServerClient]] = {"sglang": SglangClient, "vllm": Vll
 ASK_AGAIN_S = 3.0
 """Seconds between questions to a given server that is lost."""
 SAY_AFTER_S, SAY_EVERY_S = 10.0, 60.0
-"""Seconds until a server that cannot generate yet is named, and between two words on it."""
+"""Seconds until a server is named that is waited for, and between two words on it."""
 NOTHING = "nobody said anything"
 MISSES = 2
 """Health checks in a row at which a server is lost."""
@@ -117,10 +118,16 @@ class Pool:
         for process in self.processes:
             process.start()
         ours = [
-            self._said(wait_ready(process, self._client, launch.wait_s), process.name, f"its log is {process.log}")
+            self._said(
+                wait_ready(process, self._client, launch.wait_s),
+                self._until_ready(process.name, f"its log is {process.log}"),
+            )
             for process in self.processes
         ]
-        given = [self._said(self._given(url, launch.wait_s), url, NOTHING) for url in server_urls(self._config)]
+        given = [
+            self._said(self._given(url, launch.wait_s), self._until_ready(url, NOTHING))
+            for url in server_urls(self._config)
+        ]
         started, found = await asyncio.gather(asyncio.gather(*ours), asyncio.gather(*given))
         clients: list[tuple[int | None, ServerClient]] = list(enumerate(started))
         clients += [(None, client) for group in found for client in group]
@@ -176,9 +183,18 @@ class Pool:
         return any(server.process is not None for server in self._returning)
 
     async def check(self, timeout_s: float) -> dict[str, str]:
-        """Ask those that serve whether they can still generate; what is wrong with those that cannot, by URL."""
+        """Ask those that serve whether they can still generate; what is wrong with those that cannot, by URL.
+
+        One that is silent is named before ``timeout_s`` is over.
+        """
         serving = dict(self._serving)
-        answers = await asyncio.gather(*(c.health(timeout_s) for c in serving.values()), return_exceptions=True)
+
+        def silent(server: Server, taken: float) -> str:
+            limit = f"rollout.health_timeout_s = {timeout_s:g}"
+            return f"server {server.url} is silent: no answer to a health check for {taken:.0f} s ({limit})"
+
+        asked = [self._said(client.health(timeout_s), partial(silent, server)) for server, client in serving.items()]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
         unfit = {}
         for server, answer in zip(serving, answers, strict=True):
             self._misses[server] = self._misses[server] + 1 if isinstance(answer, ServerError) else 0
@@ -203,22 +219,32 @@ class Pool:
             theirs = await asyncio.to_thread(nccl.of_command, command, environ)
             nccl.refuse_two("rollout.launch.command", shlex.join(command), self._our_nccl, theirs)
 
-    async def _said(self, waiting: Coroutine[Any, Any, T], server: str, what: str) -> T:
+    def _until_ready(self, server: str, what: str) -> Callable[[float], str]:
+        """Says for how long a server that cannot generate yet was waited for.
+
+        Args:
+            server: its name or its URL.
+            what: is said of it, as long as it was heard to say nothing.
+        """
+        most = self._config.rollout.launch.wait_s
+
+        def say(taken: float) -> str:
+            heard = self._heard.get(server, what)
+            return f"waiting for {taken:.0f} s, of rollout.launch.wait_s = {most:g}, for server {server}: {heard}"
+
+        return say
+
+    async def _said(self, waiting: Coroutine[Any, Any, T], words: Callable[[float], str]) -> T:
         """Wait for a server, and say so where it takes long.
 
         Args:
-            waiting: until it can generate.
-            server: its name or its URL.
-            what: is said of it, as long as it was heard to say nothing.
+            waiting: until it has answered.
+            words: for the log, from the seconds so far.
         """
         began, wait_s, task = time.monotonic(), SAY_AFTER_S, asyncio.ensure_future(waiting)
         try:
             while not (await asyncio.wait([task], timeout=wait_s))[0]:
-                taken, most = time.monotonic() - began, self._config.rollout.launch.wait_s
-                heard = self._heard.get(server, what)
-                self._say(
-                    f"waiting for {taken:.0f} s, of rollout.launch.wait_s = {most:g}, for server {server}: {heard}"
-                )
+                self._say(words(time.monotonic() - began))
                 wait_s = SAY_EVERY_S
             return task.result()
         finally:
