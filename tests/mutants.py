@@ -1818,8 +1818,8 @@ MUTANTS = [
     ),
     Mutant(
         "compress/query heads of another group",
-        'if module in ("q_proj", "o_proj") else 1)',
-        'if module == "q_proj" else 1)',
+        'for dimension, heads in (("queries", shape.heads // shape.kv_heads), ("keys", 1)):',
+        'for dimension, heads in (("queries", 1), ("keys", 1)):',
         "compress/test_command.py -k heads",
     ),
     Mutant(
@@ -1842,8 +1842,8 @@ MUTANTS = [
     ),
     Mutant(
         "compress/shards: tokens that several ranks have count each time",
-        "if not self._sequence_parallel and self._world.tp_rank > 0:",
-        "if False:",
+        "return not self._sequence_parallel and self._world.tp_rank > 0",
+        "return False",
         "compress/test_layouts.py -k dense",
     ),
     Mutant(
@@ -1944,7 +1944,7 @@ MUTANTS = [
     ),
     Mutant(
         "estimate/a smaller width that no layout divides",
-        "if left.ffn != shape.ffn and left.ffn % tp:",
+        "if count != before and count % ranks:",
         "if False:",
         "compress/test_sweep.py -k plan_refuses",
     ),
