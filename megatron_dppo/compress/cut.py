@@ -13,6 +13,9 @@ MULTIPLES = {"2ssp": 128, "width": 128, "depth": 1, "heads": 1, "experts": 8, "h
 """By method, of what the number of parts that are left is a multiple, unless another is asked for: 128 units or
 channels suit kernels, 8 experts go to 8 expert-parallel ranks. Layers and heads are as many as the share says."""
 
+EXPERT_INPUTS = 8
+"""An expert's inputs are a multiple of 16 bytes, so many values of bf16, for the ``grouped_mm`` of transformers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -119,9 +122,13 @@ def channels_left(shape: PolicyShape, keep: float, multiple: int) -> int:
     """Width of the residual stream at which the share ``keep`` of all layers' weights is left: they go with it.
 
     Raises:
-        UserError: naming ``--multiple``, if no such width is there.
+        UserError: naming ``--multiple``, if no such width is there, or transformers could not compute experts of it.
     """
-    return _rounded(keep * shape.hidden, multiple, shape.hidden, "channels of the residual stream")
+    left = _rounded(keep * shape.hidden, multiple, shape.hidden, "channels of the residual stream")
+    if shape.experts and left % EXPERT_INPUTS:
+        problem = f"leaves {left} channels, and transformers computes experts of a multiple of {EXPERT_INPUTS} only"
+        raise UserError("--multiple", multiple, problem, f"Give a multiple of {EXPERT_INPUTS}")
+    return left
 
 
 def _rounded(exact: float, multiple: int, whole: int, what: str, least: int = 1) -> int:
@@ -132,8 +139,7 @@ def _rounded(exact: float, multiple: int, whole: int, what: str, least: int = 1)
     """
     left = round(exact / multiple) * multiple
     if not least <= left < whole:
-        possible = f"{least} to {whole - 1}"
-        problem = f"makes {left} of the {exact:.1f} {what} that are to be left, and possible are {possible}"
+        problem = f"leaves {left} {what} where {exact:.1f} are asked for, and {least} to {whole - 1} are possible"
         raise UserError("--multiple", multiple, problem, "Lower it")
     return left
 

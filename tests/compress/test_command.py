@@ -104,7 +104,7 @@ def test_another_family_becomes_smaller_too(calibration: Path, tmp_path: Path) -
         ("depth", "0.5", {"num_layers": 1}),
         ("heads", "0.95", {"kv_heads": 3, "heads": 6}),
         ("experts", "0.7", {"experts": 4}),
-        ("hidden", "0.85", {"hidden": 20}),
+        ("hidden", "0.65", {"hidden": 16}),
     ],
 )
 def test_a_mixture_of_experts_becomes_smaller_too(

@@ -83,6 +83,7 @@ def test_the_number_that_is_left_is_a_multiple() -> None:
         (Recipe("hidden", "random", 0.9), replace(SMALL, architecture="Qwen2ForCausalLM"), "--method"),
         (Recipe("hidden", "random", 0.99), SMALL, "--multiple"),
         (Recipe("minitron", "random", 0.75), PUBLISHED["qwen3-30b-a3b"], "--method"),
+        (Recipe("hidden", "random", 0.7, multiple=2), PUBLISHED["qwen3-30b-a3b"], "--multiple"),
         (Recipe("experts", "random", 0.5), SMALL, "--method"),
         (Recipe("experts", "random", 0.08), PUBLISHED["qwen3-30b-a3b"], "--keep"),  # fewer than a token has
         (Recipe("experts", "random", 0.99), PUBLISHED["qwen3-30b-a3b"], "--multiple"),
