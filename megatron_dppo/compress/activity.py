@@ -59,8 +59,8 @@ def measure_activity(model: Any, shape: PolicyShape, batches: Iterable[Batch]) -
         for number, layer in enumerate(model.model.layers):
             hooks.callback(layer.register_forward_pre_hook(sums.residual, with_kwargs=True).remove)
             hooks.callback(layer.self_attn.o_proj.register_forward_pre_hook(sums.attention(number)).remove)
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-                hooks.callback(norm.register_forward_hook(sums.norm(norm)).remove)
+            for place, norm in enumerate((layer.input_layernorm, layer.post_attention_layernorm)):
+                hooks.callback(norm.register_forward_hook(sums.norm(place, number)).remove)
             if shape.experts:
                 hooks.callback(layer.mlp.gate.register_forward_hook(sums.router(number)).remove)
             else:
@@ -82,7 +82,7 @@ class _Sums:
         self._squares = torch.zeros(layers, width, dtype=torch.float64)
         self._groups = torch.zeros(layers, shape.kv_heads, dtype=torch.float64)
         self._experts, self._choices = torch.zeros(2, layers, shape.experts, dtype=torch.float64)
-        self._channels: dict[Any, torch.Tensor] = {}
+        self._channels = torch.zeros(2, layers, shape.hidden, dtype=torch.float64)
         self._cosines = torch.zeros(layers + 1, layers + 1, dtype=torch.float64)
         self._last = torch.zeros(layers, dtype=torch.float64)
         self._relative = torch.zeros(2, layers, dtype=torch.float64)
@@ -110,12 +110,10 @@ class _Sums:
 
         return hook
 
-    def norm(self, norm: Any) -> Any:
-        self._channels[norm] = torch.zeros(len(norm.weight), dtype=torch.float64)
-
+    def norm(self, place: int, layer: int) -> Any:
         def hook(_: Any, __: Any, output: torch.Tensor) -> None:
             means = (_precise(output).abs() * self._valid[..., None]).sum(1) / self._valid.sum(1, keepdim=True)
-            self._channels[norm] += means.double().square().sum(0).cpu()
+            self._channels[place, layer] += means.double().square().sum(0).cpu()
 
         return hook
 
@@ -144,7 +142,7 @@ class _Sums:
             groups=self._groups / self._tokens,
             experts=self._experts,
             choices=self._choices,
-            channels=torch.stack([squares.sqrt() for squares in self._channels.values()]).sum(0),
+            channels=self._channels.sqrt().sum((0, 1)),
             cosines=self._cosines / self._tokens,
             last_cosines=self._last / self._sequences,
             relative_l1=self._relative[0] / self._tokens,
