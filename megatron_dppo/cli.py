@@ -203,7 +203,7 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
         add_init_arguments(init)
     compress = commands.add_parser("compress", help="make a smaller policy from a larger one")
     if "compress" in options_of:
-        from megatron_dppo.compress.command import add_compress_arguments
+        from megatron_dppo.compress.arguments import add_compress_arguments
 
         add_compress_arguments(compress)
     for command, what in OF_COMPRESS.items():
@@ -211,7 +211,7 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
         if command not in options_of:
             continue
         if command == "compress sweep":
-            from megatron_dppo.compress.sweep import add_sweep_arguments
+            from megatron_dppo.compress.arguments import add_sweep_arguments
 
             add_sweep_arguments(of)
         else:

@@ -42,12 +42,10 @@ from megatron_dppo.evaluation.questions import write_questions
 from megatron_dppo.evaluation.scores import by_benchmark, compare, score, table
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.observe.console import Console
-from megatron_dppo.observe.progress import Advance, progress_bar
 from megatron_dppo.parallel.world import World, initialize, shut_down
+from megatron_dppo.process.progress import SAY_EVERY_S, Advance, progress_bar
 from megatron_dppo.trainer.agreement import MAX_TOKENS, check_agreement
 from megatron_dppo.trainer.assemble import assemble_frozen
-
-SAY_EVERY_S = 10.0
 
 
 def evaluate_model(config: Config) -> None:

@@ -1646,10 +1646,16 @@ MUTANTS = [
         "launch/test_job_script.py -k whole",
     ),
     Mutant(
+        "progress/what was done before tells how fast it is",
+        "(total - so_far) / (so_far - done)",
+        "(total - so_far) / so_far",
+        "process/test_progress.py -k start",
+    ),
+    Mutant(
         "progress/bars where nobody looks",
         "if not (shown and sys.stderr.isatty()):",
         "if not shown:",
-        "observe/test_progress.py -k elsewhere",
+        "process/test_progress.py -k elsewhere",
     ),
     # The estimate of what a run needs.
     Mutant(
@@ -1890,9 +1896,45 @@ MUTANTS = [
     ),
     Mutant(
         "compress/shards: the loss of one replica",
-        "[part for of_rank in world.gather(mine) for part in of_rank]",
-        "world.gather(mine)[0]",
+        'torch.stack(world.gather(mine["logprobs"])).sum(0)',
+        'mine["logprobs"]',
         "compress/test_layouts.py -k experts",
+    ),
+    Mutant(
+        "compress/passes: one goes on without the sums of what it read",
+        "        _fill(sums, kept)\n",
+        "        pass\n",
+        "compress/test_resume.py -k any_batch",
+    ),
+    Mutant(
+        "compress/passes: those that were done are read again",
+        "if number < len(self._finished):",
+        "if False:",
+        "compress/test_resume.py -k any_batch",
+    ),
+    Mutant(
+        "compress/passes: sums of anything else will do",
+        'if kept["asked"].get(name) != self._asked[name]}',
+        "if False}",
+        "compress/test_resume.py -k no_use",
+    ),
+    Mutant(
+        "compress/passes: ranks go on from different places",
+        "set.intersection(*self._ranks.gather(set(found)))",
+        "set(found)",
+        "compress/test_resume.py -k written_less",
+    ),
+    Mutant(
+        "compress/passes: the sums before are overwritten",
+        "self._slot, self._due = 1 - self._slot, time.monotonic()",
+        "self._due = time.monotonic()",
+        "compress/test_resume.py -k written_less",
+    ),
+    Mutant(
+        "compress/passes: sums stay beside what was made of them",
+        "        forget(chosen.out)\n",
+        "",
+        "compress/test_resume.py -k command_that",
     ),
     Mutant(
         "compress/law: squares where the law takes absolute values",
@@ -1932,9 +1974,15 @@ MUTANTS = [
     ),
     Mutant(
         "compress/sweep: what was measured is measured again",
-        'if "tokens_per_second" not in row:',
-        "if True:",
+        'if "tokens_per_second" not in row and',
+        "if True and",
         "compress/test_sweep.py -k again",
+    ),
+    Mutant(
+        "compress/sweep: the whole policy is loaded in one process beside a layout",
+        'if "tokens_per_second" not in row and self.chosen.layout is None:',
+        'if "tokens_per_second" not in row and True:',
+        "compress/test_sweep.py -k in_shards",
     ),
     Mutant(
         "compress/sweep: every budget is spent",

@@ -6,7 +6,6 @@ import argparse
 import errno
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from megatron_dppo.bridge.checkpoint_folder import (
@@ -28,7 +26,6 @@ from megatron_dppo.bridge.checkpoint_folder import (
 )
 from megatron_dppo.bridge.chunks import BUFFER_BYTES
 from megatron_dppo.bridge.convert import (
-    Advance,
     compare_logits,
     compare_tensors,
     in_threads,
@@ -46,10 +43,10 @@ from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import check_replaceable, replacing_directory
+from megatron_dppo.process.progress import GB, progress
 from megatron_dppo.process.streams import quieten
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-GB = 10**9
 
 
 def run(command: Callable[[argparse.Namespace], None], chosen: argparse.Namespace) -> int:
@@ -93,7 +90,7 @@ def hf_to_megatron(chosen: argparse.Namespace) -> None:
     check_out(chosen, sum(plan.files.values()), [chosen.source], f"{RELEASE}/{FORMAT}", "converted checkpoint", files)
     if _ready(chosen, shape, plan.files, plan.dtype):
         with in_place(chosen.out) as draft:
-            with progress_bar("to Megatron", parameters(shape) * plan.dtype.itemsize) as advance:
+            with progress("to Megatron", parameters(shape) * plan.dtype.itemsize, unit="bytes") as advance:
                 write_megatron(tensors, plan, chosen.source, draft, workers=chosen.workers, advance=advance)
             _verify(chosen, draft / RELEASE, chosen.source, shape, plan.dtype)
         print(f"{chosen.out}: {_weights(shape, plan.dtype)}")
@@ -137,7 +134,7 @@ def megatron_to_hf(chosen: argparse.Namespace, also: Sequence[str] = ()) -> None
     check_out(chosen, sum(sizes.values()), [checkpoint, hf], "config.json", "model directory", (*MODEL_FILES, *also))
     if _ready(chosen, shape, sizes, plan.dtype):
         with in_place(chosen.out) as draft:
-            with progress_bar("to Hugging Face", plan.total_bytes) as advance:
+            with progress("to Hugging Face", plan.total_bytes, unit="bytes") as advance:
                 write_hf(policy, plan, hf, draft, workers=chosen.workers, advance=advance)
             _verify(chosen, checkpoint, draft, shape, plan.dtype)
         print(f"{chosen.out}: {_weights(shape, plan.dtype)}")
@@ -230,7 +227,8 @@ def _verify(chosen: argparse.Namespace, checkpoint: Path, hf: Path, shape: Polic
         if (checksums := policy.checksums) is not None:
             workers = chosen.workers
             in_threads(lambda share: checksums.check(share=share, of=workers), range(workers), workers)
-    with naming("--verify"), progress_bar("verifying", parameters(shape) * dtype.itemsize) as advance:
+    size = parameters(shape) * dtype.itemsize
+    with naming("--verify"), progress("verifying", size, unit="bytes") as advance:
         digest = compare_tensors(policy, hf, shape, written=dtype, workers=chosen.workers, advance=advance)
     print(f"every tensor is the same in both forms, read again from the disk (sha256 of all: {digest})")
     if chosen.verify == "all":
@@ -242,15 +240,3 @@ def _verify(chosen: argparse.Namespace, checkpoint: Path, hf: Path, shape: Polic
 def _weights(shape: PolicyShape, dtype: torch.dtype) -> str:
     millions = parameters(shape) / 1e6
     return f"{millions:,.2f} million weights in {str(dtype).removeprefix('torch.')}"
-
-
-@contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Advance]:
-    """A bar on a terminal; elsewhere one line at the end."""
-    console, began, shown = Console(stderr=True), time.monotonic(), sys.stderr.isatty()
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda size: progress.update(task, advance=size)
-    if not shown:
-        print(f"{what}: {total / GB:.2f} GB in {time.monotonic() - began:.2f} s", file=sys.stderr)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
 
-from megatron_dppo.compress.calibration import Batch
+from megatron_dppo.compress.calibration import Batch, count_sequences
 from megatron_dppo.compress.cut import Cut
+from megatron_dppo.compress.passes import Passes, Sums
 
 Part = Literal["block", "attention"]
 Distance = Literal["loss", "logits"]
@@ -110,14 +111,16 @@ def response_logits(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tenso
     return logits if logits.dtype == torch.float64 else logits.float(), batch.tokens[:, 1:][batch.response[:, 1:]]
 
 
-def mean_loss(model: Any, batches: Iterable[Batch]) -> float:
+def mean_loss(model: Any, batches: Sequence[Batch], passes: Passes | None = None) -> float:
     """Mean negative log-likelihood of the response tokens of all batches, in nats."""
-    total, count = 0.0, 0
-    for batch in batches:
-        logits, tokens = response_logits(model, batch)
-        total += _loss(logits, tokens)
-        count += len(tokens)
-    return total / count
+    sums: Sums = {"loss": torch.zeros((), dtype=torch.float64)}
+    for batch in (passes or Passes()).over(batches, sums, sequences=count_sequences(batches)):
+        sums["loss"] += _loss(*response_logits(model, batch))
+    return float(sums["loss"]) / _response_tokens(batches)
+
+
+def _response_tokens(batches: Sequence[Batch]) -> int:
+    return sum(int(batch.response[:, 1:].sum()) for batch in batches)
 
 
 def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
@@ -125,21 +128,24 @@ def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
     return float(torch.nn.functional.cross_entropy(logits, tokens, reduction="sum"))
 
 
-def leave_one_out(model: Any, batches: Sequence[Batch], distance: Distance) -> list[float]:
+def leave_one_out(
+    model: Any, batches: Sequence[Batch], distance: Distance, passes: Passes | None = None
+) -> list[float]:
     """E[m | block l absent] − E[m | all present] for each block l, the first term of its Shapley value (2407.16286).
 
     m is the mean loss of response tokens, or the mean over their places of ‖logits − logits of the whole policy‖₂.
     """
-    totals, count = [0.0] * len(model.model.layers), 0
-    for batch in batches:
+    layers = len(model.model.layers)
+    sums: Sums = {"apart": torch.zeros(layers, dtype=torch.float64)}
+    times = 1 + layers  # that a sequence is read
+    for batch in (passes or Passes()).over(batches, sums, sequences=times * count_sequences(batches)):
         whole, tokens = response_logits(model, batch)
         present = _loss(whole, tokens)
-        count += len(tokens)
-        for block in range(len(totals)):
+        for block in range(layers):
             with without(model, blocks=[block]):
                 absent, _ = response_logits(model, batch)
             if distance == "loss":
-                totals[block] += _loss(absent, tokens) - present
+                sums["apart"][block] += _loss(absent, tokens) - present
             else:
-                totals[block] += float((absent - whole).norm(dim=-1).sum())
-    return [total / count for total in totals]
+                sums["apart"][block] += float((absent - whole).norm(dim=-1).sum())
+    return (sums["apart"] / _response_tokens(batches)).tolist()

@@ -6,14 +6,15 @@ that of one batch's residual streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_dppo.compress.calibration import Batch
+from megatron_dppo.compress.calibration import Batch, count_sequences
+from megatron_dppo.compress.passes import Passes, Sums
 from megatron_dppo.models.shape import PolicyShape
 
 
@@ -48,13 +49,15 @@ class Activity:
 
 
 @torch.no_grad()
-def measure_activity(model: Any, shape: PolicyShape, batches: Iterable[Batch]) -> Activity:
+def measure_activity(
+    model: Any, shape: PolicyShape, batches: Sequence[Batch], passes: Passes | None = None
+) -> Activity:
     """Run a policy over batches.
 
     Args:
         model: transformers' causal language model of ``shape``.
     """
-    sums = _Sums(shape)
+    sums, sequences = _Sums(shape), count_sequences(batches)
     with ExitStack() as hooks:
         for number, layer in enumerate(model.model.layers):
             hooks.callback(layer.register_forward_pre_hook(sums.residual, with_kwargs=True).remove)
@@ -66,18 +69,17 @@ def measure_activity(model: Any, shape: PolicyShape, batches: Iterable[Batch]) -
             else:
                 hooks.callback(layer.mlp.down_proj.register_forward_pre_hook(sums.feed_forward(number)).remove)
         hooks.callback(model.model.norm.register_forward_pre_hook(sums.residual, with_kwargs=True).remove)
-        for batch in batches:
+        for batch in (passes or Passes()).over(batches, sums.kept(), sequences=sequences):
             sums.begin(batch.valid)
             model.model(batch.tokens, use_cache=False)
             sums.end()
-    return sums.means()
+    return sums.means(sequences, sum(int(batch.valid.sum()) for batch in batches))
 
 
 class _Sums:
     def __init__(self, shape: PolicyShape) -> None:
         layers, width = shape.num_layers, 0 if shape.experts else shape.ffn
         self._groups_per_layer = shape.kv_heads
-        self._sequences = self._tokens = 0
         self._norms = torch.zeros(layers, width, dtype=torch.float64)
         self._squares = torch.zeros(layers, width, dtype=torch.float64)
         self._groups = torch.zeros(layers, shape.kv_heads, dtype=torch.float64)
@@ -87,10 +89,22 @@ class _Sums:
         self._last = torch.zeros(layers, dtype=torch.float64)
         self._relative = torch.zeros(2, layers, dtype=torch.float64)
 
+    def kept(self) -> Sums:
+        """All that is added to, by name."""
+        return {
+            "norms": self._norms,
+            "squares": self._squares,
+            "groups": self._groups,
+            "experts": self._experts,
+            "choices": self._choices,
+            "channels": self._channels,
+            "cosines": self._cosines,
+            "last": self._last,
+            "relative": self._relative,
+        }
+
     def begin(self, valid: torch.Tensor) -> None:
         self._valid, self._streams = valid, list[torch.Tensor]()
-        self._sequences += len(valid)
-        self._tokens += int(valid.sum())
 
     def residual(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._streams.append(arguments[0] if arguments else keywords["hidden_states"])
@@ -135,18 +149,18 @@ class _Sums:
         last = self._valid.sum(1).cumsum(0) - 1  # sequences lie one after the other
         self._last += (unit[:-1, last] * unit[1:, last]).sum(-1).double().sum(-1).cpu()
 
-    def means(self) -> Activity:
+    def means(self, sequences: int, tokens: int) -> Activity:
         return Activity(
-            neurons=self._norms / self._sequences,
+            neurons=self._norms / sequences,
             inputs=self._squares.sqrt(),
-            groups=self._groups / self._tokens,
+            groups=self._groups / tokens,
             experts=self._experts,
             choices=self._choices,
             channels=self._channels.sqrt().sum((0, 1)),
-            cosines=self._cosines / self._tokens,
-            last_cosines=self._last / self._sequences,
-            relative_l1=self._relative[0] / self._tokens,
-            relative_l2=self._relative[1] / self._tokens,
+            cosines=self._cosines / tokens,
+            last_cosines=self._last / sequences,
+            relative_l1=self._relative[0] / tokens,
+            relative_l2=self._relative[1] / tokens,
         )
 
 

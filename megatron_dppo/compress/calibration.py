@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,18 @@ def _own_answers(file: Path, tokenizer: Tokenizer) -> list[WorkedAnswer]:
         )
         for row, prompt, response in zip(rows, prompts, responses, strict=True)
     ]
+
+
+def count_sequences(batches: Sequence[Batch]) -> int:
+    return sum(len(batch.tokens) for batch in batches)
+
+
+def digest_of_answers(answers: Sequence[WorkedAnswer]) -> str:
+    """Of their token ids, in order."""
+    seen = hashlib.blake2b(digest_size=16)
+    for ids in (ids for answer in answers for ids in (answer.prompt_ids, answer.response_ids)):
+        seen.update(len(ids).to_bytes(8) + ids.tobytes())
+    return seen.hexdigest()
 
 
 def draw(answers: Sequence[WorkedAnswer], count: int, seed: int) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:

@@ -79,6 +79,16 @@ class Recipe:
         """
         return sizes(shape, self.method, self.keep, self.multiple)
 
+    def passes(self, shape: PolicyShape) -> int:
+        """How often scoring reads each sequence."""
+        layers, left = shape.num_layers, self.sizes(shape)
+        if self.score in NO_CALIBRATION:
+            return 0
+        if self.score.startswith("shapley"):
+            return 1 + layers
+        turns = layers - len(left.layers) if self.score == "greedy" else len(left.silenced)
+        return sum(layers - turn for turn in range(turns)) + (self.score != "greedy")
+
 
 def choose(reader: Reader, shape: PolicyShape, recipe: Recipe, *, say: Callable[[str], None]) -> Cut:
     """Score a policy's parts and keep the best.

@@ -21,6 +21,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron_dppo.compress.absence import Distance, narrowed
 from megatron_dppo.compress.activity import Activity
 from megatron_dppo.compress.cut import Cut
+from megatron_dppo.compress.passes import Passes, Sums
 from megatron_dppo.compress.reader import stacked
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.errors import UserError
@@ -33,8 +34,9 @@ from megatron_dppo.trainer.assemble import PolicyParts
 
 NORMS = ("attention norm", "feed-forward norm")
 """Of a layer: what is summed of their outputs."""
-Sums = dict[tuple[str, int], torch.Tensor]
-"""By what is summed, and the layer."""
+STRETCH = 4
+"""Packs that a pipeline stage reads between two looks at whether sums are to be kept. The stages wait for each other
+there, a quarter of that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +51,36 @@ class _Tokens:
     """[sequences] int64, in tokens, over all ranks."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Packs that are read at a time."""
+
+    packs: Sequence[Pack]
+    tokens: Sequence[_Tokens]
+
+
 class Live:
     """A policy's shard on this rank, with this replica's packs of the sequences."""
 
-    def __init__(self, parts: PolicyParts[Policy], answers: Sequence[WorkedAnswer], max_tokens: int) -> None:
+    def __init__(
+        self,
+        parts: PolicyParts[Policy],
+        answers: Sequence[WorkedAnswer],
+        max_tokens: int,
+        passes: Passes | None = None,
+    ) -> None:
         self.shape: PolicyShape = parts.shape
         self._policy, self._world = parts.actor, parts.world
         samples = [_sample(answer, max_tokens) for answer in answers]
         made = parts.pack(samples, replicas=parts.world.dp)
         lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
-        self._packs: list[Pack] = [pack for _, pack in made]
-        self._tokens = [self._tokens_of(pack, [lengths[row] for row in rows]) for rows, pack in made]
+        stages = parts.world.layout.pp
+        count = max(1, len(made) // (STRETCH * stages if stages > 1 else 1))
+        self._passes, self._stretches = passes or Passes(), list[_Stretch]()
+        for places in np.array_split(np.arange(len(made)), count):
+            of = [made[place] for place in places]
+            tokens = [self._tokens_of(pack, [lengths[row] for row in rows]) for rows, pack in of]
+            self._stretches.append(_Stretch([pack for _, pack in of], tokens))
         self._sequences, self._all_tokens = len(samples), sum(lengths)
         self._layers = {
             layer.layer_number - 1: layer for chunk in self._policy.chunks for layer in chunk.decoder.layers
@@ -77,11 +98,14 @@ class Live:
 
     def loss(self) -> float:
         world = self._world
-        logprobs = self._policy.log_probabilities(self._packs)
         speaks = world.last_stage and world.tp_rank == 0 and world.cp_rank == 0
-        mine = [(float(of.sum(dtype=np.float64)), len(of)) for of in logprobs if of is not None] if speaks else []
-        parts = [part for of_rank in world.gather(mine) for part in of_rank]
-        return -sum(total for total, _ in parts) / sum(count for _, count in parts)
+        mine: Sums = {"logprobs": torch.zeros(2, dtype=torch.float64)}  # their sum, and how many they are
+        for stretch in self._passes.over(self._stretches, mine, sequences=self._sequences):
+            for of in self._policy.log_probabilities(stretch.packs):
+                if speaks and of is not None:
+                    mine["logprobs"] += torch.tensor([of.sum(dtype=np.float64), len(of)], dtype=torch.float64)
+        total, count = torch.stack(world.gather(mine["logprobs"])).sum(0).tolist()
+        return -float(total / count)
 
     def leave_one_out(self, distance: Distance) -> list[float]:
         if distance != "loss":
@@ -168,8 +192,6 @@ class Live:
         sums: Sums = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
         with ExitStack() as hooks:
             watch = _Watch(self, sums)
-            for chunk in self._policy.chunks:
-                hooks.callback(chunk.register_forward_pre_hook(watch.begin(iter(self._tokens))).remove)
             for number, layer in self._layers.items():
                 attention, mlp = layer.self_attention.linear_proj, layer.mlp
                 hooks.callback(layer.register_forward_hook(watch.residual(number), with_kwargs=True).remove)
@@ -180,7 +202,11 @@ class Live:
                     hooks.callback(mlp.router.register_forward_hook(watch.router(number)).remove)
                 else:
                     hooks.callback(mlp.linear_fc2.register_forward_pre_hook(watch.feed_forward(number)).remove)
-            self._policy.log_probabilities(self._packs)
+            for stretch in self._passes.over(self._stretches, sums, sequences=self._sequences):
+                with ExitStack() as turns:
+                    for chunk in self._policy.chunks:
+                        turns.callback(chunk.register_forward_pre_hook(watch.begin(iter(stretch.tokens))).remove)
+                    self._policy.log_probabilities(stretch.packs)
         width = 0 if self.shape.experts else self.shape.ffn
         sizes = {"norms": width, "squares": width, "groups": self.shape.kv_heads, "streams": 4}
         sizes |= {"experts": self.shape.experts, "choices": self.shape.experts}

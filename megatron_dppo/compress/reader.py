@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from megatron_dppo.compress.absence import Distance, Part, as_cut, leave_one_out
 from megatron_dppo.compress.activity import Activity, measure_activity
 from megatron_dppo.compress.calibration import Batch
 from megatron_dppo.compress.cut import Cut
+from megatron_dppo.compress.passes import Passes
 from megatron_dppo.models.shape import PolicyShape
 
 
@@ -49,9 +50,10 @@ class Whole:
     model: Any
     shape: PolicyShape
     batches: Sequence[Batch]
+    passes: Passes = field(default_factory=Passes)
 
     def activity(self) -> Activity:
-        return measure_activity(self.model, self.shape, self.batches)
+        return measure_activity(self.model, self.shape, self.batches, self.passes)
 
     def weights_of_neurons(self) -> tuple[torch.Tensor, torch.Tensor]:
         layers = [(m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight) for m in self._feed_forwards()]
@@ -61,10 +63,10 @@ class Whole:
         return [layer.mlp for layer in self.model.model.layers]
 
     def loss(self) -> float:
-        return mean_loss(self.model, self.batches)
+        return mean_loss(self.model, self.batches, self.passes)
 
     def leave_one_out(self, distance: Distance) -> list[float]:
-        return leave_one_out(self.model, self.batches, distance)
+        return leave_one_out(self.model, self.batches, distance, self.passes)
 
     def without(self, *, blocks: Collection[int] = (), attention: Collection[int] = ()) -> AbstractContextManager[None]:
         return without(self.model, blocks=blocks, attention=attention)

@@ -11,11 +11,11 @@ Everything lies under one folder, and what is there is not done again::
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,11 +28,12 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.bridge.convert_commands import naming, positive
+from megatron_dppo.bridge.convert_commands import naming
 from megatron_dppo.bridge.safetensors_files import stored_tensors
-from megatron_dppo.compress.calibration import draw, read_sequences
+from megatron_dppo.compress.arguments import as_words, options_of_both
+from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
 from megatron_dppo.compress.choose import SCORES, Recipe
-from megatron_dppo.compress.command import SHARE, add_calibration_arguments, compress, device, load_whole
+from megatron_dppo.compress.command import check_in_shards, compress, device, load_whole
 from megatron_dppo.compress.surgery import RECORD
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.data.tokenizer import load_tokenizer
@@ -53,25 +54,6 @@ SAME = ("calibrate", "prompt_key", "response_key", "chat_template", "sequences",
 """Options that every row of a sweep has in common, besides the policy and CONFIG."""
 
 Row = dict[str, Any]
-
-
-def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``megatron-dppo compress sweep``."""
-    source = "the larger policy: a Hugging Face directory, a run, or an id on the hub"
-    parser.add_argument("source", metavar="MODEL", type=Path, help=source)
-    again = "folder for policies and figures; run again, it goes on from what is there"
-    parser.add_argument("out", metavar="OUT", type=Path, help=again)
-    parser.add_argument("--keep", metavar="SHARE", type=float, nargs="+", required=True, help=f"{SHARE}: each of these")
-    methods = "or METHOD:SCORE, see `megatron-dppo compress --help` (default: width depth)"
-    parser.add_argument("--methods", metavar="METHOD", nargs="+", default=["width", "depth"], help=methods)
-    add_calibration_arguments(parser)
-    config = "with which policies are asked and recovered: a YAML file, and settings that override what it says"
-    parser.add_argument("--config", metavar="CONFIG a.b=c", nargs="+", help=config)
-    recover = "steps of sft to recover by, each a run of its own, until one is enough (default: no recovery)"
-    parser.add_argument("--recover", metavar="STEPS", type=positive(int), nargs="+", default=[], help=recover)
-    enough = "share of the whole policy's accuracy that counts as recovered (default: %(default)s)"
-    parser.add_argument("--enough", metavar="SHARE", type=float, default=0.95, help=enough)
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def sweep(chosen: Namespace) -> None:
@@ -106,7 +88,7 @@ def sweep(chosen: Namespace) -> None:
         "model": named,
         **{name: _plain(getattr(chosen, name)) for name in SAME},
         "settings": flat(load_config(chosen.config[0], chosen.config[1:])) if chosen.config else None,
-        "content of --calibrate": _digest_of_answers(answers),
+        "content of --calibrate": digest_of_answers(answers),
         "content of MODEL": _digest_of_model(source),
     }
     with closing(FolderLock(chosen.out, "OUT")), redirect_stdout(sys.stderr):
@@ -130,9 +112,11 @@ def _recipe(word: str, keep: float, chosen: Namespace, shape: PolicyShape) -> Re
     try:
         recipe.check(shape)
         recipe.sizes(shape)
+        if chosen.layout is not None:
+            check_in_shards(recipe.score, chosen.layout)
     except UserError as error:
         named = ("--methods", word) if error.setting in ("--method", "--score") else (error.setting, error.value)
-        texts = [text.replace("--method", "--methods") for text in (error.problem, error.remedy)]
+        texts = [re.sub("--(method|score)", "--methods", str(text)) for text in (error.problem, error.remedy)]
         raise UserError(*named, *texts) from error
     return recipe
 
@@ -145,13 +129,6 @@ def _digest_of_model(folder: Path) -> str:
     for file in (folder / "config.json", *weights):
         with file.open("rb") as opened:
             seen.update(hashlib.file_digest(opened, "blake2b").digest())
-    return seen.hexdigest()
-
-
-def _digest_of_answers(answers: Sequence[WorkedAnswer]) -> str:
-    seen = hashlib.blake2b(digest_size=16)
-    for ids in (ids for answer in answers for ids in (answer.prompt_ids, answer.response_ids)):
-        seen.update(len(ids).to_bytes(8) + ids.tobytes())
     return seen.hexdigest()
 
 
@@ -202,15 +179,12 @@ class _Sweep:
         if not (folder / "policy" / RECORD).is_file():
             _say(f"{name}: compressing")
             folder.mkdir(parents=True, exist_ok=True)
-            rest = {"layout": None, "verify": False, "dry_run": False, "overwrite": False}
-            given = {"method": recipe.method, "score": recipe.score, "keep": recipe.keep, "source": self.source}
-            compress(Namespace(**vars(self.chosen) | rest | given | {"out": folder / "policy"}), [])
-            _free()
+            self._compress(recipe, folder / "policy")
         done = json.loads((folder / "policy" / RECORD).read_text())
         row |= {key: done[key] for key in ("method", "score", "keep", "loss_before", "loss_after")}
         row["weights"] = done["weights_after"]
         self.record["whole"] |= {"weights": done["weights_before"], "loss": done["loss_before"]}
-        if "tokens_per_second" not in row:
+        if "tokens_per_second" not in row and self.chosen.layout is None:
             _say(f"{name}: tokens per second")
             row |= self._speed(folder / "policy")
             _free()
@@ -221,6 +195,16 @@ class _Sweep:
             row["accuracy"] = self._accuracy(folder / "policy", folder / "eval")
             self._recover(row, folder)
         self.write()
+
+    def _compress(self, recipe: Recipe, out: Path) -> None:
+        kept = {"method": recipe.method, "score": recipe.score, "keep": recipe.keep}
+        options = options_of_both(self.chosen) | kept
+        if self.chosen.layout is not None:  # ranks of their own, which leave nothing behind in this process
+            self._run("--layout", self.chosen.layout, "compress", self.source, out, *as_words(options))
+            return
+        rest = {"source": self.source, "out": out, "verify": False, "dry_run": False, "overwrite": False}
+        compress(Namespace(**options, **rest), [])
+        _free()
 
     def _recover(self, row: Row, folder: Path) -> None:
         """Train with growing budgets, each from the start and with its own schedule, until one is enough."""
@@ -234,7 +218,7 @@ class _Sweep:
             out, run = folder / f"sft-{steps}", folder / f"sft-{steps}-run"
             if not (out / "config.json").is_file():
                 settings = {"model.path": folder / "policy", "run.dir": run, "sft.out": out, "sft.steps": steps}
-                self._run("sft", *(f"{name}={value}" for name, value in settings.items()))
+                self._run_with_config("sft", *(f"{name}={value}" for name, value in settings.items()))
             lines = (run / "sft-log" / "metrics.jsonl").read_text().splitlines()
             tokens = sum(json.loads(line)["train/tokens"] for line in lines)
             accuracy = self._accuracy(out, folder / f"sft-{steps}-eval")
@@ -249,25 +233,32 @@ class _Sweep:
     def _accuracy(self, policy: Path, out: Path) -> float:
         """Mean over the benchmarks."""
         if not (out / SCORES_FILE).is_file():
-            self._run("eval", "--model", policy, "--out", out)
+            self._run_with_config("eval", "--model", policy, "--out", out)
         scores = json.loads((out / SCORES_FILE).read_text())["benchmarks"].values()
         return float(sum(of["avg@k"]["value"] for of in scores) / len(scores))
 
-    def _run(self, command: str, *words: Any) -> None:
-        """A command with the settings of ``--config``, as a process of its own.
+    def _run_with_config(self, command: str, *words: Any) -> None:
+        self._run("--config", " ".join(self.chosen.config), command, *self.chosen.config, *words)
+
+    def _run(self, option: str, value: str, *words: Any) -> None:
+        """A command as a process of its own.
+
+        Args:
+            option: that it is run by, with its ``value``, for errors.
+            words: of the command line.
 
         Raises:
             UserError: if it fails; it has said why.
             SystemExit: if it fails with another code than 2, with that code.
         """
-        text = [command, *self.chosen.config, *map(str, words)]
+        text = [*map(str, words)]
         _say("megatron-dppo " + " ".join(text))
         done = subprocess.run([sys.executable, "-m", "megatron_dppo", *text], stdout=sys.stderr, check=False)
         if done.returncode:
             code = done.returncode if done.returncode > 0 else 128 - done.returncode
             ended = f"code {code}, and has said why above" if code < 128 else f"signal {code - 128}"
             problem = f"`megatron-dppo {' '.join(text)}` ended with {ended}"
-            error = UserError("--config", " ".join(self.chosen.config), problem, "Mend that, and run the sweep again")
+            error = UserError(option, value, problem, "Mend that, and run the sweep again")
             if code == 2:
                 raise error
             _say(error_text(error))
@@ -343,17 +334,19 @@ def table(record: Mapping[str, Any]) -> list[str]:
     lines.append(f"{'whole policy':36s}" + "".join(f"{cell:>11s}" for cell in first))
     for row in sorted(record["rows"], key=lambda row: (-row["weights"], row["name"])):
         best = worth(row) if row.get("recovered") else None
-        tokens = row.get("recovery_tokens")
+        tokens, speed = row.get("recovery_tokens"), row.get("tokens_per_second_ratio")
         cells = (
             f"{row['weights'] / whole['weights']:.0%}",
             f"{row['loss_after']:.4f}",
             _percent(row.get("accuracy")),
             _percent(best),
             "–" if tokens is None else f"{tokens:,.0f}",
-            f"{row['tokens_per_second_ratio']:.2f}x",
+            "–" if speed is None else f"{speed:.2f}x",
         )
         lines.append(f"{'* ' * row['frontier']:2s}{row['name']:34s}" + "".join(f"{cell:>11s}" for cell in cells))
     star = "* no other is as small and better, or smaller and as good"
+    if any("tokens_per_second" not in row for row in record["rows"]):
+        lines.append("speed –: it takes the whole policy in one process; run the sweep again without --layout")
     return [*lines, f"{star}; tokens: of sft, to {100 * record['enough']:g}% of the whole policy's accuracy"]
 
 

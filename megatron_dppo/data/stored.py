@@ -26,6 +26,7 @@ import numpy as np
 
 from megatron_dppo.data.rows import Row, read_batches, row_of_line, row_of_record
 from megatron_dppo.errors import UserError
+from megatron_dppo.process.progress import progress
 
 LARGE = 16 * 2**20
 """Bytes of a file from which on its rows are stored. Smaller ones are read into memory, in seconds."""
@@ -36,8 +37,6 @@ FORM = 2
 """Of what is stored. What another version of this package has stored in another form is made anew."""
 BATCH = 1024
 """Rows that are in memory at a time."""
-SAY_EVERY_S = 10.0
-"""Between two lines of progress, where there is no terminal for a bar."""
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*")
 ROWS, SUMMARY = "rows.arrow", "summary.json"
 Columns = tuple[list[int], ...]
@@ -136,9 +135,9 @@ def _make(folder: Path, files: Sequence[Path], setting: str, encode: Encode) -> 
 def _write(out: Path, files: Sequence[Path], setting: str, encode: Encode) -> dict[str, Any]:
     import pyarrow
 
-    rows, stored, longest, writer = 0, 0, 0, None
+    rows, stored, longest, share, writer = 0, 0, 0, 0.0, None
     data_sources: set[str] = set()
-    with _progress(f"tokenising {files[0]}") as advance, out.open("wb") as sink:
+    with progress(f"tokenising {files[0]}", 1.0, unit="share") as advance, out.open("wb") as sink:
         for number, file in enumerate(files):
             for batch in read_batches(file, setting, BATCH):
                 encoded = encode(batch.rows)
@@ -157,7 +156,8 @@ def _write(out: Path, files: Sequence[Path], setting: str, encode: Encode) -> di
                     part = pyarrow.RecordBatch.from_pydict(arrays)
                     writer = writer or pyarrow.ipc.new_file(sink, part.schema)
                     writer.write_batch(part)
-                advance((number + batch.done) / len(files), rows)
+                share, before = (number + batch.done) / len(files), share
+                advance(share - before, f"{rows:,} rows")
         if not rows:
             raise UserError(setting, files[0], "holds no rows", "Give a file with at least one prompt")
         if writer is None:
@@ -210,28 +210,3 @@ def _alone(lock: Path, file: Path) -> Iterator[None]:
             except OSError:  # a file system without locks
                 break
         yield
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[float, int], None]]:
-    """Tells people how far it is: a bar on a terminal, else a line now and then. Takes the share and the rows done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    console, began, shown = Console(stderr=True), time.monotonic(), sys.stderr.isatty()
-    rows_done, spoke = TextColumn("{task.fields[rows]:,} rows"), began
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), rows_done, TimeRemainingColumn()
-
-    def advance(done: float, rows: int) -> None:
-        nonlocal spoke
-        progress.update(task, completed=done, rows=rows)
-        if not shown and time.monotonic() - spoke >= SAY_EVERY_S:
-            spoke = time.monotonic()
-            left = (spoke - began) * (1.0 / done - 1.0)
-            print(f"{what}: {rows:,} rows, {done:.0%}, {left:.0f} s left", file=sys.stderr, flush=True)
-
-    with Progress(*columns, console=console, disable=not shown) as progress:
-        task = progress.add_task(what, total=1.0, rows=0)
-        yield advance
-    if not shown:
-        print(f"{what}: done in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)

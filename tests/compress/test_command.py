@@ -162,31 +162,6 @@ def test_a_dry_run_and_a_refusal_write_nothing(
     assert not (tmp_path / "out").exists() and list(tmp_path.iterdir()) == []
 
 
-def test_ranks_under_a_layout_write_what_one_process_does(policy: Path, calibration: Path, tmp_path: Path) -> None:
-    words = [
-        "--method",
-        "2ssp",
-        "--keep",
-        "0.6",
-        "--multiple",
-        "8",
-        "--zero-attention",
-        "--calibrate",
-        str(calibration),
-    ]
-    made = {}
-    for name, layout in (("whole", []), ("shards", ["--layout", "tp=2,dp=1"])):
-        command = ["compress", str(policy), str(tmp_path / name), *words, *layout, "--sequences", "2"]
-        assert main(command) == 0
-        made[name] = json.loads((tmp_path / name / "compress.json").read_text())
-    assert made["shards"] == {
-        name: pytest.approx(value, rel=1e-5) if name.startswith("loss") else value
-        for name, value in made["whole"].items()
-    }
-    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in made)
-    assert one == other
-
-
 def test_what_a_layout_cannot_do_is_refused(
     policy: Path, calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

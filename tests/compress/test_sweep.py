@@ -81,6 +81,24 @@ def test_what_is_there_is_not_made_again(swept: Path, policy: Path, calibration:
         assert {**old, "frontier": None} == {**new, "frontier": None}
 
 
+def test_a_sweep_in_shards_is_the_same_but_for_speeds(
+    swept: Path, policy: Path, calibration: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = words(policy, tmp_path / "out", calibration, "--keep", "0.75", "--methods", "depth")
+    assert main([*command, "--layout", "dp=1"]) == 0
+    assert "speed –: it takes the whole policy in one process" in capfd.readouterr().out
+    (row,), (expected, _) = record(tmp_path / "out")["rows"], record(swept)["rows"]
+    assert (row["name"], row["weights"]) == (expected["name"], expected["weights"])
+    for loss in ("loss_before", "loss_after"):
+        assert row[loss] == pytest.approx(expected[loss], rel=1e-5)
+    assert "tokens_per_second" not in row
+    made = (tmp_path / "out" / row["name"] / "policy" / "compress.json").stat().st_mtime_ns
+    assert main(command) == 0  # what is missing is measured, and nothing is made again
+    (row,) = record(tmp_path / "out")["rows"]
+    assert row["tokens_per_second"] > 0
+    assert (tmp_path / "out" / row["name"] / "policy" / "compress.json").stat().st_mtime_ns == made
+
+
 def test_other_sequences_are_another_sweep(
     swept: Path, policy: Path, calibration: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,13 +137,15 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         ("width:foo", "0.75", "Give one of activation"),
         ("2ssp", "0.6", "or --methods width or depth"),
         ("zig", "0.75", "Give of 2ssp"),
+        ("depth:in-a-row", "0.75", "Give another --methods, or leave --layout out"),
     ],
 )
 def test_a_sweep_s_errors_name_its_own_options(
     policy: Path, calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     methods: str, keep: str, remedy: str,
 ) -> None:  # fmt: skip
-    assert main(words(policy, tmp_path / "out", calibration, "--keep", keep, "--methods", methods)) == 2
+    command = words(policy, tmp_path / "out", calibration, "--keep", keep, "--methods", methods)
+    assert main([*command, "--layout", "tp=2"]) == 2
     text = said(capsys)
     assert f"error: --methods = {methods}" in text and remedy in text
     assert "--method " not in text and "--score" not in text and not (tmp_path / "out").exists()

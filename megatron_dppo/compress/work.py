@@ -1,0 +1,179 @@
+"""What a command of ``compress`` is to do: what sums of scores depend on, what is chosen by them, what is written."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dppo.bridge.chunks import Chunk
+from megatron_dppo.bridge.convert import stored_chunks
+from megatron_dppo.bridge.convert_commands import check_out, in_place, naming
+from megatron_dppo.bridge.fingerprint import fingerprint
+from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, plan_files
+from megatron_dppo.bridge.mapping import expected_tensors, parameters
+from megatron_dppo.bridge.safetensors_files import check_weights, stored_tensors
+from megatron_dppo.compress.calibration import digest_of_answers
+from megatron_dppo.compress.choose import SCORES, Recipe, choose
+from megatron_dppo.compress.cut import Cut
+from megatron_dppo.compress.passes import Passes, Ranks, forget, scoring
+from megatron_dppo.compress.reader import Reader
+from megatron_dppo.compress.surgery import write_cut
+from megatron_dppo.data.prompts import WorkedAnswer
+from megatron_dppo.models.shape import PolicyShape, read_shape
+from megatron_dppo.process.progress import progress
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be done, as it is known before weights are read."""
+
+    chosen: argparse.Namespace
+    shape: PolicyShape
+    recipe: Recipe
+    tensors: Mapping[str, Chunk]
+    plan: FilePlan
+
+    @classmethod
+    def of(cls, chosen: argparse.Namespace) -> Work:
+        """
+        Raises:
+            UserError: for what cannot be done to this policy.
+        """
+        with naming("MODEL"):
+            shape = read_shape(chosen.source)
+            stored = check_weights(chosen.source, shape)
+        names = {name: getattr(chosen, name) for name in ("method", "keep", "multiple", "zero_attention", "seed")}
+        recipe = Recipe(score=chosen.score or SCORES[chosen.method][0], **names)
+        recipe.check(shape)
+        tensors = stored_chunks({name: stored[name] for name in expected_tensors(shape)})
+        dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
+        plan = plan_files(recipe.sizes(shape).shape(shape), MAX_SHARD_BYTES, dtype)
+        return cls(chosen, shape, recipe, tensors, plan)
+
+    def check_out(self) -> None:
+        size, source = self.plan.total_bytes, self.chosen.source
+        check_out(self.chosen, size, [source], "config.json", "model directory", MODEL_FILES)
+
+    def say_what_would_be_done(self) -> None:
+        print(_summary(self.shape, self.recipe.sizes(self.shape)))
+        size = f"{self.plan.total_bytes / 2**20:,.1f} MiB in {len(self.plan.files)} files"
+        print(f"{self.chosen.out}: {size}; nothing has been written")
+
+    def depends_on(
+        self, scored: Sequence[WorkedAnswer], others: Sequence[WorkedAnswer], dtype: Any, layout: Any = None
+    ) -> dict[str, Any]:
+        """What sums depend on, by its name for messages. Of the weights only a little is read, and their files' times
+        tell the rest: a command that is run again should not have to read all of them twice."""
+        with naming("MODEL"):
+            files = sorted({tensor.file for tensor in stored_tensors(self.chosen.source).values()})
+            weights = fingerprint(self.chosen.source, None)
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        config = (self.chosen.source / "config.json").read_bytes()
+        options = {f"--{name.replace('_', '-')}": value for name, value in asdict(self.recipe).items()}
+        return {
+            "MODEL": hashlib.sha256(f"{weights} {stats}".encode() + config).hexdigest(),
+            "--calibrate": [digest_of_answers(answers) for answers in (scored, others)],
+            "--max-tokens": self.chosen.max_tokens,
+            "--layout": str(layout),
+            "type of the weights": str(dtype),
+            **options,
+        }
+
+    def score(
+        self,
+        reader: Callable[[Sequence[WorkedAnswer], Passes], Reader],
+        scored: Sequence[WorkedAnswer],
+        others: Sequence[WorkedAnswer],
+        depends_on: Mapping[str, Any],
+        ranks: Ranks | None = None,
+    ) -> tuple[Cut, dict[str, float]]:
+        """What is kept, and the losses before and after, if there are sequences. Collective.
+
+        Args:
+            reader: makes what reads some of the sequences.
+            others: that the losses are of, if there are any.
+            depends_on: see there; the same on every rank.
+        """
+        read = self.recipe.passes(self.shape) * len(scored) + 2 * len(others or scored)
+
+        def say(text: str) -> None:
+            if ranks is None or ranks.rank == 0:
+                print(text, file=sys.stderr, flush=True)
+
+        with scoring(self.chosen.out, depends_on, read, ranks) as passes:
+            cut = choose(reader(scored, passes), self.shape, self.recipe, say=say)
+            return cut, _losses(reader(others or scored, passes), cut) if scored else {}
+
+    def write(
+        self,
+        cut: Cut,
+        losses: Mapping[str, float],
+        *,
+        of_others: bool,
+        verify: Callable[[Path, PolicyShape, Cut], float] | None = None,
+    ) -> None:
+        """Write the smaller policy, and say what it is.
+
+        Args:
+            losses: before and after.
+            of_others: whether they are of other sequences than those scored.
+            verify: compares what was written with what it comes from.
+        """
+        chosen, shape, recipe = self.chosen, self.shape, self.recipe
+        done = {name: getattr(recipe, name) for name in ("method", "score", "keep", "seed")}
+        weights = {"weights_before": parameters(shape), "weights_after": parameters(cut.shape(shape))}
+        parts = {"layers": cut.layers, "zero_attention": cut.silenced}
+        record = {**done, "from": chosen.named, **parts, **weights, **losses}
+        with in_place(chosen.out) as draft:
+            with progress("writing", self.plan.total_bytes, unit="bytes") as advance:
+                work = {"record": record, "workers": chosen.workers, "advance": advance}
+                write_cut(self.tensors, chosen.source, shape, cut, self.plan, draft, **work)
+            apart = verify(draft, shape, cut) if verify else None
+        forget(chosen.out)
+        print(_summary(shape, cut))
+        if losses:
+            on = "other sequences than those scored" if of_others else "the sequences scored, as there are no others"
+            print(f"loss {losses['loss_before']:.4f} before, {losses['loss_after']:.4f} after, on {on}")
+        if apart is not None:
+            print(
+                f"its logits are those of the larger policy without these parts, up to {apart:.2g} of their deviation"
+            )
+        print(f"{chosen.out}: train it as any policy, with model.path={chosen.out}")
+
+
+def _losses(reader: Reader, cut: Cut) -> dict[str, float]:
+    """Of the policy, and of the smaller one, which is not yet written."""
+    before = reader.loss()
+    with reader.as_cut(cut):
+        return {"loss_before": before, "loss_after": reader.loss()}
+
+
+def _summary(shape: PolicyShape, cut: Cut) -> str:
+    """What goes, in words."""
+    left = cut.shape(shape)
+    sizes = [
+        f"{name} {before} → {after}"
+        for name, before, after in (
+            ("layers", shape.num_layers, left.num_layers),
+            ("width of the residual stream", shape.hidden, left.hidden),
+            ("experts", shape.experts, left.experts),
+            ("width of feed-forward layers", shape.ffn, left.ffn),
+            ("query heads", shape.heads, left.heads),
+            ("key-value heads", shape.kv_heads, left.kv_heads),
+        )
+        if before != after
+    ]
+    if cut.silenced:
+        sizes.append(f"attention of {len(cut.silenced)} layers → zeros, which keep their size")
+    before, after = parameters(shape), parameters(left)
+    return f"{', '.join(sizes)}: {before / 1e6:,.2f} → {after / 1e6:,.2f} million weights ({after / before:.0%})"

@@ -1,0 +1,242 @@
+"""Scoring that was killed goes on from its sums to the same scores, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.cli import main
+from megatron_dppo.compress import calibration, passes
+from megatron_dppo.compress.absence import mean_loss
+from megatron_dppo.compress.calibration import Batch, batches, count_sequences
+from megatron_dppo.compress.passes import Passes
+from megatron_dppo.compress.reader import Reader, Whole, remove_greedily
+from megatron_dppo.config import Config, LayoutConfig, ModelConfig, PackConfig
+from megatron_dppo.data.prompts import WorkedAnswer
+from megatron_dppo.models.shape import read_shape
+from megatron_dppo.parallel.world import initialize
+from megatron_dppo.trainer.assemble import assemble_frozen
+from tests.ranks import RankPool, forks
+
+SMALL = 16
+"""Tokens of a batch or a pack, of which the four sequences make two or more."""
+ROOT = Path(__file__).parents[2]
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are written after every batch."""
+    monkeypatch.setattr(passes, "KEEP_EVERY_S", 0.0)
+    monkeypatch.setattr(calibration, "BATCH_TOKENS", SMALL)
+
+
+def dying_command(words: list[str], writes: int) -> None:
+    """A command that is killed while it writes sums, when it has written them so many times; of ranks the second."""
+    left, replacing_file = writes, passes.replacing_file
+
+    @contextmanager
+    def dying(file: Path) -> Iterator[Path]:
+        nonlocal left
+        with replacing_file(file) as partial:
+            yield partial
+            left -= 1
+            if left < 0 and os.environ.get("RANK") in (None, "1"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    passes.replacing_file, passes.KEEP_EVERY_S, calibration.BATCH_TOKENS = dying, 0.0, SMALL
+    sys.exit(main(words))
+
+
+@pytest.fixture(scope="module")
+def sequences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("sequences") / "sums.jsonl"
+    rows = [{"prompt": f"{n}+{n}+{n}=", "response": f"{2 * n}+{n}={3 * n}#{3 * n}"} for n in range(4)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def all_of(reader: Reader, distances: Sequence[Any] = ("loss", "logits")) -> dict[str, Any]:
+    """All that scores are made of."""
+    activity = reader.activity()
+    found = {field.name: getattr(activity, field.name).tolist() for field in fields(activity)}
+    found |= {distance: reader.leave_one_out(distance) for distance in distances}
+    said: list[str] = []
+    removed = remove_greedily(reader, 2, "block", say=said.append)
+    return found | {"greedy": removed, "said": said, "loss": reader.loss()}
+
+
+def killed_after(count: int, of: Passes) -> Passes:
+    def advance(_: float, __: str = "") -> None:
+        nonlocal count
+        count -= 1
+        if count < 0:
+            raise KilledError
+
+    of.advance = advance
+    return of
+
+
+def test_every_score_goes_on_from_any_batch(
+    model: Any, policy: Path, answers: list[WorkedAnswer], tmp_path: Path
+) -> None:
+    read = list(batches(answers, max_tokens=512, device=torch.device("cpu")))
+    assert len(read) > 2
+
+    def found(of: Passes) -> dict[str, Any]:
+        return all_of(Whole(model, read_shape(policy), read, of))
+
+    def attempt() -> dict[str, Any] | None:
+        try:
+            return found(killed_after(3, Passes(tmp_path / "sums")))
+        except KilledError:
+            return None
+
+    whole = Passes()
+    expected, attempts = found(whole), 1
+    while (found_at_last := attempt()) is None:  # each goes on from the one before, and is killed three batches later
+        attempts += 1
+        assert attempts < whole.read
+    assert found_at_last == expected and attempts > 10
+    last = Passes(tmp_path / "sums")
+    assert found(last) == expected
+    assert last.read == whole.read, "none is counted twice"
+
+
+@pytest.mark.parametrize("why", ["another --keep", "another form", "cannot be kept"])
+def test_sums_that_are_of_no_use_are_said_to_be(
+    model: Any, policy: Path, read: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str], why: str
+) -> None:
+    folder = tmp_path / "sums"
+    if why == "cannot be kept":
+        folder.touch()
+    else:
+        mean_loss(model, read, Passes(folder, {"--keep": 0.5}))
+    if why == "another form":
+        for file in folder.iterdir():
+            file.write_bytes(file.read_bytes()[:-9])
+    again = Passes(folder, {"--keep": 0.75 if why == "another --keep" else 0.5})
+    expected = mean_loss(model, read)
+    assert [mean_loss(model, read, again) for _ in range(3)] == [expected] * 3
+    assert again.read == 3 * count_sequences(read)
+    assert capsys.readouterr().err.count(why) == 1
+
+
+def in_shards(
+    rank: int, size: int, path: Path, layout: LayoutConfig, answers: list[WorkedAnswer], folder: Path
+) -> None:
+    from megatron_dppo.compress import live, passes
+
+    passes.KEEP_EVERY_S, live.STRETCH = 0.0, 1
+    config = Config(model=ModelConfig(path=str(path)), layout=layout, pack=PackConfig(max_tokens=SMALL))
+    world = initialize(layout, seed=1, timeout_s=60.0)
+    parts = assemble_frozen(config, world, temperature=1.0)
+
+    def found(of: Passes) -> str:
+        return str(all_of(live.Live(parts, answers, 15, of), ["loss"]))  # a text, since nan is not equal to itself
+
+    whole = Passes()
+    expected = found(whole)
+    for count in (1, 7):
+        with pytest.raises(KilledError):
+            found(killed_after(count, Passes(folder, {}, world)))
+        if rank == 1:  # killed while the other had written already
+            max(folder.glob("rank-1.*.pt"), key=lambda file: file.stat().st_mtime_ns).unlink()
+    resumed = Passes(folder, {}, world)
+    assert 0 < resumed.read < whole.read
+    assert found(resumed) == expected
+    assert resumed.read == whole.read
+
+
+def test_ranks_go_on_together_where_one_has_written_less(
+    ranks: RankPool, policy: Path, answers: list[WorkedAnswer], tmp_path: Path
+) -> None:
+    layouts = LayoutConfig(tp=2, dp=1), LayoutConfig(pp=2, vpp=2, dp=1)
+    ranks.in_turn(2, *((in_shards, policy, layout, answers, tmp_path / f"pp{layout.pp}") for layout in layouts))
+
+
+def of_command(capfd: pytest.CaptureFixture[str]) -> tuple[int, int]:
+    """Sequences that were read before, and by this command."""
+    said = capfd.readouterr().err
+    before = re.search(r"goes on from the sums of ([\d,]+) sequences read", said)
+    (read,) = re.findall(r"^sequences read: ([\d,]+) in", said, re.MULTILINE)
+    return (int(before[1]) if before else 0), int(read)
+
+
+def command(policy: Path, out: Path, sequences: Path) -> list[str]:
+    words = ["compress", str(policy), str(out), "--calibrate", str(sequences), "--sequences", "2"]
+    return [*words, "--method", "2ssp", "--keep", "0.6", "--multiple", "8", "--zero-attention"]
+
+
+def made(out: Path) -> tuple[bytes, bytes]:
+    return (out / "compress.json").read_bytes(), (out / "model.safetensors").read_bytes()
+
+
+def test_a_command_that_was_killed_goes_on(
+    policy: Path, sequences: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """2ssp has passes of activity, of losses without attention that depend on each other, and of two losses."""
+    ours = shutil.copytree(policy, tmp_path / "policy")
+    assert main(command(ours, tmp_path / "whole", sequences)) == 0
+    _, all_read = of_command(capfd)
+    killed = forks().Process(target=dying_command, args=(command(ours, tmp_path / "out", sequences), 9))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    folder = tmp_path / ".out.scoring"
+    assert folder.is_dir() and not (tmp_path / "out").exists()
+    shutil.copytree(folder, tmp_path / ".other.scoring")
+    capfd.readouterr()
+    assert main(command(ours, tmp_path / "out", sequences)) == 0
+    before, read = of_command(capfd)
+    assert before > 0 and before + read == all_read
+    assert made(tmp_path / "out") == made(tmp_path / "whole")
+    assert not folder.exists(), "they are of no use any more"
+
+    weights = ours / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())  # which may be others
+    assert main(command(ours, tmp_path / "other", sequences)) == 0
+    said = capfd.readouterr().err
+    assert "has sums of another MODEL, which are not used" in said and f"sequences read: {all_read} in" in said
+
+
+def test_ranks_that_were_killed_go_on_to_what_one_process_writes(
+    policy: Path, sequences: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert main(command(policy, tmp_path / "whole", sequences)) == 0
+    whole = json.loads((tmp_path / "whole" / "compress.json").read_text())
+    _, all_read = of_command(capfd)
+    words = [*command(policy, tmp_path / "out", sequences), "--layout", "tp=2,dp=1"]
+    ours = "import sys; from tests.compress.test_resume import dying_command; dying_command(sys.argv[3:], 4)"
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nPYTHONPATH='{ROOT}' exec {sys.executable} -c '{ours}' \"$@\"\n")
+    program.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(program))
+        assert main(words) == 137
+    capfd.readouterr()
+    assert main(words) == 0
+    before, read = of_command(capfd)
+    assert before > 0 and before + read == all_read
+    shards = json.loads((tmp_path / "out" / "compress.json").read_text())
+    assert shards == {
+        name: pytest.approx(value, rel=1e-5) if name.startswith("loss") else value for name, value in whole.items()
+    }
+    assert made(tmp_path / "out")[1] == made(tmp_path / "whole")[1]
+    assert not (tmp_path / ".out.scoring").exists()
