@@ -1841,6 +1841,12 @@ MUTANTS = [
         "compress/test_command.py -k channels",
     ),
     Mutant(
+        "compress/what routers did before a kill is lost",
+        '            "experts": self._experts,\n            "choices": self._choices,\n',
+        "",
+        "compress/test_resume.py -k routers",
+    ),
+    Mutant(
         "compress/an expert counts as much in every token",
         "self._experts[layer].index_add_(0, experts, weights.double())",
         "self._experts[layer].index_add_(0, experts, torch.ones(len(weights), dtype=torch.float64))",
