@@ -10,7 +10,9 @@ makes it smaller, scored on 256 worked answers of its training data; losses are 
 Then the policy that ``--recover`` names is trained on by ``sft`` for 1/16, 1/8, 1/4, 1/2 and all of the steps, each
 with its own schedule, and so is a fresh policy of the same shape. ``recovery_tokens`` is the least number of trained
 tokens that gives 95% of the whole policy's held-out accuracy (greedy answers, exact results),
-``recovery_tokens_over_scratch`` its ratio to that of the fresh policy; None where no budget is enough for one of them.
+``recovery_tokens_over_scratch`` its ratio to that of the fresh policy, ``scratch_tokens``. Where these are None, no
+budget was enough for the fresh policy: the ratio is to the largest one, and what it says is an upper bound. It is None
+where no budget was enough for the smaller policy.
 ``tokens_per_second_ratio`` is of transformers' ``generate``, small over large, one thread.
 """
 
@@ -118,7 +120,11 @@ def summary(seeds: list[dict[str, Any]], recovered: str) -> dict[str, Any]:
         for name in seeds[0]["losses"]
     }
     budgets = [(least(seed["recovery"], seed), least(seed["scratch"], seed)) for seed in seeds]
-    known = [small / scratch for small, scratch in budgets if small is not None and scratch]
+    ratios_to_scratch = [
+        small / (scratch or seed["scratch"][-1]["tokens"])
+        for seed, (small, scratch) in zip(seeds, budgets, strict=True)
+        if small is not None
+    ]
     return {
         "loss_over_random": ratios,
         "loss_over_whole": {
@@ -127,7 +133,8 @@ def summary(seeds: list[dict[str, Any]], recovered: str) -> dict[str, Any]:
         "recovered": recovered,
         "accuracy_recovered": mean(s["recovery"][-1]["accuracy"] / max(s["accuracy"], 1e-9) for s in seeds),
         "recovery_tokens": [small for small, _ in budgets],
-        "recovery_tokens_over_scratch": mean(known) if len(known) == len(seeds) else None,
+        "scratch_tokens": [scratch for _, scratch in budgets],
+        "recovery_tokens_over_scratch": mean(ratios_to_scratch) if len(ratios_to_scratch) == len(seeds) else None,
         "tokens_per_second_ratio": median(seed["tokens_per_second_ratio"] for seed in seeds),
     }
 

@@ -2,7 +2,7 @@
 
 A command of one rank runs in its own process to the end, and so in the fork. One of several ranks starts them as it
 always does, each a process with an environment, a session and files of its own; but they begin where all is imported,
-too. Commands that must do without torch are to be typed.
+too. So do the ranks of a script, which is a function here. Commands that must do without torch are to be typed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any, NoReturn
 
 from tests.ranks import forks
 
-LIMIT_S = 240.0
+LIMIT_S = 300.0
+POPEN = subprocess.Popen
 PACKAGES = ("megatron_dppo", "tests")
 
 
@@ -79,17 +80,45 @@ class Command:
             sys.path.insert(0, str(self.package))
         gc.freeze()
         processes = import_module("megatron_dppo.launch.processes")
-        processes.subprocess = SimpleNamespace(Popen=ForkedRank, TimeoutExpired=subprocess.TimeoutExpired)
+        processes.subprocess = SimpleNamespace(Popen=Forked, TimeoutExpired=subprocess.TimeoutExpired)
         if self.before:
             self.before()
         sys.exit(_exit_code(partial(_python, self.words)))
+
+
+def run_script(function: Callable[..., object], *arguments: object, log: Path) -> None:
+    """Call a function of a module as a script that starts ranks, in a process of its own.
+
+    Args:
+        function: may fail by an assertion.
+        arguments: of it.
+        log: gets all that it and its ranks say.
+
+    Raises:
+        AssertionError: it did not come to its end, with all that was said.
+    """
+    script = Command(["python", "-c", ""], log, before=partial(function, *arguments))
+    assert script.exit_code() == 0, log.read_text()
+
+
+def run_command(command: Sequence[str], *, log: Path, **_: object) -> subprocess.CompletedProcess[bytes]:
+    """What ``subprocess.run`` gives of ``python -m megatron_dppo …``, for code that runs commands itself."""
+    assert list(command[1:3]) == ["-m", "megatron_dppo"], command
+    code = Command(["megatron-dppo", *command[3:]], log).exit_code()
+    return subprocess.CompletedProcess(command, code)
+
+
+def fork_commands(errors: Path) -> None:
+    """Before a script that runs commands: they begin where it has imported all. Errors are written to a file."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), 2)
+    subprocess.Popen = Forked
 
 
 def _python(words: Sequence[str]) -> int:
     program, *rest = words
     if program == "megatron-dppo":
         sys.argv = [program, *rest]
-        return int(import_module("megatron_dppo.cli").main(rest))
+        return _command(rest)
     assert program == "python", program
     if rest[0] == "-m":
         sys.argv = rest[1:]
@@ -107,27 +136,42 @@ def _python(words: Sequence[str]) -> int:
     return 0
 
 
-class ForkedRank(subprocess.Popen[bytes]):
-    """``python -m megatron_dppo.launch.rank JOB CONFIG`` without Python's start: what would come before the command
-    in its new process never ends."""
+class Forked(POPEN[bytes]):
+    """``python -m megatron_dppo …``, or a rank's ``python -m megatron_dppo.launch.rank JOB CONFIG``, without Python's
+    start: what would come before the command in its new process never ends."""
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **more: Any) -> None:
-        assert list(command[1:3]) == ["-m", "megatron_dppo.launch.rank"], command
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = (), **more: Any
+    ) -> None:
+        _, option, module, *words = command
+        main = {"megatron_dppo": _command, "megatron_dppo.launch.rank": _rank}[module]
+        assert option == "-m", command
         sys.stdout.flush()
         sys.stderr.flush()
-        begin = partial(_be_a_rank, command[3:], env, [0, 1, 2, *pass_fds])
+        begin = partial(_begin, partial(main, words), env or dict(os.environ), [0, 1, 2, *pass_fds])
         super().__init__(command, env=env, pass_fds=pass_fds, preexec_fn=begin, **more)
 
 
-def _be_a_rank(words: Sequence[str], environ: Mapping[str, str], held: Sequence[int]) -> NoReturn:
+def _begin(main: Callable[[], int], environ: Mapping[str, str], held: Sequence[int]) -> NoReturn:
     for low, high in zip(sorted(held), [*sorted(held)[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
         os.closerange(low + 1, high)  # one of them tells the launcher, by its end, that the command has begun
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)  # as Python does at its start
     os.environ.clear()
     os.environ.update(environ)
-    os._exit(_exit_code(lambda: import_module("megatron_dppo.launch.rank").main(*words)))
+    subprocess.Popen = POPEN
+    os._exit(_exit_code(main))
+
+
+def _command(words: Sequence[str]) -> int:
+    return int(import_module("megatron_dppo.cli").main(words))
+
+
+def _rank(words: Sequence[str]) -> int:
+    return int(import_module("megatron_dppo.launch.rank").main(*words))
 
 
 def _exit_code(main: Callable[[], int]) -> int:

@@ -1493,10 +1493,28 @@ MUTANTS = [
         "data/test_verifiers.py -k lacks",
     ),
     Mutant(
-        "verifiers/environments with tools are taken",
-        "if tools or not isinstance(each, verifiers.MultiTurnEnv):",
-        "if not isinstance(each, verifiers.MultiTurnEnv):",
-        "data/test_verifiers.py -k cannot_be_trained",
+        "verifiers/the policy's calls are forgotten when it goes on",
+        "return message if message != given else",
+        "return message if message else",
+        "data/test_verifiers.py -k tools",
+    ),
+    Mutant(
+        "verifiers/a problem's tools need not be those that it was told of",
+        "if (tools or []) != self._tools:",
+        "if False:",
+        "data/test_verifiers.py -k tools",
+    ),
+    Mutant(
+        "tools/what can be read of a turn is called",
+        "if not calls or None in calls:",
+        "if not any(calls):",
+        "data/test_tool_calls.py",
+    ),
+    Mutant(
+        "tools/all prompts are told of those of the first",
+        "for tools, run in groupby(examples, lambda example: example.tools):",
+        "for tools, run in [(examples[0].tools, examples)] if examples else []:",
+        "data/test_tool_calls.py",
     ),
     # Rewards.
     Mutant(

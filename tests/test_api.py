@@ -41,10 +41,15 @@ from megatron_dppo.rl.losses import Tokens
 from megatron_dppo.rl.pruning.completion_rules import CompletionCandidates
 from megatron_dppo.rl.pruning.prompt_rules import PromptCandidates
 from megatron_dppo.rollout.local import LocalEngine
+from tests.commands import run_script
 from tests.runs import configure, write_run
 
 
 def test_a_run_with_ones_own_functions_tells_of_every_step_and_is_evaluated(tmp_path: Path):
+    run_script(train_with_own_functions, tmp_path, log=tmp_path / "log")
+
+
+def train_with_own_functions(tmp_path: Path):
     divisor, nothing, told = 3, 0.0, []
 
     def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
@@ -76,8 +81,11 @@ def test_a_run_with_ones_own_functions_tells_of_every_step_and_is_evaluated(tmp_
     assert found.folder == tmp_path / "run" / "eval" / "iter_0000002"
 
 
-def test_registered_functions_are_named_in_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(register, "registered", {kind: {} for kind in register.registered})
+def test_registered_functions_are_named_in_settings(tmp_path: Path):
+    run_script(train_with_registered_functions, tmp_path, log=tmp_path / "log")
+
+
+def train_with_registered_functions(tmp_path: Path):
     worth, heard, file = 0.5, [], tmp_path / "generated"
 
     @register.reward

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import subprocess
-import sys
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from benchmarks.word_problems import FAMILIES, POOL, Prepared, Scratchpad, WordProblem, word_problems
 from megatron_dppo.data.vocabulary import train_bpe
 from megatron_dppo.init import write_model
+from tests.commands import Command, fork_commands
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -97,18 +96,13 @@ def test_what_pruning_buys_is_measured_on_them_by_name(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "word_problems"
     write_model(folder / "warm", hidden=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn=64)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    command = [sys.executable, str(ROOT / "benchmarks" / "pruning_speedup.py"), "--task", "word_problems", "--json"]
-    command += ["--arms", "unpruned", "--seeds", "1", "--steps", "1", "--eval-every", "1"]
-    small = "rollout.prompts_per_step=4 rollout.samples_per_prompt=2 rollout.max_response_tokens=8 eval.problems=2"
-    said = subprocess.run(
-        [*command, "--set", "data.max_prompt_tokens=512", *small.split()],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    report = json.loads(said.stdout)
+    words = ["python", str(ROOT / "benchmarks" / "pruning_speedup.py"), "--task", "word_problems", "--json"]
+    words += ["--arms", "unpruned", "--seeds", "1", "--steps", "1", "--eval-every", "1"]
+    words += ["--set", "data.max_prompt_tokens=512", "rollout.prompts_per_step=4"]
+    words += ["rollout.samples_per_prompt=2", "rollout.max_response_tokens=8", "eval.problems=2"]
+    log, errors = tmp_path / "log", tmp_path / "errors"
+    assert Command(words, log, tmp_path, before=partial(fork_commands, errors)).exit_code() == 0, errors.read_text()
+    report = json.loads(log.read_text())
     assert report["task"] == "word_problems"
     assert [run["arm"] for run in report["runs"]] == ["unpruned"]
     assert len((folder / "train.jsonl").read_text().splitlines()) == POOL

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config import DataConfig, replace
-from megatron_dppo.data.generators import GENERATORS, Split
+from megatron_dppo.data.generators import GENERATORS, TOOLS, Split
 from megatron_dppo.data.rows import Row, as_text, is_blank, is_too_deep, read_rows
+from megatron_dppo.data.tool_calls import Tools
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import DATA_SUFFIXES, data_files, is_id
 from megatron_dppo.rl.types import Label
@@ -36,6 +37,8 @@ class Example:
     """Or the worked answer, a text, where that is asked for."""
     data_source: str
     extra: Mapping[str, Any]
+    tools: Tools = ()
+    """That the chat template tells the policy of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,8 @@ def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Exampl
         raise row.error(f"has an empty answer in column {key!r}", "Remove the row")
     if not isinstance(extra, Mapping):
         extra = {name: value for name, value in row.values.items() if name != "completions" or not unlabelled}
-    return Example(row, prompt, answer, data_source, extra)
+    tools = _read_tools(row) if data.chat_template else ()
+    return Example(row, prompt, answer, data_source, extra, tools)
 
 
 def _as_text(row: Row, key: str, value: Any) -> str:
@@ -156,6 +160,30 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
     if not any(message["role"] == "user" for message in prompt):
         raise row.error("has a prompt without a message of the user", "Add one, or remove the row")
     return prompt
+
+
+def _read_tools(row: Row) -> Tools:
+    """The column ``tools``, as TRL has it: a list of functions by their JSON schemas, or JSON text of one."""
+    given = row.values.get(TOOLS)
+    if given is None:
+        return ()
+    row.check_strings(given, TOOLS)
+    try:
+        tools = _without_nulls(json.loads(given) if isinstance(given, str) else given)
+    except (ValueError, RecursionError):
+        tools = None
+    if not isinstance(tools, list) or not all(isinstance(t, dict) and ("function" in t or "name" in t) for t in tools):
+        form = '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}]'
+        remedy = f"Give a list like {form}, or call a column of anything else otherwise"
+        raise row.error(f"holds no list of functions in column {TOOLS!r}, of which the policy is told", remedy)
+    return tools
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the fields that parquet adds to an object since others of its column have them."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _read_text(row: Row, text: str, key: str) -> str | Messages:

@@ -44,6 +44,8 @@ VERIFIERS = "verifiers"
 """Another one."""
 SEVERAL_TURNS = "several_turns"
 """In ``extra_info`` of problems whose environment may speak with the policy in several turns."""
+TOOLS = "tools"
+"""The column of the tools that the policy is told of, also in ``extra_info`` of problems of an environment."""
 REPEATS = 20
 """Known problems in a row after which a family is taken to have no more, or hardly any."""
 

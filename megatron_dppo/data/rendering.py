@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 from megatron_dppo.config import DataConfig
 from megatron_dppo.data.examples import Example, Messages
@@ -75,12 +76,19 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
         raise UserError(
             "data.chat_template", True, "the tokenizer has no chat template", "Set data.chat_template=false, or add one"
         )
-    chats = [_chat(example.prompt, data.system) for example in examples]
-    render = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
-    try:
-        return render(chats) if chats else []
-    except Exception:  # a template may raise anything; one by one tells which row it was
-        return [_of_one(example.row, render, chat) for example, chat in zip(examples, chats, strict=True)]
+    texts: list[str] = []
+    for tools, run in groupby(examples, lambda example: example.tools):
+        alike = list(run)
+        if tools and "tools" not in tokenizer.chat_template:
+            remedy = "Take a policy whose template tells it of tools, or remove the column"
+            raise alike[0].row.error("has tools, of which the chat template says nothing", remedy)
+        chats = [_chat(example.prompt, data.system) for example in alike]
+        render = partial(tokenizer.apply_chat_template, tools=tools or None, add_generation_prompt=True, tokenize=False)
+        try:
+            texts += render(chats)
+        except Exception:  # a template may raise anything; one by one tells which row it was
+            texts += [_of_one(example.row, render, chat) for example, chat in zip(alike, chats, strict=True)]
+    return texts
 
 
 def _of_one(row: Row, render: Callable[[Sequence[Messages]], list[str]], chat: Messages) -> str:

@@ -33,7 +33,7 @@ LARGE = 16 * 2**20
 STORED = (".jsonl", ".ndjson", ".parquet")
 CACHE = "MEGATRON_DPPO_CACHE"
 """Environment variable with the cache folder; without it: $XDG_CACHE_HOME/megatron_dppo or ~/.cache/megatron_dppo."""
-FORM = 2
+FORM = 3
 """Of what is stored. What another version of this package has stored in another form is made anew."""
 BATCH = 1024
 """Rows that are in memory at a time."""

@@ -21,6 +21,7 @@ Say = Callable[[list[int]], Awaitable[list[int]]]
 """What the policy says after these further token ids, with the token that ended it; :class:`NothingLeftError` where it
 cannot."""
 Message = Mapping[str, Any]
+"""A dict; of the policy's, all that it said is ``content``."""
 MARK = "(what the policy said: 5b1f2c9e)"
 """Stands for a turn of the policy where a template renders what comes after it."""
 
@@ -57,18 +58,15 @@ class Turns:
         self._last = -1
         """The policy's last token."""
 
-    async def __call__(self, messages: Sequence[Any]) -> str:
+    async def __call__(self, messages: Sequence[Message]) -> str:
         """
         Raises:
             TurnsError: the messages are not those so far and further ones, or cannot be rendered.
             NothingLeftError: no token is left.
         """
-        plain = [
-            message if isinstance(message, Mapping) else message.model_dump(exclude_none=True) for message in messages
-        ]
-        said = await self._say(self._told(plain))
+        said = await self._say(self._told(messages))
         text: str = self._tokenizer.decode(said, skip_special_tokens=True)
-        self._messages, self._last = [*plain, {"role": "assistant", "content": text}], said[-1]
+        self._messages, self._last = [*messages, {"role": "assistant", "content": text}], said[-1]
         return text
 
     def _told(self, messages: Sequence[Message]) -> list[int]:

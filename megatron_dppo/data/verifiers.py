@@ -2,7 +2,7 @@
 
 Of releases that have ``load_environment`` (before 0.4). An environment is told each answer as if a server had just
 given it, and its rubric then scores the whole group. One of several turns is told the policy's turns one after the
-other: see ``data/turns.py``.
+other: see ``data/turns.py``. Where it has tools, it is told their calls, too: see ``data/tool_calls.py``.
 
 An environment takes signals for itself, prints, and may import much. So processes of their own import this file: those
 that score, and one that reads the problems, ``python -m megatron_dppo.data.verifiers``. Besides, ranks do, where the
@@ -25,13 +25,14 @@ from typing import Any
 
 import verifiers
 from verifiers.clients import Client
-from verifiers.types import Response, ResponseMessage
+from verifiers.types import Response, ResponseMessage, Tool, ToolCall
 
 from megatron_dppo.config import VerifiersConfig
-from megatron_dppo.data.generators import SEVERAL_TURNS
+from megatron_dppo.data.generators import SEVERAL_TURNS, TOOLS
 from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.data.turns import Again, NothingLeftError, Turns, TurnsError
+from megatron_dppo.data.tool_calls import Tools, read_calls
+from megatron_dppo.data.turns import Again, Message, NothingLeftError, Turns, TurnsError
 from megatron_dppo.errors import UserError
 
 HELD_OUT_SEED = 0
@@ -42,7 +43,7 @@ DOWN = (TimeoutError, verifiers.InfraError)
 """What :func:`play` raises where another attempt may succeed."""
 
 
-Answer = Callable[[Sequence[Any]], Awaitable[str]]
+Answer = Callable[[Sequence[Message]], Awaitable[str]]
 """What the policy says to the messages so far."""
 
 
@@ -78,52 +79,81 @@ class _Failures(logging.Handler):
 
 
 class _Policy(Client):
-    """In place of a server: an :data:`Answer`."""
+    """In place of a server: an :data:`Answer`.
+
+    Args:
+        answer: of the policy.
+        tools: that the problem's prompt tells it of.
+    """
 
     failure: Exception | None = None
     """What it raised. An environment takes whatever a client raises for an answer of the server's."""
+
+    def __init__(self, answer: Answer, tools: Tools) -> None:
+        super().__init__(answer)
+        self._tools = list(tools)
+        self._said: dict[int, tuple[Message, str]] = {}
+        """By their places among the messages: turns as the environment has them, and all that the policy said."""
 
     def setup_client(self, config: Any) -> None:
         return None
 
     async def to_native_tool(self, tool: Any) -> Any:
-        return tool
+        return _schema(tool)
 
     async def to_native_prompt(self, messages: Any) -> tuple[Any, dict[str, Any]]:
-        return messages, {}
+        return [each if isinstance(each, dict) else each.model_dump(exclude_none=True) for each in messages], {}
 
     async def get_native_response(
         self, prompt: Any, model: Any, sampling_args: Any, tools: Any = None, **_: Any
-    ) -> str:
+    ) -> ResponseMessage:
         try:
-            if tools:
-                raise TurnsError("has tools, and nobody here reads a call of one out of what the policy says")
-            answer: str = await self.client(prompt)
-            return answer
+            if (tools or []) != self._tools:
+                raise TurnsError("offers the policy other tools than its problem has")
+            turn = len(prompt)
+            text: str = await self.client([self._whole(place, message) for place, message in enumerate(prompt)])
         except NothingLeftError as error:
             raise verifiers.OverlongPromptError from error
         except Exception as error:
             self.failure = error
             raise
+        said, calls = read_calls(text) if tools else (text, [])
+        of = [
+            ToolCall(id=f"call_{turn}_{number}", name=call.name, arguments=call.arguments)
+            for number, call in enumerate(calls)
+        ]
+        reason = "tool_calls" if calls else "stop"
+        message = ResponseMessage(content=said, tool_calls=of or None, finish_reason=reason, is_truncated=False)
+        self._said[turn] = message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True), text
+        return message
 
-    async def raise_from_native_response(self, response: str) -> None:
+    def _whole(self, place: int, message: Message) -> Message:
+        """A message, with the calls among the words where the policy spoke it."""
+        given, text = self._said.get(place, (None, ""))
+        return message if message != given else {"role": "assistant", "content": text}
+
+    async def raise_from_native_response(self, response: ResponseMessage) -> None:
         pass
 
-    async def from_native_response(self, response: str) -> Response:
-        message = ResponseMessage(content=response, finish_reason="stop", is_truncated=False)
-        return Response(id="", created=0, model="policy", message=message)
+    async def from_native_response(self, response: ResponseMessage) -> Response:
+        return Response(id="", created=0, model="policy", message=response)
 
     async def close(self) -> None:
         pass
 
 
-async def play(environment: Any, problem: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+def _schema(tool: Tool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude_none=True)}
+
+
+async def play(environment: Any, problem: Mapping[str, Any], answer: Answer, tools: Tools = ()) -> dict[str, Any]:
     """Have an environment pose a problem and speak with the policy to the end.
 
     Args:
         environment: loaded.
         problem: as it gave it.
         answer: the policy.
+        tools: that the problem's prompt tells it of.
 
     Returns:
         The environment's state, not scored yet.
@@ -132,7 +162,7 @@ async def play(environment: Any, problem: Mapping[str, Any], answer: Answer) -> 
         TimeoutError: the environment's own time was up.
         Exception: what ``answer`` raised, or what went wrong in the environment.
     """
-    client = _Policy(answer)
+    client = _Policy(answer, tools)
     state: dict[str, Any] = await environment.rollout(problem, client, "policy", {})
     if (error := client.failure or state.get("error")) is not None:
         raise error
@@ -176,16 +206,17 @@ async def _rewards(items: Sequence[Any]) -> list[float]:
 async def _again(environment: Any, item: Any) -> dict[str, Any]:
     problem = item.extra["input"]
     said = Again(item.token_ids, item.loss_mask, cut_off=item.finish_reason == "length")
-    state = await play(environment, problem, Turns(_tokenizer(item.policy), problem["prompt"], said))
+    turns = Turns(_tokenizer(item.policy), problem["prompt"], said)
+    state = await play(environment, problem, turns, item.extra.get(TOOLS, ()))
     said.check_end()
     return state
 
 
 async def _again_in_one_turn(environment: Any, item: Any) -> dict[str, Any]:
-    async def answer(messages: Sequence[Any]) -> str:
+    async def answer(messages: Sequence[Message]) -> str:
         return str(item.solution)
 
-    return await play(environment, item.extra["input"], answer)
+    return await play(environment, item.extra["input"], answer, item.extra.get(TOOLS, ()))
 
 
 _tokenizer = functools.cache(load_tokenizer)
@@ -202,14 +233,15 @@ def _has_several_turns(environment: Any) -> bool:
 def _problems(config: VerifiersConfig, split: str) -> list[Row]:
     name = config.environment
     environment = load_environment(name, config.arguments)
-    for each in _parts(environment):
-        tools = each.tool_defs or isinstance(each, verifiers.ToolEnv)
-        if tools or not isinstance(each, verifiers.MultiTurnEnv):
-            problem = (
-                f"({type(each).__name__}) has tools called, or is no MultiTurnEnv: what the policy says is text here"
-            )
-            remedy = "Take one that speaks with the policy in text; of others write the turns as a rollout.conversation"
-            raise UserError("data.verifiers.environment", name, problem, f"{remedy}, and the reward as a function")
+    parts = _parts(environment)
+    for each in parts:
+        if not isinstance(each, verifiers.MultiTurnEnv):
+            problem = f"({type(each).__name__}) is no MultiTurnEnv, which has the conversations here"
+            remedy = "Take another; or write its turns as a rollout.conversation, and the reward as a function"
+            raise UserError("data.verifiers.environment", name, problem, remedy)
+    if len(parts) > 1 and any(each.tool_defs for each in parts):
+        problem = "(EnvGroup) has tools in one of its environments, and does not tell which problems are of that one"
+        raise UserError("data.verifiers.environment", name, problem, "Take its environments by themselves")
     own = environment.build_eval_dataset()
     inputs = list(own if split == "eval" and own is not None else environment.get_dataset())
     if own is None:
@@ -219,17 +251,23 @@ def _problems(config: VerifiersConfig, split: str) -> list[Row]:
         held_out = set(random.Random(HELD_OUT_SEED).sample(range(len(inputs)), count))
         inputs = [row for number, row in enumerate(inputs) if (number in held_out) == (split == "eval")]
     marks = {SEVERAL_TURNS: True} if _has_several_turns(environment) else {}
-    return [_row(row, config, number, marks) for number, row in enumerate(inputs, 1)]
+    known = parts[0].tool_defs if len(parts) == 1 else None
+    return [_row(row, config, number, marks, known or ()) for number, row in enumerate(inputs, 1)]
 
 
-def _row(given: dict[str, Any], config: VerifiersConfig, number: int, marks: Mapping[str, Any]) -> Row:
-    name, answer = config.environment, given.get("answer")
+def _row(
+    given: dict[str, Any], config: VerifiersConfig, number: int, marks: Mapping[str, Any], known: Sequence[Tool]
+) -> Row:
+    name, answer, info = config.environment, given.get("answer"), given.get("info")
+    own = info.get("tool_defs") if isinstance(info, Mapping) else None
+    tools = {TOOLS: [_schema(Tool.model_validate(tool)) for tool in own or known]} if own or known else {}
     values = {
         "prompt": given["prompt"],
         "label": "" if answer is None else str(answer),
         "response": None,
         "data_source": f"verifiers/{name}",
-        "extra_info": {"environment": name, "arguments": config.arguments, "input": given, **marks},
+        "extra_info": {"environment": name, "arguments": config.arguments, "input": given, **marks, **tools},
+        **tools,
     }
     return Row(values, "data.verifiers", f"{name}, problem {number}")
 

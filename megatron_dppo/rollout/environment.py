@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron_dppo.config import Config, DataConfig, VerifiersConfig
 from megatron_dppo.data.examples import sources_of
-from megatron_dppo.data.generators import SEVERAL_TURNS, VERIFIERS, check_environment
+from megatron_dppo.data.generators import SEVERAL_TURNS, TOOLS, VERIFIERS, check_environment
+from megatron_dppo.data.tool_calls import CALL
 from megatron_dppo.data.turns import NothingLeftError, Turns, TurnsError
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Prompt
@@ -98,9 +99,13 @@ class _Environment:
         if "environment" not in extra:
             await say([])
             return turns
+        tools = extra.get(TOOLS, ())
+        if tools and CALL not in client.tokenizer.chat_template:
+            raise UnusableError(f"has tools, and the chat template has none called by {CALL}, the only form read here")
         environment = self._load(extra["environment"], extra["arguments"])
+        turns_of_it = Turns(client.tokenizer, extra["input"]["prompt"], say)
         try:
-            await self._play(environment, extra["input"], Turns(client.tokenizer, extra["input"]["prompt"], say))
+            await self._play(environment, extra["input"], turns_of_it, tools)
         except TurnsError as error:
             raise UnusableError(str(error)) from error
         except self._down as error:

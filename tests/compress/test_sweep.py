@@ -8,7 +8,9 @@ import shutil
 import sys
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from megatron_dppo.estimate.smaller import plan_smaller, smaller_text
 from megatron_dppo.report.page import page
 from megatron_dppo.report.run import read_runs
 from megatron_dppo.settings import load_config
+from tests.commands import run_command
 from tests.policies import write_policy
 
 TEXTS = [("1+2=", "3#3"), ("9+8=", "17#17"), ("5+5+5=", "10+5=15#15"), ("4+4=", "8#8")]
@@ -216,9 +219,11 @@ def test_no_budget_was_enough_only_where_one_was_tried(swept: Path, tmp_path: Pa
 
 
 def test_the_least_budget_that_is_enough_recovers(
-    swept: Path, policy: Path, calibration: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+    swept: Path, policy: Path, calibration: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """As after a kill: some answers are there, and are not asked for again. A larger budget is not needed."""
+    monkeypatch.setattr(sweep, "subprocess", SimpleNamespace(run=partial(run_command, log=tmp_path / "log")))
     out = shutil.copytree(swept, tmp_path / "out")
     folder = out / "depth-shapley-loss-0.75"
     for place, accuracy in ((out / "whole" / "eval", 0.8), (folder / "sft-1-eval", 0.5), (folder / "sft-3-eval", 0.77)):

@@ -55,12 +55,17 @@ def add(a: int, b: int) -> int:
     "Their sum."
     return a + b
 
-def load_environment(size=9, held_out=0, tools=False):
+def called(completion):
+    return sum(message["role"] == "tool" for message in completion)
+
+def load_environment(size=9, held_out=0, tools=0):
     rows = [{"question": f"{i}+{i}=", "answer": str(2 * i), "info": {"level": 1 + i}} for i in range(size + held_out)]
     own = {"eval_dataset": Dataset.from_list(rows[size:])} if held_out else {}
-    rubric = vf.Rubric(funcs=[right, shortest, picky], weights=[1.0, 0.5, 1.0])
+    funcs, weights = [right, shortest, picky, called], [1.0, 0.5, 1.0, 16.0]
     kind, more = (vf.ToolEnv, {"tools": [add]}) if tools else (vf.SingleTurnEnv, {})
-    return kind(dataset=Dataset.from_list(rows[:size]), system_prompt="Add.", rubric=rubric, **own, **more)
+    parts = {"dataset": Dataset.from_list(rows[:size]), "system_prompt": "Add.", **own, **more}
+    made = [kind(**parts, rubric=vf.Rubric(funcs=funcs, weights=weights)) for _ in range(max(tools, 1))]
+    return made[0] if len(made) == 1 else vf.EnvGroup(made)
 """
 CONFIG = VerifiersConfig(environment="toy-sums", eval_problems=3)
 
@@ -124,7 +129,7 @@ def test_held_out_problems_are_the_environments_own_or_drawn_once() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (replace(CONFIG, arguments={"tools": True}), "(ToolEnv) has tools called"),
+        (replace(CONFIG, arguments={"tools": 2}), "(EnvGroup) has tools in one of its environments"),
         (replace(CONFIG, environment="no_such"), "no_such: cannot be loaded (ValueError: Could not import"),
         (replace(CONFIG, eval_problems=9), "leaves nothing to train on of the 9 problems"),
     ],
@@ -284,6 +289,47 @@ def test_conversations_have_the_rewards_of_the_environments_own_rollouts() -> No
     assert not found.tracebacks, found.tracebacks[0]
     said = [("1",) if texts == ("12",) else texts for texts, _ in group]
     assert [score and score.reward for score in found.scores[0]] == told_by_rubric(config, prompt, said)
+
+
+def test_an_environments_tools_answer_the_policys_calls(calling: Any) -> None:
+    """Words and calls, two calls at once, a call that fails, and one that cannot be read and so ends the rollout."""
+    from megatron_dppo.data.verifiers import _problems, group_score
+
+    config = Config(
+        data=DataConfig(train="verifiers", verifiers=replace(CONFIG, arguments={"tools": 1})),
+        rollout=RolloutConfig(conversation="verifiers"),
+    )
+    prompt = prompts_of(_problems(config.data.verifiers, "train"), config.data, calling)[0]
+    assert '{"type": "function", "function": {"name": "add", "description": "Their sum.", "parame' in prompt.text
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": %s}}\n</tool_call>'
+    right = str(prompt.label)
+    spoken = [(f"So: {call % 2}\n{call % 3}", call % '"?"', right), ("<tool_call>add</tool_call>", right)]
+    group = [conversation(config, calling, prompt, *texts, limit=1000) for texts in spoken]
+    told = [calling.decode(each.token_ids[~each.loss_mask]) for each in group]
+    answers = [part.partition("\n</tool_response>")[0] for part in told[0].split("<tool_response>\n")[1:]]
+    assert answers[:2] == ["3", "4"] and "unsupported operand" in answers[2] and len(answers) == 3
+    assert told[1] == "" and calling.decode(group[1].token_ids) == "<tool_call>add</tool_call><|im_end|>"
+    assert told[0].startswith("\n<|im_start|>user\n<tool_response>\n3") and told[0].endswith("<|im_start|>assistant\n")
+    policy = calling.name_or_path
+    made = [ScoreItem.of(prompt, "", e.token_ids.tolist(), e.loss_mask.tolist(), "stop", policy) for e in group]
+    level = 1.0 + int(right) // 2
+    shortest = [float(len(right) <= len(spoken[1][0])), 0.0]
+    assert group_score(made) == [level + 0.5 * shortest[0] + 16.0 * 3, 0.0]
+
+
+def test_tools_that_the_policy_was_not_told_of_are_refused(calling: Any) -> None:
+    from megatron_dppo.data.verifiers import _problems, load_environment
+
+    data = replace(CONFIG, arguments={"tools": 1, "size": 8})
+    config = Config(data=DataConfig(train="verifiers", verifiers=data), rollout=RolloutConfig(conversation="verifiers"))
+    prompt = prompts_of(_problems(data, "train"), config.data, calling)[0]
+    environment = load_environment("toy-sums", data.arguments)
+    environment.remove_tool(environment.tools[0])
+    with pytest.raises(UserError, match="it offers the policy other tools than its problem has"):
+        conversation(config, calling, prompt, "2")
+    calling.chat_template = calling.chat_template.replace("<tool_call>", "<call>")
+    with pytest.raises(UserError, match="it has tools, and the chat template has none called by <tool_call>"):
+        conversation(config, calling, prompt, "2")
 
 
 def test_an_environment_that_answers_otherwise_when_it_is_scored_is_an_error() -> None:

@@ -27,7 +27,7 @@ LIMIT_S = 240
 FORKED = re.compile(
     r"((?:[A-Z_]+=\w+ )*)((?:megatron-dppo (?:train|sft|eval|init|compress|export|probe-tree|report|plan) "
     r"(?!--out|.*--print-config)"
-    r"|python (?:-m pytest|benchmarks/gpu_step\.py|tools/\S+|\w+\.py))[^$;|&<>*]*)"
+    r"|python (?:-m pytest|tools/\S+|\w+\.py))[^$;|&<>*]*)"
 )
 """What takes torch, with what it sets in its environment, and has nothing in it that only bash knows."""
 

@@ -86,7 +86,11 @@ WAYS = (
     Way(r"python -m pytest tests/rl -k \w+", append="--collect-only -q"),  # the suite runs them anyway
     # For a GPU: its tests skip themselves elsewhere, its benchmark is tiny, its extra is looked for and not installed.
     Way(r"NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 python -m pytest -s -m gpu tests/gpu"),
-    Way(r"python benchmarks/gpu_step\.py .*", replace={"--shapes 1.7b": "--tiny --sequences 4"}),
+    Way(
+        r"python benchmarks/gpu_step\.py --shapes 1\.7b --sync-debug --profile kernels\.txt",
+        "elsewhere",
+        by=("tests/gpu/test_gpu_step.py", '"--sync-debug", "--profile"'),
+    ),
     Way(
         r"pip install --no-deps nvidia-nccl-cu13==\S+",
         "elsewhere",
@@ -167,7 +171,7 @@ WAYS = (
         "servers",
         replace={
             "/opt/sglang/bin/python,-m,sglang.launch_server": "$SGLANG_PYTHON,tests/servers/sglang_cpu/server.py",
-            "rollout.launch.count=2 rollout.launch.tp=4": "rollout.launch.count=1 rollout.launch.tp=2",
+            "rollout.launch.count=2 rollout.launch.tp=4": "rollout.launch.count=1 rollout.launch.tp=1",
         },
         append=SMALL,
     ),

@@ -22,6 +22,13 @@ async def rollout_in_roles(client, prompt):
     return [("asker", first), told, ("answerer", second)]
 
 
+async def rollout_in_sequences(client, prompt):
+    """An agent that goes on from what it has said last, and has forgotten the question."""
+    first, told, second = await rollout(client, prompt)
+    context = [*told, *second.token_ids][-4:]
+    return [[first, told, second], [context, await client.generate(context, max_tokens=FIRST_TURN)]]
+
+
 def reward_of_roles(data_source, solution_str, ground_truth, extra_info=None):
     """The asker's is that of the one who answers, and the answerer's is for a short answer."""
     of_answer = float(len(solution_str) % 2)

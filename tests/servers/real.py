@@ -53,7 +53,7 @@ def launch_settings(kind: Kind, tp: tuple[int, ...], *, first_port: int = FIRST_
         *shared,
         f"rollout.launch.command=[{python},-m,vllm.entrypoints.openai.api_server]",
         "rollout.launch.flags=[--enforce-eager,--max-model-len,1024,--max-num-seqs,64]",
-        "rollout.launch.env=[VLLM_CPU_KVCACHE_SPACE=1,HF_HUB_OFFLINE=1,OMP_NUM_THREADS=1]",
+        "rollout.launch.env=[VLLM_CPU_KVCACHE_SPACE=1,VLLM_NO_USAGE_STATS=1,HF_HUB_OFFLINE=1,OMP_NUM_THREADS=1]",
     ]
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +13,13 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.rollout.servers.client import GenerateRequest
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.launch import SECRET
+from tests.commands import Command
 from tests.runs import rows
 from tests.servers.real import FIRST_PORT, Kind, RealServers
 from tests.servers.test_training import AGREES, QUICKSTART, REWARD, SETTINGS
 
 pytestmark = pytest.mark.servers
 
-LIMIT_S = 300.0
 PROMPTS = ([3, 4, 5], [11, 6, 12, 9, 10])
 
 
@@ -34,7 +31,7 @@ def test_a_smaller_policy_is_served_and_trained_as_any_other(
     sums.write_text("".join(json.dumps({"prompt": f"1+{i}=", "response": f"#{1 + i}"}) + "\n" for i in range(8)))
     method, keep = how
     words = ["compress", str(served_policy), str(policy), "--method", method, "--keep", keep, "--multiple", "8"]
-    command(*words, "--calibrate", str(sums))
+    command(tmp_path / "compress.log", *words, "--calibrate", str(sums))
     servers = RealServers(policy, tmp_path, http, first_port=FIRST_PORT + 34)
     try:
         server = servers.get(kind, 1)
@@ -51,7 +48,7 @@ def test_a_smaller_policy_is_served_and_trained_as_any_other(
         (run / "reward.py").write_text(REWARD)
         settings = [f"run.dir={run}", f"model.path={policy}", f"reward.function={run}/reward.py:compute_score"]
         given = [f"rollout.engine={kind}", f"rollout.servers=[{server.api.url}]", "layout.tp=1", "run.steps=2"]
-        command("train", str(QUICKSTART), *settings, *SETTINGS, *given, secret=server.secret)
+        command(tmp_path / "train.log", "train", str(QUICKSTART), *settings, *SETTINGS, *given, secret=server.secret)
     finally:
         servers.stop()
     first, *steps = rows(run)
@@ -60,7 +57,5 @@ def test_a_smaller_policy_is_served_and_trained_as_any_other(
     assert all(step["train/rollout_logprob_abs_diff"] <= AGREES for step in steps)
 
 
-def command(*words: str, secret: str = "") -> None:
-    command = [sys.executable, "-m", "megatron_dppo", *words]
-    done = subprocess.run(command, env=os.environ | {SECRET: secret}, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+def command(log: Path, *words: str, secret: str = "") -> None:
+    assert Command(["megatron-dppo", *words], log, environ={SECRET: secret}).exit_code() == 0, log.read_text()

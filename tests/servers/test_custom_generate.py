@@ -14,8 +14,9 @@ from megatron_dppo.plugins.slime import Sample
 from megatron_dppo.rollout.conversation import UnusableError
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.custom import _read_all, _sampling_params, conversations_of
+from tests.runs import rows
 from tests.servers.real import Kind, RealServer, RealServers
-from tests.servers.test_training import AGREES, Start, finish, given, start  # noqa: F401
+from tests.servers.test_training import AGREES, Start, ended, finish, given, start  # noqa: F401
 
 FILE = Path(__file__).parent / "calculator.py"
 TOOL, FIRST_TURN = "=7\n", 6
@@ -64,6 +65,58 @@ def test_conversations_with_a_tool_are_trained_on_as_the_server_scored_them(
     assert re.search(rf'"answer": ".{{0,{FIRST_TURN}}}=7', answers), "the reward and the log see the tool's words"
 
 
+GAME = """
+import verifiers as vf
+from datasets import Dataset
+
+class Guess(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        return [vf.UserMessage(content="more" if len(messages[-1]["content"]) % 2 else "less")]
+
+async def odd(completion):
+    return float(sum(len(message["content"]) for message in completion) % 3)
+
+def load_environment():
+    rows = [{"question": f"guess {i}", "answer": str(i)} for i in range(64)]
+    return Guess(max_turns=2, dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[odd]))
+"""
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize(("kind", "conversation"), [("sglang", "verifiers"), ("vllm", f"{FILE}:rollout_in_sequences")])
+def test_conversations_of_environments_and_of_several_sequences_are_trained_on_also_after_a_resume(
+    kind: Kind,
+    conversation: str,
+    start: Start,  # noqa: F811
+    real_servers: RealServers,
+    served_policy: Path,
+    tmp_path: Path,
+) -> None:
+    run, server = tmp_path / "run", real_servers.get(kind, 1)
+    settings = [f"rollout.engine={kind}", f"rollout.servers=[{server.api.url}]", f"rollout.conversation={conversation}"]
+    settings += ["pruning.prompts.rule=none", "run.checkpoint_every=1", "eval.problems=0", "rollout.prompts_per_step=8"]
+    if of_environment := conversation == "verifiers":
+        pytest.importorskip("verifiers")
+        run.mkdir()
+        (run / "guess_game.py").write_text(GAME)
+        settings += ["data.train=verifiers", "data.verifiers.environment=guess_game", "data.verifiers.eval_problems=8"]
+        settings += [
+            "reward.function=verifiers",
+            "rollout.max_response_tokens=64",
+            "data.max_prompt_tokens=64",
+            "data.chat_template=true",
+        ]
+    for steps in (1, 2):
+        finish(start(run, served_policy, *settings, f"run.steps={steps}", secret=server.secret), run)
+    steps = rows(run)
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["train/grad_norm"] > 0
+        assert step["train/rollout_logprob_abs_diff"] <= AGREES
+        told = step["rollout/response_len/mean"] * 8 * 4 - step["rollout/generated_tokens"]
+        assert told > 8 * 4 * (1 if of_environment else len(TOOL)), "other words came between"
+
+
 @pytest.mark.servers
 @pytest.mark.parametrize(
     ("function", "words"),
@@ -83,7 +136,7 @@ def test_a_function_that_cannot_be_trained_on_ends_the_run_in_words(
     run = tmp_path / "run"
     setting = f"rollout.custom_generate={FILE}:{function}"
     process = start(run, served_policy, *given(sglang_tp1), setting, "run.steps=1", secret=sglang_tp1.secret)
-    assert process.wait(120) == 2
+    assert ended(process) == 2
     log = " ".join((run / "log").read_text().split())
     assert f"rollout.custom_generate = {FILE}:{function}" in log and words in log
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -21,6 +20,7 @@ from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.rollout.teachers import Reading, TeacherServers
+from tests.commands import Command
 from tests.rollout.scripted import world_of
 from tests.runs import rows
 from tests.servers.real import FIRST_PORT, PYTHONS, SGLANG_ON_CPU, WAIT_S, RealServers
@@ -90,10 +90,10 @@ def test_vllm_says_what_transformers_says(
 def test_a_run_learns_of_a_server_that_teaches(sglang_teacher: str, served_policy: Path, tmp_path: Path) -> None:
     """Taught by itself a policy has nothing to learn, until its rewards have moved it."""
     (tmp_path / "reward.py").write_text(REWARD)
-    command = [sys.executable, "-m", "megatron_dppo", "train", str(QUICKSTART), f"run.dir={tmp_path}/run", *SETTINGS]
-    command += [f"model.path={served_policy}", f"reward.function={tmp_path}/reward.py:compute_score", "run.steps=3"]
-    command += [f"loss.distillation.teacher={sglang_teacher}", "layout.tp=1", "layout.dp=2", "rollout.ahead=1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["megatron-dppo", "train", str(QUICKSTART), f"run.dir={tmp_path}/run", *SETTINGS]
+    words += [f"model.path={served_policy}", f"reward.function={tmp_path}/reward.py:compute_score", "run.steps=3"]
+    words += [f"loss.distillation.teacher={sglang_teacher}", "layout.tp=1", "layout.dp=2", "rollout.ahead=1"]
+    log = tmp_path / "log"
+    assert Command(words, log, tmp_path).exit_code() == 0, log.read_text()
     _, *steps = rows(tmp_path / "run")
     assert abs(steps[0]["train/distillation_kl"]) < 1e-4 < abs(steps[2]["train/distillation_kl"])

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.init import write_model
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.trainer.checkpoint import TRACKER
+from tests.commands import Command
 from tests.runs import Rows, rows
 from tests.servers.real import Kind, RealServer, launch_settings
 
@@ -49,7 +49,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 PIPELINE = ("layout.tp=1", "layout.pp=2")
 WAIT_S = 300.0
-Start = Callable[..., subprocess.Popen[bytes]]
+Start = Callable[..., BaseProcess]
 
 
 @pytest.fixture
@@ -57,33 +57,35 @@ def start() -> Iterator[Start]:
     """Starts a run in a folder of its own, by which all that it starts is known; ends what a failed test leaves."""
     started = []
 
-    def start(run: Path, policy: Path, *settings: str, secret: str = "") -> subprocess.Popen[bytes]:
+    def start(run: Path, policy: Path, *settings: str, secret: str = "") -> BaseProcess:
         run.mkdir(exist_ok=True)
         (run / "reward.py").write_text(REWARD)
-        command = [sys.executable, "-m", "megatron_dppo", "train", str(QUICKSTART), f"run.dir={run}"]
-        command += [f"model.path={policy}", f"reward.function={run}/reward.py:compute_score", *SETTINGS, *settings]
-        with (run / "log").open("ab") as log:
-            process = subprocess.Popen(
-                command, cwd=run, env=os.environ | {SECRET: secret}, stdout=log, stderr=log, start_new_session=True
-            )
-        started.append(process)
-        return process
+        words = ["megatron-dppo", "train", str(QUICKSTART), f"run.dir={run}", f"model.path={policy}"]
+        words += [f"reward.function={run}/reward.py:compute_score", *SETTINGS, *settings]
+        started.append(Command(words, run / "log", run, {SECRET: secret}).start())
+        return started[-1]
 
     yield start
     for process in started:
-        if process.poll() is None:
+        if process.is_alive():
             kill(process)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: BaseProcess) -> None:
     """With all of its ranks."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
 
 
-def finish(process: subprocess.Popen[bytes], run: Path) -> Rows:
+def ended(process: BaseProcess) -> int | None:
+    """The exit code of a run that comes to an end by itself."""
+    process.join(WAIT_S)
+    return process.exitcode
+
+
+def finish(process: BaseProcess, run: Path) -> Rows:
     """Its rows, once it has come to its end."""
-    assert process.wait(WAIT_S) == 0, (run / "log").read_text()
+    assert ended(process) == 0, (run / "log").read_text()
     return rows(run)
 
 
@@ -103,10 +105,10 @@ def processes_of(run: Path) -> list[str]:
     return lines
 
 
-def wait_for(file: Path, process: subprocess.Popen[bytes], run: Path) -> None:
+def wait_for(file: Path, process: BaseProcess, run: Path) -> None:
     until = time.monotonic() + WAIT_S
     while not file.exists():
-        assert process.poll() is None and time.monotonic() < until, (run / "log").read_text()
+        assert process.is_alive() and time.monotonic() < until, (run / "log").read_text()
         time.sleep(0.02)
 
 

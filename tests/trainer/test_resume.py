@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -106,15 +104,19 @@ def kill_when(process: BaseProcess, moment: Callable[[], bool]) -> None:
     process.join()
 
 
-@pytest.fixture(scope="module")
-def whole(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing disturbs, typed as users do, though nobody reads what it says."""
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
+def let_nobody_read() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "wb") as broken, (run.parent / "log").open("wb") as log:
-        typed = [sys.executable, "-m", "megatron_dppo", *words(policy, run)]
-        subprocess.run(typed, stdout=broken, stderr=log, timeout=180, check=True)
+    os.dup2(writer, 1)
+
+
+@pytest.fixture(scope="module")
+def whole(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing disturbs, though nobody reads what it says."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    log = run.parent / "log"
+    typed = ["megatron-dppo", *words(policy, run)]
+    assert Command(typed, log, before=let_nobody_read).exit_code() == 0, log.read_text()
     result = rows(run)
     assert [row["step"] for row in result] == list(range(STEPS + 1))
     assert any(row.get("train/tokens", 0) > 0 for row in result[4:]), "steps after the checkpoint must train"
