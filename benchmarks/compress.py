@@ -84,7 +84,7 @@ def of_seed(folder: Path, arguments: argparse.Namespace, seed: int) -> dict[str,
     tokens = sft(fresh, whole, arguments.steps, seed)
     found: dict[str, Any] = {"accuracy": accuracy(whole, held_out), "tokens": tokens, "losses": {}}
     for method, scores in SCORES.items():
-        if method == "heads":  # they are too few for the share
+        if method in ("heads", "experts"):  # heads are too few for the share, and there are no experts
             continue
         for score in scores:
             losses = []

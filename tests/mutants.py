@@ -1896,9 +1896,51 @@ MUTANTS = [
     ),
     Mutant(
         "compress/query heads of another group",
-        'if module in ("q_proj", "o_proj") else 1)',
-        'if module == "q_proj" else 1)',
+        'for dimension, heads in (("queries", shape.heads // shape.kv_heads), ("keys", 1)):',
+        'for dimension, heads in (("queries", 1), ("keys", 1)):',
         "compress/test_command.py -k heads",
+    ),
+    Mutant(
+        "compress/experts under their old numbers",
+        "parts[5] = str(cut.experts[layer][int(parts[5])])",
+        "pass",
+        "compress/test_surgery.py",
+    ),
+    Mutant(
+        "compress/norms take their mean over channels that are gone",
+        "scale = math.sqrt(whole / len(kept))",
+        "scale = 1.0",
+        "compress/test_command.py -k channels",
+    ),
+    Mutant(
+        "compress/what routers did before a kill is lost",
+        '            "experts": self._experts,\n            "choices": self._choices,\n',
+        "",
+        "compress/test_resume.py -k routers",
+    ),
+    Mutant(
+        "compress/an expert counts as much in every token",
+        "self._experts[layer].index_add_(0, experts, weights.double())",
+        "self._experts[layer].index_add_(0, experts, torch.ones(len(weights), dtype=torch.float64))",
+        "compress/test_scores.py -k router",
+    ),
+    Mutant(
+        "compress/means of channels are over padding, too",
+        ".sum(1) / self._valid.sum(1, keepdim=True)",
+        ".mean(1)",
+        "compress/test_scores.py -k loops_over_sequences",
+    ),
+    Mutant(
+        "compress/shards: a sequence's mean is that of its part on a rank",
+        "if self._stream_group is not None:  # a sequence's mean is of all its tokens",
+        "if False:",
+        "compress/test_layouts.py -k dense",
+    ),
+    Mutant(
+        "compress/shards: routers choose of experts that are gone",
+        "gating(states).masked_fill(gone, -torch.inf)",
+        "gating(states)",
+        "compress/test_layouts.py -k experts",
     ),
     Mutant(
         "compress/attention of every layer goes by the share",
@@ -1920,8 +1962,8 @@ MUTANTS = [
     ),
     Mutant(
         "compress/shards: tokens that several ranks have count each time",
-        "if not self._sequence_parallel and self._world.tp_rank > 0:",
-        "if False:",
+        "return not self._sequence_parallel and self._world.tp_rank > 0",
+        "return False",
         "compress/test_layouts.py -k dense",
     ),
     Mutant(
@@ -2064,7 +2106,7 @@ MUTANTS = [
     ),
     Mutant(
         "estimate/a smaller width that no layout divides",
-        "if left.ffn != shape.ffn and left.ffn % tp:",
+        "if count != before and count % ranks:",
         "if False:",
         "compress/test_sweep.py -k plan_refuses",
     ),

@@ -16,12 +16,10 @@ from megatron_dppo.bridge.chunks import Chunk, read_rows
 from megatron_dppo.bridge.convert import in_threads, stored_chunks, write_tensors
 from megatron_dppo.bridge.convert_commands import (
     DTYPES,
-    GB,
     check_out,
     checkpoint_and_directory,
     in_place,
     naming,
-    progress_bar,
     stored_policy,
 )
 from megatron_dppo.bridge.hf_directory import (
@@ -39,6 +37,7 @@ from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.config import LoraConfig
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.process.progress import GB, progress
 
 Base = Callable[[Entry], Mapping[str, Sequence[Chunk]]]
 """The Hugging Face tensors of a parameter of the policy without adapters, by name."""
@@ -61,7 +60,7 @@ def adapters_to_hf(chosen: argparse.Namespace, lora: LoraConfig, *, base: str, a
     plan = plan_adapter_file(shape, lora, DTYPES.get(chosen.dtype, adapters.dtype))
     what = "directory of adapters"
     check_out(chosen, plan.total_bytes, [checkpoint, hf], ADAPTER_CONFIG, what, (*ADAPTER_FILES, *also))
-    with in_place(chosen.out) as draft, progress_bar("to PEFT", plan.total_bytes) as advance:
+    with in_place(chosen.out) as draft, progress("to PEFT", plan.total_bytes, unit="bytes") as advance:
         write_adapter_config(draft, base=base, lora=lora)
         write_tensors(adapters, plan, draft, workers=chosen.workers, advance=advance)
     print(
@@ -107,7 +106,7 @@ def merged_to_hf(
     with (
         in_place(chosen.out) as draft,
         SafetensorsWriter.open(plan, draft) as writer,
-        progress_bar("to Hugging Face", plan.total_bytes) as advance,
+        progress("to Hugging Face", plan.total_bytes, unit="bytes") as advance,
     ):
         copy_config_and_tokenizer(hf, draft, plan.dtype)
 

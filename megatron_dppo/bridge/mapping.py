@@ -326,6 +326,18 @@ def parameters(shape: PolicyShape, lora: LoraConfig | None = None) -> int:
     return sum(entry.elements for entry in (adapter_entries(shape, lora) if lora else entries(shape)))
 
 
+def tensor_dimensions(name: str) -> tuple[str, ...]:
+    """What each dimension of a policy's Hugging Face tensor counts.
+
+        tensor_dimensions("model.layers.5.self_attn.o_proj.weight") == ("hidden", "queries")
+
+    Besides these two: vocabulary, keys, head, feed_forward, experts.
+    """
+    *_, module, kind = name.split(".")
+    dimensions = _DIMENSIONS.get(module, ("hidden",))
+    return dimensions[:1] if kind == "bias" else dimensions
+
+
 def _tensor_shape(shape: PolicyShape, name: str, rank: int) -> tuple[int, ...]:
     extents = {
         "vocabulary": shape.vocab_size,
@@ -336,12 +348,11 @@ def _tensor_shape(shape: PolicyShape, name: str, rank: int) -> tuple[int, ...]:
         "experts": shape.experts,
         "feed_forward": shape.ffn,
     }
-    *before, module, kind = name.split(".")
     if rank:
+        *before, module, _ = name.split(".")
         outputs, inputs = (extents[dimension] for dimension in _DIMENSIONS[before[-1]])
         return (rank, inputs) if module == "lora_A" else (outputs, rank)
-    dimensions = _DIMENSIONS.get(module, ("hidden",))
-    return tuple(extents[dimension] for dimension in (dimensions[:1] if kind == "bias" else dimensions))
+    return tuple(extents[dimension] for dimension in tensor_dimensions(name))
 
 
 def _part(extent: int, part: int, parts: int, what: str) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -41,6 +42,12 @@ def as_cut(model: Any, cut: Cut) -> Iterator[None]:
             if cut.groups is not None:
                 width = layer.self_attn.o_proj.in_features // model.config.num_key_value_heads
                 hooks.callback(_keeping(layer.self_attn.o_proj, cut.groups[number], width))
+            if cut.experts is not None:
+                hooks.callback(_choosing_of(layer.mlp.gate, cut.experts[number]))
+        if cut.channels is not None:
+            norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+            for norm in (*norms, model.model.norm):
+                hooks.callback(narrowed(norm, cut.channels, model.config.hidden_size))
         yield
 
 
@@ -50,6 +57,50 @@ def _keeping(module: Any, kept: Sequence[int], width: int) -> Callable[[], None]
     mask.unflatten(0, (-1, width))[list(kept)] = 1
     remove: Callable[[], None] = module.register_forward_pre_hook(lambda _, arguments: (arguments[0] * mask,)).remove
     return remove
+
+
+def _choosing_of(router: Any, kept: Sequence[int]) -> Callable[[], None]:
+    """Let a router choose of these experts alone. Returns what undoes that."""
+    whole, numbers = router.weight, torch.tensor(kept, device=router.weight.device)
+    router.weight = torch.nn.Parameter(whole[numbers], requires_grad=False)
+    hook = router.register_forward_hook(lambda _, __, out: (*out[:-1], numbers[out[-1]]))
+
+    def undo() -> None:
+        hook.remove()
+        router.weight = whole
+
+    return undo
+
+
+def narrowed(module: Any, kept: Sequence[int], whole: int) -> Callable[[], None]:
+    """Let an RMSNorm, or a linear layer with one before it, see these channels of its inputs alone.
+
+    The norm's mean is to run over the kept channels, and runs over all: inputs are multiplied by c = √(all / kept), so
+    that both means are the same, and outputs divided by it.
+
+    Args:
+        whole: how many channels there are.
+
+    Returns:
+        What undoes that.
+    """
+    scale = math.sqrt(whole / len(kept))
+    mask = torch.zeros(whole, dtype=torch.float64)
+    mask[list(kept)] = scale
+
+    def select(_: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (arguments[0] * mask.to(arguments[0]), *arguments[1:])
+
+    def rescale(_: Any, __: Any, output: Any) -> Any:
+        return output / scale if isinstance(output, torch.Tensor) else (output[0] / scale, *output[1:])
+
+    hooks = module.register_forward_pre_hook(select), module.register_forward_hook(rescale)
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return undo
 
 
 @torch.no_grad()

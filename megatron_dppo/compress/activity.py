@@ -30,6 +30,14 @@ class Activity:
     groups: torch.Tensor
     """[L, key-value heads] mean over tokens of ‖output of the query heads that share one‖₂, as Minitron (2407.14679)
     scores heads."""
+    experts: torch.Tensor
+    """[L, experts] sum over tokens of the weight that the router gives an expert: what its output is multiplied by, and
+    0 where the token goes to others."""
+    choices: torch.Tensor
+    """[L, experts] how many tokens an expert is given."""
+    channels: torch.Tensor
+    """[width of the residual stream] sum over the two norms of every layer of ‖mean over a sequence's tokens of |the
+    norm's output|‖₂ over all sequences, as Minitron scores channels (2407.14679)."""
     cosines: torch.Tensor
     """[L + 1, L + 1] mean over tokens of cos(x_i, x_j)."""
     last_cosines: torch.Tensor
@@ -54,7 +62,11 @@ def measure_activity(
         for number, layer in enumerate(model.model.layers):
             hooks.callback(layer.register_forward_pre_hook(sums.residual, with_kwargs=True).remove)
             hooks.callback(layer.self_attn.o_proj.register_forward_pre_hook(sums.attention(number)).remove)
-            if not shape.experts:
+            for place, norm in enumerate((layer.input_layernorm, layer.post_attention_layernorm)):
+                hooks.callback(norm.register_forward_hook(sums.norm(place, number)).remove)
+            if shape.experts:
+                hooks.callback(layer.mlp.gate.register_forward_hook(sums.router(number)).remove)
+            else:
                 hooks.callback(layer.mlp.down_proj.register_forward_pre_hook(sums.feed_forward(number)).remove)
         hooks.callback(model.model.norm.register_forward_pre_hook(sums.residual, with_kwargs=True).remove)
         for batch in (passes or Passes()).over(batches, sums.kept(), sequences=sequences):
@@ -71,6 +83,8 @@ class _Sums:
         self._norms = torch.zeros(layers, width, dtype=torch.float64)
         self._squares = torch.zeros(layers, width, dtype=torch.float64)
         self._groups = torch.zeros(layers, shape.kv_heads, dtype=torch.float64)
+        self._experts, self._choices = torch.zeros(2, layers, shape.experts, dtype=torch.float64)
+        self._channels = torch.zeros(2, layers, shape.hidden, dtype=torch.float64)
         self._cosines = torch.zeros(layers + 1, layers + 1, dtype=torch.float64)
         self._last = torch.zeros(layers, dtype=torch.float64)
         self._relative = torch.zeros(2, layers, dtype=torch.float64)
@@ -81,6 +95,9 @@ class _Sums:
             "norms": self._norms,
             "squares": self._squares,
             "groups": self._groups,
+            "experts": self._experts,
+            "choices": self._choices,
+            "channels": self._channels,
             "cosines": self._cosines,
             "last": self._last,
             "relative": self._relative,
@@ -107,6 +124,21 @@ class _Sums:
 
         return hook
 
+    def norm(self, place: int, layer: int) -> Any:
+        def hook(_: Any, __: Any, output: torch.Tensor) -> None:
+            means = (_precise(output).abs() * self._valid[..., None]).sum(1) / self._valid.sum(1, keepdim=True)
+            self._channels[place, layer] += means.double().square().sum(0).cpu()
+
+        return hook
+
+    def router(self, layer: int) -> Any:
+        def hook(_: Any, __: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+            weights, experts = (each[self._valid.flatten()].flatten().cpu() for each in output[1:])
+            self._experts[layer].index_add_(0, experts, weights.double())
+            self._choices[layer] += torch.bincount(experts, minlength=len(self._choices[layer]))
+
+        return hook
+
     def end(self) -> None:
         streams = torch.stack([_precise(stream[self._valid]) for stream in self._streams])  # [L + 1, tokens, hidden]
         for row, order in enumerate((1, 2)):
@@ -122,6 +154,9 @@ class _Sums:
             neurons=self._norms / sequences,
             inputs=self._squares.sqrt(),
             groups=self._groups / tokens,
+            experts=self._experts,
+            choices=self._choices,
+            channels=self._channels.sqrt().sum((0, 1)),
             cosines=self._cosines / tokens,
             last_cosines=self._last / sequences,
             relative_l1=self._relative[0] / tokens,

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_dppo.bridge.convert_commands import positive
 from megatron_dppo.compress.choose import SCORES
-from megatron_dppo.compress.cut import MULTIPLE
+from megatron_dppo.compress.cut import MULTIPLES
 
 SOURCE = "the larger policy: a Hugging Face directory, a run, or an id on the hub"
 SHARE = "share of the weights of all layers that is left, embeddings aside"
@@ -21,7 +21,10 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="MODEL", type=Path, help=SOURCE)
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
     parser.add_argument("--keep", type=float, required=True, help=SHARE)
-    what = "what goes: layers, units of feed-forward layers, groups of query heads, or units and some attention (2ssp)"
+    what = (
+        "what goes: layers, units of feed-forward layers, groups of query heads, experts, channels of the residual "
+        "stream (hidden), these with units and groups (minitron), or units and some attention (2ssp)"
+    )
     parser.add_argument("--method", choices=list(SCORES), default="width", help=f"{what} (default: %(default)s)")
     scores = "; ".join(f"{method}: {', '.join(names)}" for method, names in SCORES.items())
     parser.add_argument("--score", help=f"what is kept; the first is the default. {scores}")
@@ -63,8 +66,11 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", metavar="N", type=positive(int), default=256, help=count)
     longest = "of a sequence; the end of longer ones is left out (default: %(default)s)"
     parser.add_argument("--max-tokens", metavar="N", type=positive(int), default=2048, help=longest)
-    multiple = "of which a feed-forward layer's width is one: 128 for each tensor-parallel rank (default: %(default)s)"
-    parser.add_argument("--multiple", metavar="N", type=positive(int), default=MULTIPLE, help=multiple)
+    multiple = (
+        "of which the number of units or channels that are left is one: 128 for each tensor-parallel rank (default: "
+        f"{MULTIPLES['width']}), or that of experts: the expert-parallel ranks (default: {MULTIPLES['experts']})"
+    )
+    parser.add_argument("--multiple", metavar="N", type=positive(int), help=multiple)
     zeros = "write attention that 2ssp removes as zeros, which keep their size: config.json cannot say that it is gone"
     parser.add_argument("--zero-attention", action="store_true", help=zeros)
     parser.add_argument("--seed", type=int, default=1, help="of the sequences that are drawn, and of random scores")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from megatron_dppo.compress.cut import MULTIPLE, Cut, attentions_to_remove, check_cut, highest, sizes
+from megatron_dppo.compress.cut import Cut, attentions_to_remove, check_cut, highest, sizes
 from megatron_dppo.compress.reader import Reader, remove_greedily
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
@@ -27,6 +28,9 @@ SCORES = {
         "random",
     ),
     "heads": ("activation", "random"),
+    "experts": ("routed-weight", "frequency", "random"),
+    "hidden": ("activation", "random"),
+    "minitron": ("activation", "random"),
 }
 """By method; the first is its default."""
 NO_CALIBRATION = ("magnitude", "random")
@@ -42,8 +46,8 @@ class Recipe:
     score: str
     keep: float
     """Share of the weights of all layers' matrices that is left, embeddings aside."""
-    multiple: int = MULTIPLE
-    """What the width of a feed-forward layer is a multiple of."""
+    multiple: int | None = None
+    """What the number of units, experts or channels that are left is one of; None: that of the method."""
     zero_attention: bool = False
     """Whether attention that 2SSP removes may be written as zeros."""
     seed: int = 1
@@ -96,14 +100,15 @@ def choose(reader: Reader, shape: PolicyShape, recipe: Recipe, *, say: Callable[
     left = recipe.sizes(shape)
     if recipe.method == "depth":
         return Cut(_layers(reader, shape, recipe, len(left.layers), say))
-    if left.groups is not None:
-        if recipe.score == "random":
-            scores = _random((shape.num_layers, shape.kv_heads), recipe.seed)
-        else:
-            scores = reader.activity().groups
-        return Cut(left.layers, groups=_best(scores, len(left.groups[0])))
-    assert left.neurons is not None
-    cut = Cut(left.layers, neurons=_best(_neurons(reader, shape, recipe), len(left.neurons[0])))
+    scores = _scores(reader, shape, recipe)
+    chosen: dict[str, Any] = {
+        part: tuple(highest(row.tolist(), len(first[0])) for row in scores[part])
+        for part, first in (("neurons", left.neurons), ("groups", left.groups), ("experts", left.experts))
+        if first is not None
+    }
+    if left.channels is not None:
+        chosen["channels"] = highest(scores["channels"].tolist(), len(left.channels))
+    cut = Cut(left.layers, **chosen)
     if not left.silenced:
         return cut
     if recipe.score == "random":
@@ -113,17 +118,24 @@ def choose(reader: Reader, shape: PolicyShape, recipe: Recipe, *, say: Callable[
     return replace(cut, silenced=tuple(sorted(removed)))
 
 
-def _neurons(reader: Reader, shape: PolicyShape, recipe: Recipe) -> torch.Tensor:
-    """[L, feed-forward width] the score of each neuron."""
+def _scores(reader: Reader, shape: PolicyShape, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """What parts are worth, by their names in a :class:`Cut`: [L, parts of a layer], of channels [channels]."""
     match recipe.score:
         case "random":
-            return _random((shape.num_layers, shape.ffn), recipe.seed)
+            layers = shape.num_layers
+            sizes: dict[str, tuple[int, ...]] = {"neurons": (layers, shape.ffn), "groups": (layers, shape.kv_heads)}
+            sizes |= {"experts": (layers, shape.experts), "channels": (shape.hidden,)}
+            return {part: _random(size, recipe.seed) for part, size in sizes.items()}
         case "magnitude":
-            return reader.weights_of_neurons()[0].sqrt()
-        case "activation":
-            return reader.activity().neurons
-    # Wanda's |W_ij| · ‖x_j‖₂, summed over the outputs i
-    return reader.weights_of_neurons()[1] * reader.activity().inputs
+            return {"neurons": reader.weights_of_neurons()[0].sqrt()}
+    activity = reader.activity()
+    match recipe.score:
+        case "wanda":  # |W_ij| · ‖x_j‖₂, summed over the outputs i
+            return {"neurons": reader.weights_of_neurons()[1] * activity.inputs}
+        case "frequency":
+            return {"experts": activity.choices}
+    scores = {"neurons": activity.neurons, "groups": activity.groups}
+    return scores | {"experts": activity.experts, "channels": activity.channels}
 
 
 def _layers(
@@ -154,11 +166,6 @@ def _layers(
         case "relative-l1":
             return highest(activity.relative_l1.tolist(), left)
     return highest(activity.relative_l2.tolist(), left)
-
-
-def _best(scores: torch.Tensor, count: int) -> tuple[tuple[int, ...], ...]:
-    """Of each layer's parts those with the highest scores."""
-    return tuple(highest(row.tolist(), count) for row in scores)
 
 
 def _random(size: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -9,8 +9,12 @@ from dataclasses import dataclass, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
-MULTIPLE = 128
-"""What the width of a feed-forward layer is a multiple of, unless another is asked for."""
+MULTIPLES = {"2ssp": 128, "width": 128, "depth": 1, "heads": 1, "experts": 8, "hidden": 128, "minitron": 128}
+"""By method, of what the number of parts that are left is a multiple, unless another is asked for: 128 units or
+channels suit kernels, 8 experts go to 8 expert-parallel ranks. Layers and heads are as many as the share says."""
+
+EXPERT_INPUTS = 8
+"""An expert's inputs are a multiple of 16 bytes, so many values of bf16, for the ``grouped_mm`` of transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,10 @@ class Cut:
     """Of each layer's feed-forward, equally many; None: all."""
     groups: tuple[tuple[int, ...], ...] | None = None
     """Key-value heads of each layer, with the query heads that they serve, equally many; None: all."""
+    experts: tuple[tuple[int, ...], ...] | None = None
+    """Of each layer, equally many, with their rows of its router; None: all."""
+    channels: tuple[int, ...] | None = None
+    """Of the residual stream, the same for all layers, embedding and output layer; None: all."""
     silenced: tuple[int, ...] = ()
     """Layers whose attention gives nothing. config.json cannot say this: their output projections become zeros, and
     keep their place."""
@@ -41,6 +49,8 @@ class Cut:
             ffn=len(self.neurons[0]) if self.neurons is not None else source.ffn,
             kv_heads=groups,
             heads=source.heads // source.kv_heads * groups,
+            experts=len(self.experts[0]) if self.experts is not None else source.experts,
+            hidden=len(self.channels) if self.channels is not None else source.hidden,
         )
 
 
@@ -50,8 +60,8 @@ def attention_weights(shape: PolicyShape) -> int:
 
 
 def feed_forward_weights(shape: PolicyShape) -> int:
-    """Weights of a layer's three projections of its feed-forward layer, or of those of all its experts."""
-    return 3 * shape.hidden * shape.ffn * max(1, shape.experts)
+    """Weights of a layer's gate, up and down projections, or of those of all its experts and of its router."""
+    return shape.hidden * (3 * shape.ffn * max(1, shape.experts) + shape.experts)
 
 
 def attentions_to_remove(shape: PolicyShape, sparsity: float) -> int:
@@ -86,17 +96,71 @@ def width_left(shape: PolicyShape, keep: float, multiple: int, *, attentions_gon
     attention, feed_forward = attention_weights(shape), feed_forward_weights(shape)
     left = keep * (attention + feed_forward) - attention * (1 - attentions_gone / shape.num_layers)
     exact = left / (feed_forward / shape.ffn)
-    width = round(exact / multiple) * multiple
     if exact <= 0:
         least = attention / (attention + feed_forward)
         problem = f"is less than attention alone takes of a layer, {least:.3f}"
         raise UserError("--keep", keep, problem, "Raise it, or give --method depth")
-    if not 0 < width < shape.ffn:
-        problem = f"allows no width between 0 and {shape.ffn} but {width} where {exact:.0f} units are to be left"
-        raise UserError(
-            "--multiple", multiple, problem, "Lower it, to 128 times the tensor-parallel ranks or a divisor"
-        )
-    return width
+    return _rounded(exact, multiple, shape.ffn, "units of a feed-forward layer")
+
+
+def experts_left(shape: PolicyShape, keep: float, multiple: int) -> int:
+    """Experts of every layer, with their rows of the router, that leave the share ``keep`` of all layers' weights.
+
+    Raises:
+        UserError: naming ``--keep``, if they are fewer than a token has; ``--multiple``, if there is no such number.
+    """
+    attention, feed_forward = attention_weights(shape), feed_forward_weights(shape)
+    exact = shape.experts * (1 - (1 - keep) * (attention + feed_forward) / feed_forward)
+    if exact < shape.experts_per_token:
+        least = 1 - (1 - shape.experts_per_token / shape.experts) * feed_forward / (attention + feed_forward)
+        problem = f"leaves {max(exact, 0):.1f} of {shape.experts} experts, and a token has {shape.experts_per_token}"
+        raise UserError("--keep", keep, problem, f"Give a share of {least:.3f} or more, or --method depth")
+    return _rounded(exact, multiple, shape.experts, "experts", least=shape.experts_per_token)
+
+
+def channels_left(shape: PolicyShape, keep: float, multiple: int) -> int:
+    """Width of the residual stream at which the share ``keep`` of all layers' weights is left: they go with it.
+
+    Raises:
+        UserError: naming ``--multiple``, if no such width is there, or transformers could not compute experts of it.
+    """
+    left = _rounded(keep * shape.hidden, multiple, shape.hidden, "channels of the residual stream")
+    if shape.experts and left % EXPERT_INPUTS:
+        problem = f"leaves {left} channels, and transformers computes experts of a multiple of {EXPERT_INPUTS} only"
+        raise UserError("--multiple", multiple, problem, f"Give a multiple of {EXPERT_INPUTS}")
+    return left
+
+
+def _rounded(exact: float, multiple: int, whole: int, what: str, least: int = 1) -> int:
+    """The nearest multiple, up or down.
+
+    Raises:
+        UserError: if it is below ``least``, or nothing goes.
+    """
+    left = round(exact / multiple) * multiple
+    if not least <= left < whole:
+        problem = f"leaves {left} {what} where {exact:.1f} are asked for, and {least} to {whole - 1} are possible"
+        raise UserError("--multiple", multiple, problem, "Lower it")
+    return left
+
+
+def all_widths_left(shape: PolicyShape, keep: float, multiple: int) -> tuple[int, int, int]:
+    """Channels, key-value heads of every layer and units of every feed-forward layer of which about the same share is
+    left, so that the share ``keep`` of all layers' weights is: of the first two its root, since a matrix has its share
+    of rows times its share of columns, and of the units what makes up for the rounding of heads.
+
+    Raises:
+        UserError: naming ``--keep`` or ``--multiple``, if no such numbers are there.
+    """
+    channels = channels_left(shape, math.sqrt(keep), multiple)
+    groups = max(1, round(math.sqrt(keep) * shape.kv_heads))
+    narrow = replace(shape, hidden=channels, kv_heads=groups, heads=shape.heads // shape.kv_heads * groups)
+    left = keep * (attention_weights(shape) + feed_forward_weights(shape)) - attention_weights(narrow)
+    exact = left / (feed_forward_weights(narrow) / shape.ffn)
+    if not 0 < exact < shape.ffn:
+        problem = f"leaves {groups} of {shape.kv_heads} groups of query heads, which go with no number of units"
+        raise UserError("--keep", keep, problem, "Give another share, or another --method")
+    return channels, groups, _rounded(exact, multiple, shape.ffn, "units of a feed-forward layer")
 
 
 def groups_left(shape: PolicyShape, keep: float) -> int:
@@ -128,26 +192,43 @@ def check_cut(shape: PolicyShape, method: str, keep: float) -> None:
     """
     if not 0 < keep < 1:
         raise UserError("--keep", keep, "is no share between 0 and 1", "Give 0.75, for instance")
-    if shape.experts and method != "depth":
-        problem = "removes parts of a feed-forward layer or attention, and is for policies without experts"
-        raise UserError("--method", method, problem, "Give depth")
-    if method == "heads" and shape.qkv_bias:
+    if shape.experts and method in ("2ssp", "width", "minitron"):
+        problem = "removes units of feed-forward layers, and is for policies without experts"
+        raise UserError("--method", method, problem, "Give experts, hidden, heads or depth")
+    if method == "experts" and not shape.experts:
+        raise UserError("--method", method, "removes experts, and this policy has none", "Give width, for instance")
+    if method in ("heads", "hidden", "minitron") and shape.qkv_bias:
         problem = "needs a config.json that names the width of a head, which Qwen2.5's readers ignore"
         raise UserError("--method", method, problem, "Give width or depth")
 
 
-def sizes(shape: PolicyShape, method: str, keep: float, multiple: int) -> Cut:
+def sizes(shape: PolicyShape, method: str, keep: float, multiple: int | None = None) -> Cut:
     """How much a method leaves, with the first parts in the place of those that will be chosen.
+
+    Args:
+        multiple: None: that of :data:`MULTIPLES`.
 
     Raises:
         UserError: if the share that is to be kept leaves nothing, or everything.
     """
-    everything = tuple(range(shape.num_layers))
+    layers, multiple = tuple(range(shape.num_layers)), multiple or MULTIPLES[method]
+
+    def of_each_layer(count: int) -> tuple[tuple[int, ...], ...]:
+        return (tuple(range(count)),) * shape.num_layers
+
     match method:
         case "depth":
-            return Cut(everything[: layers_left(shape, keep)])
+            return Cut(layers[: layers_left(shape, keep)])
         case "heads":
-            return Cut(everything, groups=(tuple(range(groups_left(shape, keep))),) * shape.num_layers)
+            return Cut(layers, groups=of_each_layer(groups_left(shape, keep)))
+        case "experts":
+            return Cut(layers, experts=of_each_layer(experts_left(shape, keep, multiple)))
+        case "hidden":
+            return Cut(layers, channels=tuple(range(channels_left(shape, keep, multiple))))
+        case "minitron":
+            channels, groups, width = all_widths_left(shape, keep, multiple)
+            stream = tuple(range(channels))
+            return Cut(layers, of_each_layer(width), of_each_layer(groups), channels=stream)
     gone = attentions_to_remove(shape, 1 - keep) if method == "2ssp" else 0
     width = width_left(shape, keep, multiple, attentions_gone=gone)
-    return Cut(everything, neurons=(tuple(range(width)),) * shape.num_layers, silenced=everything[:gone])
+    return Cut(layers, neurons=of_each_layer(width), silenced=layers[:gone])

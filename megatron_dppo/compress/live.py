@@ -16,8 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.identity_op import IdentityOp
 
-from megatron_dppo.compress.absence import Distance
+from megatron_dppo.compress.absence import Distance, narrowed
 from megatron_dppo.compress.activity import Activity
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.passes import Passes, Sums
@@ -31,6 +32,8 @@ from megatron_dppo.rl.pack import TrainingSample
 from megatron_dppo.rl.types import Pack
 from megatron_dppo.trainer.assemble import PolicyParts
 
+NORMS = ("attention norm", "feed-forward norm")
+"""Of a layer: what is summed of their outputs."""
 STRETCH = 4
 """Packs that a pipeline stage reads between two looks at whether sums are to be kept. The stages wait for each other
 there, a quarter of that time."""
@@ -44,7 +47,8 @@ class _Tokens:
     """[T / cp] int64, the sequence's number in the pack, −1 for padding."""
     last: torch.Tensor
     """[T / cp] bool, the last token of a sequence."""
-    sequences: int
+    lengths: torch.Tensor
+    """[sequences] int64, in tokens, over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ class Live:
         cp = self._world.layout.cp
         held = held_positions(np.diff(pack.cu_seqlens).tolist(), self._world.cp_rank, cp)
         numbers, ends = (torch.from_numpy(each)[held].to(self._world.device) for each in (sequence, last))
-        return _Tokens(numbers, ends, len(lengths))
+        return _Tokens(numbers, ends, torch.tensor(lengths, device=self._world.device))
 
     def loss(self) -> float:
         world = self._world
@@ -139,6 +143,13 @@ class Live:
                 if cut.groups is not None:
                     linear = layer.self_attention.linear_proj
                     hooks.callback(self._keep(linear, cut.groups[number], self.shape.kv_heads))
+                if cut.experts is not None:
+                    hooks.callback(self._choose_of(layer.mlp.router, cut.experts[number]))
+            if cut.channels is not None:
+                last = [chunk.decoder.final_layernorm for chunk in self._policy.chunks]
+                norms = [norm for layer in self._layers.values() for _, norm, _ in _norms(layer)]
+                for norm in (*norms, *(norm for norm in last if norm is not None)):
+                    hooks.callback(narrowed(norm, cut.channels, self.shape.hidden))
             yield
 
     def _keep(self, linear: Any, kept: Sequence[int], of: int) -> Any:
@@ -153,6 +164,15 @@ class Live:
             return (runs.flatten(-2), *arguments[1:])
 
         return linear.register_forward_pre_hook(hook).remove
+
+    def _choose_of(self, router: Any, kept: Sequence[int]) -> Any:
+        """Let a router choose of these experts alone."""
+        gone = torch.ones(self.shape.experts, dtype=torch.bool, device=self._world.device)
+        gone[list(kept)] = False
+        gating = router.gating
+        router.gating = lambda states: gating(states).masked_fill(gone, -torch.inf)
+
+        return lambda: delattr(router, "gating")
 
     def weights_of_neurons(self) -> tuple[torch.Tensor, torch.Tensor]:
         layers = {}
@@ -176,7 +196,11 @@ class Live:
                 attention, mlp = layer.self_attention.linear_proj, layer.mlp
                 hooks.callback(layer.register_forward_hook(watch.residual(number), with_kwargs=True).remove)
                 hooks.callback(attention.register_forward_pre_hook(watch.attention(number)).remove)
-                if not self.shape.experts:
+                for kind, norm, weight in _norms(layer):
+                    hooks.callback(norm.register_forward_pre_hook(watch.norm(kind, number, weight)).remove)
+                if self.shape.experts:
+                    hooks.callback(mlp.router.register_forward_hook(watch.router(number)).remove)
+                else:
                     hooks.callback(mlp.linear_fc2.register_forward_pre_hook(watch.feed_forward(number)).remove)
             for stretch in self._passes.over(self._stretches, sums, sequences=self._sequences):
                 with ExitStack() as turns:
@@ -185,6 +209,8 @@ class Live:
                     self._policy.log_probabilities(stretch.packs)
         width = 0 if self.shape.experts else self.shape.ffn
         sizes = {"norms": width, "squares": width, "groups": self.shape.kv_heads, "streams": 4}
+        sizes |= {"experts": self.shape.experts, "choices": self.shape.experts}
+        sizes |= dict.fromkeys(NORMS, self.shape.hidden)
         found = self._gathered(dict(sums), sizes, cut=("norms", "squares", "groups"))
         streams, layers = found["streams"], self.shape.num_layers
         cosines = torch.full((layers + 1, layers + 1), torch.nan, dtype=torch.float64)
@@ -195,6 +221,9 @@ class Live:
             neurons=found["norms"] / self._sequences,
             inputs=found["squares"].sqrt(),
             groups=found["groups"] / self._all_tokens,
+            experts=found["experts"],
+            choices=found["choices"],
+            channels=torch.stack([found[kind].sqrt() for kind in NORMS]).sum((0, 1)),
             cosines=cosines,
             last_cosines=streams[:, 1] / self._sequences,
             relative_l1=streams[:, 2] / self._all_tokens,
@@ -220,6 +249,9 @@ class _Watch:
         layout = self._world.layout
         self._sequence_parallel = layout.sequence_parallel and layout.tp > 1
         self._group = parallel_state.get_context_parallel_group() if layout.cp > 1 else None
+        self._stream_group = (
+            parallel_state.get_tensor_and_context_parallel_group() if self._sequence_parallel else self._group
+        )
         self._of_tokens: _Tokens
 
     def begin(self, packs: Iterator[_Tokens]) -> Any:
@@ -236,7 +268,7 @@ class _Watch:
         def hook(_: Any, arguments: tuple[torch.Tensor, ...]) -> None:
             inside = self._of_tokens.sequence >= 0
             outputs = arguments[0].flatten(0, -2)[inside].float().unflatten(-1, (groups, -1))
-            self._sums["groups", layer] = self._sums["groups", layer] + outputs.norm(dim=-1).double().sum(0).cpu()
+            self._add("groups", layer, outputs.norm(dim=-1).double().sum(0))
 
         return hook
 
@@ -245,25 +277,48 @@ class _Watch:
             tokens = self._of_tokens
             inside = tokens.sequence >= 0
             inputs = arguments[0].flatten(0, -2)[inside].float().square()
-            squares = inputs.new_zeros(tokens.sequences, inputs.shape[-1], dtype=torch.float64)
+            squares = inputs.new_zeros(len(tokens.lengths), inputs.shape[-1], dtype=torch.float64)
             squares.index_add_(0, tokens.sequence[inside], inputs.double())
             if self._group is not None:  # a sequence's norm is of all its tokens
                 dist.all_reduce(squares, group=self._group)
             if self._world.cp_rank == 0:
-                self._sums["norms", layer] = self._sums["norms", layer] + squares.sqrt().sum(0).cpu()
-                self._sums["squares", layer] = self._sums["squares", layer] + squares.sum(0).cpu()
+                self._add("norms", layer, squares.sqrt().sum(0))
+                self._add("squares", layer, squares.sum(0))
+
+        return hook
+
+    def norm(self, kind: str, layer: int, weight: torch.Tensor) -> Any:
+        def hook(_: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+            if self._elsewhere:
+                return
+            lengths, (sequence, _) = self._of_tokens.lengths, self._on_stream()
+            inside = sequence >= 0
+            stream = arguments[0].flatten(0, -2)[inside].float()  # a fused norm does not show its output
+            normed = torch.nn.functional.rms_norm(stream, stream.shape[-1:], weight.float(), self._shape.rms_eps)
+            means = normed.new_zeros(len(lengths), normed.shape[-1], dtype=torch.float64)
+            means.index_add_(0, sequence[inside], normed.abs().double())
+            if self._stream_group is not None:  # a sequence's mean is of all its tokens
+                dist.all_reduce(means, group=self._stream_group)
+            if self._world.cp_rank == self._world.tp_rank == 0:
+                self._add(kind, layer, (means / lengths[:, None]).square().sum(0))
+
+        return hook
+
+    def router(self, layer: int) -> Any:
+        def hook(_: Any, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+            if self._elsewhere:
+                return
+            inside = self._on_stream()[0] >= 0
+            for kind, each in zip(("experts", "choices"), output, strict=True):
+                self._add(kind, layer, each[inside].double().sum(0))
 
         return hook
 
     def residual(self, layer: int) -> Any:
         def hook(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-            if not self._sequence_parallel and self._world.tp_rank > 0:
-                return  # all of them have the same
-            tokens = self._of_tokens
-            sequence, last = tokens.sequence, tokens.last
-            if self._sequence_parallel:
-                tp = self._world.layout.tp
-                sequence, last = (each.chunk(tp)[self._world.tp_rank] for each in (sequence, last))
+            if self._elsewhere:
+                return
+            sequence, last = self._on_stream()
             inside = sequence >= 0
             streams = arguments[0] if arguments else keywords["hidden_states"], output[0]
             before, after = (stream.flatten(0, -2)[inside].float() for stream in streams)
@@ -271,9 +326,38 @@ class _Watch:
             update = after - before
             relative = [update.norm(order, dim=-1) / after.norm(order, dim=-1) for order in (1, 2)]
             sums = [cosines, cosines * last[inside], *relative]
-            self._sums["streams", layer] = self._sums["streams", layer] + torch.stack(sums).double().sum(-1).cpu()
+            self._add("streams", layer, torch.stack(sums).double().sum(-1))
 
         return hook
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether this rank's part of the residual stream counts on another, which has the same."""
+        return not self._sequence_parallel and self._world.tp_rank > 0
+
+    def _on_stream(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``sequence`` and ``last`` of the tokens whose residual stream this rank has."""
+        sequence, last = self._of_tokens.sequence, self._of_tokens.last
+        if self._sequence_parallel:
+            tp = self._world.layout.tp
+            sequence, last = (each.chunk(tp)[self._world.tp_rank] for each in (sequence, last))
+        return sequence, last
+
+    def _add(self, kind: str, layer: int, part: torch.Tensor) -> None:
+        self._sums[kind, layer] = self._sums[kind, layer] + part.cpu()
+
+
+def _norms(layer: Any) -> Iterator[tuple[str, Any, torch.Tensor]]:
+    """Of a layer, what is summed of a norm, the module that normalises, and the norm's weight.
+
+    A linear layer of Transformer Engine has its norm in it, and an identity stands in the norm's place.
+    """
+    for kind, norm in zip(NORMS, (layer.input_layernorm, layer.pre_mlp_layernorm), strict=True):
+        if not isinstance(norm, IdentityOp):
+            yield kind, norm, norm.weight
+            continue
+        linear = layer.self_attention.linear_qkv if kind == NORMS[0] else layer.mlp.linear_fc1
+        yield kind, linear, linear.layer_norm_weight
 
 
 def _unit(stream: torch.Tensor) -> torch.Tensor:

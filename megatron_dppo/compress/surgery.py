@@ -12,6 +12,7 @@ import torch
 from megatron_dppo.bridge.chunks import Chunk, read_rows
 from megatron_dppo.bridge.convert import Advance, in_threads
 from megatron_dppo.bridge.hf_directory import FilePlan, SafetensorsWriter, copy_config_and_tokenizer
+from megatron_dppo.bridge.mapping import tensor_dimensions
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.models.shape import PolicyShape
 
@@ -60,27 +61,40 @@ def cut_tensor(
     name: str, tensors: Mapping[str, Chunk], shape: PolicyShape, cut: Cut, dtype: torch.dtype
 ) -> Iterator[memoryview]:
     """The bytes of a tensor of the smaller policy, in its own names, from its first row to its last."""
-    parts = name.split(".")
-    if parts[1] != "layers":
-        yield from _selected(tensors[name], dtype, None, None)
-        return
-    layer = cut.layers[int(parts[2])]
-    parts[2] = str(layer)
-    stored = tensors[".".join(parts)]
-    module = parts[-2]
-    rows = columns = None
-    if module in ("gate_proj", "up_proj", "down_proj") and cut.neurons is not None:
-        rows = torch.tensor(cut.neurons[layer])
-    elif module in ("q_proj", "k_proj", "v_proj", "o_proj") and cut.groups is not None:
-        width = shape.head_dim * (shape.heads // shape.kv_heads if module in ("q_proj", "o_proj") else 1)
-        rows = (torch.tensor(cut.groups[layer])[:, None] * width + torch.arange(width)).flatten()
-    if module in ("down_proj", "o_proj"):
-        rows, columns = None, rows
-    if module == "o_proj" and layer in cut.silenced:
-        size = stored.rows, stored.columns if columns is None else len(columns)
+    parts, layer = name.split("."), None
+    if parts[1] == "layers":
+        layer = cut.layers[int(parts[2])]
+        parts[2] = str(layer)
+        if parts[4] == "experts" and cut.experts is not None:
+            parts[5] = str(cut.experts[layer][int(parts[5])])
+    stored, kept = tensors[".".join(parts)], _kept(shape, cut, layer)
+    rows, columns, *_ = [*map(kept.get, tensor_dimensions(name)), None]  # a vector has no columns
+    if parts[-2] == "o_proj" and layer in cut.silenced:
+        size = [stored.rows if rows is None else len(rows), stored.columns if columns is None else len(columns)]
         yield from read_rows(size, [], dtype)  # what no chunk covers is zero
         return
     yield from _selected(stored, dtype, rows, columns)
+
+
+def _kept(shape: PolicyShape, cut: Cut, layer: int | None) -> dict[str, torch.Tensor]:
+    """Which numbers are left, by what a dimension counts; all of those that are not named.
+
+    Args:
+        layer: of the larger policy; None outside the layers.
+    """
+    kept = {}
+    if cut.channels is not None:
+        kept["hidden"] = torch.tensor(cut.channels)
+    if layer is None:
+        return kept
+    for dimension, chosen in (("feed_forward", cut.neurons), ("experts", cut.experts)):
+        if chosen is not None:
+            kept[dimension] = torch.tensor(chosen[layer])
+    if cut.groups is not None:
+        for dimension, heads in (("queries", shape.heads // shape.kv_heads), ("keys", 1)):
+            width = shape.head_dim * heads
+            kept[dimension] = (torch.tensor(cut.groups[layer])[:, None] * width + torch.arange(width)).flatten()
+    return kept
 
 
 def _selected(
@@ -106,12 +120,14 @@ def _write_config(file: Path, shape: PolicyShape, cut: Cut) -> None:
     left = cut.shape(shape)
     config |= {
         "num_hidden_layers": left.num_layers,
+        "hidden_size": left.hidden,
         "num_attention_heads": left.heads,
         "num_key_value_heads": left.kv_heads,
     }
+    config |= {name: left.experts for name in ("num_experts", "num_local_experts") if config.get(name)}
     if not shape.experts:
         config["intermediate_size"] = left.ffn
-    if cut.groups is not None:
+    if cut.groups is not None or cut.channels is not None:  # which readers else take for hidden_size / heads
         config["head_dim"] = left.head_dim
     if config.get("layer_types"):
         config["layer_types"] = [config["layer_types"][layer] for layer in cut.layers]

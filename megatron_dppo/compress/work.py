@@ -165,6 +165,8 @@ def _summary(shape: PolicyShape, cut: Cut) -> str:
         f"{name} {before} → {after}"
         for name, before, after in (
             ("layers", shape.num_layers, left.num_layers),
+            ("width of the residual stream", shape.hidden, left.hidden),
+            ("experts", shape.experts, left.experts),
             ("width of feed-forward layers", shape.ffn, left.ffn),
             ("query heads", shape.heads, left.heads),
             ("key-value heads", shape.kv_heads, left.kv_heads),

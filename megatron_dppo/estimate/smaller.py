@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_dppo.compress.cut import MULTIPLE, check_cut, sizes
+from megatron_dppo.compress.cut import MULTIPLES, check_cut, sizes
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GIB
 from megatron_dppo.estimate.memory import shape_of
@@ -12,21 +12,25 @@ from megatron_dppo.estimate.plan import Plan, make_plan
 from megatron_dppo.trainer.disk import size_text
 
 
-def plan_smaller(made: Plan, keep: float, method: str = "width", multiple: int = MULTIPLE) -> Plan:
+def plan_smaller(made: Plan, keep: float, method: str = "width", multiple: int | None = None) -> Plan:
     """The same run with what ``compress --keep --method --multiple`` leaves of its policy.
 
     Raises:
-        UserError: naming one of these, for what cannot be left, and for a width that the layout does not divide; as
+        UserError: naming one of these, for what cannot be left, and for a number that the layout does not divide; as
             ``make_plan``.
     """
-    shape, tp = shape_of(made.config.model.path), made.placement.layout.tp
-    if multiple < 1:
-        raise UserError("--multiple", multiple, "is no number of units", "Give 1 or more")
+    shape, layout = shape_of(made.config.model.path), made.placement.layout
+    if multiple is not None and multiple < 1:
+        raise UserError("--multiple", multiple, "is no number of parts", "Give 1 or more")
     check_cut(shape, method, keep)
     left = sizes(shape, method, keep, multiple).shape(shape)
-    if left.ffn != shape.ffn and left.ffn % tp:
-        problem = f"leaves {left.ffn} feed-forward units, which layout.tp = {tp} does not divide"
-        raise UserError("--multiple", multiple, problem, f"Give a multiple of {tp}")
+    for what, count, before, setting, ranks in (
+        ("feed-forward units", left.ffn, shape.ffn, "tp", layout.tp),
+        ("experts", left.experts, shape.experts, "ep", layout.ep),
+    ):
+        if count != before and count % ranks:
+            problem = f"leaves {count} {what}, which layout.{setting} = {ranks} does not divide"
+            raise UserError("--multiple", multiple or MULTIPLES[method], problem, f"Give a multiple of {ranks}")
     return make_plan(made.config, made.assumptions, left)
 
 

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.compress.calibration import Batch, batches
 from megatron_dppo.data.prompts import WorkedAnswer
+from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.policies import write_policy
 
 
@@ -24,6 +26,15 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(policy: Path) -> Any:
     """Its own copy for each test, in fp64."""
     return AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float64).eval()
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy of two layers with six experts, of which a token has two."""
+    path = tmp_path_factory.mktemp("mixture") / "policy"
+    write_qwen3_moe(path, Sizes(), experts=6)
+    write_tokenizer(character_tokenizer(), path, max_tokens=128)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from megatron_dppo.compress.calibration import read_sequences
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
-from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe
+from megatron_dppo.models.shape import read_shape
+from tests.bridge.directories import Sizes, write_qwen2
+from tests.policies import write_policy
 
 TEXTS = [("1+2=", "3#3"), ("9+8=", "17#17"), ("5+5+5=", "10+5=15#15"), ("4+4=", "8#8")]
 
@@ -87,16 +90,44 @@ def test_heads_go_in_groups(policy: Path, calibration: Path, tmp_path: Path) -> 
         assert torch.equal(ours.self_attn.o_proj.weight, theirs.self_attn.o_proj.weight[:, of_queries])
 
 
-def test_other_families_become_smaller_too(calibration: Path, tmp_path: Path) -> None:
+def test_another_family_becomes_smaller_too(calibration: Path, tmp_path: Path) -> None:
     write_qwen2(tmp_path / "qwen2", Sizes(), dtype=torch.bfloat16, shard_size="20KB")
-    write_qwen3_moe(tmp_path / "moe", Sizes())
-    for name in ("qwen2", "moe"):
-        write_tokenizer(character_tokenizer(), tmp_path / name, max_tokens=128)
+    write_tokenizer(character_tokenizer(), tmp_path / "qwen2", max_tokens=128)
     words = "--method", "width", "--keep", "0.8", "--multiple", "4"
     assert compressed(tmp_path / "qwen2", tmp_path / "a", calibration, *words)["dtype"] == "bfloat16"
-    assert compressed(tmp_path / "moe", tmp_path / "b", calibration, "--method", "depth", "--keep", "0.5")
     load(tmp_path / "a")
-    load(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("method", "keep", "left"),
+    [
+        ("depth", "0.5", {"num_layers": 1}),
+        ("heads", "0.95", {"kv_heads": 3, "heads": 6}),
+        ("experts", "0.7", {"experts": 4}),
+        ("hidden", "0.65", {"hidden": 16}),
+    ],
+)
+def test_a_mixture_of_experts_becomes_smaller_too(
+    mixture: Path, calibration: Path, tmp_path: Path, method: str, keep: str, left: dict[str, int]
+) -> None:
+    """``--verify`` compares logits with those of the larger policy, whose routers choose of fewer experts."""
+    compressed(mixture, tmp_path / "out", calibration, "--method", method, "--keep", keep, "--multiple", "4")
+    assert read_shape(tmp_path / "out") == replace(read_shape(mixture), **left)
+    load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_channels_go_from_everything_that_reads_or_writes_them(calibration: Path, tmp_path: Path, tied: bool) -> None:
+    policy = write_policy(tmp_path / "policy", tied=tied)
+    words = "--method", "minitron", "--keep", "0.5", "--multiple", "4"
+    config = compressed(policy, tmp_path / "out", calibration, *words)
+    assert config["hidden_size"] == 32 and config["head_dim"] == 16 and config["tie_word_embeddings"] == tied
+    small, large = load(tmp_path / "out"), load(policy)
+    columns = large.model.embed_tokens.weight.T.tolist()
+    kept = [columns.index(column) for column in small.model.embed_tokens.weight.T.tolist()]
+    assert kept == sorted(kept)
+    assert torch.equal(small.lm_head.weight, large.lm_head.weight[:, kept])
+    assert torch.equal(small.model.norm.weight, large.model.norm.weight[kept])
 
 
 def test_an_evaluation_s_own_answers_are_read_as_they_were_given(policy: Path, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_dppo.bridge.mapping import parameters
-from megatron_dppo.compress.choose import Recipe
-from megatron_dppo.compress.cut import Cut, attentions_to_remove, highest, width_left
+from megatron_dppo.compress.choose import SCORES, Recipe
+from megatron_dppo.compress.cut import Cut, attentions_to_remove, highest, sizes, width_left
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 
@@ -31,15 +31,22 @@ def test_2ssp_takes_the_attention_of_as_many_layers_as_published(name: str) -> N
     assert found == PUBLISHED_ATTENTIONS[name]
 
 
-@pytest.mark.parametrize("method", ["width", "depth", "heads"])
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-4b", "qwen3-32b"])
+DENSE, EXPERTS = ("qwen3-0.6b", "qwen3-4b", "qwen3-32b"), ("qwen3-30b-a3b", "qwen3-235b-a22b")
+OF = {"width": DENSE, "minitron": DENSE, "experts": EXPERTS, "heads": DENSE, "hidden": DENSE + EXPERTS}
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [(method, name) for method in SCORES for name in OF.get(method, DENSE) if method != "2ssp"]
+)
 def test_the_share_of_weights_that_is_asked_for_is_kept(method: str, name: str) -> None:
     shape = PUBLISHED[name]
     keep = 0.875 if method == "heads" else 0.75
-    recipe = Recipe(method, "random", keep, multiple=16)
+    recipe = Recipe(method, "random", keep, multiple=2 if method == "experts" else 16)
+    recipe.check(shape)
     left = recipe.sizes(shape).shape(shape)
-    tolerance = {"width": 0.001, "depth": 0.5 / shape.num_layers, "heads": 0.5 / shape.kv_heads}[method]
-    assert weights_of_layers(left) / weights_of_layers(shape) == pytest.approx(keep, abs=tolerance)
+    tolerance = {"width": 0.001, "depth": 0.5 / shape.num_layers, "heads": 0.5 / shape.kv_heads}
+    tolerance |= {"minitron": 0.001, "experts": 1 / max(shape.experts, 1), "hidden": 8 / shape.hidden}
+    assert weights_of_layers(left) / weights_of_layers(shape) == pytest.approx(keep, abs=tolerance[method])
 
 
 def test_2ssp_keeps_the_share_where_attention_that_goes_counts_as_gone() -> None:
@@ -52,8 +59,13 @@ def test_2ssp_keeps_the_share_where_attention_that_goes_counts_as_gone() -> None
     assert gone / weights_of_layers(shape) == pytest.approx(0.25, abs=0.01)
 
 
-def test_the_width_is_a_multiple() -> None:
-    assert all(width_left(PUBLISHED["qwen3-8b"], keep, 512) % 512 == 0 for keep in (0.5, 0.6, 0.7, 0.8))
+def test_the_number_that_is_left_is_a_multiple() -> None:
+    shares = 0.5, 0.6, 0.7, 0.8
+    assert all(width_left(PUBLISHED["qwen3-8b"], keep, 512) % 512 == 0 for keep in shares)
+    cuts = [sizes(PUBLISHED["qwen3-235b-a22b"], "experts", keep) for keep in shares]
+    assert [len(cut.experts[0]) for cut in cuts] == [64, 72, 88, 104]
+    cut = sizes(PUBLISHED["qwen3-8b"], "minitron", 0.5)
+    assert [len(cut.channels), len(cut.groups[0]), len(cut.neurons[0])] == [2944, 6, 8320]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +80,13 @@ def test_the_width_is_a_multiple() -> None:
         (Recipe("2ssp", "activation", 0.75), SMALL, "--method"),  # a layer without attention
         (Recipe("width", "activation", 0.75), PUBLISHED["qwen3-30b-a3b"], "--method"),
         (Recipe("heads", "random", 0.9), replace(SMALL, architecture="Qwen2ForCausalLM"), "--method"),
+        (Recipe("hidden", "random", 0.9), replace(SMALL, architecture="Qwen2ForCausalLM"), "--method"),
+        (Recipe("hidden", "random", 0.99), SMALL, "--multiple"),
+        (Recipe("minitron", "random", 0.75), PUBLISHED["qwen3-30b-a3b"], "--method"),
+        (Recipe("hidden", "random", 0.7, multiple=2), PUBLISHED["qwen3-30b-a3b"], "--multiple"),
+        (Recipe("experts", "random", 0.5), SMALL, "--method"),
+        (Recipe("experts", "random", 0.08), PUBLISHED["qwen3-30b-a3b"], "--keep"),  # fewer than a token has
+        (Recipe("experts", "random", 0.99), PUBLISHED["qwen3-30b-a3b"], "--multiple"),
     ],
     ids=lambda value: getattr(value, "method", None),
 )

@@ -21,7 +21,6 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.trainer.assemble import assemble_frozen
-from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.ranks import RankPool
 
 DENSE = {
@@ -30,9 +29,19 @@ DENSE = {
     "pp2 vpp2": LayoutConfig(pp=2, vpp=2, dp=1),
     "cp2": LayoutConfig(cp=2, dp=1),
 }
-EXPERTS = {"ep2 dp2": LayoutConfig(ep=2, dp=2)}
-CUT = Cut((0, 1, 2, 3), neurons=(tuple(range(7, 70)),) * 4, silenced=(1,))
-GROUPS = Cut((0, 2, 3), groups=((1,),) * 4)
+EXPERTS = {
+    "ep2 dp2": LayoutConfig(ep=2, dp=2),
+    "tp2 ep2": LayoutConfig(tp=2, ep=2, etp=1, dp=1, sequence_parallel=True),
+}
+CUTS = {
+    "units": Cut((0, 1, 2, 3), neurons=(tuple(range(7, 70)),) * 4, silenced=(1,)),
+    "groups": Cut((0, 2, 3), groups=((1,),) * 4),
+    "channels": Cut((0, 1, 2, 3), channels=(*range(9), *range(20, 48))),
+}
+CUTS_OF_EXPERTS = {
+    "experts": Cut((0, 1), experts=((0, 3, 4), (1, 2, 5))),
+    "channels": Cut((0, 1), channels=tuple(range(3, 19))),
+}
 MOST = 15
 """Tokens of a sequence: fewer than the longest has."""
 
@@ -48,9 +57,9 @@ def found_by(reader: Reader) -> dict[str, Any]:
         found["without attention"] = reader.loss()
     if dense:
         found["squares"], found["columns"] = reader.weights_of_neurons()
-        for name, cut in (("units", CUT), ("groups", GROUPS)):
-            with reader.as_cut(cut):
-                found[name] = reader.loss()
+    for name, cut in (CUTS if dense else CUTS_OF_EXPERTS).items():
+        with reader.as_cut(cut):
+            found[f"loss of {name}"] = reader.loss()
     assert reader.loss() == found["loss"], "the policy is as it was"
     return found
 
@@ -74,12 +83,11 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any], where: str) -> Non
 
 @pytest.mark.parametrize("family", ["dense", "experts"])
 def test_scores_depend_on_no_layout(
-    family: str, ranks: RankPool, policy: Path, answers: list[WorkedAnswer], tmp_path: Path
+    family: str, ranks: RankPool, policy: Path, mixture: Path, answers: list[WorkedAnswer]
 ) -> None:
     path, layouts, dtype = policy, DENSE, torch.float64
     if family == "experts":
-        path, layouts, dtype = tmp_path, EXPERTS, torch.float32  # torch multiplies experts' in no other
-        write_qwen3_moe(path, Sizes(), experts=4)
+        path, layouts, dtype = mixture, EXPERTS, torch.float32  # torch multiplies experts' in no other
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     read = list(batches(answers, max_tokens=MOST, device=torch.device("cpu")))
     whole = found_by(Whole(model, read_shape(path), read))

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megatron_dppo.cli import main
 from megatron_dppo.compress import calibration, passes
 from megatron_dppo.compress.absence import mean_loss
+from megatron_dppo.compress.activity import measure_activity
 from megatron_dppo.compress.calibration import Batch, batches, count_sequences
 from megatron_dppo.compress.passes import Passes
 from megatron_dppo.compress.reader import Reader, Whole, remove_greedily
@@ -116,6 +118,18 @@ def test_every_score_goes_on_from_any_batch(
     last = Passes(tmp_path / "sums")
     assert found(last) == expected
     assert last.read == whole.read, "none is counted twice"
+
+
+def test_what_routers_do_goes_on_from_any_batch(mixture: Path, answers: list[WorkedAnswer], tmp_path: Path) -> None:
+    model, shape = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32).eval(), read_shape(mixture)
+    read = list(batches(answers, max_tokens=512, device=torch.device("cpu")))
+    expected = measure_activity(model, shape, read)
+    with pytest.raises(KilledError):
+        measure_activity(model, shape, read, killed_after(1, Passes(tmp_path / "sums")))
+    passes = Passes(tmp_path / "sums")
+    assert 0 < passes.read < len(answers)
+    found = measure_activity(model, shape, read, passes)
+    assert torch.equal(found.experts, expected.experts) and torch.equal(found.choices, expected.choices)
 
 
 @pytest.mark.parametrize("why", ["another --keep", "another form", "cannot be kept"])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megatron_dppo.compress.absence import leave_one_out, mean_loss, without
 from megatron_dppo.compress.activity import measure_activity
@@ -60,10 +61,16 @@ def test_activity_is_that_of_loops_over_sequences_and_tokens(
         module.register_forward_pre_hook(lambda _, args, key=(kind, i): inputs.setdefault(key, []).append(args[0][0]))
         for kind, i, module in watched
     ]
+    norms: dict[Any, list[torch.Tensor]] = {}
+    for layer in model.model.layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            hooks.append(norm.register_forward_hook(lambda of, _, out: norms.setdefault(of, []).append(out[0])))
     for answer in answers:
         model(ids(answer))
     for hook in hooks:
         hook.remove()
+    channels = sum(torch.stack([n.abs().mean(0) for n in normed]).square().sum(0).sqrt() for normed in norms.values())
+    torch.testing.assert_close(found.channels, channels, **CLOSE)
     for layer in range(4):
         activations = inputs["ffn", layer]
         expected = torch.stack([a.square().sum(0).sqrt() for a in activations]).mean(0)
@@ -83,6 +90,31 @@ def test_activity_is_that_of_loops_over_sequences_and_tokens(
         for other in range(5):
             both = torch.cat(before), torch.cat(inputs["before", other])
             torch.testing.assert_close(found.cosines[layer, other], torch.cosine_similarity(*both).mean(), **CLOSE)
+
+
+@pytest.mark.parametrize("renormalises", [True, False])
+@torch.no_grad()
+def test_an_expert_has_the_weights_that_the_router_gives_it(
+    mixture: Path, answers: list[WorkedAnswer], read: list[Batch], renormalises: bool
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32, norm_topk_prob=renormalises).eval()
+    found = measure_activity(model, read_shape(mixture), read)
+    weights, choices = torch.zeros(2, 2, 6, dtype=torch.float64)
+
+    def route(layer: int, states: torch.Tensor) -> None:
+        for token in states.flatten(0, -2):
+            shares = (model.model.layers[layer].mlp.gate.weight @ token).softmax(0)
+            first, second = shares.argsort(descending=True)[:2]
+            for expert in (first, second):
+                choices[layer, expert] += 1
+                weights[layer, expert] += shares[expert] / (shares[first] + shares[second] if renormalises else 1.0)
+
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_pre_hook(lambda _, args, number=number: route(number, args[0]))
+    for answer in answers:
+        model(ids(answer))
+    torch.testing.assert_close(found.choices, choices, rtol=0, atol=0)
+    torch.testing.assert_close(found.experts, weights, rtol=1e-6, atol=0)
 
 
 @torch.no_grad()
@@ -144,6 +176,36 @@ def test_a_useless_group_of_heads_is_found(model: Any, policy: Path, read: list[
         layer.self_attn.v_proj.weight.unflatten(0, (2, 16))[number % 2] = 0
     cut = choose(whole(model, policy, read), read_shape(policy), Recipe("heads", "activation", 0.8), say=str)
     assert cut.groups == ((1,), (0,), (1,), (0,))
+
+
+@pytest.mark.parametrize("method", ["hidden", "minitron"])
+@torch.no_grad()
+def test_a_useless_channel_is_found(model: Any, policy: Path, read: list[Batch], method: str) -> None:
+    model.model.embed_tokens.weight[:, 17] = 0
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[17] = layer.mlp.down_proj.weight[17] = 0
+    recipe = Recipe(method, "activation", {"hidden": 0.98, "minitron": 0.96}[method], multiple=1)
+    cut = choose(whole(model, policy, read), read_shape(policy), recipe, say=str)
+    assert cut.channels == (*range(17), *range(18, 48))
+    assert method == "hidden" or len(cut.neurons[0]) < 80
+
+
+@pytest.mark.parametrize("score", [score for score in SCORES["experts"] if score != "random"])
+@torch.no_grad()
+def test_a_useless_expert_is_found(mixture: Path, read: list[Batch], score: str) -> None:
+    """Each layer's own: its router alone reads a channel that is large for every token, against this expert."""
+    model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32).eval()
+    model.model.embed_tokens.weight[:, 0] = 5.0
+    for number, layer in enumerate(model.model.layers):
+        layer.input_layernorm.weight[0] = layer.mlp.experts.gate_up_proj[..., 0] = 0.0
+        layer.mlp.gate.weight[:, 0] = 0.0
+        layer.mlp.gate.weight[3 + number, 0] = -100.0
+    reader, shape = whole(model, mixture, read), read_shape(mixture)
+    cut = choose(reader, shape, Recipe("experts", score, 0.9, multiple=1), say=str)
+    assert cut.experts == ((0, 1, 2, 4, 5), (0, 1, 2, 3, 5))
+    with reader.as_cut(cut):
+        without_it = reader.loss()
+    assert without_it == pytest.approx(reader.loss(), rel=1e-6), "no token goes to it"
 
 
 @pytest.mark.parametrize("score", [score for score in SCORES["depth"] if score != "random"])

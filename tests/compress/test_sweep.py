@@ -303,6 +303,7 @@ def test_a_plan_of_a_smaller_policy_says_its_size_in_its_own_unit(policy: Path) 
         (["--keep", "0.75"], "--multiple = 128"),  # of which no width is one
         (["--keep", "0.75", "--multiple", "0"], "--multiple = 0"),
         (["--keep", "0.75", "--multiple", "3"], "leaves 45 feed-forward units, which layout.tp = 2 does not"),
+        (["--keep", "0.75", "--method", "experts"], "--method = experts"),
         (["--method", "depth"], "--method = depth"),
         (["--multiple", "8"], "--multiple = 8"),
     ],
@@ -312,3 +313,11 @@ def test_a_plan_refuses_what_compress_does(
 ) -> None:
     assert main(["plan", str(CONFIG), f"model.path={policy}", *options]) == 2
     assert named in said(capsys)
+
+
+def test_a_plan_of_fewer_experts_keeps_as_many_as_ranks_divide(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", str(CONFIG.with_name("qwen3_30b_a3b_dppo.yaml")), "--keep", "0.5", "--method", "experts"]
+    assert main([*command, "--multiple", "3"]) == 2
+    assert "leaves 63 experts, which layout.ep = 8 does not divide" in said(capsys)
+    assert main(command) == 0
+    assert ["30.53", "16.03"] in [line.split()[-2:] for line in capsys.readouterr().out.splitlines()]
