@@ -47,7 +47,7 @@ from megatron_dppo.rl.types import StepMetadata, StepPlan
 from megatron_dppo.settings import load_config as load_words
 from megatron_dppo.settings import settings
 from megatron_dppo.trainer.preflight import check_run_dir
-from megatron_dppo.trainer.resume import IN_FORCE
+from megatron_dppo.trainer.resume import IN_FORCE, check_resume
 
 __all__ = [
     "Config",
@@ -229,6 +229,7 @@ def train(
     config = _with_functions(
         config,
         folder,
+        check=check_resume,
         reward=reward,
         objective=objective,
         prompt_rule=prompt_rule,
@@ -287,26 +288,39 @@ def _run(command: Command, config: Config, meanwhile: Callable[[], None] = lambd
     return code
 
 
-def _with_functions(config: Config, folder: Path, **functions: Callable[..., Any] | None) -> Config:
+def _with_functions(
+    config: Config,
+    folder: Path,
+    *,
+    check: Callable[[Config], None] = lambda config: None,
+    **functions: Callable[..., Any] | None,
+) -> Config:
     """The settings with the names by which ranks find these functions, and those that are registered and named there.
-    They are kept in ``folder`` by value, under the names that they were written with."""
+    They are kept in ``folder`` by value, under the names that they were written with.
+
+    Args:
+        check: refuses settings before the functions of an earlier run in ``folder`` are replaced.
+    """
     given: dict[str, Callable[..., Any]] = {}
     for what, setting in register.SETTINGS.items():
         named = register.registered[what].get(attrgetter(setting)(config))
         if (function := functions.get(what) or named) is not None:
             given[what] = function
+    names: dict[str, str] = {}
+    for what, function in given.items():
+        own = hasattr(function, "__name__") and function.__name__.isidentifier()  # a lambda is called <lambda>
+        names[what] = function.__name__ if own else what
+        config = _with_settings(config, register.SETTINGS[what].split("."), f"{folder / what}.py:{names[what]}")
     if given:
         check_run_dir(folder)
+        check(config)
         refuse_if_held(folder, "run.dir")
         folder.mkdir(parents=True, exist_ok=True)
     for what, function in given.items():
-        own = hasattr(function, "__name__") and function.__name__.isidentifier()  # a lambda is called <lambda>
-        name, module = function.__name__ if own else what, function.__module__
         with replacing_file(folder / f"{what}.pkl") as draft:
             draft.write_bytes(cloudpickle.dumps(function))
         with replacing_file(folder / f"{what}.py") as draft:
-            draft.write_text(_LOADS.format(what=what, name=name, module=module), encoding="utf-8")
-        config = _with_settings(config, register.SETTINGS[what].split("."), f"{folder / what}.py:{name}")
+            draft.write_text(_LOADS.format(what=what, name=names[what], module=function.__module__), encoding="utf-8")
     return config
 
 

@@ -6,10 +6,7 @@ Of a run that trained adapters it is these alone, for PEFT, or with ``--merge`` 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
 from megatron_dppo.bridge.convert_adapters import adapters_to_hf, merged_to_hf
@@ -49,43 +46,49 @@ def export(chosen: argparse.Namespace) -> None:
     found = read_run(run, run.resolve().name)
     checkpoint = find_checkpoint(run / "checkpoints", "RUN")
     writer = writer_in(checkpoint)
-    if chosen.merge and not (writer and writer.adapters):
+    adapters = writer.adapters if writer else None
+    if chosen.merge and adapters is None:
         raise UserError("--merge", run, "trained all weights, and has no adapters to merge", "Leave it out")
+    if chosen.push and adapters and adapters.setting == "checkpoint" and not chosen.merge:
+        problem = "would be of adapters beside model.checkpoint, a policy that nobody else finds"
+        raise UserError("--push", chosen.push, problem, "Add --merge: the whole policy is then uploaded")
+    base = _base(adapters) if chosen.merge and adapters else None
     if chosen.push:
         make_repository(chosen.push)
     flags = ["--overwrite"] if chosen.overwrite else []
     ours = [CARD] if _is_ours(out / CARD) else []
     command = parse_megatron_to_hf([str(checkpoint), str(out), "--dtype", chosen.dtype, *flags])
-    if writer is None or writer.adapters is None:
+    if writer is None or adapters is None:
         megatron_to_hf(command, also=ours)
-    elif chosen.merge:
-        _merge(command, writer.adapters, dtype=DTYPES[writer.dtype], also=ours)
+    elif base is not None:
+        of_checkpoint, dtype = adapters.setting == "checkpoint", DTYPES[writer.dtype]
+        merged_to_hf(command, adapters.settings, base=base, base_is_checkpoint=of_checkpoint, dtype=dtype, also=ours)
     else:
-        base = base_of(found) if chosen.push else writer.adapters.base  # a place on this machine is nobody else's
-        adapters_to_hf(command, writer.adapters.settings, base=base, also=ours)
+        name = base_of(found) if chosen.push else adapters.base  # a place on this machine is nobody else's
+        adapters_to_hf(command, adapters.settings, base=name, also=ours)
     if chosen.card:
         step = step_of(checkpoint)
         name = chosen.push.rpartition("/")[2] if chosen.push else found.name
         with replacing_file(out / CARD) as partial:
-            alone = writer is not None and writer.adapters is not None and not chosen.merge
-            text = model_card(found, step=step or 0, name=name, adapters=alone)
+            text = model_card(found, step=step or 0, name=name, adapters=adapters is not None and base is None)
             partial.write_text(text, encoding="utf-8")
         print(f"{out / CARD}: read it before you show it to anybody")
     if chosen.push:
         _upload(out, chosen.push)
 
 
-def _merge(command: argparse.Namespace, adapters: Adapters, *, dtype: torch.dtype, also: Sequence[str]) -> None:
-    """
+def _base(adapters: Adapters) -> Path:
+    """The policy that adapters were trained beside.
+
     Raises:
-        UserError: the policy that the adapters were trained beside is not there any more, or is another one now.
+        UserError: it is not there any more, or is another one now.
     """
     is_checkpoint, setting = adapters.setting == "checkpoint", f"model.{adapters.setting}"
     base = Path(adapters.base) if is_checkpoint else policy_folder(adapters.base, setting)
     if fingerprint(base, base if is_checkpoint else None) != adapters.fingerprint:
         problem = "has other weights than the adapters were trained beside"
         raise UserError(setting, base, problem, "Put those back, or leave --merge out")
-    merged_to_hf(command, adapters.settings, base=base, base_is_checkpoint=is_checkpoint, dtype=dtype, also=also)
+    return base
 
 
 def _is_ours(card: Path) -> bool:

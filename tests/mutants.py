@@ -122,8 +122,8 @@ MUTANTS = [
     ),
     Mutant(
         "api/functions lose their names",
-        "name, module = function.__name__ if own else what, function.__module__",
-        "name, module = what, function.__module__",
+        "names[what] = function.__name__ if own else what",
+        "names[what] = what",
         "test_api.py::test_a_run_with_ones_own_functions_tells_of_every_step_and_is_evaluated",
     ),
     Mutant(
@@ -164,7 +164,7 @@ MUTANTS = [
     ),
     Mutant(
         "waiting/silence in a run",
-        "self._said(client.health(timeout_s), partial(silent, server))",
+        "self._said(client.health(timeout_s), partial(silent, server), first)",
         "client.health(timeout_s)",
         "servers/test_waiting.py",
     ),
@@ -176,8 +176,8 @@ MUTANTS = [
     ),
     Mutant(
         "waiting/silence",
-        "began, wait_s, task = time.monotonic(), SAY_AFTER_S,",
-        "began, wait_s, task = time.monotonic(), 90.0,",
+        "wait_s = SAY_AFTER_S if wait_s is None else wait_s",
+        "wait_s = 90.0 if wait_s is None else wait_s",
         "servers/test_waiting.py",
     ),
     Mutant(
@@ -1557,6 +1557,18 @@ MUTANTS = [
         "if (tools or []) != self._tools:",
         "if False:",
         "data/test_verifiers.py -k tools",
+    ),
+    Mutant(
+        "lora/a merged matrix is its last rows, again and again",
+        "        data += rows",
+        "        data = bytearray(rows) * (len(data) // len(rows) + 1)",
+        "test_lora.py -k peft_or_merged",
+    ),
+    Mutant(
+        "check/what stumbles over a mistake hides all others",
+        "            if not stumbles:",
+        "            if True:",
+        "launch/test_check.py -k stumbles",
     ),
     Mutant(
         "tools/what can be read of a turn is called",

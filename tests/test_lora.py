@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo import cli
+from megatron_dppo.bridge import chunks
 from megatron_dppo.bridge.checksums import FILE as CHECKSUMS
 from megatron_dppo.bridge.load import bind, bind_adapters, fill_parameter, part_of
 from megatron_dppo.bridge.mapping import adapters_of_tensor
@@ -255,8 +256,9 @@ def test_what_a_run_exports_is_one_policy_merged_and_for_peft(runs: dict[str, Co
 
 @pytest.mark.parametrize("name", ["one", "some", "cut", "experts cut"])
 def test_a_checkpoint_of_adapters_is_exported_for_peft_or_merged(
-    name: str, runs: dict[str, Config], tmp_path: Path
+    name: str, runs: dict[str, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(chunks, "BUFFER_BYTES", 512)  # a few rows, as of a large policy's tensors
     config = runs[name]
     run, alone, merged = Path(config.run.dir), tmp_path / "alone", tmp_path / "merged"
     assert cli.main(["export", str(run), str(alone), "--card"]) == 0

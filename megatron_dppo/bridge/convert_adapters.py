@@ -134,4 +134,7 @@ def _base(folder: Path, shape: PolicyShape, *, is_checkpoint: bool) -> Base:
 
 def _read(shape: tuple[int, ...], chunks: Sequence[Chunk], dtype: torch.dtype) -> torch.Tensor:
     """A whole tensor, cast to ``dtype``."""
-    return torch.frombuffer(bytearray().join(read_rows(shape, chunks, dtype)), dtype=dtype).view(shape)
+    data = bytearray()
+    for rows in read_rows(shape, chunks, dtype):  # in a buffer that the next ones are written into
+        data += rows
+    return torch.frombuffer(data, dtype=dtype).view(shape)

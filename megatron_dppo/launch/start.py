@@ -204,9 +204,9 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
     """
     found = [*mistakes(config, command)]
     with redirect_stdout(sys.stderr):  # what is imported may print
-        found += found_by(checks_of_functions(config, command))
+        found += found_by(checks_of_functions(config, command), after=found)
     if ranks:
-        found += found_by([partial(resolve_layout, config.layout, ranks)])
+        found += found_by([partial(resolve_layout, config.layout, ranks)], after=found)
     if not found:
         found += found_by([partial(prepare_data, config, command)])
     if found:

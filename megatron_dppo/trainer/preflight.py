@@ -49,23 +49,36 @@ def preflight(config: Config, command: Command) -> None:
 
 def mistakes(config: Config, command: Command) -> Iterator[UserError]:
     """Everything that is wrong with a run, but for the rows of large files: see :func:`prepare_data`."""
-    yield from found_by(_checks_of_settings(config, command))
-    try:
-        shape = read_shape(config.model.folder)
-    except UserError as error:
-        yield error
-    else:
-        yield from found_by(_checks_of_policy(config, shape, command))
-    yield from found_by(_checks_of_surroundings(config, command))
+    yield from found_by(_checks(config, command))
 
 
-def found_by(checks: Iterable[Check]) -> Iterator[UserError]:
-    """The mistakes that checks raise, each of them the first of its check."""
+def found_by(checks: Iterable[Check], *, after: Sequence[UserError] = ()) -> Iterator[UserError]:
+    """The mistakes that checks raise, each of them the first of its check.
+
+    Args:
+        after: mistakes that were found before. A check may stumble over them in a way of its own.
+    """
+    stumbles = bool(after)
     for check in checks:
         try:
             check()
         except UserError as error:
+            stumbles = True
             yield error
+        except Exception:
+            if not stumbles:
+                raise
+
+
+def _checks(config: Config, command: Command) -> Iterator[Check]:
+    yield from _checks_of_settings(config, command)
+    if command in TRAINING:
+        yield partial(check_run_dir, Path(config.run.dir))
+    found: list[PolicyShape] = []
+    yield lambda: found.append(read_shape(config.model.folder))
+    for shape in found:
+        yield from _checks_of_policy(config, shape, command)
+    yield from _checks_of_surroundings(config, command)
 
 
 def check_config(config: Config, command: Command = "train") -> None:
@@ -96,6 +109,7 @@ def _checks_of_policy(config: Config, shape: PolicyShape, command: Command) -> I
     if command != "sft":
         yield partial(check_servers, config, shape)
     if command in TRAINING:
+        yield partial(check_resume if command == "train" else check_warm_up, config)
         yield partial(_check_room, config, shape, command)
 
 
@@ -105,11 +119,8 @@ def _checks_of_surroundings(config: Config, command: Command) -> Iterator[Check]
         yield partial(_check_reward, config.reward.function)
         if command != "eval":
             yield partial(_check_task_is_rewarded, config)
-    if command in TRAINING:
-        yield partial(check_run_dir, Path(config.run.dir))
-        if command == "train":
-            yield partial(check_loggers, config.run.loggers)
-        yield partial(check_resume if command == "train" else check_warm_up, config)
+    if command == "train":
+        yield partial(check_loggers, config.run.loggers)
 
 
 def checks_of_functions(config: Config, command: Command) -> Iterator[Check]:

@@ -110,7 +110,8 @@ def changes(before: Settings, now: Settings) -> list[Change]:
     for key, setting in settings().items():
         default = list(setting.default) if isinstance(setting.default, tuple) else setting.default
         was, is_now = before.get(key, default), now.get(key, default)
-        if key not in OF_THE_START and was != is_now and not (key.startswith(PLACES) and _same_place(was, is_now)):
+        same = was == is_now or (key.startswith(PLACES) and _same_place(was, is_now)) or _same_copy(was, is_now)
+        if key not in OF_THE_START and not same:
             found.append(Change(key, was, is_now))
     return found
 
@@ -202,6 +203,14 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         key = f"{prefix}{name}"
         found |= _leaves(value, key + ".") if isinstance(value, dict) and key not in settings() else {key: value}
     return found
+
+
+def _same_copy(one: Any, other: Any) -> bool:
+    """Whether both name what the run was given from Python, which has one file whatever it was called."""
+    if not (isinstance(one, str) and isinstance(other, str)):
+        return False
+    files = {value.rpartition(":")[0] for value in (one, other)}
+    return len(files) == 1 and (file := files.pop()).endswith(".py") and Path(file).with_suffix(".pkl").is_file()
 
 
 def _same_place(one: Any, other: Any) -> bool:

@@ -137,3 +137,12 @@ def test_all_mistakes_are_found_at_once_in_a_line_each(
         "loss.objective",
         "layout",
     ]
+
+
+def test_what_stumbles_over_a_mistake_that_was_found_hides_none(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    clash = ["rollout.engine=sglang", "rollout.launch.count=1", "rollout.launch.env=[FOO]", "reward.function=nowhere:f"]
+    assert cli.main([*words, *clash, "--check"]) == 2
+    found = capsys.readouterr().err.splitlines()
+    assert [line.split(" = ")[0].strip() for line in found[1:]] == ["rollout.launch.env", "reward.function"]

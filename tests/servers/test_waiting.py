@@ -59,6 +59,6 @@ def test_a_server_that_falls_silent_in_a_run_is_named_before_it_is_taken_out(
         client = SglangClient(url, http)
         serving._serving[Server.of(client, None)] = client
         assert http.run(serving.check(0.5)) == {}, "one miss is no loss"
-        named = f"server {url} is silent: no answer to a health check for 0 s"
+        named = f"server {url.removeprefix('http://')} is silent: no answer to a health check for 0 s"
         assert said == [f"{named} (rollout.health_timeout_s = 0.5)"]
         assert http.run(serving.check(0.5)) == {url: "did not answer /health_generate within 0.5 s"}

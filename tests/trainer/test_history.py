@@ -56,6 +56,18 @@ def test_what_results_are_of_changes_only_where_that_is_asked_for(override: str,
     check_resume(replace(other, run=replace(other.run, resume="anyway")))
 
 
+def test_what_is_given_from_python_may_be_called_otherwise(tmp_path: Path) -> None:
+    """Its copy in the run's folder is the same file; a file of the user's own has several functions."""
+    names = [f"reward.function={tmp_path}/reward.py:{name}" for name in ("short", "brief")]
+    (tmp_path / "reward.py").write_text("")
+    record(tmp_path, 0, load_config(None, words(tmp_path, names[0])))
+    with_checkpoint(tmp_path, 3)
+    with pytest.raises(UserError, match=r"reward\.py:brief"):
+        check_resume(load_config(None, words(tmp_path, names[1])))
+    (tmp_path / "reward.pkl").write_text("")
+    check_resume(load_config(None, words(tmp_path, names[1])))
+
+
 @pytest.mark.parametrize(
     "override",
     ["run.steps=9", "run.checkpoint_every=1", "optimizer.lr=1e-7", "rollout.max_response_tokens=7", "eval.every=3",

@@ -185,15 +185,18 @@ class Pool:
     async def check(self, timeout_s: float) -> dict[str, str]:
         """Ask those that serve whether they can still generate; what is wrong with those that cannot, by URL.
 
-        One that is silent is named before ``timeout_s`` is over.
+        One that is silent is named after half of ``timeout_s``, and after ten seconds at the latest.
         """
         serving = dict(self._serving)
 
         def silent(server: Server, taken: float) -> str:
             limit = f"rollout.health_timeout_s = {timeout_s:g}"
-            return f"server {server.url} is silent: no answer to a health check for {taken:.0f} s ({limit})"
+            return f"server {server.name} is silent: no answer to a health check for {taken:.0f} s ({limit})"
 
-        asked = [self._said(client.health(timeout_s), partial(silent, server)) for server, client in serving.items()]
+        first = min(SAY_AFTER_S, timeout_s / 2)
+        asked = [
+            self._said(client.health(timeout_s), partial(silent, server), first) for server, client in serving.items()
+        ]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         unfit = {}
         for server, answer in zip(serving, answers, strict=True):
@@ -234,14 +237,18 @@ class Pool:
 
         return say
 
-    async def _said(self, waiting: Coroutine[Any, Any, T], words: Callable[[float], str]) -> T:
+    async def _said(
+        self, waiting: Coroutine[Any, Any, T], words: Callable[[float], str], wait_s: float | None = None
+    ) -> T:
         """Wait for a server, and say so where it takes long.
 
         Args:
             waiting: until it has answered.
             words: for the log, from the seconds so far.
+            wait_s: after which they are said first; None: ``SAY_AFTER_S``.
         """
-        began, wait_s, task = time.monotonic(), SAY_AFTER_S, asyncio.ensure_future(waiting)
+        began, task = time.monotonic(), asyncio.ensure_future(waiting)
+        wait_s = SAY_AFTER_S if wait_s is None else wait_s
         try:
             while not (await asyncio.wait([task], timeout=wait_s))[0]:
                 self._say(words(time.monotonic() - began))
