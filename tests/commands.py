@@ -162,7 +162,7 @@ def _begin(main: Callable[[], int], environ: Mapping[str, str], held: Sequence[i
         signal.signal(number, signal.SIG_IGN)  # as Python does at its start
     os.environ.clear()
     os.environ.update(environ)
-    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     subprocess.Popen = POPEN
     os._exit(_exit_code(main))
 

@@ -1572,8 +1572,14 @@ MUTANTS = [
     ),
     Mutant(
         "tools/what can be read of a turn is called",
-        "if not calls or None in calls:",
-        "if not any(calls):",
+        "if not calls or None in calls or",
+        "if not any(calls) or",
+        "data/test_tool_calls.py",
+    ),
+    Mutant(
+        "tools/thoughts call them",
+        "thoughts, end, words = text.rpartition(_HAS_THOUGHT)",
+        'thoughts, end, words = "", "", text',
         "data/test_tool_calls.py",
     ),
     Mutant(

@@ -169,7 +169,7 @@ def _read_tools(row: Row) -> Tools:
         return ()
     row.check_strings(given, TOOLS)
     try:
-        tools = _without_nulls(json.loads(given) if isinstance(given, str) else given)
+        tools = json.loads(given) if isinstance(given, str) else _without_nulls(given)
     except (ValueError, RecursionError):
         tools = None
     if not isinstance(tools, list) or not all(isinstance(t, dict) and ("function" in t or "name" in t) for t in tools):

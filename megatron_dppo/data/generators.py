@@ -171,8 +171,8 @@ def environment_problems(config: VerifiersConfig, *, split: Split) -> list[Row]:
     """Problems of an environment of verifiers, as rows of a file. ``extra_info`` has what its rubric needs.
 
     Raises:
-        UserError: as ``check_environment``; and where the environment cannot be loaded, has tools, or fewer problems
-            than are to be held out.
+        UserError: as ``check_environment``; and where the environment cannot be loaded, is a group with tools, or has
+            fewer problems than are to be held out.
     """
     check_environment(config)
     return _rows_of_process("megatron_dppo.data.verifiers", config, split)

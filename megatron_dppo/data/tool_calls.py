@@ -20,7 +20,10 @@ Tools = Sequence[Mapping[str, Any]]
 """As a chat template takes them: ``{"type": "function", "function": {"name": ..., "description": ..., "parameters":
 ...}}``, ``parameters`` a JSON schema."""
 CALL = "<tool_call>"
-_BLOCK = re.compile(rf"{CALL}(.*?)</tool_call>", re.DOTALL)
+OTHER_CALL = "<function="
+"""In templates of another form of calls, that of Qwen3-Coder."""
+_BLOCK = re.compile(rf"{CALL}(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_THINKS, _HAS_THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +36,18 @@ class ToolCall:
 
 
 def read_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """The calls of a turn of the policy, and what it said before the first of them.
+    """The calls of a turn of the policy, and what it said before the first of them, its thoughts among that.
 
-    A block that holds no object with a name and an object of arguments makes all of the turn words, as it does in vLLM
-    and SGLang: an environment then learns that no tool was called.
+    Thoughts call nothing. As in vLLM's parser of this form, the last block need not be closed, and one that holds no
+    object with a name and an object of arguments makes all of the turn words: an environment then learns that no tool
+    was called.
     """
-    calls = [_call(block) for block in _BLOCK.findall(text)]
-    if not calls or None in calls:
+    thoughts, end, words = text.rpartition(_HAS_THOUGHT)
+    calls = [_call(block) for block in _BLOCK.findall(words)]
+    if not calls or None in calls or _THINKS in words:
         return text, []
-    return text.partition(CALL)[0].strip(), [call for call in calls if call is not None]
+    said = thoughts + end + words.partition(CALL)[0]
+    return said.strip(), [call for call in calls if call is not None]
 
 
 def _call(block: str) -> ToolCall | None:
@@ -51,7 +57,7 @@ def _call(block: str) -> ToolCall | None:
         return None
     if not isinstance(value, dict):
         return None
-    name, arguments = value.get("name"), value.get("arguments", {})
+    name, arguments = value.get("name"), value.get("arguments")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False))

@@ -259,8 +259,9 @@ def _row(
     given: dict[str, Any], config: VerifiersConfig, number: int, marks: Mapping[str, Any], known: Sequence[Tool]
 ) -> Row:
     name, answer, info = config.environment, given.get("answer"), given.get("info")
-    own = info.get("tool_defs") if isinstance(info, Mapping) else None
-    tools = {TOOLS: [_schema(Tool.model_validate(tool)) for tool in own or known]} if own or known else {}
+    info = json.loads(info) if isinstance(info, str) else info
+    offered = info["tool_defs"] if isinstance(info, Mapping) and "tool_defs" in info else known
+    tools = {TOOLS: [_schema(Tool.model_validate(tool)) for tool in offered]} if offered else {}
     values = {
         "prompt": given["prompt"],
         "label": "" if answer is None else str(answer),

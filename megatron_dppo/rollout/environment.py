@@ -12,7 +12,7 @@ from typing import Any
 from megatron_dppo.config import Config, DataConfig, VerifiersConfig
 from megatron_dppo.data.examples import sources_of
 from megatron_dppo.data.generators import SEVERAL_TURNS, TOOLS, VERIFIERS, check_environment
-from megatron_dppo.data.tool_calls import CALL
+from megatron_dppo.data.tool_calls import CALL, OTHER_CALL
 from megatron_dppo.data.turns import NothingLeftError, Turns, TurnsError
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Prompt
@@ -100,8 +100,10 @@ class _Environment:
             await say([])
             return turns
         tools = extra.get(TOOLS, ())
-        if tools and CALL not in client.tokenizer.chat_template:
-            raise UnusableError(f"has tools, and the chat template has none called by {CALL}, the only form read here")
+        template = client.tokenizer.chat_template
+        if tools and (CALL not in template or OTHER_CALL in template):
+            problem = f"has tools, and the chat template has them called otherwise than by JSON in {CALL}"
+            raise UnusableError(f"{problem}, the only form that is read here")
         environment = self._load(extra["environment"], extra["arguments"])
         turns_of_it = Turns(client.tokenizer, extra["input"]["prompt"], say)
         try:

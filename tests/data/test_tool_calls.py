@@ -72,7 +72,14 @@ def call(name: str, **arguments: object) -> str:
             "",
             [ToolCall("add", '{"a": 1}'), ToolCall("find", '{"q": "ä"}')],
         ),
-        ('<tool_call>{"name": "now"}</tool_call>', "", [ToolCall("now", "{}")]),
+        (call("now").removesuffix("</tool_call>"), "", [ToolCall("now", "{}")]),
+        (
+            f"<think>\nI say <tool_call> or\n{call('find')}</think>\n\nNow: {call('add', a=1)}",
+            f"<think>\nI say <tool_call> or\n{call('find')}</think>\n\nNow:",
+            [ToolCall("add", '{"a": 1}')],
+        ),
+        (f"<think>{call('add', a=1)}</think> 3", f"<think>{call('add', a=1)}</think> 3", []),
+        (f"<think>{call('add', a=1)}", f"<think>{call('add', a=1)}", []),
     ],
 )
 def test_calls_are_read_out_of_what_the_policy_says(text: str, said: str, calls: list[ToolCall]) -> None:
@@ -81,8 +88,8 @@ def test_calls_are_read_out_of_what_the_policy_says(text: str, said: str, calls:
 
 @pytest.mark.parametrize(
     "block",
-    ["", "add(1)", "[]", '{"arguments": {}}', '{"name": 1, "arguments": {}}', '{"name": "a", "arguments": "{}"}',
-     "[" * 100_000],
+    ["", "add(1)", "[]", '{"name": "add"}', '{"arguments": {}}', '{"name": 1, "arguments": {}}', 
+     '{"name": "a", "arguments": "{}"}', "[" * 100_000],
 )  # fmt: skip
 def test_a_turn_with_a_call_that_cannot_be_read_is_words(block: str) -> None:
     text = f"{call('add', a=1)}<tool_call>{block}</tool_call>"

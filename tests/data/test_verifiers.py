@@ -327,9 +327,28 @@ def test_tools_that_the_policy_was_not_told_of_are_refused(calling: Any) -> None
     environment.remove_tool(environment.tools[0])
     with pytest.raises(UserError, match="it offers the policy other tools than its problem has"):
         conversation(config, calling, prompt, "2")
-    calling.chat_template = calling.chat_template.replace("<tool_call>", "<call>")
-    with pytest.raises(UserError, match="it has tools, and the chat template has none called by <tool_call>"):
-        conversation(config, calling, prompt, "2")
+    own = calling.chat_template
+    for other in (own.replace("<tool_call>", "<call>"), own.replace("Call them", "Call <function=NAME>")):
+        calling.chat_template = other
+        with pytest.raises(
+            UserError, match="it has tools, and the chat template has them called otherwise than by JSON"
+        ):
+            conversation(config, calling, prompt, "2")
+
+
+@pytest.mark.parametrize(
+    ("info", "names"), [({}, ["add"]), ("{}", ["add"]), ({"tool_defs": None}, []), ({"tool_defs": []}, []),
+    ('{"tool_defs": [{"name": "find", "description": "", "parameters": {}}]}', ["find"])],
+)  # fmt: skip
+def test_a_problem_has_the_tools_that_its_environment_offers(info: Any, names: list[str]) -> None:
+    from megatron_dppo.data.verifiers import _Policy, _row, load_environment
+
+    environment = load_environment("toy-sums", {"tools": 1})
+    problem = next(iter(environment.get_dataset())) | {"info": info}
+    row = _row(problem, CONFIG, 1, {}, environment.tool_defs)
+    assert [tool["function"]["name"] for tool in row.values.get("tools", [])] == names
+    state = asyncio.run(environment.init_state(problem, _Policy(None, ()), "policy"))
+    assert [tool.name for tool in state["tool_defs"]] == names
 
 
 def test_an_environment_that_answers_otherwise_when_it_is_scored_is_an_error() -> None:
