@@ -149,19 +149,24 @@ def test_runs_that_differ_by_their_seed_alone_are_compared_with_an_interval(tmp_
             )
         return folders
 
-    first = runs("grpo", [1.0, 2.0, 4.0])
-    found = read_runs([*first, *runs("gspo", [2.0, 4.4, 7.2])])
+    first, second = runs("grpo", [1.0, 2.0, 4.0]), runs("gspo", [2.0, 4.4, 7.2])
+    found = read_runs([*first, *second])
     outcome = race(found)
     assert outcome is not None and [arm.name for arm in outcome.arms] == ["grpo-1 (3 seeds)", "gspo-1 (3 seeds)"]
     logs = np.log([2.0, 2.2, 1.8])  # seed by seed: the seeds' own spread, of four times, does not count
     reach = 4.303 * logs.std(ddof=1) / np.sqrt(3)  # Student's t, two degrees of freedom
     low, high = np.exp(logs.mean() - reach), np.exp(logs.mean() + reach)
     assert f"{np.exp(logs.mean()):.2f} times as long [{low:.2f}, {high:.2f}]" in outcome.said()
+    assert "Ratios are geometric means" in outcome.said() and "no interval" not in outcome.said()
     text = page(found)
     assert f"[{low:.2f}, {high:.2f}]</b> <span>gspo-1&#39;s time over grpo-1&#39;s, 3 seeds each" in text
-    alone = race(read_runs([*first, *runs("dapo", [2.0], (1,))]))
+    single = runs("dapo", [2.0], (1,))
+    alone = race(read_runs([*first, *single]))
     assert alone is not None and "dapo-1 2.00 s, 0.86 times as long." in alone.said()
-    assert "no interval (fewer than two seeds in common)" in alone.said()
+    assert "Ratios have no interval (fewer than two seeds in common)" in alone.said()
+    mixed = race(read_runs([*first, *second, *single]))
+    assert mixed is not None and "Ratios with brackets are geometric means" in mixed.said()
+    assert "The others divide one mean by another and have no interval (fewer than two seeds in c" in mixed.said()
     seeds = race(read_runs(first))
     assert seeds is not None and [arm.name for arm in seeds.arms] == ["grpo-1", "grpo-2", "grpo-3"]
 
