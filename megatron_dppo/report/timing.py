@@ -118,7 +118,7 @@ class Race:
 
     def said(self) -> str:
         """The outcome in words, with its limits."""
-        words = f"Measured, a step: {self._against_first(self.pace)}."
+        words = f"Measured, a step: {self._against_first(self.pace)}. {self._how_sure()}"
         if self.changed:
             changed = "; ".join(self.changed)
             words = f"{words} A setting that a run's result depends on was changed on its way: {changed}."
@@ -126,7 +126,7 @@ class Race:
             return f"{words} {self.unlike}".rstrip()
         return (
             f"{words} Training steps until the first evaluation at {say(self.target, 'share')} or more, which every "
-            f"run reached: {self._against_first(self.reached)}. {self._how_sure()} Evaluations lie some steps apart."
+            f"run reached: {self._against_first(self.reached)}. Evaluations lie some steps apart."
         )
 
     @property
