@@ -277,6 +277,20 @@ def test_smoothing_leaves_a_straight_line_and_a_single_point_as_they_are() -> No
     assert np.allclose(smooth(line)[5:-5], line[5:-5])
 
 
+@pytest.mark.parametrize(("count", "ends"), [(1, 1), (2, 2), (6, 2), (40, 3), (100, 6)])
+def test_the_ends_of_a_smoothed_line_are_means_of_as_many_steps_as_the_headline_says(
+    tmp_path: Path, count: int, ends: int
+) -> None:
+    rewards = np.random.default_rng(0).random(count)
+    smoothed = smooth(rewards)
+    assert (smoothed[0], smoothed[-1]) == pytest.approx((rewards[:ends].mean(), rewards[-ends:].mean()))
+    rows = [{"step": step, "rollout/raw_reward": reward} for step, reward in enumerate(rewards.tolist(), 1)]
+    (tmp_path / "run").mkdir()
+    write_lines(tmp_path / "run" / "metrics.jsonl", rows)
+    words = "means of the first and of the last " + ("step" if ends == 1 else f"{ends} steps")
+    assert f"{words}</span>" in page(read_runs([tmp_path / "run"]))
+
+
 @given(st.floats(-1e5, 1e5), st.floats(1e-3, 1e5), st.sampled_from(["number", "share", "count"]))
 def test_ticks_are_few_distinct_and_on_the_axis(low: float, width: float, form: str) -> None:
     ticks = Axis(low, low + width, form).ticks(5)
