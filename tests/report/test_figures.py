@@ -324,6 +324,7 @@ def test_an_axis_has_room_where_all_values_are_equal() -> None:
 
 
 def test_numbers_and_times_are_short() -> None:
+    assert [duration(s) for s in (0.0, 4e-5, 0.001)] == ["0 s", "<0.001 s", "0.001 s"]
     written = [duration(s) for s in (0.0352, 1.045, 42.4, 200, 18_720)]
     assert written == ["0.035 s", "1.04 s", "42 s", "3 min 20 s", "5 h 12 min"]
     assert [say(v, "number") for v in (None, 0.0, 3.3e-7, 0.0567, 1234.5)] == ["–", "0", "3.3e−7", "0.0567", "1,234.5"]
