@@ -161,15 +161,13 @@ def _measured(outcome: Race) -> Iterator[Figure]:
         for arm, _, ratio in ratios(outcome.arms, seconds):
             if ratio is None:
                 continue
-            name, value, sure = (
-                arm.first,
-                say(ratio.value, "times"),
-                f"{why_no_interval((outcome.arms[0], arm))}, no interval",
-            )
+            name, against = arm.first, outcome.arms[0]
+            value = say(ratio.value, "times")
+            sure = f"{why_no_interval((against, arm))}, no interval"
             if ratio.interval is not None:
                 value += " [{:.2f}, {:.2f}]".format(*ratio.interval)
                 sure = f"{ratio.seeds} seeds each, paired by seed, with the 95% interval"
-            about = f"{name}'s time over {outcome.arms[0].first}'s, {sure}; below 1: {name} is faster"
+            about = f"{name}'s time over {against.first}'s, {sure}; below 1: {name} is faster"
             yield Figure(f"{what}, measured", value, about)
 
 
