@@ -121,8 +121,9 @@ def _disk(made: Plan) -> Iterator[str]:
     one = f"{size_text(disk.checkpoint)} ({what}, their fp32 master copy and two moments)"
     several = f"{disk.checkpoints} checkpoints of {one}" if disk.checkpoints > 1 else f"a checkpoint of {one}"
     export = f", Hugging Face export {size_text(disk.export)}" if disk.export else ""
-    yield f"disk: {size_text(disk.total)} at most"
-    yield f"  {several}{export}"
+    sync = f", files for the servers {size_text(disk.sync)}" if disk.sync else ""
+    yield f"disk: about {size_text(disk.total)}"
+    yield f"  {several}{export}{sync}"
 
 
 def _remedies(made: Plan) -> Iterator[str]:

@@ -41,7 +41,7 @@ def smaller_text(whole: Plan, smaller: Plan, how: str) -> Iterator[str]:
     rows = [
         (f"{word} parameters", [f"{made.parameters.total / unit:.2f}" for made in both]),
         ("memory of the trainer's fullest GPU", [f"{made.actor.total / GIB:.1f} GiB" for made in both]),
-        ("disk, at most", [size_text(made.disk.total) for made in both]),
+        ("disk, about", [size_text(made.disk.total) for made in both]),
         ("completions at once on a server", [f"{made.server.concurrency:,}" for made in both]),
     ]
     for phase in smaller.pruned.phases:

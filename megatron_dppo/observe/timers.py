@@ -124,6 +124,8 @@ def saving(metrics: Mapping[str, float], *, pruned: float, zero_advantage: float
 
 def duration(seconds: float) -> str:
     """Seconds in at most two units, as console and report say them: 0.35 s, 1.24 s, 42 s, 3 min 20 s, 5 h 12 min."""
+    if 0 < seconds < 0.001:
+        return "<0.001 s"
     if seconds < 10:
         return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds:.2g} s"
     whole = round(seconds)

@@ -44,8 +44,8 @@ class Ratio:
 
 
 def arms_of(runs: Sequence[Run]) -> list[Arm]:
-    """The runs by arm, in their order. Where no seed tells two runs of an arm apart, each run is an arm of its own; so
-    they are where there is only one arm, since its runs are then what is compared."""
+    """The runs by arm, in their order. Two runs of the same seed are never in one arm. If all runs would make one arm,
+    each is an arm of its own, so that there is something to compare."""
     found: list[tuple[Run, dict[int, str]]] = []
     for run in runs:
         seed = int(run.setting(SEED))

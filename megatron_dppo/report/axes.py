@@ -118,11 +118,16 @@ def thin(x: Floats, y: Floats, most: int) -> Thinned:
 
 def smooth(values: Floats) -> Floats:
     """A centred mean over a tenth of the line, narrower at its ends."""
-    reach = max(1, len(values) // 20)
+    ends = smoothed_at_ends(len(values))
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    first, last = (np.clip(np.arange(len(values)) + by, 0, len(values)) for by in (-reach, reach + 1))
+    first, last = (np.clip(np.arange(len(values)) + by, 0, len(values)) for by in (1 - ends, ends))
     smoothed: Floats = (sums[last] - sums[first]) / (last - first)
     return smoothed
+
+
+def smoothed_at_ends(count: int) -> int:
+    """How many of ``count`` values the first and the last smoothed one are each a mean of."""
+    return min(count, max(1, count // 20) + 1)
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:

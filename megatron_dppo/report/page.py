@@ -21,7 +21,7 @@ from megatron_dppo.observe.summary import summarise
 from megatron_dppo.observe.timers import duration
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.report.arms import ratios, why_no_interval
-from megatron_dppo.report.axes import say
+from megatron_dppo.report.axes import say, smoothed_at_ends
 from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.frontier import frontier
 from megatron_dppo.report.learning import learning, packs, signs, wilson
@@ -161,15 +161,13 @@ def _measured(outcome: Race) -> Iterator[Figure]:
         for arm, _, ratio in ratios(outcome.arms, seconds):
             if ratio is None:
                 continue
-            name, value, sure = (
-                arm.first,
-                say(ratio.value, "times"),
-                f"{why_no_interval((outcome.arms[0], arm))}, no interval",
-            )
+            name, against = arm.first, outcome.arms[0]
+            value = say(ratio.value, "times")
+            sure = f"{why_no_interval((against, arm))}, no interval"
             if ratio.interval is not None:
                 value += " [{:.2f}, {:.2f}]".format(*ratio.interval)
                 sure = f"{ratio.seeds} seeds each, paired by seed, with the 95% interval"
-            about = f"{name}'s time over {outcome.arms[0].first}'s, {sure}; below 1: {name} is faster"
+            about = f"{name}'s time over {against.first}'s, {sure}; below 1: {name} is faster"
             yield Figure(f"{what}, measured", value, about)
 
 
@@ -181,7 +179,9 @@ def _figures(run: Run) -> Iterator[Figure]:
     reward = run.line("rollout/raw_reward")
     if len(reward.y):
         drawn = f"{say(reward.first, 'number')} → {say(reward.last, 'number')}"
-        yield Figure("reward", drawn, "the bold line's first and last value, each a mean over a twentieth of the run")
+        steps = "step" if (ends := smoothed_at_ends(len(reward.y))) == 1 else f"{ends} steps"
+        about = f"the bold line's first and last value: means of the first and of the last {steps}"
+        yield Figure("reward", drawn, about)
     if run.steps:
         found = summarise(run.rows)
         pace, evaluations = duration(found["seconds_per_step"]), duration(found["phase_seconds"]["evaluation"])

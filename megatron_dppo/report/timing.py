@@ -118,7 +118,7 @@ class Race:
 
     def said(self) -> str:
         """The outcome in words, with its limits."""
-        words = f"Measured, a step: {self._against_first(self.pace)}."
+        words = f"Measured, a step: {self._against_first(self.pace)}. {self._how_sure()}"
         if self.changed:
             changed = "; ".join(self.changed)
             words = f"{words} A setting that a run's result depends on was changed on its way: {changed}."
@@ -126,7 +126,7 @@ class Race:
             return f"{words} {self.unlike}".rstrip()
         return (
             f"{words} Training steps until the first evaluation at {say(self.target, 'share')} or more, which every "
-            f"run reached: {self._against_first(self.reached)}. {self._how_sure()} Evaluations lie some steps apart."
+            f"run reached: {self._against_first(self.reached)}. Evaluations lie some steps apart."
         )
 
     @property
@@ -138,9 +138,15 @@ class Race:
         return f"{tested}: the times that they took to an accuracy are not compared."
 
     def _how_sure(self) -> str:
-        if any(ratio and ratio.interval for *_, ratio in ratios(self.arms, self.pace)):
-            return "Ratios are geometric means, seed by seed, with their 95% intervals in brackets (Student's t)."
-        return f"Ratios have no interval ({why_no_interval(self.arms)}), and another seed would give others."
+        intervals = [ratio.interval for *_, ratio in ratios(self.arms, self.pace) if ratio]
+        why = why_no_interval(self.arms)
+        if not any(intervals):
+            return f"Ratios have no interval ({why}), and another seed would give others."
+        how = "geometric means, seed by seed, with their 95% intervals in brackets (Student's t)"
+        if all(intervals):
+            return f"Ratios are {how}."
+        others = f"The others divide one mean by another and have no interval ({why}): another seed would give others"
+        return f"Ratios with brackets are {how}. {others}."
 
     def _against_first(self, seconds: Mapping[str, float]) -> str:
         def words(arm: Arm, mean: float, ratio: Ratio | None) -> str:

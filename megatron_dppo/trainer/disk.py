@@ -1,4 +1,4 @@
-"""What a run writes: its checkpoints and its export. Needs no torch."""
+"""What a run writes: its checkpoints, its export and weights for its servers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OVERHEAD = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """The most that a run has on the disk at one time, in bytes."""
+    """About what a run takes on the disk of its folder, in bytes."""
 
     checkpoint: int
     """One: the weights that are trained, and the optimizer's state."""
@@ -26,10 +26,12 @@ class Disk:
     """How many: those that are kept, the best one, and one more while the newest is being written."""
     export: int
     """The policy for Hugging Face, and its adapters, if it has any."""
+    sync: int = 0
+    """What servers read back at a sync; 0 where ``rollout.sync.folder`` names a place of its own for it."""
 
     @property
     def total(self) -> int:
-        return self.checkpoint * self.checkpoints + self.export + OVERHEAD
+        return self.checkpoint * self.checkpoints + self.export + self.sync + OVERHEAD
 
 
 def disk_needed(config: Config, shape: PolicyShape, command: Command = "train") -> Disk:
@@ -40,10 +42,14 @@ def disk_needed(config: Config, shape: PolicyShape, command: Command = "train") 
     written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1
     trained = parameters(shape, lora) if lora.rank else weights
     exported = weights + (trained if lora.rank else 0) if run.export else 0
+    engine, sync = config.rollout.engine, config.rollout.sync
+    by_files = (engine != "local" and sync.transport == "disk") or (engine == "vllm" and sync.adapter)
+    synced = (trained if sync.adapter else weights) if by_files and sync.folder is None else 0
     return Disk(
         checkpoint=trained * (dtype + MASTER_AND_MOMENTS),
         checkpoints=min(written, run.keep_checkpoints + run.keep_best + 1),
         export=exported * dtype,
+        sync=synced * dtype,
     )
 
 

@@ -371,7 +371,7 @@ def _check_room(config: Config, shape: PolicyShape, command: Command) -> None:
     needed, free = disk_needed(config, shape, command).total - taken, shutil.disk_usage(_existing(folder)).free
     if free < needed:
         fewer = "lower run.keep_checkpoints, " if command == "train" and config.run.keep_checkpoints > 1 else ""
-        problem = f"checkpoints and export will take about {size_text(needed)}, and {size_text(free)} are free there"
+        problem = f"what the run writes will take about {size_text(needed)}, and {size_text(free)} are free there"
         raise UserError("run.dir", folder, problem, f"Free some room, {fewer}or point run.dir at another disk")
 
 

@@ -371,7 +371,7 @@ def test_assumptions_are_settable_printed_and_checked() -> None:
 
 
 def test_text_and_json_say_the_same() -> None:
-    made = plan("cluster.price_per_gpu_hour=2")
+    made = plan("cluster.price_per_gpu_hour=2", "rollout.sync.transport=disk")
     text, found = "\n".join(as_text(made)), json.loads(json.dumps(as_json(made)))
     assert f"{found['cost']['gpu_hours']:,.1f} GPU-hours" in text
     assert f"{found['speed_up']:.2f}x" in text and "It fits." in text
@@ -380,8 +380,10 @@ def test_text_and_json_say_the_same() -> None:
     assert disk["checkpoint"] == 14 * weights and disk["export"] == 2 * weights, (
         "bf16, and twelve bytes of an optimizer"
     )
-    assert disk["total"] == pytest.approx(disk["checkpoints"] * disk["checkpoint"] + disk["export"], rel=1e-3)
-    assert f"disk: {size_text(disk['total'])} at most\n  {disk['checkpoints']} checkpoints of " in text
+    parts = disk["checkpoints"] * disk["checkpoint"] + disk["export"] + disk["sync"]
+    assert disk["sync"] == 2 * weights and disk["total"] == pytest.approx(parts, rel=1e-4)
+    assert f", files for the servers {size_text(disk['sync'])}" in text
+    assert f"disk: about {size_text(disk['total'])}\n  {disk['checkpoints']} checkpoints of " in text
     assert found["actor"]["total"] == pytest.approx(sum(found["actor"]["parts"].values()))
     assert set(found["assumptions"]) == {line.split()[0] for line in text.split("each is from):\n")[1].splitlines()}
 

@@ -149,19 +149,24 @@ def test_runs_that_differ_by_their_seed_alone_are_compared_with_an_interval(tmp_
             )
         return folders
 
-    first = runs("grpo", [1.0, 2.0, 4.0])
-    found = read_runs([*first, *runs("gspo", [2.0, 4.4, 7.2])])
+    first, second = runs("grpo", [1.0, 2.0, 4.0]), runs("gspo", [2.0, 4.4, 7.2])
+    found = read_runs([*first, *second])
     outcome = race(found)
     assert outcome is not None and [arm.name for arm in outcome.arms] == ["grpo-1 (3 seeds)", "gspo-1 (3 seeds)"]
     logs = np.log([2.0, 2.2, 1.8])  # seed by seed: the seeds' own spread, of four times, does not count
     reach = 4.303 * logs.std(ddof=1) / np.sqrt(3)  # Student's t, two degrees of freedom
     low, high = np.exp(logs.mean() - reach), np.exp(logs.mean() + reach)
     assert f"{np.exp(logs.mean()):.2f} times as long [{low:.2f}, {high:.2f}]" in outcome.said()
+    assert "Ratios are geometric means" in outcome.said() and "no interval" not in outcome.said()
     text = page(found)
     assert f"[{low:.2f}, {high:.2f}]</b> <span>gspo-1&#39;s time over grpo-1&#39;s, 3 seeds each" in text
-    alone = race(read_runs([*first, *runs("dapo", [2.0], (1,))]))
+    single = runs("dapo", [2.0], (1,))
+    alone = race(read_runs([*first, *single]))
     assert alone is not None and "dapo-1 2.00 s, 0.86 times as long." in alone.said()
-    assert "no interval (fewer than two seeds in common)" in alone.said()
+    assert "Ratios have no interval (fewer than two seeds in common)" in alone.said()
+    mixed = race(read_runs([*first, *second, *single]))
+    assert mixed is not None and "Ratios with brackets are geometric means" in mixed.said()
+    assert "The others divide one mean by another and have no interval (fewer than two seeds in c" in mixed.said()
     seeds = race(read_runs(first))
     assert seeds is not None and [arm.name for arm in seeds.arms] == ["grpo-1", "grpo-2", "grpo-3"]
 
@@ -215,7 +220,8 @@ def test_runs_that_were_not_tested_are_not_said_to_be_tested_otherwise(tmp_path:
     runs = [one_step(tmp_path / name, prompts=1.0, completions=1.0) for name in ("a", "b")]
     outcome = race(runs)
     assert outcome is not None and outcome.target is None
-    assert outcome.said() == "Measured, a step: a 1.11 s; b 1.11 s, 1.00 times as long."
+    unsure = "Ratios have no interval (one run each), and another seed would give others."
+    assert outcome.said() == f"Measured, a step: a 1.11 s; b 1.11 s, 1.00 times as long. {unsure}"
 
 
 def test_a_run_whose_settings_are_not_recorded_is_not_raced(tmp_path: Path) -> None:
@@ -271,6 +277,20 @@ def test_smoothing_leaves_a_straight_line_and_a_single_point_as_they_are() -> No
     assert np.allclose(smooth(line)[5:-5], line[5:-5])
 
 
+@pytest.mark.parametrize(("count", "ends"), [(1, 1), (2, 2), (6, 2), (40, 3), (100, 6)])
+def test_the_ends_of_a_smoothed_line_are_means_of_as_many_steps_as_the_headline_says(
+    tmp_path: Path, count: int, ends: int
+) -> None:
+    rewards = np.random.default_rng(0).random(count)
+    smoothed = smooth(rewards)
+    assert (smoothed[0], smoothed[-1]) == pytest.approx((rewards[:ends].mean(), rewards[-ends:].mean()))
+    rows = [{"step": step, "rollout/raw_reward": reward} for step, reward in enumerate(rewards.tolist(), 1)]
+    (tmp_path / "run").mkdir()
+    write_lines(tmp_path / "run" / "metrics.jsonl", rows)
+    words = "means of the first and of the last " + ("step" if ends == 1 else f"{ends} steps")
+    assert f"{words}</span>" in page(read_runs([tmp_path / "run"]))
+
+
 @given(st.floats(-1e5, 1e5), st.floats(1e-3, 1e5), st.sampled_from(["number", "share", "count"]))
 def test_ticks_are_few_distinct_and_on_the_axis(low: float, width: float, form: str) -> None:
     ticks = Axis(low, low + width, form).ticks(5)
@@ -304,6 +324,7 @@ def test_an_axis_has_room_where_all_values_are_equal() -> None:
 
 
 def test_numbers_and_times_are_short() -> None:
+    assert [duration(s) for s in (0.0, 4e-5, 0.001)] == ["0 s", "<0.001 s", "0.001 s"]
     written = [duration(s) for s in (0.0352, 1.045, 42.4, 200, 18_720)]
     assert written == ["0.035 s", "1.04 s", "42 s", "3 min 20 s", "5 h 12 min"]
     assert [say(v, "number") for v in (None, 0.0, 3.3e-7, 0.0567, 1234.5)] == ["–", "0", "3.3e−7", "0.0567", "1,234.5"]

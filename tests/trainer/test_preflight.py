@@ -277,6 +277,26 @@ def test_a_checkpoint_is_weights_and_three_fp32_copies(policy: Path) -> None:
     assert size("run.checkpoint_every=0", "run.export=true") == weights * (4 + 12 + 4)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "weights", "adapters"),
+    [
+        (["rollout.engine=sglang"], 0, 0),
+        (["rollout.engine=sglang", "rollout.sync.transport=disk"], 1, 0),
+        (["rollout.engine=sglang", "rollout.sync.transport=disk", "model.lora.rank=2"], 1, 0),  # merged ones
+        (["rollout.engine=vllm", "model.lora.rank=2", "rollout.sync.adapter=true"], 0, 1),
+        (["rollout.engine=sglang", "model.lora.rank=2", "rollout.sync.adapter=true"], 0, 0),  # in a request
+        (["rollout.engine=sglang", "rollout.sync.transport=disk", "rollout.sync.folder=/dev/shm/run"], 0, 0),
+    ],
+)
+def test_what_servers_read_back_lies_on_the_runs_disk_unless_it_has_a_folder_of_its_own(
+    policy: Path, overrides: list[str], weights: int, adapters: int
+) -> None:
+    config, shape = load_config(None, overrides), read_shape(policy)
+    found = disk_needed(config, shape)
+    assert found.sync == 4 * (weights * parameters(shape) + adapters * parameters(shape, config.model.lora))
+    assert found.total == found.checkpoint * found.checkpoints + found.export + found.sync + OVERHEAD
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_without_permission_is_refused(policy: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
