@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from multiprocessing.process import BaseProcess
+from multiprocessing.resource_tracker import _resource_tracker
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
@@ -163,6 +164,7 @@ def _begin(main: Callable[[], int], environ: Mapping[str, str], held: Sequence[i
     os.environ.clear()
     os.environ.update(environ)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    _resource_tracker._fd = None  # of the other process, and closed: another file has its number soon
     subprocess.Popen = POPEN
     os._exit(_exit_code(main))
 
