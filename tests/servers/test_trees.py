@@ -120,7 +120,7 @@ def test_a_real_servers_trees_are_the_policys_and_fork_by_its_entropy(
             if position < len(leaf.token_ids):
                 assert told[position] > limit - AGREES
                 forked.add(position)
-    assert len(forked) > 2
+    assert len(forked) > 1
 
 
 class KilledAtAFork(SglangClient):
