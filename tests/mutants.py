@@ -1943,6 +1943,12 @@ MUTANTS = [
         "compress/test_layouts.py -k experts",
     ),
     Mutant(
+        "compress/minitron leaves a number of groups that no layout divides",
+        " if shape.kv_heads % count == 0]",
+        "]",
+        "compress/test_cut.py -k minitron",
+    ),
+    Mutant(
         "compress/attention of every layer goes by the share",
         "sparsity ** (ratio / 1.5)",
         "sparsity",

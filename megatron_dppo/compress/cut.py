@@ -147,13 +147,15 @@ def _rounded(exact: float, multiple: int, whole: int, what: str, least: int = 1)
 def all_widths_left(shape: PolicyShape, keep: float, multiple: int) -> tuple[int, int, int]:
     """Channels, key-value heads of every layer and units of every feed-forward layer of which about the same share is
     left, so that the share ``keep`` of all layers' weights is: of the first two its root, since a matrix has its share
-    of rows times its share of columns, and of the units what makes up for the rounding of heads.
+    of rows times its share of columns. The heads are rounded to a divisor of how many there were, so that tensor
+    parallelism still divides them, and the units make up for that.
 
     Raises:
         UserError: naming ``--keep`` or ``--multiple``, if no such numbers are there.
     """
     channels = channels_left(shape, math.sqrt(keep), multiple)
-    groups = max(1, round(math.sqrt(keep) * shape.kv_heads))
+    divisors = [count for count in range(1, shape.kv_heads + 1) if shape.kv_heads % count == 0]
+    groups = min(divisors, key=lambda count: (abs(count - math.sqrt(keep) * shape.kv_heads), -count))
     narrow = replace(shape, hidden=channels, kv_heads=groups, heads=shape.heads // shape.kv_heads * groups)
     left = keep * (attention_weights(shape) + feed_forward_weights(shape)) - attention_weights(narrow)
     exact = left / (feed_forward_weights(narrow) / shape.ffn)
