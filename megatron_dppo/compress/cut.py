@@ -160,8 +160,11 @@ def all_widths_left(shape: PolicyShape, keep: float, multiple: int) -> tuple[int
     left = keep * (attention_weights(shape) + feed_forward_weights(shape)) - attention_weights(narrow)
     exact = left / (feed_forward_weights(narrow) / shape.ffn)
     if not 0 < exact < shape.ffn:
-        problem = f"leaves {groups} of {shape.kv_heads} groups of query heads, which go with no number of units"
-        raise UserError("--keep", keep, problem, "Give another share, or another --method")
+        problem = (
+            f"is left by no number of units between 1 and {shape.ffn - 1} with {channels} of {shape.hidden} channels "
+            f"and {groups} of {shape.kv_heads} groups of query heads"
+        )
+        raise UserError("--keep", keep, problem, "Give another share, a smaller --multiple, or another --method")
     return channels, groups, _rounded(exact, multiple, shape.ffn, "units of a feed-forward layer")
 
 

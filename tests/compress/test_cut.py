@@ -91,6 +91,7 @@ def test_tensor_parallelism_still_divides_the_heads_that_minitron_leaves(name: s
         (Recipe("hidden", "random", 0.9), replace(SMALL, architecture="Qwen2ForCausalLM"), "--method"),
         (Recipe("hidden", "random", 0.99), SMALL, "--multiple"),
         (Recipe("minitron", "random", 0.75), PUBLISHED["qwen3-30b-a3b"], "--method"),
+        (Recipe("minitron", "random", 0.95), PUBLISHED["qwen3-4b"], "--keep"),  # of its channels 128 go at a time
         (Recipe("hidden", "random", 0.7, multiple=2), PUBLISHED["qwen3-30b-a3b"], "--multiple"),
         (Recipe("experts", "random", 0.5), SMALL, "--method"),
         (Recipe("experts", "random", 0.08), PUBLISHED["qwen3-30b-a3b"], "--keep"),  # fewer than a token has
