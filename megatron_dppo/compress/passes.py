@@ -144,7 +144,11 @@ class Passes:
             if self._can_write:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 with replacing_file(self._file(self._slot)) as partial:
-                    torch.save(kept, partial)
+                    try:
+                        torch.save(kept, partial)
+                    except BaseException:  # what there is of it would take room that OUT needs
+                        partial.unlink(missing_ok=True)
+                        raise
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter where a disk is full
             self._can_write = False
             print(f"{self._folder}: sums cannot be kept ({error}); scoring goes on without", file=sys.stderr)
