@@ -2004,7 +2004,7 @@ MUTANTS = [
     ),
     Mutant(
         "compress/passes: ranks go on from different places",
-        "set.intersection(*self._ranks.gather(set(found)))",
+        "set.intersection(*places)",
         "set(found)",
         "compress/test_resume.py -k written_less",
     ),

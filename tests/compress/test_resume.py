@@ -136,7 +136,7 @@ def test_what_routers_do_goes_on_from_any_batch(mixture: Path, answers: list[Wor
     ("why", "said"),
     [
         ("other options", "has sums of another --keep, which are not used"),
-        ("torn", "has sums of another form, which are not used"),
+        ("torn", "has damaged sums, which are not used"),
         ("no folder", "sums cannot be kept"),
         ("full disk", "sums cannot be kept"),
     ],
