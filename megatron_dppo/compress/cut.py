@@ -10,8 +10,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
 MULTIPLES = {"2ssp": 128, "width": 128, "depth": 1, "heads": 1, "experts": 8, "hidden": 128, "minitron": 128}
-"""By method, of what the number of parts that are left is a multiple, unless another is asked for: 128 units or
-channels suit kernels, 8 experts go to 8 expert-parallel ranks. Layers and heads are as many as the share says."""
+"""By method: the number of parts left is a multiple of this, unless another is asked for. 128 units or channels suit
+kernels, 8 experts go to 8 expert-parallel ranks. Layers and heads are as many as the share says."""
 
 EXPERT_INPUTS = 8
 """An expert's inputs are a multiple of 16 bytes, so many values of bf16, for the ``grouped_mm`` of transformers."""
