@@ -2016,8 +2016,8 @@ MUTANTS = [
     ),
     Mutant(
         "compress/passes: sums stay beside what was made of them",
-        "        forget(chosen.out)\n",
-        "",
+        "    forget(chosen.out)\n    return 0\n",
+        "    return 0\n",
         "compress/test_resume.py -k command_that",
     ),
     Mutant(

@@ -184,7 +184,7 @@ def folder_beside(out: Path) -> Path:
 
 
 def forget(out: Path) -> None:
-    """Remove the sums, once ``out`` is there."""
+    """Remove the sums of this machine's disks, once ``out`` is there. Several ranks may do so at the same time."""
     shutil.rmtree(folder_beside(out), ignore_errors=True)
 
 
