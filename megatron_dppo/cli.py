@@ -190,7 +190,7 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
     plan.add_argument("--keep", metavar="SHARE", type=float, help=what)
     how = "in which way, as compress has it (default: width)"
     plan.add_argument("--method", choices=("width", "depth", "heads", "experts", "hidden", "minitron"), help=how)
-    multiple = "of which the number of units, channels or experts is one, as compress has it (default: 128; experts: 8)"
+    multiple = "units, channels or experts left are a multiple of N, as for compress (default: 128; experts: 8)"
     plan.add_argument("--multiple", metavar="N", type=int, help=multiple)
     report = commands.add_parser("report", help="write one page on a run, or on several compared")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run: its run.dir")

@@ -28,9 +28,8 @@ from megatron_dppo.bridge.torch_dist import CheckpointPlan, write_metadata, writ
 from megatron_dppo.config import LayoutConfig, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.process.progress import Advance
 
-Advance = Callable[[int], None]
-"""Told the bytes that have been written since the last call, from any thread."""
 T = TypeVar("T")
 
 
@@ -45,6 +44,7 @@ def write_megatron(
         tensors: the Hugging Face tensors that the policy is made of.
         source: the directory that configuration, tokenizer and chat template are taken from.
         out: an existing, empty directory.
+        advance: told the bytes that have been written since the last call, from any thread; so in all functions here.
 
     Raises:
         OSError: if the disk is full.

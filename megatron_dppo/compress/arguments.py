@@ -67,8 +67,8 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
     longest = "of a sequence; the end of longer ones is left out (default: %(default)s)"
     parser.add_argument("--max-tokens", metavar="N", type=positive(int), default=2048, help=longest)
     multiple = (
-        "of which the number of units or channels that are left is one: 128 for each tensor-parallel rank (default: "
-        f"{MULTIPLES['width']}), or that of experts: the expert-parallel ranks (default: {MULTIPLES['experts']})"
+        f"units and channels left are a multiple of N (default: {MULTIPLES['width']}; give 128 x layout.tp), experts "
+        f"a multiple of N (default: {MULTIPLES['experts']}; give layout.ep)"
     )
     parser.add_argument("--multiple", metavar="N", type=positive(int), help=multiple)
     zeros = "write attention that 2ssp removes as zeros, which keep their size: config.json cannot say that it is gone"

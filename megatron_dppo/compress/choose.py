@@ -47,7 +47,7 @@ class Recipe:
     keep: float
     """Share of the weights of all layers' matrices that is left, embeddings aside."""
     multiple: int | None = None
-    """What the number of units, experts or channels that are left is one of; None: that of the method."""
+    """The number of units, experts or channels left is a multiple of this; None: of that in ``MULTIPLES``."""
     zero_attention: bool = False
     """Whether attention that 2SSP removes may be written as zeros."""
     seed: int = 1

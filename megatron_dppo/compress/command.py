@@ -18,7 +18,7 @@ from megatron_dppo.compress.calibration import BATCH_TOKENS, batches, draw, read
 from megatron_dppo.compress.choose import NO_CALIBRATION, SCORES, Recipe
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.live import Live
-from megatron_dppo.compress.passes import Passes
+from megatron_dppo.compress.passes import Passes, forget
 from megatron_dppo.compress.reader import Reader, Whole
 from megatron_dppo.compress.work import Work
 from megatron_dppo.config import Config, replace
@@ -68,6 +68,7 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     depends_on = work.depends_on(scored, others, model.dtype if asked else None)
     cut, losses = work.score(reader, scored, others, depends_on)
     work.write(cut, losses, of_others=bool(others), verify=partial(_verify, model) if chosen.verify else None)
+    forget(chosen.out)
     return 0
 
 
@@ -96,6 +97,7 @@ def _compress_in_shards(chosen: argparse.Namespace, config: Config) -> None:
         depends_on = world.from_leader(lambda: work.depends_on(scored, others, config.model.dtype, world.layout))
         cut, losses = work.score(reader, scored, others, depends_on, world)
         world.from_leader(lambda: work.write(cut, losses, of_others=bool(others)))
+        forget(chosen.out)  # on every rank, since its sums may lie on a disk of its own machine
     shut_down()
 
 

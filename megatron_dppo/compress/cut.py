@@ -10,8 +10,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
 MULTIPLES = {"2ssp": 128, "width": 128, "depth": 1, "heads": 1, "experts": 8, "hidden": 128, "minitron": 128}
-"""By method, of what the number of parts that are left is a multiple, unless another is asked for: 128 units or
-channels suit kernels, 8 experts go to 8 expert-parallel ranks. Layers and heads are as many as the share says."""
+"""By method: the number of parts left is a multiple of this, unless another is asked for. 128 units or channels suit
+kernels, 8 experts go to 8 expert-parallel ranks. Layers and heads are as many as the share says."""
 
 EXPERT_INPUTS = 8
 """An expert's inputs are a multiple of 16 bytes, so many values of bf16, for the ``grouped_mm`` of transformers."""
@@ -147,19 +147,24 @@ def _rounded(exact: float, multiple: int, whole: int, what: str, least: int = 1)
 def all_widths_left(shape: PolicyShape, keep: float, multiple: int) -> tuple[int, int, int]:
     """Channels, key-value heads of every layer and units of every feed-forward layer of which about the same share is
     left, so that the share ``keep`` of all layers' weights is: of the first two its root, since a matrix has its share
-    of rows times its share of columns, and of the units what makes up for the rounding of heads.
+    of rows times its share of columns. The heads are rounded to a divisor of how many there were, so that tensor
+    parallelism still divides them, and the units make up for that.
 
     Raises:
         UserError: naming ``--keep`` or ``--multiple``, if no such numbers are there.
     """
     channels = channels_left(shape, math.sqrt(keep), multiple)
-    groups = max(1, round(math.sqrt(keep) * shape.kv_heads))
+    divisors = [count for count in range(1, shape.kv_heads + 1) if shape.kv_heads % count == 0]
+    groups = min(divisors, key=lambda count: (abs(count - math.sqrt(keep) * shape.kv_heads), -count))
     narrow = replace(shape, hidden=channels, kv_heads=groups, heads=shape.heads // shape.kv_heads * groups)
     left = keep * (attention_weights(shape) + feed_forward_weights(shape)) - attention_weights(narrow)
     exact = left / (feed_forward_weights(narrow) / shape.ffn)
     if not 0 < exact < shape.ffn:
-        problem = f"leaves {groups} of {shape.kv_heads} groups of query heads, which go with no number of units"
-        raise UserError("--keep", keep, problem, "Give another share, or another --method")
+        problem = (
+            f"is left by no number of units between 1 and {shape.ffn - 1} with {channels} of {shape.hidden} channels "
+            f"and {groups} of {shape.kv_heads} groups of query heads"
+        )
+        raise UserError("--keep", keep, problem, "Give another share, a smaller --multiple, or another --method")
     return channels, groups, _rounded(exact, multiple, shape.ffn, "units of a feed-forward layer")
 
 

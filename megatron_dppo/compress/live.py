@@ -35,8 +35,8 @@ from megatron_dppo.trainer.assemble import PolicyParts
 NORMS = ("attention norm", "feed-forward norm")
 """Of a layer: what is summed of their outputs."""
 STRETCH = 4
-"""Packs that a pipeline stage reads between two looks at whether sums are to be kept. The stages wait for each other
-there, a quarter of that time."""
+"""A pipeline of pp stages reads at least STRETCH · pp packs between two looks at whether sums are to be kept. It is
+drained there: each stage waits for the time of pp − 1 packs, less than a quarter of the time that a stretch takes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,27 +106,29 @@ class Passes:
         return self._folder / f"rank-{self._ranks.rank}.{slot}.pt"
 
     def _go_on(self) -> None:
-        found, differ = {}, set[str]()
+        found, damaged, differ = {}, False, set[str]()
         for slot in (0, 1):
             try:
                 kept = torch.load(self._file(slot), weights_only=True)
             except FileNotFoundError:
                 continue
             except Exception:  # whatever torch makes of a file that was torn when the machine stopped
-                differ.add("form")
+                damaged = True
                 continue
-            others = {name for name in self._asked if kept["asked"].get(name) != self._asked[name]}
-            differ |= others
-            if not others:
+            changed = {name for name in self._asked if kept["asked"].get(name) != self._asked[name]}
+            differ |= changed
+            if not changed:
                 found[kept["place"]] = slot, kept
-        common = set.intersection(*self._ranks.gather(set(found)))
-        if common:
+        places, torn, others = zip(*self._ranks.gather((set(found), damaged, differ)), strict=True)
+        if common := set.intersection(*places):
             slot, kept = found[max(common)]
             self._finished, self._under_way = kept["finished"], (kept["place"][1], kept["sums"])
             self._slot, self.read = 1 - slot, kept["read"]
             self._say(f"{self._folder}: goes on from the sums of {self.read:,} sequences read")
-        elif differ:
+        elif differ := set.union(*others):
             self._say(f"{self._folder}: has sums of another {', '.join(sorted(differ))}, which are not used")
+        elif any(torn):
+            self._say(f"{self._folder}: has damaged sums, which are not used")
 
     def _keep(self, place: int, sums: Sums) -> None:
         """Write where the pass under way is, if it is time. By the first rank's clock; and no rank writes twice before
@@ -144,7 +146,11 @@ class Passes:
             if self._can_write:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 with replacing_file(self._file(self._slot)) as partial:
-                    torch.save(kept, partial)
+                    try:
+                        torch.save(kept, partial)
+                    except BaseException:  # what there is of it would take room that OUT needs
+                        partial.unlink(missing_ok=True)
+                        raise
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter where a disk is full
             self._can_write = False
             print(f"{self._folder}: sums cannot be kept ({error}); scoring goes on without", file=sys.stderr)
@@ -178,7 +184,7 @@ def folder_beside(out: Path) -> Path:
 
 
 def forget(out: Path) -> None:
-    """Remove the sums, once ``out`` is there."""
+    """Remove the sums of this machine's disks, once ``out`` is there. Several ranks may do so at the same time."""
     shutil.rmtree(folder_beside(out), ignore_errors=True)
 
 

@@ -34,6 +34,7 @@ from megatron_dppo.compress.arguments import as_words, options_of_both
 from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
 from megatron_dppo.compress.choose import SCORES, Recipe
 from megatron_dppo.compress.command import check_in_shards, compress, device, load_whole
+from megatron_dppo.compress.passes import forget
 from megatron_dppo.compress.surgery import RECORD
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.data.tokenizer import load_tokenizer
@@ -180,6 +181,7 @@ class _Sweep:
             _say(f"{name}: compressing")
             folder.mkdir(parents=True, exist_ok=True)
             self._compress(recipe, folder / "policy")
+        forget(folder / "policy")  # a kill may have come when they were of no use any more
         done = json.loads((folder / "policy" / RECORD).read_text())
         row |= {key: done[key] for key in ("method", "score", "keep", "loss_before", "loss_after")}
         row["weights"] = done["weights_after"]

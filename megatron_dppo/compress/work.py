@@ -23,7 +23,7 @@ from megatron_dppo.bridge.safetensors_files import check_weights, stored_tensors
 from megatron_dppo.compress.calibration import digest_of_answers
 from megatron_dppo.compress.choose import SCORES, Recipe, choose
 from megatron_dppo.compress.cut import Cut
-from megatron_dppo.compress.passes import Passes, Ranks, forget, scoring
+from megatron_dppo.compress.passes import Passes, Ranks, scoring
 from megatron_dppo.compress.reader import Reader
 from megatron_dppo.compress.surgery import write_cut
 from megatron_dppo.data.prompts import WorkedAnswer
@@ -139,7 +139,6 @@ class Work:
                 work = {"record": record, "workers": chosen.workers, "advance": advance}
                 write_cut(self.tensors, chosen.source, shape, cut, self.plan, draft, **work)
             apart = verify(draft, shape, cut) if verify else None
-        forget(chosen.out)
         print(_summary(shape, cut))
         if losses:
             on = "other sequences than those scored" if of_others else "the sequences scored, as there are no others"

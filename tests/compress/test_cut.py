@@ -9,8 +9,9 @@ import pytest
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.compress.choose import SCORES, Recipe
 from megatron_dppo.compress.cut import Cut, attentions_to_remove, highest, sizes, width_left
+from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.shape import PUBLISHED, PolicyShape
+from megatron_dppo.models.shape import PUBLISHED, PolicyShape, check_layout
 
 PUBLISHED_ATTENTIONS = {
     "qwen3-0.6b": (7, 11, 14),
@@ -65,7 +66,14 @@ def test_the_number_that_is_left_is_a_multiple() -> None:
     cuts = [sizes(PUBLISHED["qwen3-235b-a22b"], "experts", keep) for keep in shares]
     assert [len(cut.experts[0]) for cut in cuts] == [64, 72, 88, 104]
     cut = sizes(PUBLISHED["qwen3-8b"], "minitron", 0.5)
-    assert [len(cut.channels), len(cut.groups[0]), len(cut.neurons[0])] == [2944, 6, 8320]
+    assert [len(cut.channels), len(cut.groups[0]), len(cut.neurons[0])] == [2944, 4, 9216]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_tensor_parallelism_still_divides_the_heads_that_minitron_leaves(name: str) -> None:
+    shape = PUBLISHED[name]
+    for keep, tp in ((0.75, 8), (0.5, 4), (0.1, 2)):
+        check_layout(sizes(shape, "minitron", keep).shape(shape), LayoutConfig(tp=tp))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +91,7 @@ def test_the_number_that_is_left_is_a_multiple() -> None:
         (Recipe("hidden", "random", 0.9), replace(SMALL, architecture="Qwen2ForCausalLM"), "--method"),
         (Recipe("hidden", "random", 0.99), SMALL, "--multiple"),
         (Recipe("minitron", "random", 0.75), PUBLISHED["qwen3-30b-a3b"], "--method"),
+        (Recipe("minitron", "random", 0.95), PUBLISHED["qwen3-4b"], "--keep"),  # of its channels 128 go at a time
         (Recipe("hidden", "random", 0.7, multiple=2), PUBLISHED["qwen3-30b-a3b"], "--multiple"),
         (Recipe("experts", "random", 0.5), SMALL, "--method"),
         (Recipe("experts", "random", 0.08), PUBLISHED["qwen3-30b-a3b"], "--keep"),  # fewer than a token has

@@ -132,23 +132,35 @@ def test_what_routers_do_goes_on_from_any_batch(mixture: Path, answers: list[Wor
     assert torch.equal(found.experts, expected.experts) and torch.equal(found.choices, expected.choices)
 
 
-@pytest.mark.parametrize("why", ["another --keep", "another form", "cannot be kept"])
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        ("other options", "has sums of another --keep, which are not used"),
+        ("torn", "has damaged sums, which are not used"),
+        ("no folder", "sums cannot be kept"),
+        ("full disk", "sums cannot be kept"),
+    ],
+)
 def test_sums_that_are_of_no_use_are_said_to_be(
-    model: Any, policy: Path, read: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str], why: str
+    model: Any, policy: Path, read: list[Batch], tmp_path: Path, capsys: pytest.CaptureFixture[str], why: str, said: str
 ) -> None:
     folder = tmp_path / "sums"
-    if why == "cannot be kept":
+    if why == "no folder":
         folder.touch()
+    elif why == "full disk":
+        folder.mkdir()
+        (folder / "rank-0.0.pt.partial").symlink_to("/dev/full")
     else:
         mean_loss(model, read, Passes(folder, {"--keep": 0.5}))
-    if why == "another form":
+    if why == "torn":
         for file in folder.iterdir():
             file.write_bytes(file.read_bytes()[:-9])
-    again = Passes(folder, {"--keep": 0.75 if why == "another --keep" else 0.5})
+    again = Passes(folder, {"--keep": 0.75 if why == "other options" else 0.5})
     expected = mean_loss(model, read)
     assert [mean_loss(model, read, again) for _ in range(3)] == [expected] * 3
     assert again.read == 3 * count_sequences(read)
-    assert capsys.readouterr().err.count(why) == 1
+    assert capsys.readouterr().err.count(said) == 1
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 def in_shards(

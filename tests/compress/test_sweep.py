@@ -77,7 +77,10 @@ def test_what_is_there_is_not_made_again(swept: Path, policy: Path, calibration:
         assert (row["weights"], row["loss_after"]) == (made["weights_after"], made["loss_after"])
         assert row["tokens_per_second_ratio"] > 0
     out = shutil.copytree(swept, tmp_path / "out")
+    sums = out / "depth-shapley-loss-0.75" / ".policy.scoring"
+    sums.mkdir()  # of a command that was killed when its policy was there
     assert main(words(policy, out, calibration, "--keep", "0.75", "0.5", "--methods", "depth")) == 0
+    assert not sums.exists()
     after = record(out)
     assert [row["name"] for row in after["rows"]] == [*(r["name"] for r in before["rows"]), "depth-shapley-loss-0.5"]
     for old, new in zip(before["rows"], after["rows"], strict=False):  # a speed is never measured twice the same
