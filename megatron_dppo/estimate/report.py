@@ -46,7 +46,7 @@ def plan(
         keep: of the policy, as ``megatron-dppo compress`` has it: what the smaller one saves is said, too, and whether
             the run fits is said of it.
         method: by which it is made smaller; None: width.
-        multiple: of which the number of its units, channels or experts is one; None: as ``compress`` has it.
+        multiple: what the number of its units, channels or experts is a multiple of; None: as ``compress`` has it.
 
     Raises:
         UserError: for what :func:`make_plan` or ``compress`` refuses; for a method or a multiple without ``keep``.
