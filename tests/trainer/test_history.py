@@ -62,7 +62,7 @@ def test_what_is_given_from_python_may_be_called_otherwise(tmp_path: Path) -> No
     (tmp_path / "reward.py").write_text("")
     record(tmp_path, 0, load_config(None, words(tmp_path, names[0])))
     with_checkpoint(tmp_path, 3)
-    with pytest.raises(UserError, match=r"reward\.py:brief"):
+    with pytest.raises(UserError, match=r"\nreward\.function = "):
         check_resume(load_config(None, words(tmp_path, names[1])))
     (tmp_path / "reward.pkl").write_text("")
     check_resume(load_config(None, words(tmp_path, names[1])))
