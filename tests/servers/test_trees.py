@@ -54,9 +54,11 @@ def _with_its_weights(http: Http, server: RealServer, policy: Path) -> RealServe
     return server
 
 
-def _grow(http: Http, clients: list[ServerClient], branches: tuple[BranchConfig, ...]) -> tuple[Batch, Dispatcher]:
+def _grow(
+    http: Http, clients: list[ServerClient], branches: tuple[BranchConfig, ...], count: int = 4
+) -> tuple[Batch, Dispatcher]:
     rng = np.random.default_rng(3)
-    prompts = [Prompt(i, rng.integers(5, 45, PROMPT_TOKENS).astype(np.int32), "", "") for i in range(4)]
+    prompts = [Prompt(i, rng.integers(5, 45, PROMPT_TOKENS).astype(np.int32), "", "") for i in range(count)]
     dispatcher = Dispatcher(
         http,
         lambda told: int(told) if told.isdigit() else None,
@@ -110,7 +112,7 @@ def test_a_real_servers_trees_are_the_policys_and_fork_by_its_entropy(
 
     some = np.random.default_rng(4).integers(5, 45, 200).astype(np.int32)
     limit = float(np.quantile(entropies(Prompt(9, some[:4], "", ""), some), 0.8))
-    batch, _ = _grow(http, [server.api], (BranchConfig(entropy=limit), BranchConfig(at=14)))
+    batch, _ = _grow(http, [server.api], (BranchConfig(entropy=limit), BranchConfig(at=14)), count=24)
     _assert_of_the_policy(batch, reference)
     forked = set()
     for prompt, group in zip(batch.prompts, batch.groups(), strict=True):
@@ -120,7 +122,7 @@ def test_a_real_servers_trees_are_the_policys_and_fork_by_its_entropy(
             if position < len(leaf.token_ids):
                 assert told[position] > limit - AGREES
                 forked.add(position)
-    assert len(forked) > 1
+    assert len(forked) > 2  # of so many, since servers cannot seed their sampling on a CPU
 
 
 class KilledAtAFork(SglangClient):
