@@ -1,13 +1,14 @@
 """What a smaller policy made from a larger one is worth: before recovery, after it, and against training it afresh.
 
     python benchmarks/compress.py [--json] [--seeds 3] [--layers 4] [--keep 0.75] [--steps 300] [--tiny] [--out DIR]
+                                 [--recover METHOD:SCORE | --recover none]
 
 For each seed a policy learns written-out sums by ``sft``. Then every method and score of ``megatron-dppo compress``
 makes it smaller, scored on 256 worked answers of its training data; losses are of 256 others of them.
 ``loss_over_random`` is the loss over that of ``random`` with the same method, a mean over five draws;
 ``loss_over_whole`` is the loss over that of the whole policy.
 
-Then the policy that ``--recover`` names is trained on by ``sft`` for 1/16, 1/8, 1/4, 1/2 and all of the steps, each
+Then the policy that ``--recover`` names, none with ``none``, is trained on by ``sft`` for 1/16, 1/8, 1/4, 1/2 and all of the steps, each
 with its own schedule, and so is a fresh policy of the same shape. ``recovery_tokens`` is the least number of trained
 tokens that gives 95% of the whole policy's held-out accuracy (greedy answers, exact results),
 ``recovery_tokens_over_scratch`` its ratio to that of the fresh policy, ``scratch_tokens``. Where these are None, no
@@ -95,6 +96,8 @@ def of_seed(folder: Path, arguments: argparse.Namespace, seed: int) -> dict[str,
                 losses.append(record["loss_after"])
             found["losses"][f"{method}:{score}"] = mean(losses)
             found.setdefault("loss_whole", record["loss_before"])
+    if arguments.recover == "none":
+        return found
     small = folder / arguments.recover
     found["recovery"] = curve(small, arguments, seed, held_out)
     shape, scratch = read_shape(small), folder / "scratch"
@@ -119,6 +122,14 @@ def summary(seeds: list[dict[str, Any]], recovered: str) -> dict[str, Any]:
         name: mean(seed["losses"][name] / seed["losses"][f"{name.partition(':')[0]}:random"] for seed in seeds)
         for name in seeds[0]["losses"]
     }
+    ratios_of_losses = {
+        "loss_over_random": ratios,
+        "loss_over_whole": {
+            name: mean(s["losses"][name] / s["loss_whole"] for s in seeds) for name in seeds[0]["losses"]
+        },
+    }
+    if recovered == "none":
+        return ratios_of_losses
     budgets = [(least(seed["recovery"], seed), least(seed["scratch"], seed)) for seed in seeds]
     ratios_to_scratch = [
         small / (scratch or seed["scratch"][-1]["tokens"])
@@ -126,10 +137,7 @@ def summary(seeds: list[dict[str, Any]], recovered: str) -> dict[str, Any]:
         if small is not None
     ]
     return {
-        "loss_over_random": ratios,
-        "loss_over_whole": {
-            name: mean(s["losses"][name] / s["loss_whole"] for s in seeds) for name in seeds[0]["losses"]
-        },
+        **ratios_of_losses,
         "recovered": recovered,
         "accuracy_recovered": mean(s["recovery"][-1]["accuracy"] / max(s["accuracy"], 1e-9) for s in seeds),
         "recovery_tokens": [small for small, _ in budgets],

@@ -21,7 +21,6 @@ from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import initialize
-from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Bucket, Completions, Sampling, generate
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
@@ -33,8 +32,6 @@ from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 
 PROMPTS, SAMPLES, TOKENS = 24, 4, 64
-LONG = 256
-"""Tokens of a completion that an update finds unfinished."""
 BACK_S = 150.0
 """How long a server may take to come back."""
 
@@ -95,7 +92,7 @@ class Rig:
 
         Those are held back until they have been asked, or a fast one would be done before it is hurt.
         """
-        prompts = [_prompt(i) for i in range(PROMPTS)][self.world.rank :: self.world.size]
+        prompts = [prompt_of(i) for i in range(PROMPTS)][self.world.rank :: self.world.size]
         sampling = Sampling(SAMPLES, TOKENS, 1.0, (0,), seed=3)
         victims = [self.processes()[i] for i in servers] if self.world.leads else []
 
@@ -127,7 +124,7 @@ class Rig:
 
     def difference(self, version: int) -> float:
         """The greatest |log p| difference of the actor and any server."""
-        found = check_agreement(self.policy, self.engine, [_prompt(i) for i in range(4)], version=version)
+        found = check_agreement(self.policy, self.engine, [prompt_of(i) for i in range(4)], version=version)
         return found["rollout/agreement_max_diff"]
 
     def processes(self) -> list[Any]:
@@ -193,7 +190,7 @@ def slow_down(pids: Sequence[int], over: threading.Event) -> None:
             time.sleep(seconds)
 
 
-def _prompt(number: int) -> Prompt:
+def prompt_of(number: int) -> Prompt:
     tokens = np.random.default_rng(number).integers(3, 40, size=5 + number % 7).astype(np.int32)
     return Prompt(number, tokens, f"prompt {number}", "")
 
@@ -278,69 +275,6 @@ def stop_with(rank: int, size: int, settings: Sequence[str], secret: str) -> str
     finally:
         rig.engine.close()
     return ""
-
-
-def in_flight(rank: int, size: int, settings: Sequence[str], secret: str) -> dict[str, Any]:
-    """Rollouts that an update finds unfinished.
-
-    Returns:
-        On the leader: how many samples there are of each prompt; the versions of each completion's tokens; the mean
-        |log p| difference to the actor, with the weights after the update, of tokens that say they were made by them,
-        NaN without any.
-    """
-    os.environ[SECRET] = secret
-    rig = Rig(settings)
-    try:
-        rig.sync(0)
-        prompts = [_prompt(i) for i in range(PROMPTS)][rank::size]
-        rig.change(1.03)
-        half, sampling = len(prompts) // 2, Sampling(SAMPLES, LONG, 1.0, (), seed=3)
-        pending = [rig.engine.begin(prompts[:half], sampling)]
-        rig.world.wait_for_all("beginning")
-        # Once a prompt that was asked later has some tokens, those have some, too, however busy the machine is.
-        later = [_prompt(PROMPTS)], Sampling(1, LONG // 8, 1.0, (), seed=3)
-        rig.world.from_leader(lambda: rig.engine.begin(*later).wait(60.0))
-        pending.append(rig.engine.begin(prompts[half:], sampling))  # the pause finds these arriving
-        rig.sync(1)
-        groups = [group for batch in pending for group in rig.engine.finish(batch)]
-        versions = [tuple(span.version for span in c.versions) for group in groups for c in group]
-        difference = _after_the_update(rig, prompts, groups)
-        parts = rig.world.gather(([len(group) for group in groups], versions))
-    finally:
-        rig.engine.close()
-    return {
-        "samples": [count for part in parts for count in part[0]],
-        "versions": [each for part in parts for each in part[1]],
-        "difference": difference,
-    }
-
-
-def _after_the_update(rig: Rig, prompts: Sequence[Prompt], groups: Completions) -> float:
-    """Mean |log p| difference of actor and engine, of tokens that say they were made by the new weights. Collective."""
-    mine = [
-        (prompt, completion)
-        for prompt, group in zip(prompts, groups, strict=True)
-        for completion in group
-        if [span.version for span in completion.versions] == [0, 1]
-    ]
-    mixed = [each for part in rig.world.gather(mine[:4]) for each in part]
-    if not mixed:
-        return float("nan")
-    packs = [
-        build_pack(
-            [TrainingSample(prompt.token_ids, c.token_ids, c.logprobs, c.loss_mask, 0.0, 0.0, version=0)],
-            capacity=len(prompt.token_ids) + len(c.token_ids),
-            pad_id=0,
-            align=1,
-        )
-        for prompt, c in mixed
-    ]
-    scores = rig.policy.actor.log_probabilities(packs)
-    differences = [
-        np.abs(score - completion.logprobs)[completion.versions[0].count :]
-        for (_, completion), score in zip(mixed, scores, strict=True)
-    ]
-    return float(np.concatenate(differences).mean())
 
 
 def comes_back_old(rank: int, size: int, settings: Sequence[str], secret: str, version: str) -> list[Round]:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.init import write_model
 from tests.ranks import RankPool
 from tests.servers import adapters_on_ranks, on_ranks
-from tests.servers.on_ranks import LONG, PROMPTS, SAMPLES
+from tests.servers.in_flight_on_ranks import LONG, in_flight
+from tests.servers.on_ranks import PROMPTS, SAMPLES
 from tests.servers.real import Kind, RealServers, launch_settings
 from tests.servers.test_training import AGREES, Start, agrees, finish, start
 
@@ -77,7 +78,7 @@ def test_what_an_update_finds_in_flight_goes_on_with_the_new_adapters_and_says_s
     ranks: RankPool, served_policy: Path, tmp_path: Path, canary: Path, kind: Kind, tp: int
 ) -> None:
     settings = [*_settings(tmp_path, served_policy, kind, tp), "rollout.ahead=1", "rollout.sync.in_flight=abort"]
-    seen = ranks.run(2, on_ranks.in_flight, settings, "", timeout=600.0)[0]
+    seen = ranks.run(2, in_flight, settings, "", timeout=600.0)[0]
     assert seen["samples"] == [SAMPLES] * PROMPTS
     assert (0, 1) in seen["versions"], "the update found nothing in flight"
     assert set(seen["versions"]) <= {(0,), (0, 1), (1,)}

@@ -13,7 +13,8 @@ import pytest
 from megatron_dppo.init import write_model
 from tests.ranks import RankPool
 from tests.servers import on_ranks
-from tests.servers.on_ranks import LONG, PROMPTS, SAMPLES
+from tests.servers.in_flight_on_ranks import LONG, in_flight
+from tests.servers.on_ranks import PROMPTS, SAMPLES
 from tests.servers.real import RealServer
 
 pytestmark = pytest.mark.servers
@@ -47,7 +48,7 @@ def test_an_update_loses_nothing_that_is_in_flight(
     mode: str, server: RealServer, ranks: RankPool, served_policy: Path, tmp_path: Path
 ) -> None:
     settings = [*_settings(tmp_path, served_policy, server), f"rollout.sync.in_flight={mode}"]
-    seen: dict[str, Any] = ranks.run(2, on_ranks.in_flight, settings, server.secret)[0]
+    seen: dict[str, Any] = ranks.run(2, in_flight, settings, server.secret)[0]
     assert seen["samples"] == [SAMPLES] * PROMPTS
     assert (0, 1) in seen["versions"], "the update found nothing in flight"
     assert set(seen["versions"]) <= {(0,), (0, 1), (1,)}
