@@ -29,6 +29,8 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     scores = "; ".join(f"{method}: {', '.join(names)}" for method, names in SCORES.items())
     parser.add_argument("--score", help=f"what is kept; the first is the default. {scores}")
     add_calibration_arguments(parser)
+    refit = "let the down projection before layers that go stand in for them, by least squares (--method depth)"
+    parser.add_argument("--refit", action="store_true", help=refit)
     verify = "load what was written, and compare its logits with those of MODEL without the parts that are gone"
     parser.add_argument("--verify", action="store_true", help=verify)
     dry_run = "check everything, print what would be written, and stop"

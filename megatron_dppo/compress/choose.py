@@ -51,6 +51,8 @@ class Recipe:
     zero_attention: bool = False
     """Whether attention that 2SSP removes may be written as zeros."""
     seed: int = 1
+    refit: bool = False
+    """Whether down projections are fitted anew to stand in for layers that go."""
 
     def check(self, shape: PolicyShape) -> None:
         """Refuse what cannot be done to a policy of this shape, or not be said by its config.json.
@@ -62,6 +64,9 @@ class Recipe:
             problem = f"is no score of --method {self.method}"
             raise UserError("--score", self.score, problem, f"Give one of {', '.join(SCORES[self.method])}")
         check_cut(shape, self.method, self.keep)
+        if self.refit and self.method != "depth":
+            problem = f"lets weights stand in for layers that go, and --method {self.method} takes none out"
+            raise UserError("--refit", "true", problem, "Leave it out, or give --method depth")
         if self.method == "2ssp" and attentions_to_remove(shape, 1 - self.keep) and not self.zero_attention:
             count = attentions_to_remove(shape, 1 - self.keep)
             problem = f"removes the attention of {count} layers, and config.json cannot say that a layer has none"

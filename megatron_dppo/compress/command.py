@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.live import Live
 from megatron_dppo.compress.passes import Passes, forget
 from megatron_dppo.compress.reader import Reader, Whole
+from megatron_dppo.compress.refit import Refit
 from megatron_dppo.compress.work import Work
 from megatron_dppo.config import Config, replace
 from megatron_dppo.data.prompts import WorkedAnswer
@@ -66,8 +68,11 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         return Whole(model, work.shape, read, passes)
 
     depends_on = work.depends_on(scored, others, model.dtype if asked else None)
-    cut, losses = work.score(reader, scored, others, depends_on)
-    work.write(cut, losses, of_others=bool(others), verify=partial(_verify, model) if chosen.verify else None)
+    read = list(batches(scored, max_tokens=chosen.max_tokens, device=device()))
+    refit = Refit(model, work.shape, read, work.plan.dtype) if work.recipe.refit else None
+    cut, losses = work.score(reader, scored, others, depends_on, refit=refit)
+    verify = partial(_verify, model, refit) if chosen.verify else None
+    work.write(cut, losses, of_others=bool(others), refit=refit, verify=verify)
     forget(chosen.out)
     return 0
 
@@ -107,8 +112,9 @@ def _config(chosen: argparse.Namespace) -> Config:
     Raises:
         UserError: naming the option, or the setting of the layout.
     """
-    if chosen.verify:
-        raise UserError("--verify", "true", "loads the whole policy in one process", "Leave it out with --layout")
+    for option, given in (("--verify", chosen.verify), ("--refit", chosen.refit)):
+        if given:
+            raise UserError(option, "true", "takes the whole policy in one process", "Leave it out with --layout")
     config = check_in_shards(chosen.score or SCORES[chosen.method][0], chosen.layout)
     with naming("MODEL"):
         stored = {of.dtype for of in check_weights(chosen.source, read_shape(chosen.source)).values()}
@@ -133,8 +139,9 @@ def check_in_shards(score: str, layout: str) -> Config:
 def calibration(chosen: argparse.Namespace, recipe: Recipe) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:
     """Sequences to score on, and others to measure the loss on; either may be empty."""
     if chosen.calibrate is None:
-        if recipe.score not in NO_CALIBRATION:
-            problem = f"--score {recipe.score} is measured on prompts with responses"
+        if recipe.score not in NO_CALIBRATION or recipe.refit:
+            asks = "--refit is fitted" if recipe.refit else f"--score {recipe.score} is measured"
+            problem = f"{asks} on prompts with responses"
             remedy = "Give the --out folder of `megatron-dppo eval`, or a file"
             raise UserError("--calibrate", "(not given)", problem, remedy)
         return [], []
@@ -173,7 +180,7 @@ def load_whole(folder: Path, shape: PolicyShape, stored: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def _verify(model: Any, written: Path, shape: PolicyShape, cut: Cut) -> float:
+def _verify(model: Any, refit: Refit | None, written: Path, shape: PolicyShape, cut: Cut) -> float:
     """The largest difference of two logits of the written policy and the larger one, over the deviation of all.
 
     Raises:
@@ -183,7 +190,7 @@ def _verify(model: Any, written: Path, shape: PolicyShape, cut: Cut) -> float:
         left = read_shape(written)
         check_weights(written, left)
     tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1)).to(device())
-    with as_cut(model, cut):
+    with as_cut(model, cut), refit.applied() if refit else nullcontext():
         expected = model(tokens, use_cache=False).logits.float()
     smaller = load_whole(written, left, model.dtype).to(model.dtype)
     difference = float((smaller(tokens, use_cache=False).logits.float() - expected).abs().max() / expected.std())

@@ -32,6 +32,7 @@ def write_cut(
     record: Mapping[str, Any],
     workers: int,
     advance: Advance,
+    fitted: Mapping[str, torch.Tensor],
 ) -> None:
     """Write what a cut leaves of a policy.
 
@@ -41,6 +42,7 @@ def write_cut(
         plan: of the smaller policy's files.
         out: an existing, empty directory.
         record: what ``compress.json`` is to say.
+        fitted: tensors of the smaller policy, by name, that are not the larger one's.
 
     Raises:
         OSError: if the disk is full.
@@ -52,7 +54,10 @@ def write_cut(
         (out / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
         def write(name: str) -> None:
-            writer.write_bytes(name, cut_tensor(name, tensors, shape, cut, plan.dtype))
+            if name in fitted:
+                writer.write(name, fitted[name])
+            else:
+                writer.write_bytes(name, cut_tensor(name, tensors, shape, cut, plan.dtype))
             advance(plan.bytes_of(name))
 
         in_threads(write, plan.tensors, workers)

@@ -25,6 +25,7 @@ from megatron_dppo.compress.choose import SCORES, Recipe, choose
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.passes import Passes, Ranks, scoring
 from megatron_dppo.compress.reader import Reader
+from megatron_dppo.compress.refit import Refit
 from megatron_dppo.compress.surgery import write_cut
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.models.shape import PolicyShape, read_shape
@@ -52,7 +53,9 @@ class Work:
         with naming("MODEL"):
             shape = read_shape(chosen.source)
             stored = check_weights(chosen.source, shape)
-        names = {name: getattr(chosen, name) for name in ("method", "keep", "multiple", "zero_attention", "seed")}
+        names = {
+            name: getattr(chosen, name) for name in ("method", "keep", "multiple", "zero_attention", "seed", "refit")
+        }
         recipe = Recipe(score=chosen.score or SCORES[chosen.method][0], **names)
         recipe.check(shape)
         tensors = stored_chunks({name: stored[name] for name in expected_tensors(shape)})
@@ -67,6 +70,8 @@ class Work:
     def say_what_would_be_done(self) -> None:
         print(_summary(self.shape, self.recipe.sizes(self.shape)))
         size = f"{self.plan.total_bytes / 2**20:,.1f} MiB in {len(self.plan.files)} files"
+        if self.recipe.refit:
+            print("the down projection before each run of layers that go is fitted to stand in for them")
         print(f"{self.chosen.out}: {size}; nothing has been written")
 
     def depends_on(
@@ -96,6 +101,7 @@ class Work:
         others: Sequence[WorkedAnswer],
         depends_on: Mapping[str, Any],
         ranks: Ranks | None = None,
+        refit: Refit | None = None,
     ) -> tuple[Cut, dict[str, float]]:
         """What is kept, and the losses before and after, if there are sequences. Collective.
 
@@ -103,8 +109,10 @@ class Work:
             reader: makes what reads some of the sequences.
             others: that the losses are of, if there are any.
             depends_on: see there; the same on every rank.
+            refit: is fitted to what is kept. There is a third loss then, that without it.
         """
-        read = self.recipe.passes(self.shape) * len(scored) + 2 * len(others or scored)
+        losses = 3 if refit else 2
+        read = self.recipe.passes(self.shape) * len(scored) + losses * len(others or scored)
 
         def say(text: str) -> None:
             if ranks is None or ranks.rank == 0:
@@ -112,7 +120,9 @@ class Work:
 
         with scoring(self.chosen.out, depends_on, read, ranks) as passes:
             cut = choose(reader(scored, passes), self.shape, self.recipe, say=say)
-            return cut, _losses(reader(others or scored, passes), cut) if scored else {}
+            if refit:
+                refit.fit(cut, say=say, advance=passes.advance)
+            return cut, _losses(reader(others or scored, passes), cut, refit) if scored else {}
 
     def write(
         self,
@@ -120,29 +130,36 @@ class Work:
         losses: Mapping[str, float],
         *,
         of_others: bool,
+        refit: Refit | None = None,
         verify: Callable[[Path, PolicyShape, Cut], float] | None = None,
     ) -> None:
         """Write the smaller policy, and say what it is.
 
         Args:
-            losses: before and after.
+            losses: as :meth:`score` gives them.
             of_others: whether they are of other sequences than those scored.
+            refit: as it was fitted.
             verify: compares what was written with what it comes from.
         """
         chosen, shape, recipe = self.chosen, self.shape, self.recipe
         done = {name: getattr(recipe, name) for name in ("method", "score", "keep", "seed")}
         weights = {"weights_before": parameters(shape), "weights_after": parameters(cut.shape(shape))}
-        parts = {"layers": cut.layers, "zero_attention": cut.silenced}
+        parts = {"layers": cut.layers, "zero_attention": cut.silenced, **({"refitted": refit.shares} if refit else {})}
         record = {**done, "from": chosen.named, **parts, **weights, **losses}
         with in_place(chosen.out) as draft:
             with progress("writing", self.plan.total_bytes, unit="bytes") as advance:
                 work = {"record": record, "workers": chosen.workers, "advance": advance}
-                write_cut(self.tensors, chosen.source, shape, cut, self.plan, draft, **work)
+                fitted = refit.tensors(cut) if refit else {}
+                write_cut(self.tensors, chosen.source, shape, cut, self.plan, draft, fitted=fitted, **work)
             apart = verify(draft, shape, cut) if verify else None
         print(_summary(shape, cut))
         if losses:
             on = "other sequences than those scored" if of_others else "the sequences scored, as there are no others"
-            print(f"loss {losses['loss_before']:.4f} before, {losses['loss_after']:.4f} after, on {on}")
+            after, plain = losses["loss_after"], losses.get("loss_without_refit")
+            besides = "" if plain is None else f", {plain:.4f} without the refit"
+            print(f"loss {losses['loss_before']:.4f} before, {after:.4f} after{besides}, on {on}")
+            if plain is not None and not after < plain:
+                print("the refit does not lower the loss: give more sequences, or leave --refit out")
         if apart is not None:
             print(
                 f"its logits are those of the larger policy without these parts, up to {apart:.2g} of their deviation"
@@ -150,11 +167,15 @@ class Work:
         print(f"{chosen.out}: train it as any policy, with model.path={chosen.out}")
 
 
-def _losses(reader: Reader, cut: Cut) -> dict[str, float]:
+def _losses(reader: Reader, cut: Cut, refit: Refit | None) -> dict[str, float]:
     """Of the policy, and of the smaller one, which is not yet written."""
     before = reader.loss()
     with reader.as_cut(cut):
-        return {"loss_before": before, "loss_after": reader.loss()}
+        after = reader.loss()
+        if refit is None:
+            return {"loss_before": before, "loss_after": after}
+        with refit.applied():
+            return {"loss_before": before, "loss_after": reader.loss(), "loss_without_refit": after}
 
 
 def _summary(shape: PolicyShape, cut: Cut) -> str:

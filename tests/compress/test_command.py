@@ -155,6 +155,8 @@ def test_a_dry_run_and_a_refusal_write_nothing(
     assert "nothing has been written" in capsys.readouterr().out
     assert main(command) == 2
     assert "--calibrate" in capsys.readouterr().err
+    assert main([*command, "--method", "depth", "--score", "random", "--refit"]) == 2
+    assert "--refit is fitted on" in " ".join(capsys.readouterr().err.split())
     assert main([*command, "--calibrate", str(calibration), "--method", "2ssp"]) == 2
     assert "cannot say that a layer has none" in " ".join(capsys.readouterr().err.split())
     assert main([*command, "--calibrate", str(calibration), "--prompt-key", "question"]) == 2
@@ -168,6 +170,7 @@ def test_what_a_layout_cannot_do_is_refused(
     command = ["compress", str(policy), str(tmp_path / "out"), "--calibrate", str(calibration), "--keep", "0.75"]
     for words, named in (
         (["--verify"], "--verify"),
+        (["--method", "depth", "--refit"], "--refit"),
         (["--method", "depth", "--score", "in-a-row"], "--score"),
         (["--layout", "tq=2"], "layout.tq"),
     ):

@@ -204,23 +204,28 @@ def of_command(capfd: pytest.CaptureFixture[str]) -> tuple[int, int]:
     return (int(before[1]) if before else 0), int(read)
 
 
-def command(policy: Path, out: Path, sequences: Path) -> list[str]:
-    words = ["compress", str(policy), str(out), "--calibrate", str(sequences), "--sequences", "2"]
-    return [*words, "--method", "2ssp", "--keep", "0.6", "--multiple", "8", "--zero-attention"]
+TWO_STAGES = ("--method", "2ssp", "--keep", "0.6", "--multiple", "8", "--zero-attention")
+REFIT = ("--method", "depth", "--keep", "0.5", "--refit")
+
+
+def command(policy: Path, out: Path, sequences: Path, words: Sequence[str] = TWO_STAGES) -> list[str]:
+    return ["compress", str(policy), str(out), "--calibrate", str(sequences), "--sequences", "2", *words]
 
 
 def made(out: Path) -> tuple[bytes, bytes]:
     return (out / "compress.json").read_bytes(), (out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(("words", "writes"), [(TWO_STAGES, 9), (REFIT, 7)], ids=["2ssp", "refit"])
 def test_a_command_that_was_killed_goes_on(
-    policy: Path, sequences: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    words: Sequence[str], writes: int, policy: Path, sequences: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """2ssp has passes of activity, of losses without attention that depend on each other, and of two losses."""
+    """2ssp has passes of activity, of losses without attention that depend on each other, and of two losses. A refit
+    has no pass: it is fitted again, to the same weights, before the losses go on."""
     ours = shutil.copytree(policy, tmp_path / "policy")
-    assert main(command(ours, tmp_path / "whole", sequences)) == 0
+    assert main(command(ours, tmp_path / "whole", sequences, words)) == 0
     _, all_read = of_command(capfd)
-    killed = forks().Process(target=dying_command, args=(command(ours, tmp_path / "out", sequences), 9))
+    killed = forks().Process(target=dying_command, args=(command(ours, tmp_path / "out", sequences, words), writes))
     killed.start()
     killed.join()
     assert killed.exitcode == -signal.SIGKILL
@@ -228,7 +233,7 @@ def test_a_command_that_was_killed_goes_on(
     assert folder.is_dir() and not (tmp_path / "out").exists()
     shutil.copytree(folder, tmp_path / ".other.scoring")
     capfd.readouterr()
-    assert main(command(ours, tmp_path / "out", sequences)) == 0
+    assert main(command(ours, tmp_path / "out", sequences, words)) == 0
     before, read = of_command(capfd)
     assert before > 0 and before + read == all_read
     assert made(tmp_path / "out") == made(tmp_path / "whole")
@@ -236,7 +241,7 @@ def test_a_command_that_was_killed_goes_on(
 
     weights = ours / "model.safetensors"
     weights.write_bytes(weights.read_bytes())  # which may be others
-    assert main(command(ours, tmp_path / "other", sequences)) == 0
+    assert main(command(ours, tmp_path / "other", sequences, words)) == 0
     said = capfd.readouterr().err
     assert "has sums of another MODEL, which are not used" in said and f"sequences read: {all_read} in" in said
 
