@@ -187,8 +187,8 @@ def init(out: Path, hidden: int, layers: int, ffn: int, seed: int) -> None:
         "--init-std", 0.05)  # fmt: skip
 
 
-def sft(start: Path, out: Path, steps: int, seed: int) -> float:
-    """Train on worked answers. Returns the tokens."""
+def sft(start: Path, out: Path, steps: int, seed: int, **more: Any) -> float:
+    """Train on worked answers, with ``more`` settings of ``sft``. Returns the tokens."""
     sums = {**SUMS, "seed": seed}
     settings = {
         "model.path": start,
@@ -200,6 +200,7 @@ def sft(start: Path, out: Path, steps: int, seed: int) -> float:
         "sft.warmup_steps": 10,
         "layout.tp": 1,
         **{f"data.arithmetic.{name}": value for name, value in sums.items()},
+        **{f"sft.{name}": value for name, value in more.items()},
     }
     if not out.exists():
         run("sft", "configs/quickstart.yaml", *(f"{name}={value}" for name, value in settings.items()))

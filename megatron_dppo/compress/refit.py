@@ -45,6 +45,12 @@ class Refit:
     shares: dict[int, float] = field(default_factory=dict)
     """Σ‖C h‖² explains this share of Σ‖u‖² on the batches: 1 − Σ‖u − C h‖² / Σ‖u‖²."""
 
+    @property
+    def of_output(self) -> bool:
+        """Whether the fit is linear in the output of the feed-forward, which has fewer coefficients than one for each
+        expert's units."""
+        return self.shape.experts > 0
+
     @torch.no_grad()
     def fit(self, cut: Cut, *, say: Callable[[str], None], advance: Advance | None = None) -> None:
         """Fit all that can be fitted, reading every sequence twice for each run of layers that goes.
@@ -66,7 +72,7 @@ class Refit:
     def _fit(self, cut: Cut, layer: int, last: int, advance: Advance | None) -> None:
         layers = self.model.model.layers
         weight = self._parameter(layer)
-        width = self.shape.hidden if self.shape.experts else self.shape.ffn
+        width = self.shape.hidden if self.of_output else self.shape.ffn
         gram, cross, squares = (
             torch.zeros(size, dtype=torch.float64, device=weight.device)
             for size in ((width, width), (width, self.shape.hidden), ())
@@ -75,7 +81,7 @@ class Refit:
             with watched(layers[last]) as behind:
                 self.model.model(batch.tokens, use_cache=False)
             mlp = layers[layer].mlp
-            features = watched(mlp) if self.shape.experts else watched(mlp.down_proj, inputs=True)
+            features = watched(mlp) if self.of_output else watched(mlp.down_proj, inputs=True)
             with as_cut(self.model, cut), self.applied(), watched(layers[layer]) as before, features as linear_in:
                 self.model.model(batch.tokens, use_cache=False)
             missing = (behind[0] - before[0])[batch.valid].double()
@@ -91,7 +97,7 @@ class Refit:
         explained = 2 * (change.T * cross).sum() - ((change @ gram) * change).sum()
         self.shares[layer] = float(explained / squares)
         old = weight.double()
-        self.weights[layer] = (old + (change @ old if self.shape.experts else change)).to("cpu", self.dtype)
+        self.weights[layer] = (old + (change @ old if self.of_output else change)).to("cpu", self.dtype)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
