@@ -29,6 +29,8 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     scores = "; ".join(f"{method}: {', '.join(names)}" for method, names in SCORES.items())
     parser.add_argument("--score", help=f"what is kept; the first is the default. {scores}")
     add_calibration_arguments(parser)
+    config = "with which --score shapley-reward has answers made and scored: a YAML file, and settings that override it"
+    parser.add_argument("--config", metavar="CONFIG a.b=c", nargs="+", help=config)
     verify = "load what was written, and compare its logits with those of MODEL without the parts that are gone"
     parser.add_argument("--verify", action="store_true", help=verify)
     dry_run = "check everything, print what would be written, and stop"
@@ -65,6 +67,8 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
     count = "sequences to score on; as many others measure the loss (default: %(default)s)"
     parser.add_argument("--sequences", metavar="N", type=positive(int), default=256, help=count)
     longest = "of a sequence; the end of longer ones is left out (default: %(default)s)"
+    pairs = "measure Shapley values on N pairs of random halves of the layers (default: leave out one layer at a time)"
+    parser.add_argument("--subnetworks", metavar="N", type=positive(int), help=pairs)
     parser.add_argument("--max-tokens", metavar="N", type=positive(int), default=2048, help=longest)
     multiple = (
         f"units and channels left are a multiple of N (default: {MULTIPLES['width']}; give 128 x layout.tp), experts "
