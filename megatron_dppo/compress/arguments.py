@@ -72,7 +72,7 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", metavar="N", type=positive(int), default=2048, help=longest)
     multiple = (
         f"units and channels left are a multiple of N (default: {MULTIPLES['width']}; give 128 x layout.tp), experts "
-        f"a multiple of N (default: {MULTIPLES['experts']}; give layout.ep)"
+        f"(default: {MULTIPLES['experts']}; give layout.ep), groups of heads (default: 1; give layout.tp)"
     )
     parser.add_argument("--multiple", metavar="N", type=positive(int), help=multiple)
     zeros = "write attention that 2ssp removes as zeros, which keep their size: config.json cannot say that it is gone"
