@@ -36,9 +36,12 @@ SETTINGS = (
 )
 
 
-def rewards(rank: int, size: int, policy: Path, absent: list[tuple[int, ...]], sums: Path | None) -> list[float]:
+def rewards(
+    rank: int, size: int, policy: Path, absent: list[tuple[int, ...]], sums: Path | None, *settings: str
+) -> list[float]:
+    """Of the policy without each set of layers; with a folder for ``sums``, after a kill within the first."""
     passes_of_commands.KEEP_EVERY_S = 0.0
-    config = load_config(None, [*SETTINGS, f"model.path={policy}"])
+    config = load_config(None, [*SETTINGS, f"model.path={policy}", *settings])
     world = initialize(config.layout, seed=1, timeout_s=60.0)
     with ExitStack() as to_close:
         parts = assemble_frozen(config, world, temperature=1.0)
