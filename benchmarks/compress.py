@@ -1,16 +1,18 @@
 """What a smaller policy made from a larger one is worth: before recovery, after it, and against training it afresh.
 
     python benchmarks/compress.py [--json] [--seeds 3] [--layers 4] [--keep 0.75] [--steps 300] [--tiny] [--out DIR]
-                                 [--recover METHOD:SCORE | --recover none]
+                                  [--recover METHOD:SCORE | --recover none]
 
 For each seed a policy learns written-out sums by ``sft``. Then every method and score of ``megatron-dppo compress``
 makes it smaller, scored on 256 worked answers of its training data; losses are of 256 others of them.
 ``loss_over_random`` is the loss over that of ``random`` with the same method, a mean over five draws;
-``loss_over_whole`` is the loss over that of the whole policy.
+``loss_over_whole`` is the loss over that of the whole policy. ``depth:shapley-loss:16`` and the like are Shapley
+values over 16 pairs of random halves of the layers; for ``shapley-reward`` the policy answers 256 sums of its training
+data greedily, and is rewarded for right results.
 
-Then the policy that ``--recover`` names, none with ``none``, is trained on by ``sft`` for 1/16, 1/8, 1/4, 1/2 and all of the steps, each
-with its own schedule, and so is a fresh policy of the same shape. ``recovery_tokens`` is the least number of trained
-tokens that gives 95% of the whole policy's held-out accuracy (greedy answers, exact results),
+Then the policy that ``--recover`` names, unless that is ``none``, is trained on by ``sft`` for 1/16, 1/8, 1/4, 1/2 and
+all of the steps, each with its own schedule, and so is a fresh policy of the same shape. ``recovery_tokens`` is the
+least number of trained tokens that gives 95% of the whole policy's held-out accuracy (greedy answers, exact results),
 ``recovery_tokens_over_scratch`` its ratio to that of the fresh policy, ``scratch_tokens``. Where these are None, no
 budget was enough for the fresh policy: the ratio is to the largest one, and what it says is an upper bound. It is None
 where no budget was enough for the smaller policy.
@@ -45,6 +47,8 @@ BATCH = 48
 SUMS = {"problems": 16384, "min_terms": 2, "max_terms": 6, "max_operand": 9, "forgotten_carries": 0.0}
 ENOUGH = 0.95
 DRAWS = 5
+PAIRS = 16
+"""Of random halves of the layers, for Shapley values besides those of layers that are left out alone."""
 
 
 def measure() -> None:
@@ -88,14 +92,18 @@ def of_seed(folder: Path, arguments: argparse.Namespace, seed: int) -> dict[str,
         if method in ("heads", "experts"):  # heads are too few for the share, and there are no experts
             continue
         for score in scores:
-            losses = []
-            for draw in range(DRAWS if score == "random" else 1):
-                out = folder / (f"{method}:{score}" + f"-{draw}" * (draw > 0))
-                compress(whole, out, arguments.keep, method, score, seed=1000 * draw + seed)
-                record = json.loads((out / "compress.json").read_text())
-                losses.append(record["loss_after"])
-            found["losses"][f"{method}:{score}"] = mean(losses)
-            found.setdefault("loss_whole", record["loss_before"])
+            for pairs in (0, PAIRS) if score.startswith("shapley") else (0,):
+                name = f"{method}:{score}" + f":{pairs}" * (pairs > 0)
+                losses = []
+                for draw in range(DRAWS if score == "random" else 1):
+                    out = folder / (name + f"-{draw}" * (draw > 0))
+                    options = ["--subnetworks", pairs] if pairs else []
+                    options += rewarded(out, seed) if score == "shapley-reward" else []
+                    compress(whole, out, arguments.keep, method, score, *options, seed=1000 * draw + seed)
+                    record = json.loads((out / "compress.json").read_text())
+                    losses.append(record["loss_after"])
+                found["losses"][name] = mean(losses)
+                found.setdefault("loss_whole", record["loss_before"])
     if arguments.recover == "none":
         return found
     small = folder / arguments.recover
@@ -153,9 +161,9 @@ def least(points: list[dict[str, float]], seed: dict[str, Any]) -> float | None:
 
 
 def run(*words: Any) -> None:
-    """A command of the package, in this process, but for what starts ranks."""
+    """A command of the package, in this process, but for what becomes a rank."""
     text = [str(word) for word in words]
-    if text[0] != "sft":
+    if text[0] != "sft" and "--config" not in text:
         with contextlib.redirect_stdout(sys.stderr):
             failed = main(text)
         if failed:
@@ -166,13 +174,23 @@ def run(*words: Any) -> None:
         sys.exit(f"{' '.join(text)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
 
 
-def compress(source: Path, out: Path, keep: float, method: str, score: str, *, seed: int) -> None:
+def compress(source: Path, out: Path, keep: float, method: str, score: str, *options: Any, seed: int) -> None:
     """By the calibration data beside the policy."""
     if out.exists():
         return
-    words = ["--zero-attention"] if method == "2ssp" else []
+    words = [*options, *["--zero-attention"] * (method == "2ssp")]
     run("compress", source, out, "--keep", keep, "--method", method, "--score", score, "--multiple", 8, "--seed", seed,
         "--calibrate", source.with_name("calibration.jsonl"), *words)  # fmt: skip
+
+
+def rewarded(out: Path, seed: int) -> list[Any]:
+    """Options by which the policy answers sums of its training data, and is rewarded for right results."""
+    settings = {"run.dir": f"{out}-run", "layout.tp": 1, "rollout.max_response_tokens": 64, **of_sums(seed)}
+    return ["--config", "configs/quickstart.yaml", *(f"{name}={value}" for name, value in settings.items())]
+
+
+def of_sums(seed: int) -> dict[str, Any]:
+    return {f"data.arithmetic.{name}": value for name, value in {**SUMS, "seed": seed}.items()}
 
 
 def write_calibration(file: Path, trained: list[Sum]) -> None:
@@ -189,7 +207,6 @@ def init(out: Path, hidden: int, layers: int, ffn: int, seed: int) -> None:
 
 def sft(start: Path, out: Path, steps: int, seed: int, **more: Any) -> float:
     """Train on worked answers, with ``more`` settings of ``sft``. Returns the tokens."""
-    sums = {**SUMS, "seed": seed}
     settings = {
         "model.path": start,
         "run.dir": f"{out}-run",
@@ -199,7 +216,7 @@ def sft(start: Path, out: Path, steps: int, seed: int, **more: Any) -> float:
         "sft.batch": BATCH,
         "sft.warmup_steps": 10,
         "layout.tp": 1,
-        **{f"data.arithmetic.{name}": value for name, value in sums.items()},
+        **of_sums(seed),
         **{f"sft.{name}": value for name, value in more.items()},
     }
     if not out.exists():

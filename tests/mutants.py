@@ -1883,6 +1883,24 @@ MUTANTS = [
         "compress/test_scores.py -k left_out",
     ),
     Mutant(
+        "compress/over random halves no layer is present",
+        "np.where(gone, costs[:, None], -costs[:, None])",
+        "np.where(gone, costs[:, None], 0.0)",
+        "compress/test_scores.py -k random_halves",
+    ),
+    Mutant(
+        "compress/an engine is sent the layers that are absent",
+        "weight.zero_()",
+        "pass",
+        "compress/test_asking.py",
+    ),
+    Mutant(
+        "compress/layers that were absent once stay so",
+        "weight.copy_(before)",
+        "pass",
+        "compress/test_asking.py",
+    ),
+    Mutant(
         "compress/what was removed before is there again",
         "gone = [*removed, layer]",
         "gone = [layer]",

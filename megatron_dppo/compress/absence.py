@@ -14,7 +14,6 @@ from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.passes import Passes, Sums
 
 Part = Literal["block", "attention"]
-Distance = Literal["loss", "logits"]
 
 
 @contextmanager
@@ -128,24 +127,24 @@ def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
     return float(torch.nn.functional.cross_entropy(logits, tokens, reduction="sum"))
 
 
-def leave_one_out(
-    model: Any, batches: Sequence[Batch], distance: Distance, passes: Passes | None = None
+def mean_costs(
+    model: Any,
+    batches: Sequence[Batch],
+    measure: Literal["loss", "logits"],
+    absent: Sequence[Collection[int]],
+    passes: Passes | None = None,
 ) -> list[float]:
-    """E[m | block l absent] − E[m | all present] for each block l, the first term of its Shapley value (2407.16286).
-
-    m is the mean loss of response tokens, or the mean over their places of ‖logits − logits of the whole policy‖₂.
-    """
-    layers = len(model.model.layers)
-    sums: Sums = {"apart": torch.zeros(layers, dtype=torch.float64)}
-    times = 1 + layers  # that a sequence is read
+    """Of the policy without these blocks, for each such set: the mean loss of response tokens, in nats, or the mean
+    over their places of ‖logits − logits of the whole policy‖₂."""
+    sums: Sums = {"costs": torch.zeros(len(absent), dtype=torch.float64)}
+    times = len(absent) + (measure == "logits" and () not in absent)  # that a sequence is read
     for batch in (passes or Passes()).over(batches, sums, sequences=times * count_sequences(batches)):
-        whole, tokens = response_logits(model, batch)
-        present = _loss(whole, tokens)
-        for block in range(layers):
-            with without(model, blocks=[block]):
-                absent, _ = response_logits(model, batch)
-            if distance == "loss":
-                sums["apart"][block] += _loss(absent, tokens) - present
-            else:
-                sums["apart"][block] += float((absent - whole).norm(dim=-1).sum())
-    return (sums["apart"] / _response_tokens(batches)).tolist()
+        whole = response_logits(model, batch)[0] if measure == "logits" else None
+        for number, blocks in enumerate(absent):
+            if whole is not None and not blocks:
+                continue  # the whole policy is not apart from itself
+            with without(model, blocks=blocks):
+                logits, tokens = response_logits(model, batch)
+            cost = _loss(logits, tokens) if whole is None else float((logits - whole).norm(dim=-1).sum())
+            sums["costs"][number] += cost
+    return (sums["costs"] / _response_tokens(batches)).tolist()

@@ -31,6 +31,8 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     add_calibration_arguments(parser)
     refit = "let the down projection before layers that go stand in for them, by least squares (--method depth)"
     parser.add_argument("--refit", action="store_true", help=refit)
+    config = "with which --score shapley-reward has answers made and scored: a YAML file, and settings that override it"
+    parser.add_argument("--config", metavar="CONFIG a.b=c", nargs="+", help=config)
     verify = "load what was written, and compare its logits with those of MODEL without the parts that are gone"
     parser.add_argument("--verify", action="store_true", help=verify)
     dry_run = "check everything, print what would be written, and stop"
@@ -44,7 +46,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     again = "folder for policies and figures; run again, it goes on from what is there"
     parser.add_argument("out", metavar="OUT", type=Path, help=again)
     parser.add_argument("--keep", metavar="SHARE", type=float, nargs="+", required=True, help=f"{SHARE}: each of these")
-    methods = "or METHOD:SCORE, see `megatron-dppo compress --help` (default: width depth)"
+    methods = "or METHOD:SCORE or METHOD:SCORE:refit, see `megatron-dppo compress --help` (default: width depth)"
     parser.add_argument("--methods", metavar="METHOD", nargs="+", default=["width", "depth"], help=methods)
     add_calibration_arguments(parser)
     config = "with which policies are asked and recovered: a YAML file, and settings that override what it says"
@@ -67,10 +69,12 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
     count = "sequences to score on; as many others measure the loss (default: %(default)s)"
     parser.add_argument("--sequences", metavar="N", type=positive(int), default=256, help=count)
     longest = "of a sequence; the end of longer ones is left out (default: %(default)s)"
+    pairs = "measure Shapley values on N pairs of random halves of the layers (default: leave out one layer at a time)"
+    parser.add_argument("--subnetworks", metavar="N", type=positive(int), help=pairs)
     parser.add_argument("--max-tokens", metavar="N", type=positive(int), default=2048, help=longest)
     multiple = (
         f"units and channels left are a multiple of N (default: {MULTIPLES['width']}; give 128 x layout.tp), experts "
-        f"a multiple of N (default: {MULTIPLES['experts']}; give layout.ep)"
+        f"(default: {MULTIPLES['experts']}; give layout.ep), groups of heads (default: 1; give layout.tp)"
     )
     parser.add_argument("--multiple", metavar="N", type=positive(int), help=multiple)
     zeros = "write attention that 2ssp removes as zeros, which keep their size: config.json cannot say that it is gone"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from megatron_dppo.compress.cut import Cut, attentions_to_remove, check_cut, highest, sizes
-from megatron_dppo.compress.reader import Reader, remove_greedily
+from megatron_dppo.compress.reader import Measure, Reader, remove_greedily
+from megatron_dppo.compress.shapley import passes_of, shapley_values
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
@@ -19,6 +20,7 @@ SCORES = {
     "depth": (
         "shapley-loss",
         "shapley-logits",
+        "shapley-reward",
         "greedy",
         "influence",
         "last-token",
@@ -33,6 +35,9 @@ SCORES = {
     "minitron": ("activation", "random"),
 }
 """By method; the first is its default."""
+MEASURES: Mapping[str, Measure] = {f"shapley-{measure}": measure for measure in get_args(Measure)}
+BY_REWARD = "shapley-reward"
+"""The score for which the policy answers prompts, in the place of reading sequences."""
 NO_CALIBRATION = ("magnitude", "random")
 """Scores that ask nothing of the policy."""
 
@@ -51,6 +56,8 @@ class Recipe:
     zero_attention: bool = False
     """Whether attention that 2SSP removes may be written as zeros."""
     seed: int = 1
+    subnetworks: int | None = None
+    """Pairs of random subnetworks that Shapley values are means over; None: layers are left out one at a time."""
     refit: bool = False
     """Whether down projections are fitted anew to stand in for layers that go."""
 
@@ -63,6 +70,9 @@ class Recipe:
         if self.score not in SCORES[self.method]:
             problem = f"is no score of --method {self.method}"
             raise UserError("--score", self.score, problem, f"Give one of {', '.join(SCORES[self.method])}")
+        if self.subnetworks is not None and self.measure is None:
+            problem = f"are what Shapley values are measured on, and --score {self.score} is none"
+            raise UserError("--subnetworks", self.subnetworks, problem, "Give a --score that begins with shapley")
         check_cut(shape, self.method, self.keep)
         if self.refit and self.method != "depth":
             problem = f"lets weights stand in for layers that go, and --method {self.method} takes none out"
@@ -84,13 +94,18 @@ class Recipe:
         """
         return sizes(shape, self.method, self.keep, self.multiple)
 
+    @property
+    def measure(self) -> Measure | None:
+        """Of Shapley values; None for other scores."""
+        return MEASURES.get(self.score)
+
     def passes(self, shape: PolicyShape) -> int:
         """How often scoring reads each sequence."""
         layers, left = shape.num_layers, self.sizes(shape)
         if self.score in NO_CALIBRATION:
             return 0
-        if self.score.startswith("shapley"):
-            return 1 + layers
+        if self.measure is not None:
+            return passes_of(self.measure, layers, self.subnetworks or 0)
         turns = layers - len(left.layers) if self.score == "greedy" else len(left.silenced)
         return sum(layers - turn for turn in range(turns)) + (self.score != "greedy")
 
@@ -148,16 +163,14 @@ def _layers(
 ) -> tuple[int, ...]:
     """The layers that stay."""
     number = shape.num_layers
+    if recipe.measure is not None:
+        return highest(shapley_values(reader, recipe.measure, recipe.subnetworks or 0, recipe.seed), left)
     match recipe.score:
         case "random":
             return highest(_random((number,), recipe.seed).tolist(), left)
         case "greedy":
             removed = remove_greedily(reader, number - left, "block", say=say)
             return tuple(sorted(set(range(number)) - set(removed)))
-        case "shapley-loss":
-            return highest(reader.leave_one_out("loss"), left)
-        case "shapley-logits":
-            return highest(reader.leave_one_out("logits"), left)
     activity = reader.activity()
     match recipe.score:
         case "in-a-row":  # those over which the residual stream turns least (2403.17887)

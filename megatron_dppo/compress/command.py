@@ -15,25 +15,21 @@ from megatron_dppo.bridge.convert import LIMITS, TOKENS, logits_dtype
 from megatron_dppo.bridge.convert_commands import naming
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.compress.absence import as_cut
-from megatron_dppo.compress.calibration import BATCH_TOKENS, batches, draw, read_sequences
-from megatron_dppo.compress.choose import NO_CALIBRATION, SCORES, Recipe
+from megatron_dppo.compress.calibration import BATCH_TOKENS, batches
+from megatron_dppo.compress.choose import BY_REWARD, SCORES
 from megatron_dppo.compress.cut import Cut
-from megatron_dppo.compress.live import Live
 from megatron_dppo.compress.passes import Passes, forget
 from megatron_dppo.compress.reader import Reader, Whole
 from megatron_dppo.compress.refit import Refit
 from megatron_dppo.compress.work import Work
-from megatron_dppo.config import Config, replace
+from megatron_dppo.config import Config, LoraConfig, replace
 from megatron_dppo.data.prompts import WorkedAnswer
-from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.launch.start import run_again
 from megatron_dppo.models.shape import PolicyShape, read_shape
-from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.process.streams import quieten
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.assemble import assemble_frozen
 
 WHOLE_ALONE = ("shapley-logits", "in-a-row")
 """Scores that need the whole policy in one process: all logits, or streams of layers that lie far apart."""
@@ -51,12 +47,15 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         UserError: for what cannot be done to this policy; ``OUT`` is as it was.
     """
     quieten()
+    _check_options(chosen)
     chosen.named, chosen.source = str(chosen.source), policy_folder(str(chosen.source), "MODEL")
-    if chosen.layout is not None:
-        return run_again(words, _config(chosen), partial(_compress_in_shards, chosen))
+    if chosen.layout is not None or chosen.config:
+        from megatron_dppo.compress.in_shards import compress_in_shards  # Megatron-Core
+
+        return run_again(words, _config(chosen), partial(compress_in_shards, chosen))
     work = Work.of(chosen)
     work.check_out()
-    scored, others = calibration(chosen, work.recipe)
+    scored, others = work.calibration()
     if chosen.dry_run:
         work.say_what_would_be_done()
         return 0
@@ -77,55 +76,51 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
-def _compress_in_shards(chosen: argparse.Namespace, config: Config) -> None:
-    """One rank's part; the leader writes. Collective.
-
-    Raises:
-        UserError: on every rank.
+def _check_options(chosen: argparse.Namespace) -> None:
     """
-    world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
-    work = world.together(lambda: Work.of(chosen))
-    world.from_leader(work.check_out)
-    scored, others = world.together(lambda: calibration(chosen, work.recipe))
-    if not scored:
-        raise UserError(
-            "--layout", chosen.layout, "shards what reads sequences, and none are given", "Give --calibrate"
-        )
-    if chosen.dry_run:
-        world.from_leader(work.say_what_would_be_done)
-    else:
-        parts = assemble_frozen(config, world, temperature=1.0)
+    Raises:
+        UserError: for options that do not go together.
+    """
+    score = _score(chosen)
+    if (score == BY_REWARD) != bool(chosen.config):
+        if chosen.config:
+            problem = f"says how answers are asked for and scored, and --score {score} asks for none"
+            raise UserError("--config", " ".join(chosen.config), problem, f"Leave it out, or give --score {BY_REWARD}")
+        problem = "has the policy answer prompts, and no settings say which, and how answers are scored"
+        raise UserError("--score", score, problem, "Give --config, the configuration of a run")
+    for option, given in (("--verify", chosen.verify), ("--refit", chosen.refit)):
+        if given and (chosen.layout is not None or chosen.config):
+            with_option = "--layout" if chosen.layout is not None else f"--score {score}"
+            problem = "loads the whole policy in one process"
+            raise UserError(option, "true", problem, f"Leave it out with {with_option}")
 
-        def reader(answers: Sequence[WorkedAnswer], passes: Passes) -> Reader:
-            return Live(parts, answers, chosen.max_tokens, passes)
 
-        depends_on = world.from_leader(lambda: work.depends_on(scored, others, config.model.dtype, world.layout))
-        cut, losses = work.score(reader, scored, others, depends_on, world)
-        world.from_leader(lambda: work.write(cut, losses, of_others=bool(others)))
-        forget(chosen.out)  # on every rank, since its sums may lie on a disk of its own machine
-    shut_down()
+def _score(chosen: argparse.Namespace) -> str:
+    return chosen.score or SCORES[chosen.method][0]
 
 
 def _config(chosen: argparse.Namespace) -> Config:
     """Settings of the ranks that score under a layout.
 
     Raises:
-        UserError: naming the option, or the setting of the layout.
+        UserError: naming the setting.
     """
-    for option, given in (("--verify", chosen.verify), ("--refit", chosen.refit)):
-        if given:
-            raise UserError(option, "true", "takes the whole policy in one process", "Leave it out with --layout")
-    config = check_in_shards(chosen.score or SCORES[chosen.method][0], chosen.layout)
+    config = check_in_shards(_score(chosen), chosen.layout, chosen.config or ())
     with naming("MODEL"):
         stored = {of.dtype for of in check_weights(chosen.source, read_shape(chosen.source)).values()}
     dtype = "bf16" if stored == {torch.bfloat16} and torch.cuda.is_available() else "fp32"
     tokens = max(BATCH_TOKENS, chosen.max_tokens) + ROUNDING
-    model = replace(config.model, path=str(chosen.source), dtype=dtype)
-    return replace(config, model=model, pack=replace(config.pack, max_tokens=tokens, share_prefixes="off"))
+    model = replace(config.model, path=str(chosen.source), dtype=dtype, checkpoint=None, lora=LoraConfig())
+    rollout = replace(config.rollout, sync=replace(config.rollout.sync, adapter=False))
+    pack = replace(config.pack, max_tokens=tokens, share_prefixes="off")
+    return replace(config, model=model, rollout=rollout, pack=pack)
 
 
-def check_in_shards(score: str, layout: str) -> Config:
+def check_in_shards(score: str, layout: str | None, config: Sequence[str] = ()) -> Config:
     """Settings with a layout, as ``--layout`` has it.
+
+    Args:
+        config: a file, and settings that override what it says; none: the defaults.
 
     Raises:
         UserError: naming ``--score``, if that is not known under a layout, or the setting.
@@ -133,31 +128,8 @@ def check_in_shards(score: str, layout: str) -> Config:
     if score in WHOLE_ALONE:
         remedy = "Give another --score, or leave --layout out"
         raise UserError("--score", score, "compares what no rank has all of under a layout", remedy)
-    return load_config(None, [f"layout.{setting}" for setting in layout.split(",")])
-
-
-def calibration(chosen: argparse.Namespace, recipe: Recipe) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:
-    """Sequences to score on, and others to measure the loss on; either may be empty."""
-    if chosen.calibrate is None:
-        if recipe.score not in NO_CALIBRATION or recipe.refit:
-            asks = "--refit is fitted" if recipe.refit else f"--score {recipe.score} is measured"
-            problem = f"{asks} on prompts with responses"
-            remedy = "Give the --out folder of `megatron-dppo eval`, or a file"
-            raise UserError("--calibrate", "(not given)", problem, remedy)
-        return [], []
-    with naming("MODEL"):
-        tokenizer = load_tokenizer(chosen.source)
-    columns = {"prompt_key": chosen.prompt_key, "response_key": chosen.response_key}
-    answers = read_sequences(chosen.calibrate, tokenizer, chat_template=chosen.chat_template, **columns)
-    scored, others = draw(answers, chosen.sequences, chosen.seed)
-
-    def reaches_a_response(answer: WorkedAnswer) -> bool:
-        return len(answer.prompt_ids) < chosen.max_tokens and len(answer.response_ids) > 0
-
-    if not any(map(reaches_a_response, scored)):
-        problem = "cuts every sequence off within its prompt"
-        raise UserError("--max-tokens", chosen.max_tokens, problem, "Raise it")
-    return scored, others if any(map(reaches_a_response, others)) else []
+    of_layout = [f"layout.{setting}" for setting in layout.split(",")] if layout else []
+    return load_config(config[0] if config else None, [*config[1:], *of_layout])
 
 
 def device() -> torch.device:

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megatron_dppo.compress.absence import Distance, narrowed
+from megatron_dppo.compress.absence import narrowed
 from megatron_dppo.compress.activity import Activity
+from megatron_dppo.compress.asking import Asking
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.passes import Passes, Sums
-from megatron_dppo.compress.reader import stacked
+from megatron_dppo.compress.reader import Measure, stacked
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Policy
@@ -68,9 +69,10 @@ class Live:
         answers: Sequence[WorkedAnswer],
         max_tokens: int,
         passes: Passes | None = None,
+        asking: Asking | None = None,
     ) -> None:
         self.shape: PolicyShape = parts.shape
-        self._policy, self._world = parts.actor, parts.world
+        self._policy, self._world, self._asking = parts.actor, parts.world, asking
         samples = [_sample(answer, max_tokens) for answer in answers]
         made = parts.pack(samples, replicas=parts.world.dp)
         lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
@@ -107,15 +109,18 @@ class Live:
         total, count = torch.stack(world.gather(mine["logprobs"])).sum(0).tolist()
         return -float(total / count)
 
-    def leave_one_out(self, distance: Distance) -> list[float]:
-        if distance != "loss":
+    def costs(self, measure: Measure, absent: Sequence[Collection[int]]) -> list[float]:
+        if measure == "logits":
             problem = "compares all logits, which no rank has under a layout"
             raise UserError("--score", "shapley-logits", problem, "Give shapley-loss, or no --layout")
-        present, absent = self.loss(), []
-        for layer in range(self.shape.num_layers):
-            with self.without(blocks=[layer]):
-                absent.append(self.loss() - present)
-        return absent
+        if measure == "reward":
+            assert self._asking is not None
+            return [-self._asking.reward(blocks, self._passes) for blocks in absent]
+        costs = []
+        for blocks in absent:
+            with self.without(blocks=blocks):
+                costs.append(self.loss())
+        return costs
 
     @contextmanager
     def without(self, *, blocks: Collection[int] = (), attention: Collection[int] = ()) -> Iterator[None]:

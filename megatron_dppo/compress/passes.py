@@ -124,7 +124,7 @@ class Passes:
             slot, kept = found[max(common)]
             self._finished, self._under_way = kept["finished"], (kept["place"][1], kept["sums"])
             self._slot, self.read = 1 - slot, kept["read"]
-            self._say(f"{self._folder}: goes on from the sums of {self.read:,} sequences read")
+            self._say(f"{self._folder}: goes on from the sums of {self.read:,} sequences")
         elif differ := set.union(*others):
             self._say(f"{self._folder}: has sums of another {', '.join(sorted(differ))}, which are not used")
         elif any(torn):
@@ -173,7 +173,7 @@ def scoring(out: Path, asked: Mapping[str, Any], sequences: int, ranks: Ranks | 
     """
     passes = Passes(folder_beside(out), asked, ranks)
     shown = sequences > 0 and (ranks is None or ranks.rank == 0)
-    with progress("sequences read", sequences, done=passes.read, shown=shown) as advance:
+    with progress("sequences", sequences, done=passes.read, shown=shown) as advance:
         passes.advance = advance
         yield passes
 

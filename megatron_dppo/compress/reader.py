@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
-from megatron_dppo.compress.absence import Distance, Part, as_cut, leave_one_out, mean_loss, without
+from megatron_dppo.compress.absence import Part, as_cut, mean_costs, mean_loss, without
 from megatron_dppo.compress.activity import Activity, measure_activity
 from megatron_dppo.compress.calibration import Batch
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.passes import Passes
 from megatron_dppo.models.shape import PolicyShape
+
+Measure = Literal["loss", "logits", "reward"]
+"""What the absence of layers is measured by."""
 
 
 class Reader(Protocol):
@@ -34,7 +37,10 @@ class Reader(Protocol):
         """Mean negative log-likelihood of response tokens."""
         ...
 
-    def leave_one_out(self, distance: Distance) -> list[float]: ...
+    def costs(self, measure: Measure, absent: Sequence[Collection[int]]) -> list[float]:
+        """Of the policy without these blocks, for each such set: its mean loss, the mean ‖logits − logits of the whole
+        policy‖₂ over places before response tokens, or the mean reward of its own answers, negated."""
+        ...
 
     def without(
         self, *, blocks: Collection[int] = (), attention: Collection[int] = ()
@@ -65,8 +71,9 @@ class Whole:
     def loss(self) -> float:
         return mean_loss(self.model, self.batches, self.passes)
 
-    def leave_one_out(self, distance: Distance) -> list[float]:
-        return leave_one_out(self.model, self.batches, distance, self.passes)
+    def costs(self, measure: Measure, absent: Sequence[Collection[int]]) -> list[float]:
+        assert measure != "reward"  # the command has ranks answer, for which there are engines
+        return mean_costs(self.model, self.batches, measure, absent, self.passes)
 
     def without(self, *, blocks: Collection[int] = (), attention: Collection[int] = ()) -> AbstractContextManager[None]:
         return without(self.model, blocks=blocks, attention=attention)

@@ -32,7 +32,7 @@ from megatron_dppo.bridge.convert_commands import naming
 from megatron_dppo.bridge.safetensors_files import stored_tensors
 from megatron_dppo.compress.arguments import as_words, options_of_both
 from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
-from megatron_dppo.compress.choose import SCORES, Recipe
+from megatron_dppo.compress.choose import BY_REWARD, SCORES, Recipe
 from megatron_dppo.compress.command import check_in_shards, compress, device, load_whole
 from megatron_dppo.compress.passes import forget
 from megatron_dppo.compress.surgery import RECORD
@@ -51,8 +51,8 @@ from megatron_dppo.trainer.resume import changes, flat
 FILE = "sweep.json"
 PROMPTS, NEW_TOKENS, ROUNDS = 16, 64, 3
 """Of a measurement of speed."""
-SAME = ("calibrate", "prompt_key", "response_key", "chat_template", "sequences", "max_tokens", "multiple", "seed")
-"""Options that every row of a sweep has in common, besides the policy and CONFIG."""
+MAY_CHANGE = ("layout", "workers", "zero_attention")
+"""Of ``options_of_both``. All others are the same for every row of a sweep, as are the policy and CONFIG."""
 
 Row = dict[str, Any]
 
@@ -87,7 +87,7 @@ def sweep(chosen: Namespace) -> None:
     answers = read_sequences(chosen.calibrate, tokenizer, chat_template=chosen.chat_template, **columns)
     asked = {
         "model": named,
-        **{name: _plain(getattr(chosen, name)) for name in SAME},
+        **{name: _plain(value) for name, value in options_of_both(chosen).items() if name not in MAY_CHANGE},
         "settings": flat(load_config(chosen.config[0], chosen.config[1:])) if chosen.config else None,
         "content of --calibrate": digest_of_answers(answers),
         "content of MODEL": _digest_of_model(source),
@@ -105,18 +105,27 @@ def _recipe(word: str, keep: float, chosen: Namespace, shape: PolicyShape) -> Re
     Raises:
         UserError: for what ``compress`` refuses, by the options of a sweep.
     """
-    method, _, score = word.partition(":")
+    method, score, refit, *more = [*word.split(":"), "", ""]
+    if refit not in ("", "refit") or any(more):
+        raise UserError("--methods", word, "is not METHOD:SCORE:refit", "Leave out what is behind METHOD:SCORE")
     if method not in SCORES:
         raise UserError("--methods", word, "is no method", f"Give of {', '.join(SCORES)}")
-    rest = {name: getattr(chosen, name) for name in ("multiple", "zero_attention", "seed")}
-    recipe = Recipe(method, score or SCORES[method][0], keep, **rest)
+    rest = {name: getattr(chosen, name) for name in ("multiple", "zero_attention", "seed", "subnetworks")}
+    if score == BY_REWARD and not chosen.config:
+        problem = "has the policy answer prompts, and no settings say which, and how answers are scored"
+        raise UserError("--methods", word, problem, "Give --config")
+    recipe = Recipe(method, score or SCORES[method][0], keep, refit=bool(refit), **rest)
     try:
         recipe.check(shape)
         recipe.sizes(shape)
+        if recipe.refit and (chosen.layout is not None or score == BY_REWARD):
+            raise UserError("--refit", "true", "loads the whole policy in one process", "Leave :refit out")
         if chosen.layout is not None:
             check_in_shards(recipe.score, chosen.layout)
     except UserError as error:
-        named = ("--methods", word) if error.setting in ("--method", "--score") else (error.setting, error.value)
+        named = (
+            ("--methods", word) if error.setting in ("--method", "--score", "--refit") else (error.setting, error.value)
+        )
         texts = [re.sub("--(method|score)", "--methods", str(text)) for text in (error.problem, error.remedy)]
         raise UserError(*named, *texts) from error
     return recipe
@@ -172,7 +181,7 @@ class _Sweep:
 
     def measure(self, recipe: Recipe) -> None:
         """All that is known of one smaller policy; what is there is not measured again."""
-        name = f"{recipe.method}-{recipe.score}-{recipe.keep:g}"
+        name = f"{recipe.method}-{recipe.score}-{recipe.keep:g}" + "-refit" * recipe.refit
         folder = self.chosen.out / name
         row: Row = next((row for row in self.record["rows"] if row["name"] == name), {"name": name})
         if len(row) == 1:
@@ -199,13 +208,16 @@ class _Sweep:
         self.write()
 
     def _compress(self, recipe: Recipe, out: Path) -> None:
-        kept = {"method": recipe.method, "score": recipe.score, "keep": recipe.keep}
+        kept = {"method": recipe.method, "score": recipe.score, "keep": recipe.keep, "refit": recipe.refit}
         options = options_of_both(self.chosen) | kept
-        if self.chosen.layout is not None:  # ranks of their own, which leave nothing behind in this process
-            self._run("--layout", self.chosen.layout, "compress", self.source, out, *as_words(options))
+        by_reward = recipe.score == BY_REWARD
+        if self.chosen.layout is not None or by_reward:  # ranks of their own leave nothing behind in this process
+            config = ["--config", *self.chosen.config] if by_reward else []
+            option = ("--config", " ".join(self.chosen.config)) if by_reward else ("--layout", self.chosen.layout)
+            self._run(*option, "compress", self.source, out, *as_words(options), *config)
             return
-        rest = {"source": self.source, "out": out, "verify": False, "dry_run": False, "overwrite": False}
-        compress(Namespace(**options, **rest), [])
+        rest = dict.fromkeys(("verify", "dry_run", "overwrite", "config"))
+        compress(Namespace(**options, **rest, source=self.source, out=out), [])
         _free()
 
     def _recover(self, row: Row, folder: Path) -> None:

@@ -20,14 +20,16 @@ from megatron_dppo.bridge.fingerprint import fingerprint
 from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, plan_files
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.bridge.safetensors_files import check_weights, stored_tensors
-from megatron_dppo.compress.calibration import digest_of_answers
-from megatron_dppo.compress.choose import SCORES, Recipe, choose
+from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
+from megatron_dppo.compress.choose import BY_REWARD, NO_CALIBRATION, SCORES, Recipe, choose
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.passes import Passes, Ranks, scoring
 from megatron_dppo.compress.reader import Reader
 from megatron_dppo.compress.refit import Refit
 from megatron_dppo.compress.surgery import write_cut
 from megatron_dppo.data.prompts import WorkedAnswer
+from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.progress import progress
 
@@ -54,7 +56,8 @@ class Work:
             shape = read_shape(chosen.source)
             stored = check_weights(chosen.source, shape)
         names = {
-            name: getattr(chosen, name) for name in ("method", "keep", "multiple", "zero_attention", "seed", "refit")
+            name: getattr(chosen, name)
+            for name in ("method", "keep", "multiple", "zero_attention", "seed", "subnetworks", "refit")
         }
         recipe = Recipe(score=chosen.score or SCORES[chosen.method][0], **names)
         recipe.check(shape)
@@ -73,6 +76,30 @@ class Work:
         if self.recipe.refit:
             print("the down projection before each run of layers that go is fitted to stand in for them")
         print(f"{self.chosen.out}: {size}; nothing has been written")
+
+    def calibration(self) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:
+        """Sequences to score on, and others to measure the loss on; either may be empty."""
+        chosen, score = self.chosen, self.recipe.score
+        if chosen.calibrate is None:
+            if self.recipe.refit or score not in (*NO_CALIBRATION, BY_REWARD):
+                asks = "--refit is fitted" if self.recipe.refit else f"--score {score} is measured"
+                problem = f"{asks} on prompts with responses"
+                remedy = "Give the --out folder of `megatron-dppo eval`, or a file"
+                raise UserError("--calibrate", "(not given)", problem, remedy)
+            return [], []
+        with naming("MODEL"):
+            tokenizer = load_tokenizer(chosen.source)
+        columns = {"prompt_key": chosen.prompt_key, "response_key": chosen.response_key}
+        answers = read_sequences(chosen.calibrate, tokenizer, chat_template=chosen.chat_template, **columns)
+        scored, others = draw(answers, chosen.sequences, chosen.seed)
+
+        def reaches_a_response(answer: WorkedAnswer) -> bool:
+            return len(answer.prompt_ids) < chosen.max_tokens and len(answer.response_ids) > 0
+
+        if not any(map(reaches_a_response, scored)):
+            problem = "cuts every sequence off within its prompt"
+            raise UserError("--max-tokens", chosen.max_tokens, problem, "Raise it")
+        return scored, others if any(map(reaches_a_response, others)) else []
 
     def depends_on(
         self, scored: Sequence[WorkedAnswer], others: Sequence[WorkedAnswer], dtype: Any, layout: Any = None
@@ -101,6 +128,7 @@ class Work:
         others: Sequence[WorkedAnswer],
         depends_on: Mapping[str, Any],
         ranks: Ranks | None = None,
+        asked: int | None = None,
         refit: Refit | None = None,
     ) -> tuple[Cut, dict[str, float]]:
         """What is kept, and the losses before and after, if there are sequences. Collective.
@@ -109,10 +137,11 @@ class Work:
             reader: makes what reads some of the sequences.
             others: that the losses are of, if there are any.
             depends_on: see there; the same on every rank.
+            asked: prompts that are answered in the place of sequences that are read; None: none are.
             refit: is fitted to what is kept. There is a third loss then, that without it.
         """
         losses = 3 if refit else 2
-        read = self.recipe.passes(self.shape) * len(scored) + losses * len(others or scored)
+        read = self.recipe.passes(self.shape) * (asked or len(scored)) + losses * len(others or scored)
 
         def say(text: str) -> None:
             if ranks is None or ranks.rank == 0:

@@ -99,19 +99,19 @@ def test_another_family_becomes_smaller_too(calibration: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("method", "keep", "left"),
+    ("method", "keep", "multiple", "left"),
     [
-        ("depth", "0.5", {"num_layers": 1}),
-        ("heads", "0.95", {"kv_heads": 3, "heads": 6}),
-        ("experts", "0.7", {"experts": 4}),
-        ("hidden", "0.65", {"hidden": 16}),
+        ("depth", "0.5", "1", {"num_layers": 1}),
+        ("heads", "0.95", "1", {"kv_heads": 3, "heads": 6}),
+        ("experts", "0.7", "4", {"experts": 4}),
+        ("hidden", "0.65", "4", {"hidden": 16}),
     ],
 )
 def test_a_mixture_of_experts_becomes_smaller_too(
-    mixture: Path, calibration: Path, tmp_path: Path, method: str, keep: str, left: dict[str, int]
+    mixture: Path, calibration: Path, tmp_path: Path, method: str, keep: str, multiple: str, left: dict[str, int]
 ) -> None:
     """``--verify`` compares logits with those of the larger policy, whose routers choose of fewer experts."""
-    compressed(mixture, tmp_path / "out", calibration, "--method", method, "--keep", keep, "--multiple", "4")
+    compressed(mixture, tmp_path / "out", calibration, "--method", method, "--keep", keep, "--multiple", multiple)
     assert read_shape(tmp_path / "out") == replace(read_shape(mixture), **left)
     load(tmp_path / "out")
 
@@ -164,16 +164,20 @@ def test_a_dry_run_and_a_refusal_write_nothing(
     assert not (tmp_path / "out").exists() and list(tmp_path.iterdir()) == []
 
 
-def test_what_a_layout_cannot_do_is_refused(
+def test_what_ranks_cannot_do_is_refused(
     policy: Path, calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["compress", str(policy), str(tmp_path / "out"), "--calibrate", str(calibration), "--keep", "0.75"]
+    by_reward = ["--method", "depth", "--score", "shapley-reward"]
     for words, named in (
-        (["--verify"], "--verify"),
-        (["--method", "depth", "--refit"], "--refit"),
-        (["--method", "depth", "--score", "in-a-row"], "--score"),
+        (["--layout", "tp=2", "--verify"], "--verify"),
+        (["--layout", "tp=2", "--method", "depth", "--refit"], "--refit"),
+        (["--layout", "tp=2", "--method", "depth", "--score", "in-a-row"], "--score"),
         (["--layout", "tq=2"], "layout.tq"),
+        (by_reward, "--score"),
+        (["--config", "configs/quickstart.yaml"], "--config"),
+        ([*by_reward, "--config", "configs/quickstart.yaml", "--verify"], "--verify"),
     ):
-        assert main([*command, "--layout", "tp=2", *words]) == 2
-        assert named in capsys.readouterr().err
+        assert main([*command, *words]) == 2
+        assert f"error: {named} = " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

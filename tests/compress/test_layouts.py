@@ -11,10 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_dppo.compress.asking import writing_nothing
 from megatron_dppo.compress.calibration import batches
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.live import Live
 from megatron_dppo.compress.reader import Reader, Whole
+from megatron_dppo.compress.shapley import shapley_values
 from megatron_dppo.config import Config, LayoutConfig, ModelConfig, PackConfig
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.errors import UserError
@@ -52,7 +54,7 @@ def found_by(reader: Reader) -> dict[str, Any]:
     activity = reader.activity()
     found = {field.name: getattr(activity, field.name) for field in fields(activity)}
     found["cosines"] = activity.cosines.diagonal(1)
-    found |= {"loss": reader.loss(), "shapley": reader.leave_one_out("loss")}
+    found |= {"loss": reader.loss(), "shapley": shapley_values(reader, "loss", 0, seed=1)}
     with reader.without(attention=[0, reader.shape.num_layers - 1]):
         found["without attention"] = reader.loss()
     if dense:
@@ -67,9 +69,14 @@ def found_by(reader: Reader) -> dict[str, Any]:
 def in_shards(rank: int, size: int, path: Path, layout: LayoutConfig, answers: list[WorkedAnswer]) -> dict[str, Any]:
     config = Config(model=ModelConfig(path=str(path)), layout=layout, pack=PackConfig(max_tokens=32))
     world = initialize(layout, seed=1, timeout_s=60.0)
-    live = Live(assemble_frozen(config, world, temperature=1.0), answers, MOST)
+    parts = assemble_frozen(config, world, temperature=1.0)
+    live = Live(parts, answers, MOST)
     with pytest.raises(UserError, match="shapley-logits"):
-        live.leave_one_out("logits")
+        live.costs("logits", [()])
+    with live.without(blocks=[0]):
+        absent = live.loss()
+    with writing_nothing(parts.actor, [0]):
+        assert live.loss() == pytest.approx(absent, rel=1e-6), "engines are told of absence by zeros"
     return found_by(live)
 
 

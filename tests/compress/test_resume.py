@@ -25,6 +25,7 @@ from megatron_dppo.compress.activity import measure_activity
 from megatron_dppo.compress.calibration import Batch, batches, count_sequences
 from megatron_dppo.compress.passes import Passes
 from megatron_dppo.compress.reader import Reader, Whole, remove_greedily
+from megatron_dppo.compress.shapley import shapley_values
 from megatron_dppo.config import Config, LayoutConfig, ModelConfig, PackConfig
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.models.shape import read_shape
@@ -73,11 +74,11 @@ def sequences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def all_of(reader: Reader, distances: Sequence[Any] = ("loss", "logits")) -> dict[str, Any]:
+def all_of(reader: Reader, measures: Sequence[Any] = ("loss", "logits")) -> dict[str, Any]:
     """All that scores are made of."""
     activity = reader.activity()
     found = {field.name: getattr(activity, field.name).tolist() for field in fields(activity)}
-    found |= {distance: reader.leave_one_out(distance) for distance in distances}
+    found |= {measure: shapley_values(reader, measure, 0, seed=1) for measure in measures}
     said: list[str] = []
     removed = remove_greedily(reader, 2, "block", say=said.append)
     return found | {"greedy": removed, "said": said, "loss": reader.loss()}
@@ -199,8 +200,8 @@ def test_ranks_go_on_together_where_one_has_written_less(
 def of_command(capfd: pytest.CaptureFixture[str]) -> tuple[int, int]:
     """Sequences that were read before, and by this command."""
     said = capfd.readouterr().err
-    before = re.search(r"goes on from the sums of ([\d,]+) sequences read", said)
-    (read,) = re.findall(r"^sequences read: ([\d,]+) in", said, re.MULTILINE)
+    before = re.search(r"goes on from the sums of ([\d,]+) sequences", said)
+    (read,) = re.findall(r"^sequences: ([\d,]+) in", said, re.MULTILINE)
     return (int(before[1]) if before else 0), int(read)
 
 
@@ -243,7 +244,7 @@ def test_a_command_that_was_killed_goes_on(
     weights.write_bytes(weights.read_bytes())  # which may be others
     assert main(command(ours, tmp_path / "other", sequences, words)) == 0
     said = capfd.readouterr().err
-    assert "has sums of another MODEL, which are not used" in said and f"sequences read: {all_read} in" in said
+    assert "has sums of another MODEL, which are not used" in said and f"\nsequences: {all_read} in" in said
 
 
 def test_ranks_that_were_killed_go_on_to_what_one_process_writes(

@@ -11,11 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.compress.absence import leave_one_out, mean_loss, without
+from megatron_dppo.compress.absence import mean_loss, without
 from megatron_dppo.compress.activity import measure_activity
 from megatron_dppo.compress.calibration import Batch
-from megatron_dppo.compress.choose import SCORES, Recipe, choose
-from megatron_dppo.compress.reader import Whole, remove_greedily
+from megatron_dppo.compress.choose import BY_REWARD, SCORES, Recipe, choose
+from megatron_dppo.compress.passes import Passes
+from megatron_dppo.compress.reader import Measure, Whole, remove_greedily
+from megatron_dppo.compress.shapley import halves, passes_of, shapley_values
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.models.shape import read_shape
 
@@ -39,12 +41,20 @@ def whole(model: Any, policy: Path, read: list[Batch]) -> Whole:
     return Whole(model, read_shape(policy), read)
 
 
-def shortened(model: Any, layer: int) -> Any:
-    """A copy that lacks a layer."""
+def shortened(model: Any, *layers: int) -> Any:
+    """A copy that lacks layers."""
     short = copy.deepcopy(model)
-    del short.model.layers[layer]
-    short.config.num_hidden_layers -= 1
+    kept = [layer for number, layer in enumerate(short.model.layers) if number not in layers]
+    short.model.layers, short.config.num_hidden_layers = torch.nn.ModuleList(kept), len(kept)
+    short.config.layer_types = short.config.layer_types[: len(kept)]
     return short
+
+
+def written_out_distance(model: Any, short: Any, answers: list[WorkedAnswer]) -> float:
+    apart = [
+        (short(ids(a), use_cache=False).logits - model(ids(a)).logits)[0, len(a.prompt_ids) - 1 : -1] for a in answers
+    ]
+    return float(torch.cat(apart).norm(dim=1).mean())
 
 
 @torch.no_grad()
@@ -119,20 +129,48 @@ def test_an_expert_has_the_weights_that_the_router_gives_it(
 
 @torch.no_grad()
 def test_a_left_out_layer_costs_what_the_shortened_model_loses(
-    model: Any, answers: list[WorkedAnswer], read: list[Batch]
+    model: Any, policy: Path, answers: list[WorkedAnswer], read: list[Batch]
 ) -> None:
     present = written_out_loss(model, answers)
     assert mean_loss(model, read) == pytest.approx(present, rel=1e-9)
-    short = [shortened(model, layer) for layer in range(4)]
+    short, reader = [shortened(model, layer) for layer in range(4)], whole(model, policy, read)
     expected = [written_out_loss(each, answers) - present for each in short]
-    assert leave_one_out(model, read, "loss") == pytest.approx(expected, rel=1e-7)
-    for layer, value in enumerate(leave_one_out(model, read, "logits")):
-        apart = [
-            (short[layer](ids(a), use_cache=False).logits - model(ids(a)).logits)[0, len(a.prompt_ids) - 1 : -1]
-            for a in answers
-        ]
-        assert value == pytest.approx(float(torch.cat(apart).norm(dim=1).mean()), rel=1e-9)
+    assert shapley_values(reader, "loss", 0, seed=1) == pytest.approx(expected, rel=1e-7)
+    expected = [written_out_distance(model, each, answers) for each in short]
+    assert shapley_values(reader, "logits", 0, seed=1) == pytest.approx(expected, rel=1e-9)
     assert mean_loss(model, read) == pytest.approx(present, rel=1e-12), "the policy is as it was"
+
+
+@pytest.mark.parametrize("measure", ["loss", "logits"])
+@torch.no_grad()
+def test_over_random_halves_a_layer_is_worth_the_difference_of_two_means(
+    model: Any, policy: Path, answers: list[WorkedAnswer], read: list[Batch], measure: Measure
+) -> None:
+    """E[m | absent] − E[m | present], of models that were shortened one by one."""
+    absent = halves(4, 3, seed=5)
+    short = [shortened(model, *layers) for layers in absent]
+    if measure == "loss":
+        costs = [written_out_loss(each, answers) for each in short]
+    else:
+        costs = [written_out_distance(model, each, answers) for each in short]
+    expected = []
+    for layer in range(4):
+        without_it = [cost for cost, layers in zip(costs, absent, strict=True) if layer in layers]
+        with_it = [cost for cost, layers in zip(costs, absent, strict=True) if layer not in layers]
+        expected.append(np.mean(without_it) - np.mean(with_it))
+    passes = Passes()
+    reader = Whole(model, read_shape(policy), read, passes)
+    assert shapley_values(reader, measure, 3, seed=5) == pytest.approx(expected, rel=1e-9)
+    assert passes.read == passes_of(measure, 4, 3) * len(answers), "the progress counts what is read"
+
+
+@pytest.mark.parametrize("layers", [4, 7])
+def test_each_pair_of_halves_lacks_every_layer_once(layers: int) -> None:
+    found = halves(layers, 20, seed=1)
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert sorted([*one, *other]) == list(range(layers))
+        assert len(one) == layers // 2
+    assert len(set(found)) > 5 and found == halves(layers, 20, seed=1) != halves(layers, 20, seed=2)
 
 
 @torch.no_grad()
@@ -208,14 +246,26 @@ def test_a_useless_expert_is_found(mixture: Path, read: list[Batch], score: str)
     assert without_it == pytest.approx(reader.loss(), rel=1e-6), "no token goes to it"
 
 
-@pytest.mark.parametrize("score", [score for score in SCORES["depth"] if score != "random"])
+def make_useless(model: Any, layer: int, others: float = 1.0) -> None:
+    """Let a layer write next to nothing to the residual stream, and the others so much of what they wrote."""
+    for number, each in enumerate(model.model.layers):
+        for module in (each.self_attn.o_proj, each.mlp.down_proj):
+            module.weight *= 1e-6 if number == layer else others
+
+
+@pytest.mark.parametrize("score", [score for score in SCORES["depth"] if score not in ("random", BY_REWARD)])
 @torch.no_grad()
 def test_a_useless_layer_is_found(model: Any, policy: Path, read: list[Batch], score: str) -> None:
-    layer = model.model.layers[1]
-    for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
-        module.weight *= 1e-6
+    make_useless(model, 1)
     cut = choose(whole(model, policy, read), read_shape(policy), Recipe("depth", score, 0.75), say=str)
     assert cut.layers == (0, 2, 3)
+
+
+@torch.no_grad()
+def test_a_useless_layer_is_found_over_random_halves(model: Any, policy: Path, read: list[Batch]) -> None:
+    make_useless(model, 1, others=0.1)  # without two layers that do much, an untrained policy's logits are chance
+    recipe = Recipe("depth", "shapley-logits", 0.75, subnetworks=12)
+    assert choose(whole(model, policy, read), read_shape(policy), recipe, say=str).layers == (0, 2, 3)
 
 
 def test_2ssp_by_chance_takes_as_much_from_anywhere(model: Any, policy: Path, read: list[Batch]) -> None:

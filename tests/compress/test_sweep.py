@@ -144,6 +144,9 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         ("2ssp", "0.6", "or --methods width or depth"),
         ("zig", "0.75", "Give of 2ssp"),
         ("depth:in-a-row", "0.75", "Give another --methods, or leave --layout out"),
+        ("depth::refit", "0.75", "Leave :refit out"),
+        ("width::refit", "0.75", "or give --methods depth"),
+        ("depth:greedy:redone", "0.75", "Leave out what is behind METHOD:SCORE"),
     ],
 )
 def test_a_sweep_s_errors_name_its_own_options(
@@ -162,10 +165,11 @@ def test_what_is_asked_is_known_before_anything_is_made(
 ) -> None:
     """Killed on the way, a sweep leaves policies; another one must not take them for its own."""
     monkeypatch.setattr(sweep, "load_whole", None)  # an end after the first policy
-    command = words(policy, tmp_path / "out", calibration, "--keep", "0.75", "--methods", "width:random")
+    command = words(policy, tmp_path / "out", calibration, "--keep", "0.75", "--methods", "depth:random:refit")
     with pytest.raises(TypeError):
         main(command)
-    assert (tmp_path / "out" / "width-random-0.75" / "policy").is_dir()
+    made = tmp_path / "out" / "depth-random-0.75-refit" / "policy"
+    assert "refitted" in json.loads((made / "compress.json").read_text())
     assert main([*command, "--seed", "2"]) == 2
 
 

@@ -113,6 +113,11 @@ WAYS = (
     Way(r"megatron-dppo compress \S+ \S+ --keep .* --verify", append="--multiple 8"),
     Way(r"megatron-dppo compress \S+ \S+ --keep .* --layout tp=2", replace={"tp=2": "dp=1"}, append="--multiple 8"),
     Way(
+        r"megatron-dppo compress \S+ \S+ .*--score shapley-reward .*",
+        replace={"--sequences 64": "--sequences 2"},
+        append=f"{LAYOUT} rollout.max_response_tokens=4",
+    ),
+    Way(
         r"megatron-dppo compress sweep \S+ \S+ .*",
         replace={
             "--keep 0.75 0.5": "--keep 0.75",

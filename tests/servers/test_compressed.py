@@ -14,6 +14,8 @@ from megatron_dppo.rollout.servers.client import GenerateRequest
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.launch import SECRET
 from tests.commands import Command
+from tests.compress.test_asking import rewards
+from tests.ranks import RankPool
 from tests.runs import rows
 from tests.servers.real import FIRST_PORT, Kind, RealServers
 from tests.servers.test_training import AGREES, QUICKSTART, REWARD, SETTINGS
@@ -55,6 +57,21 @@ def test_a_smaller_policy_is_served_and_trained_as_any_other(
     assert first["rollout/agreement_max_diff"] <= AGREES
     assert len(steps) == 2 and all(step["train/grad_norm"] > 0 for step in steps)
     assert all(step["train/rollout_logprob_abs_diff"] <= AGREES for step in steps)
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_servers_answer_without_the_layers_that_are_absent(
+    kind: Kind, real_servers: RealServers, ranks: RankPool, served_policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedily, as the local engine does."""
+    server, absent = real_servers.get(kind, 1), [(), (0,), (1,)]
+    monkeypatch.setenv(SECRET, server.secret)
+    greedy = "layout.tp=1", "eval.samples=1"
+    given = f"rollout.engine={kind}", f"rollout.servers=[{server.api.url}]"
+    calls = [(rewards, served_policy, absent, None, *greedy, *settings) for settings in ((), given)]
+    (local,), (found,) = ranks.in_turn(1, *calls)
+    assert len(set(local)) == 3, "each policy has answers of its own"
+    assert found == pytest.approx(local, abs=0.01)
 
 
 def command(log: Path, *words: str, secret: str = "") -> None:

@@ -1,0 +1,96 @@
+"""Mean rewards of a policy that lacks some layers: it answers training prompts by the run's own engine, and is scored.
+
+An engine has its own copy of the weights, and knows nothing of layers that are left out. A layer whose output
+projections are zeros adds nothing to the residual stream, and so the engine is sent zeros for those. This works with
+the local engine and with servers, under any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+
+import numpy as np
+import torch
+
+from megatron_dppo.compress.passes import Passes, Sums
+from megatron_dppo.config import Config
+from megatron_dppo.evaluation.evaluator import Evaluator, Problem, open_verifiers
+from megatron_dppo.models.actor import Policy
+from megatron_dppo.trainer.assemble import PolicyParts, load_training_pool
+
+WRITE = (".linear_proj.weight", ".linear_fc2.weight")
+"""Ends of the names of weights that write to the residual stream; of an expert's, its number follows."""
+
+
+def prompts_to_ask(parts: PolicyParts[Policy], count: int, seed: int) -> list[Problem]:
+    """``count`` prompts of the training pool, or all if it has fewer. Held-out problems stay for what comes after."""
+    pool, verifier = load_training_pool(parts), parts.config.reward.function
+    chosen = np.random.default_rng(seed).permutation(len(pool))[:count].tolist()
+    return [Problem("", place, pool[place], verifier) for place in sorted(chosen)]
+
+
+class Asking:
+    """The engine and the reward workers of one scoring. Collective.
+
+    Args:
+        config: with ``eval.samples`` answers to a prompt, ``eval.batch`` prompts at a time.
+        to_close: closes both.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parts: PolicyParts[Policy],
+        problems: Sequence[Problem],
+        to_close: ExitStack,
+    ) -> None:
+        self._samples, size = config.eval.samples, config.eval.batch
+        self._batches = [problems[at : at + size] for at in range(0, len(problems), size)]
+        self._parts, self._problems, self._version = parts, len(problems), 0
+        workers = open_verifiers(config, parts.world, problems, to_close, {})
+        self._engine = to_close.enter_context(closing(parts.engine()))
+        self._evaluator = Evaluator(config, parts.world, parts.collectors(self._engine, workers))
+
+    def reward(self, absent: Collection[int], passes: Passes) -> float:
+        """Mean reward of the answers of the policy without these layers, over those that could be scored. Every policy
+        draws by the same seeds.
+
+        Raises:
+            UserError: on every rank, if more than ``reward.max_failures`` of the answers could not be scored.
+        """
+        sums: Sums = {"rewards": torch.zeros(2, dtype=torch.float64)}  # their sum, and how many they are
+        failures, sent, of_all = [], False, self._samples * self._problems
+        for batch in passes.over(self._batches, sums, sequences=self._problems):
+            if not sent:  # of a pass that has been done no answer is needed
+                self._send(absent)
+                sent = True
+            failures.append(self._evaluator.answer(batch, keep=0, of_all=of_all))
+            self._evaluator.check_failures(failures, of_all)
+            rewards = [answer.score.reward for of in failures[-1].answers for answer in of if answer.score]
+            sums["rewards"] += torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64)
+        total, count = sums["rewards"].tolist()
+        return total / max(count, 1.0)
+
+    def _send(self, absent: Collection[int]) -> None:
+        with writing_nothing(self._parts.actor, absent):
+            self._parts.sync(self._engine, self._version)
+        self._version += 1
+
+
+@contextmanager
+@torch.no_grad()
+def writing_nothing(policy: Policy, layers: Collection[int]) -> Iterator[None]:
+    """Within the block, the weights by which these layers write to the residual stream are zeros."""
+    kept = {}
+    for layer in (layer for chunk in policy.chunks for layer in chunk.decoder.layers):
+        if layer.layer_number - 1 in layers:
+            for name, weight in layer.named_parameters():
+                if name.rstrip("0123456789").endswith(WRITE):
+                    kept[weight] = weight.to("cpu", copy=True)
+                    weight.zero_()
+    try:
+        yield
+    finally:
+        for weight, before in kept.items():
+            weight.copy_(before)
