@@ -1,25 +1,26 @@
-"""What can stand in for layers that go: losses with nothing, biases, linear maps, and refitted down projections.
+"""What ``megatron-dppo compress --refit`` is worth, beside other things that stand in for layers that go.
 
     python benchmarks/compress_refit.py [--json] [--seeds 3] [--layers 4] [--keep 0.75 0.5] [--steps 300] [--tiny]
-                                        [--scores shapley-loss influence random] [--out DIR]
-                                        [--recover 19 38] [--lr 0.003 0.0005]
+                                        [--scores shapley-loss influence random] [--methods width:activation …]
+                                        [--recover 19 38] [--lr 0.003 0.0005] [--out DIR]
 
-Policies and sequences are those of ``benchmarks/compress.py``, with whose ``--out`` they are not made again. For each
-seed, share and score layers go by ``megatron-dppo compress --method depth``, and the loss is measured on other
-sequences than those that all else is fitted on. u is what the layers of a run added, x the residual stream before it:
+Policies and sequences are those of ``benchmarks/compress.py``, with whose ``--out`` they are not made again. Losses are
+of other sequences than those that all else is fitted on. In ``layers`` they go by ``--method depth``, for each seed,
+share and score. u is what the layers of a run added, x the residual stream before it:
 
 - ``none``: nothing stands in for them.
 - ``bias``: x + ⟨u⟩. ``rank 4``, ``rank 16``, ``map``: x + ⟨u⟩ + A (x − ⟨x⟩), A of that rank or full, by least squares
   (2407.16286). A Qwen3 has no weight for them, but for a map right behind the embedding.
 - ``value bias before``, ``behind``: the bias of the value projection in the layer before or behind whose effect is
   closest to ⟨u⟩, since attention weights sum to 1. ``representable`` is the share of ‖⟨u⟩‖ that it has.
-- ``output``: the down projection of the layer before is multiplied by a map of its output (ReplaceMe, 2505.02819).
-- ``refit``: ``megatron-dppo compress --refit``.
+- ``output before``: the down projection of the layer before is multiplied by a map of its output (ReplaceMe,
+  2505.02819). ``units before``: it is refitted, as ``--refit`` does, by the activations of its units.
+- ``refit``: ``--refit``, which fits all layers that follow, too.
 
 Where a run has no layer before it, or behind it, nothing stands in for it. ``over_none`` is the mean over seeds of the
-loss over that with ``none``. With ``--recover`` the policies of the first share and score, with ``none`` and
-``refit``, are trained on by ``sft`` for so many steps with each ``--lr``; ``recovered`` has their loss and held-out
-accuracy.
+loss over that with ``none``. ``methods`` has losses of other methods, without and with ``--refit``. With ``--recover``
+two policies of each seed, without and with it, are trained on by ``sft`` for so many steps with each ``--lr``;
+``recovered`` has their loss and held-out accuracy.
 """
 
 from __future__ import annotations
@@ -45,13 +46,15 @@ from megatron_dppo.compress.choose import Recipe, choose
 from megatron_dppo.compress.command import load_whole
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.reader import Whole
-from megatron_dppo.compress.refit import Refit, runs_that_go, watched
+from megatron_dppo.compress.refit import Refit, watched
 from megatron_dppo.config import ArithmeticConfig
 from megatron_dppo.data.generators import Sum, make_sums
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.models.shape import PolicyShape, read_shape
 
 SIDES = "before", "behind"
+RECOVERED = ("depth", "shapley-loss", 0.75), ("width", "activation", 0.5)
+METHODS = "width:activation", "width:magnitude", "width:random", "2ssp:activation", "hidden:activation"
 RANKS = {"bias": 0, "rank 4": 4, "rank 16": 16, "map": 10**9}
 SEQUENCES = 256
 
@@ -63,6 +66,7 @@ def measure() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--keep", type=float, nargs="+", default=[0.75, 0.5])
     parser.add_argument("--scores", nargs="+", default=["shapley-loss", "influence", "random"])
+    parser.add_argument("--methods", nargs="+", default=[*METHODS, "minitron:activation"], metavar="METHOD:SCORE")
     parser.add_argument("--recover", type=int, nargs="*", default=[], metavar="STEPS")
     parser.add_argument("--lr", type=float, nargs="+", default=[3e-3, 5e-4])
     parser.add_argument("--out", type=Path, help="where policies and runs are kept, and not made again")
@@ -71,21 +75,21 @@ def measure() -> None:
     if arguments.tiny:
         arguments.seeds, arguments.layers, arguments.hidden, arguments.steps, arguments.problems = 1, 4, 64, 2, 8
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
+    figures: dict[str, Any] = {"layers": [], "methods": [], "recovered": []}
     with tempfile.TemporaryDirectory() as name:
         for seed in range(1, arguments.seeds + 1):
-            for row in of_seed((arguments.out or Path(name)) / str(seed), arguments, seed):
-                rows.append(row)
-                print(json.dumps(row), file=sys.stderr, flush=True)
-    figures = {"rows": rows, "over_none": over_none(rows)}
+            for part, row in of_seed((arguments.out or Path(name)) / str(seed), arguments, seed):
+                figures[part].append({"seed": seed, **row})
+                print(part, json.dumps(figures[part][-1]), file=sys.stderr, flush=True)
+    figures["over_none"] = over_none(figures["layers"])
     if not arguments.json:
         for place, ratios in figures["over_none"].items():
             print(place, {name: round(ratio, 2) for name, ratio in ratios.items()})
     print(json.dumps(figures))
 
 
-def of_seed(folder: Path, arguments: argparse.Namespace, seed: int) -> Iterator[dict[str, Any]]:
-    """A row for each share and score."""
+def of_seed(folder: Path, arguments: argparse.Namespace, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a policy, each with the part that it is of."""
     folder.mkdir(parents=True, exist_ok=True)
     trained, held_out = make_sums(ArithmeticConfig(**SUMS, eval_problems=arguments.problems, seed=seed))
     write_calibration(folder / "calibration.jsonl", trained)
@@ -104,11 +108,26 @@ def of_seed(folder: Path, arguments: argparse.Namespace, seed: int) -> Iterator[
             recipe = Recipe("depth", score, keep, seed=seed)
             cut = choose(Whole(model, shape, fitted_on), shape, recipe, say=lambda _: None)
             trial = Trial(model, shape, cut, fitted_on)
-            row = {"seed": seed, "keep": keep, "score": score, "gone": runs_that_go(cut, shape), "whole": before}
-            row |= {"losses": trial.losses(others), "representable": trial.representable}
-            if (keep, score) == (arguments.keep[0], arguments.scores[0]):
-                row["recovered"] = recovered(folder, arguments, seed, held_out, others)
-            yield row
+            row = {"keep": keep, "score": score, "gone": trial.runs, "whole": before}
+            yield "layers", row | {"losses": trial.losses(others), "representable": trial.representable}
+        for method in arguments.methods:
+            record = json.loads((smaller(folder, *method.split(":"), keep, seed) / "compress.json").read_text())
+            names = "method", "score", "keep", "loss_before", "loss_after", "loss_without_refit"
+            yield "methods", {name: record[name] for name in names}
+    for method, score, keep in RECOVERED if arguments.recover else ():
+        for refit in (False, True):
+            small = smaller(folder, method, score, keep, seed, refit=refit)
+            for point in recovered(small, arguments, seed, held_out, others):
+                yield "recovered", {"method": method, "keep": keep, "refit": refit, **point}
+
+
+def smaller(folder: Path, method: str, score: str, keep: float, seed: int, *, refit: bool = True) -> Path:
+    out = folder / (f"{method}:{score}-{keep:g}" + "-refit" * refit)
+    options = ["--refit"] * refit + ["--zero-attention"] * (method == "2ssp")
+    if not out.exists():
+        run("compress", folder / "whole", out, "--keep", keep, "--method", method, "--score", score, "--multiple", 8,
+            "--seed", seed, "--calibrate", folder / "calibration.jsonl", *options)  # fmt: skip
+    return out
 
 
 @dataclass
@@ -122,6 +141,9 @@ class Trial:
 
     def __post_init__(self) -> None:
         self.representable: dict[str, list[float]] = {}
+        gone = sorted(set(range(self.shape.num_layers)) - set(self.cut.layers))
+        ends = [layer for layer in gone if layer + 1 not in gone]
+        self.runs = list(zip([layer for layer in gone if layer - 1 not in gone], ends, strict=True))
 
     @torch.no_grad()
     def losses(self, others: Sequence[Batch]) -> dict[str, float]:
@@ -134,9 +156,14 @@ class Trial:
                 stack.enter_context(as_cut(self.model, self.cut))
                 stand_in(stack)
                 found[name] = mean_loss(self.model, others)
-        for name, kind in ("output", OutputRefit), ("refit", Refit):
+        for name, kind in ("output before", OutputRefit), ("units before", Refit), ("refit", Refit):
             refit = kind(self.model, self.shape, self.fitted_on, torch.float32)
-            refit.fit(self.cut, say=lambda _: None)
+            if name == "refit":
+                refit.fit(self.cut, say=lambda _: None)
+            else:
+                for first, last in self.runs:
+                    if first:
+                        refit.fit_layer(self.cut, first - 1, last)
             with as_cut(self.model, self.cut), refit.applied():
                 found[name] = mean_loss(self.model, others)
         return found
@@ -155,7 +182,7 @@ class Trial:
 
     def _add(self, stack: ExitStack, streams: list[torch.Tensor], rank: int) -> None:
         """At the place of each run: its mean update, and a linear map of so low a rank; of none with 0."""
-        for first, last in runs_that_go(self.cut, self.shape):
+        for first, last in self.runs:
             center = streams[first].mean(0)
             update = streams[last + 1] - streams[first]
             bias = update.mean(0)
@@ -171,7 +198,7 @@ class Trial:
 
     def _value_bias(self, stack: ExitStack, streams: list[torch.Tensor], side: str) -> None:
         self.representable[side] = []
-        for first, last in runs_that_go(self.cut, self.shape):
+        for first, last in self.runs:
             number = first - 1 if side == "before" else last + 1
             attention = self.model.model.layers[number].self_attn if 0 <= number < self.shape.num_layers else None
             if attention is None or attention.v_proj.bias is not None:
@@ -196,23 +223,14 @@ class OutputRefit(Refit):
 
 
 def recovered(
-    folder: Path, arguments: argparse.Namespace, seed: int, held_out: list[Sum], others: Sequence[Batch]
-) -> list[dict[str, Any]]:
-    """Loss and accuracy of what ``compress`` writes, and after each number of steps and learning rate."""
-    points = []
-    for name in ("none", "refit"):
-        small = folder / f"stand-in-{name}-{arguments.keep[0]:g}"
-        if not small.exists():
-            refit = ["--refit"] if name == "refit" else []
-            run("compress", folder / "whole", small, "--keep", arguments.keep[0], "--method", "depth", "--seed", seed,
-                "--score", arguments.scores[0], "--calibrate", folder / "calibration.jsonl", *refit)  # fmt: skip
-        for steps, lr in [(0, 0.0), *((steps, lr) for steps in arguments.recover for lr in arguments.lr)]:
-            out = small.with_name(f"{small.name}-{steps}-{lr:g}") if steps else small
-            tokens = sft(small, out, steps, seed, lr=lr) if steps else 0.0
-            loss = mean_loss(load_whole(out, read_shape(out), torch.float32), others)
-            points.append({"with": name, "steps": steps, "lr": lr, "tokens": tokens, "loss": loss})
-            points[-1]["accuracy"] = accuracy(out, held_out)
-    return points
+    small: Path, arguments: argparse.Namespace, seed: int, held_out: list[Sum], others: Sequence[Batch]
+) -> Iterator[dict[str, float]]:
+    """Loss and accuracy of a smaller policy, as it is and after each number of steps with each learning rate."""
+    for steps, lr in [(0, 0.0), *((steps, lr) for steps in arguments.recover for lr in arguments.lr)]:
+        out = small.with_name(f"{small.name}-{steps}-{lr:g}") if steps else small
+        tokens = sft(small, out, steps, seed, lr=lr) if steps else 0.0
+        loss = mean_loss(load_whole(out, read_shape(out), torch.float32), others)
+        yield {"steps": steps, "lr": lr, "tokens": tokens, "loss": loss, "accuracy": accuracy(out, held_out)}
 
 
 def over_none(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

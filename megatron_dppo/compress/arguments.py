@@ -29,7 +29,7 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     scores = "; ".join(f"{method}: {', '.join(names)}" for method, names in SCORES.items())
     parser.add_argument("--score", help=f"what is kept; the first is the default. {scores}")
     add_calibration_arguments(parser)
-    refit = "let the down projection before layers that go stand in for them, by least squares (--method depth)"
+    refit = "fit down projections to what is left, by least squares: residual streams as close to MODEL's as can be"
     parser.add_argument("--refit", action="store_true", help=refit)
     config = "with which --score shapley-reward has answers made and scored: a YAML file, and settings that override it"
     parser.add_argument("--config", metavar="CONFIG a.b=c", nargs="+", help=config)

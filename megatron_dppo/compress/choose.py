@@ -59,7 +59,7 @@ class Recipe:
     subnetworks: int | None = None
     """Pairs of random subnetworks that Shapley values are means over; None: layers are left out one at a time."""
     refit: bool = False
-    """Whether down projections are fitted anew to stand in for layers that go."""
+    """Whether down projections are fitted anew to what is left."""
 
     def check(self, shape: PolicyShape) -> None:
         """Refuse what cannot be done to a policy of this shape, or not be said by its config.json.
@@ -74,9 +74,6 @@ class Recipe:
             problem = f"are what Shapley values are measured on, and --score {self.score} is none"
             raise UserError("--subnetworks", self.subnetworks, problem, "Give a --score that begins with shapley")
         check_cut(shape, self.method, self.keep)
-        if self.refit and self.method != "depth":
-            problem = f"lets weights stand in for layers that go, and --method {self.method} takes none out"
-            raise UserError("--refit", "true", problem, "Leave it out, or give --method depth")
         if self.method == "2ssp" and attentions_to_remove(shape, 1 - self.keep) and not self.zero_attention:
             count = attentions_to_remove(shape, 1 - self.keep)
             problem = f"removes the attention of {count} layers, and config.json cannot say that a layer has none"

@@ -1,20 +1,22 @@
-"""Down projections that stand in for layers that go: a least-squares fit, in weights that stay.
+"""Down projections fitted anew, so that a smaller policy's residual stream is again close to the larger one's.
 
-Without layers a … b the residual stream lacks u = x_{b+1} − x̂, where x_{b+1} is the stream behind them in the larger
-policy and x̂ that in the smaller one. The last weight in front of the gap is the down projection W of layer a − 1,
-which multiplies the activations h of its units. W + C gives what of u is linear in h:
+Behind a layer that stays the stream should be x, that of the larger policy there, or behind the layers that go next to
+it. It is x̂. The last weight in front is the layer's down projection W, which multiplies the activations h of its
+units. W + C gives what of x − x̂ is linear in h:
 
-    C = argmin Σ ‖u − C h‖² + λ ‖C‖²   over all tokens, λ = RIDGE · mean of the diagonal of Σ h hᵀ
+    C = argmin Σ ‖x − x̂ − C h‖² / ‖x‖² + λ ‖C‖²   over all tokens, λ = RIDGE · mean of the diagonal of Σ h hᵀ / ‖x‖²
 
-This is ReplaceMe's fit (2505.02819), but for what it is linear in. There it is the output W h, so that C = T W. That
-is done here where the layer has experts, of which each then has C_e = T W_e. Runs of layers are fitted from the first
-to the last, each on what the smaller policy computes with those before: a fit makes up for what they have left, too.
+Division by ‖x‖² is for what comes next, a norm. Layers are fitted from the first to the last, each on what the smaller
+policy computes with those before, so that a fit makes up for what they have left, too. Channel pruning of convolutions
+is repaired so (1707.06168, with the shortcut's error in the target). ReplaceMe (2505.02819) fits the layer in front of
+those that go, by a map T of the output of its feed-forward, C = T W. That is done here where a layer has experts, each
+of which then has W_e + T W_e.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +26,6 @@ from megatron_dppo.compress.absence import as_cut
 from megatron_dppo.compress.calibration import Batch
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.process.progress import Advance
 
 RIDGE = 1e-3
 """Of 1e-4 to 1e-1, the best on a thousand tokens for 256 units; on ten thousand, within 3% of the best."""
@@ -32,18 +33,19 @@ RIDGE = 1e-3
 
 @dataclass(slots=True)
 class Refit:
-    """The down projections of a policy's layers in front of those that go."""
+    """The down projections that are fitted anew to what is left of a policy."""
 
     model: Any
     """Transformers' model of ``shape``, whole."""
     shape: PolicyShape
     batches: Sequence[Batch]
     dtype: torch.dtype
-    """In which the smaller policy is written; the fitted weights are rounded to it."""
+    """In which the smaller policy is written; fitted weights are rounded to it."""
     weights: dict[int, torch.Tensor] = field(default_factory=dict)
-    """[hidden, feed-forward width], of experts [experts, hidden, width], by layer of the larger policy."""
+    """[hidden, feed-forward width], of experts [experts, hidden, width], by layer of the larger policy, in its sizes:
+    rows of channels that go, and columns of units that go, are as they were."""
     shares: dict[int, float] = field(default_factory=dict)
-    """Σ‖C h‖² explains this share of Σ‖u‖² on the batches: 1 − Σ‖u − C h‖² / Σ‖u‖²."""
+    """What the fit of a layer explains on the batches: 1 − Σ ‖x − x̂ − C h‖² / ‖x‖² over Σ ‖x − x̂‖² / ‖x‖²."""
 
     @property
     def of_output(self) -> bool:
@@ -51,53 +53,66 @@ class Refit:
         expert's units."""
         return self.shape.experts > 0
 
-    @torch.no_grad()
-    def fit(self, cut: Cut, *, say: Callable[[str], None], advance: Advance | None = None) -> None:
-        """Fit all that can be fitted, reading every sequence twice for each run of layers that goes.
+    def fit(self, cut: Cut, *, say: Callable[[str], None]) -> None:
+        """Fit every layer that stays from the first change on. Each takes two reads of every sequence, to its depth.
 
         Args:
-            cut: of layers alone.
-            say: is told of each run what has become of it.
-            advance: is told what is under way.
+            say: is told how well each is fitted.
         """
-        for first, last in runs_that_go(cut, self.shape):
-            run = f"layer {first}" if first == last else f"layers {first} to {last}"
-            if first == 0:
-                say(f"{run}: nothing stands in for what lies behind the embedding, since no down projection is before")
-                continue
-            self._fit(cut, first - 1, last, advance)
-            share = f"{self.shares[first - 1]:.0%} of what is missing, by squares"
-            say(f"{run}: the down projection of layer {first - 1} is refitted, and gives {share}")
+        layers = layers_to_fit(cut, self.shape)
+        for number, layer in enumerate(layers):
+            behind = min((kept for kept in cut.layers if kept > layer), default=self.shape.num_layers) - 1
+            self.fit_layer(cut, layer, behind)
+            share = f"{self.shares[layer]:.0%} of what the stream lacks behind layer {behind}"
+            say(f"refit {number + 1} of {len(layers)}: the down projection of layer {layer} gives {share}")
 
-    def _fit(self, cut: Cut, layer: int, last: int, advance: Advance | None) -> None:
-        layers = self.model.model.layers
-        weight = self._parameter(layer)
-        width = self.shape.hidden if self.of_output else self.shape.ffn
+    @torch.no_grad()
+    def fit_layer(self, cut: Cut, layer: int, behind: int) -> None:
+        """Fit a layer's down projection, so that its stream is the larger policy's behind another."""
+        layers, weight = self.model.model.layers, self._parameter(layer)
+        kept: Any = slice(None) if cut.channels is None else torch.tensor(cut.channels, device=weight.device)
+        hidden = self.shape.hidden if cut.channels is None else len(cut.channels)
+        width = hidden if self.of_output else self.shape.ffn
         gram, cross, squares = (
             torch.zeros(size, dtype=torch.float64, device=weight.device)
-            for size in ((width, width), (width, self.shape.hidden), ())
+            for size in ((width, width), (width, hidden), ())
         )
         for batch in self.batches:
-            with watched(layers[last]) as behind:
-                self.model.model(batch.tokens, use_cache=False)
+            with watched(layers[behind]) as aim:
+                self._read(batch, behind)
             mlp = layers[layer].mlp
             features = watched(mlp) if self.of_output else watched(mlp.down_proj, inputs=True)
-            with as_cut(self.model, cut), self.applied(), watched(layers[layer]) as before, features as linear_in:
-                self.model.model(batch.tokens, use_cache=False)
-            missing = (behind[0] - before[0])[batch.valid].double()
-            activations = linear_in[0][batch.valid].double()
-            gram += activations.T @ activations
-            cross += activations.T @ missing
-            squares += missing.square().sum()
-            if advance:
-                advance(0, f"refits layer {layer}")
+            with as_cut(self.model, cut), self.applied(), watched(layers[layer]) as stream, features as linear_in:
+                self._read(batch, layer)
+            wanted, given, inputs = (seen[0][batch.valid].double() for seen in (aim, stream, linear_in))
+            wanted, given = wanted[:, kept], given[:, kept]
+            scale = 1 / wanted.norm(dim=-1, keepdim=True)
+            lacking, inputs = (wanted - given) * scale, (inputs[:, kept] if self.of_output else inputs) * scale
+            gram += inputs.T @ inputs
+            cross += inputs.T @ lacking
+            squares += lacking.square().sum()
         damped = gram.clone()
         damped.diagonal().add_(RIDGE * gram.diagonal().mean())
         change = torch.cholesky_solve(cross, torch.linalg.cholesky(damped)).T  # [hidden, width]
         explained = 2 * (change.T * cross).sum() - ((change @ gram) * change).sum()
         self.shares[layer] = float(explained / squares)
-        old = weight.double()
-        self.weights[layer] = (old + (change @ old if self.of_output else change)).to("cpu", self.dtype)
+        fitted = weight.detach().to(torch.float64, copy=True)
+        rows = fitted[..., kept, :]
+        fitted[..., kept, :] = rows + (change @ rows if self.of_output else change)
+        self.weights[layer] = fitted.to(self.dtype).to(weight)
+
+    def _read(self, batch: Batch, layer: int) -> None:
+        """Run the policy up to a layer, and no further."""
+
+        def stop(*_: Any) -> None:
+            raise _ReachedError
+
+        handle = self.model.model.layers[layer].register_forward_hook(stop)
+        try:
+            with suppress(_ReachedError):
+                self.model.model(batch.tokens, use_cache=False)
+        finally:
+            handle.remove()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -106,14 +121,14 @@ class Refit:
             for layer, fitted in self.weights.items():
                 weight = self._parameter(layer)
                 undo.callback(setattr, weight, "data", weight.data)
-                weight.data = fitted.to(weight)
+                weight.data = fitted
             yield
 
-    def tensors(self, cut: Cut) -> dict[str, torch.Tensor]:
-        """By their names in the smaller policy."""
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By their names in the larger policy, in its sizes."""
         found: dict[str, torch.Tensor] = {}
         for layer, weight in self.weights.items():
-            mlp = f"model.layers.{cut.layers.index(layer)}.mlp"
+            mlp = f"model.layers.{layer}.mlp"
             if self.shape.experts:
                 found |= {f"{mlp}.experts.{number}.down_proj.weight": of for number, of in enumerate(weight)}
             else:
@@ -126,12 +141,17 @@ class Refit:
         return weight
 
 
-def runs_that_go(cut: Cut, shape: PolicyShape) -> list[tuple[int, int]]:
-    """The first and the last layer of each run of neighbours that go."""
-    gone = sorted(set(range(shape.num_layers)) - set(cut.layers))
-    starts = [layer for layer in gone if layer - 1 not in gone]
-    ends = [layer for layer in gone if layer + 1 not in gone]
-    return list(zip(starts, ends, strict=True))
+class _ReachedError(Exception):
+    """A layer has been reached."""
+
+
+def layers_to_fit(cut: Cut, shape: PolicyShape) -> list[int]:
+    """The layers that stay from the one on behind which the stream is another: where layers go, that before them."""
+    if any(part is not None for part in (cut.neurons, cut.groups, cut.experts, cut.channels)):
+        return list(cut.layers)
+    gone = set(range(shape.num_layers)) - set(cut.layers)
+    first = min(*(layer - 1 for layer in gone), *cut.silenced, shape.num_layers)
+    return [layer for layer in cut.layers if layer >= first]
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def write_cut(
         plan: of the smaller policy's files.
         out: an existing, empty directory.
         record: what ``compress.json`` is to say.
-        fitted: tensors of the smaller policy, by name, that are not the larger one's.
+        fitted: tensors that stand in the place of the larger policy's, by name.
 
     Raises:
         OSError: if the disk is full.
@@ -54,17 +54,19 @@ def write_cut(
         (out / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
         def write(name: str) -> None:
-            if name in fitted:
-                writer.write(name, fitted[name])
-            else:
-                writer.write_bytes(name, cut_tensor(name, tensors, shape, cut, plan.dtype))
+            writer.write_bytes(name, cut_tensor(name, tensors, shape, cut, plan.dtype, fitted))
             advance(plan.bytes_of(name))
 
         in_threads(write, plan.tensors, workers)
 
 
 def cut_tensor(
-    name: str, tensors: Mapping[str, Chunk], shape: PolicyShape, cut: Cut, dtype: torch.dtype
+    name: str,
+    tensors: Mapping[str, Chunk],
+    shape: PolicyShape,
+    cut: Cut,
+    dtype: torch.dtype,
+    fitted: Mapping[str, torch.Tensor],
 ) -> Iterator[memoryview]:
     """The bytes of a tensor of the smaller policy, in its own names, from its first row to its last."""
     parts, layer = name.split("."), None
@@ -73,11 +75,15 @@ def cut_tensor(
         parts[2] = str(layer)
         if parts[4] == "experts" and cut.experts is not None:
             parts[5] = str(cut.experts[layer][int(parts[5])])
-    stored, kept = tensors[".".join(parts)], _kept(shape, cut, layer)
+    whole = ".".join(parts)
+    stored, kept = tensors[whole], _kept(shape, cut, layer)
     rows, columns, *_ = [*map(kept.get, tensor_dimensions(name)), None]  # a vector has no columns
     if parts[-2] == "o_proj" and layer in cut.silenced:
         size = [stored.rows if rows is None else len(rows), stored.columns if columns is None else len(columns)]
         yield from read_rows(size, [], dtype)  # what no chunk covers is zero
+        return
+    if whole in fitted:
+        yield _bytes(_of(fitted[whole].to("cpu", dtype), rows, columns))
         return
     yield from _selected(stored, dtype, rows, columns)
 
@@ -113,11 +119,18 @@ def _selected(
             yield data
             continue
         block = torch.frombuffer(data, dtype=dtype).view(-1, stored.columns)
-        if rows is not None:
-            block, top = block[rows[(rows >= top) & (rows < top + len(block))] - top], top + len(block)
-        if columns is not None:
-            block = block[:, columns]
-        yield memoryview(block.contiguous().flatten().view(torch.uint8).numpy())
+        inside = rows if rows is None else rows[(rows >= top) & (rows < top + len(block))] - top
+        top += len(block)
+        yield _bytes(_of(block, inside, columns))
+
+
+def _of(block: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor | None) -> torch.Tensor:
+    block = block if rows is None else block[rows]
+    return block if columns is None else block[:, columns]
+
+
+def _bytes(block: torch.Tensor) -> memoryview:
+    return memoryview(block.contiguous().flatten().view(torch.uint8).numpy())
 
 
 def _write_config(file: Path, shape: PolicyShape, cut: Cut) -> None:

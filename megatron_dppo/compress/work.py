@@ -74,7 +74,7 @@ class Work:
         print(_summary(self.shape, self.recipe.sizes(self.shape)))
         size = f"{self.plan.total_bytes / 2**20:,.1f} MiB in {len(self.plan.files)} files"
         if self.recipe.refit:
-            print("the down projection before each run of layers that go is fitted to stand in for them")
+            print("down projections are fitted to what is left")
         print(f"{self.chosen.out}: {size}; nothing has been written")
 
     def calibration(self) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:
@@ -150,7 +150,7 @@ class Work:
         with scoring(self.chosen.out, depends_on, read, ranks) as passes:
             cut = choose(reader(scored, passes), self.shape, self.recipe, say=say)
             if refit:
-                refit.fit(cut, say=say, advance=passes.advance)
+                refit.fit(cut, say=say)
             return cut, _losses(reader(others or scored, passes), cut, refit) if scored else {}
 
     def write(
@@ -178,7 +178,7 @@ class Work:
         with in_place(chosen.out) as draft:
             with progress("writing", self.plan.total_bytes, unit="bytes") as advance:
                 work = {"record": record, "workers": chosen.workers, "advance": advance}
-                fitted = refit.tensors(cut) if refit else {}
+                fitted = refit.tensors() if refit else {}
                 write_cut(self.tensors, chosen.source, shape, cut, self.plan, draft, fitted=fitted, **work)
             apart = verify(draft, shape, cut) if verify else None
         print(_summary(shape, cut))

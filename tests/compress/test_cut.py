@@ -86,7 +86,6 @@ def test_tensor_parallelism_still_divides_the_heads_that_minitron_leaves(name: s
         (Recipe("heads", "activation", 0.5), SMALL, "--keep"),
         (Recipe("depth", "magnitude", 0.5), SMALL, "--score"),
         (Recipe("depth", "greedy", 1.5), SMALL, "--keep"),
-        (Recipe("heads", "activation", 0.8, refit=True), SMALL, "--refit"),
         (Recipe("2ssp", "activation", 0.75), SMALL, "--method"),  # a layer without attention
         (Recipe("width", "activation", 0.75), PUBLISHED["qwen3-30b-a3b"], "--method"),
         (Recipe("heads", "random", 0.9), replace(SMALL, architecture="Qwen2ForCausalLM"), "--method"),

@@ -145,7 +145,6 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         ("zig", "0.75", "Give of 2ssp"),
         ("depth:in-a-row", "0.75", "Give another --methods, or leave --layout out"),
         ("depth::refit", "0.75", "Leave :refit out"),
-        ("width::refit", "0.75", "or give --methods depth"),
         ("depth:greedy:redone", "0.75", "Leave out what is behind METHOD:SCORE"),
     ],
 )
