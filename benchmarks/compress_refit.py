@@ -2,7 +2,8 @@
 
     python benchmarks/compress_refit.py [--json] [--seeds 3] [--layers 4] [--keep 0.75 0.5] [--steps 300] [--tiny]
                                         [--scores shapley-loss influence random] [--methods width:activation …]
-                                        [--recover 19 38] [--lr 0.003 0.0005] [--out DIR]
+                                        [--recover 19 38] [--lr 0.003 0.0005] [--ridges 1e-3] [--fit-on 256]
+                                        [--out DIR]
 
 Policies and sequences are those of ``benchmarks/compress.py``, with whose ``--out`` they are not made again. Losses are
 of other sequences than those that all else is fitted on. In ``layers`` they go by ``--method depth``, for each seed,
@@ -20,7 +21,8 @@ share and score. u is what the layers of a run added, x the residual stream befo
 Where a run has no layer before it, or behind it, nothing stands in for it. ``over_none`` is the mean over seeds of the
 loss over that with ``none``. ``methods`` has losses of other methods, without and with ``--refit``. With ``--recover``
 two policies of each seed, without and with it, are trained on by ``sft`` for so many steps with each ``--lr``;
-``recovered`` has their loss and held-out accuracy.
+``recovered`` has their loss and held-out accuracy. With ``--ridges`` the same two are fitted with each of them, on so
+many of the sequences as ``--fit-on`` says: ``ridges``.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -49,6 +52,7 @@ from megatron_dppo.compress.reader import Whole
 from megatron_dppo.compress.refit import Refit, watched
 from megatron_dppo.config import ArithmeticConfig
 from megatron_dppo.data.generators import Sum, make_sums
+from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.models.shape import PolicyShape, read_shape
 
@@ -69,13 +73,15 @@ def measure() -> None:
     parser.add_argument("--methods", nargs="+", default=[*METHODS, "minitron:activation"], metavar="METHOD:SCORE")
     parser.add_argument("--recover", type=int, nargs="*", default=[], metavar="STEPS")
     parser.add_argument("--lr", type=float, nargs="+", default=[3e-3, 5e-4])
+    parser.add_argument("--ridges", type=float, nargs="*", default=[])
+    parser.add_argument("--fit-on", type=int, nargs="+", default=[SEQUENCES], metavar="SEQUENCES")
     parser.add_argument("--out", type=Path, help="where policies and runs are kept, and not made again")
     parser.add_argument("--tiny", action="store_true", help="see whether it runs: its figures mean nothing")
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.seeds, arguments.layers, arguments.hidden, arguments.steps, arguments.problems = 1, 4, 64, 2, 8
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {"layers": [], "methods": [], "recovered": []}
+    figures: dict[str, Any] = {"layers": [], "methods": [], "recovered": [], "ridges": []}
     with tempfile.TemporaryDirectory() as name:
         for seed in range(1, arguments.seeds + 1):
             for part, row in of_seed((arguments.out or Path(name)) / str(seed), arguments, seed):
@@ -99,9 +105,8 @@ def of_seed(folder: Path, arguments: argparse.Namespace, seed: int) -> Iterator[
     model = load_whole(folder / "whole", shape, torch.float32)
     columns = {"prompt_key": "prompt", "response_key": "response", "chat_template": False}
     answers = read_sequences(folder / "calibration.jsonl", load_tokenizer(folder / "whole"), **columns)
-    fitted_on, others = (
-        list(batches(drawn, max_tokens=2048, device=torch.device("cpu"))) for drawn in draw(answers, SEQUENCES, seed)
-    )
+    scored, unseen = draw(answers, SEQUENCES, seed)
+    fitted_on, others = read(scored), read(unseen)
     before = mean_loss(model, others)
     for keep in arguments.keep:
         for score in arguments.scores:
@@ -114,11 +119,27 @@ def of_seed(folder: Path, arguments: argparse.Namespace, seed: int) -> Iterator[
             record = json.loads((smaller(folder, *method.split(":"), keep, seed) / "compress.json").read_text())
             names = "method", "score", "keep", "loss_before", "loss_after", "loss_without_refit"
             yield "methods", {name: record[name] for name in names}
+    for method, score, keep in RECOVERED if arguments.ridges else ():
+        recipe = Recipe(method, score, keep, multiple=8, seed=seed)
+        cut = choose(Whole(model, shape, fitted_on), shape, recipe, say=lambda _: None)
+        for count, ridge in product(arguments.fit_on, arguments.ridges):
+            few = read(scored[:count])
+            refit = Refit(model, shape, few, torch.float32, ridge)
+            refit.fit(cut, say=lambda _: None)
+            tokens = sum(int(batch.valid.sum()) for batch in few)
+            with as_cut(model, cut), torch.no_grad():
+                row = {"sequences": count, "tokens": tokens, "ridge": ridge, "without": mean_loss(model, others)}
+                with refit.applied():
+                    yield "ridges", {"method": method, "keep": keep, **row, "loss": mean_loss(model, others)}
     for method, score, keep in RECOVERED if arguments.recover else ():
         for refit in (False, True):
             small = smaller(folder, method, score, keep, seed, refit=refit)
             for point in recovered(small, arguments, seed, held_out, others):
                 yield "recovered", {"method": method, "keep": keep, "refit": refit, **point}
+
+
+def read(answers: Sequence[WorkedAnswer]) -> list[Batch]:
+    return list(batches(answers, max_tokens=2048, device=torch.device("cpu")))
 
 
 def smaller(folder: Path, method: str, score: str, keep: float, seed: int, *, refit: bool = True) -> Path:

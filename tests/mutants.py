@@ -2021,6 +2021,36 @@ MUTANTS = [
         "compress/test_layouts.py -k experts",
     ),
     Mutant(
+        "compress/refit: a layer is fitted as if those before it were as they were",
+        "with as_cut(self.model, cut), self.applied(), watched(layers[layer])",
+        "with as_cut(self.model, cut), watched(layers[layer])",
+        "compress/test_refit.py -k left",
+    ),
+    Mutant(
+        "compress/refit: padding is fitted, too",
+        "(seen[0][batch.valid].double() for seen in",
+        "(seen[0].flatten(0, 1).double() for seen in",
+        "compress/test_refit.py -k left",
+    ),
+    Mutant(
+        "compress/refit: what the next norm takes away counts",
+        "scale = 1 / wanted.norm(dim=-1, keepdim=True)",
+        "scale = torch.ones_like(wanted[:, :1])",
+        "compress/test_refit.py -k left",
+    ),
+    Mutant(
+        "compress/refit: the layer before those that go stays as it was",
+        "first = min(*(layer - 1 for layer in gone)",
+        "first = min(*(layer for layer in gone)",
+        "compress/test_refit.py -k first_change",
+    ),
+    Mutant(
+        "compress/refit: the larger policy's weights are written",
+        "    if whole in fitted:",
+        "    if whole in ():",
+        "compress/test_refit.py -k written",
+    ),
+    Mutant(
         "compress/passes: one goes on without the sums of what it read",
         "        _fill(sums, kept)\n",
         "        pass\n",

@@ -28,7 +28,7 @@ from megatron_dppo.compress.cut import Cut
 from megatron_dppo.models.shape import PolicyShape
 
 RIDGE = 1e-3
-"""Of 1e-4 to 1e-1, the best on a thousand tokens for 256 units; on ten thousand, within 3% of the best."""
+"""Of 1e-4 to 1e-1, within 1% of the least loss on ten thousand tokens for 256 units, and within 5% on a thousand."""
 
 
 @dataclass(slots=True)
@@ -41,6 +41,7 @@ class Refit:
     batches: Sequence[Batch]
     dtype: torch.dtype
     """In which the smaller policy is written; fitted weights are rounded to it."""
+    ridge: float = RIDGE
     weights: dict[int, torch.Tensor] = field(default_factory=dict)
     """[hidden, feed-forward width], of experts [experts, hidden, width], by layer of the larger policy, in its sizes:
     rows of channels that go, and columns of units that go, are as they were."""
@@ -91,10 +92,10 @@ class Refit:
             gram += inputs.T @ inputs
             cross += inputs.T @ lacking
             squares += lacking.square().sum()
-        damped = gram.clone()
-        damped.diagonal().add_(RIDGE * gram.diagonal().mean())
-        change = torch.cholesky_solve(cross, torch.linalg.cholesky(damped)).T  # [hidden, width]
-        explained = 2 * (change.T * cross).sum() - ((change @ gram) * change).sum()
+        penalty = self.ridge * gram.diagonal().mean()
+        gram.diagonal().add_(penalty)
+        change = torch.cholesky_solve(cross, torch.linalg.cholesky(gram)).T  # [hidden, width]
+        explained = (change.T * cross).sum() + penalty * change.square().sum()
         self.shares[layer] = float(explained / squares)
         fitted = weight.detach().to(torch.float64, copy=True)
         rows = fitted[..., kept, :]
