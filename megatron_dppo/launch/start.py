@@ -69,7 +69,7 @@ def run_again(words: Sequence[str], config: Config, job: Callable[[Config], None
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         obey_launcher()
         return rank_main(job, config)
-    ranks = ranks_of(config.layout)
+    ranks = ranks_of(config.layout, reserved=gpus_to_reserve(config.rollout))
     if ranks == 1:
         os.environ.update(_alone())
         return rank_main(job, config)

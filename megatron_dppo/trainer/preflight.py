@@ -262,7 +262,7 @@ def _check_data(config: Config, command: Command) -> None:
         for training in sources_of(config.data, "train"):
             if not are_stored(training):
                 _check_file(training, config, command)
-    if command in ("sft", "probe-tree") or config.eval.problems == 0:
+    if command in ("sft", "probe-tree", "compress") or config.eval.problems == 0:
         return
     held_out = sources(config)
     if command == "eval" and not held_out:
