@@ -116,7 +116,7 @@ class Live:
         if measure == "reward":
             assert self._asking is not None
             rewards = [self._asking.reward(blocks, self._passes) for blocks in absent]
-            if len(set(rewards)) == 1:
+            if len(rewards) > len(set(rewards)) == 1:
                 problem = f"tells nothing: with and without layers the mean reward is {rewards[0]:.4g}"
                 raise UserError("--score", "shapley-reward", problem, "Give another --score, or more --sequences")
             return [-reward for reward in rewards]
