@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
 from megatron_dppo.bridge.convert_adapters import adapters_to_hf, merged_to_hf
 from megatron_dppo.bridge.convert_commands import DTYPES, megatron_to_hf, parse_megatron_to_hf
-from megatron_dppo.bridge.fingerprint import fingerprint
+from megatron_dppo.bridge.safetensors_files import fingerprint
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.process.files import replacing_file

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_dppo.config import DataConfig, replace
 from megatron_dppo.data.generators import GENERATORS, TOOLS, Split
 from megatron_dppo.data.rows import Row, as_text, is_blank, is_too_deep, read_rows
-from megatron_dppo.data.tool_calls import Tools
+from megatron_dppo.data.turns import Tools
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import DATA_SUFFIXES, data_files, is_id
 from megatron_dppo.rl.types import Label

@@ -4,6 +4,8 @@
 - ``evaluation.json`` has the settings that the answers depend on. An evaluation with other settings is refused. Other
   benchmarks of the same policy and settings are added to the same folder.
 - ``scores.json`` is written in one piece at the end.
+
+For people to read there is besides a file for each question, with all answers to it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +23,7 @@ from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, find_checkpoint
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import is_id
-from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.files import replacing_directory, replacing_file
 from megatron_dppo.process.lock import FolderLock
 
 ANSWERS, SETTINGS, SCORES = "answers.jsonl", "evaluation.json", "scores.json"
@@ -206,3 +209,36 @@ def _cannot_write(folder: Path, error: OSError) -> UserError:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "…"
+
+
+QUESTIONS = "questions"
+
+
+def write_questions(folder: Path) -> Path:
+    """Write ``questions/BENCHMARK/NUMBER-RIGHTofSAMPLES.txt`` from ``answers.jsonl``, in place of what is there.
+
+    The number is the problem's place in its file, from 0: ``gsm8k/0017-2of8.txt`` has two right answers among eight.
+    """
+    out = folder / QUESTIONS
+    with replacing_directory(out) as draft, (folder / ANSWERS).open("rb") as lines:
+        rows = map(json.loads, lines)
+        for (benchmark, number), group in groupby(rows, key=lambda row: (row["benchmark"], row["problem"])):
+            answers = sorted(group, key=lambda row: row["sample"])
+            right = sum(row["correct"] is True for row in answers)
+            (place := draft / benchmark.replace("/", "-")).mkdir(exist_ok=True)
+            file = place / f"{number:04}-{right}of{len(answers)}.txt"
+            # An answer may hold half of a surrogate pair, which UTF-8 has no bytes for.
+            file.write_text("\n".join(_text(answers)) + "\n", encoding="utf-8", errors="replace")
+    return out
+
+
+def _text(answers: Sequence[dict[str, Any]]) -> Iterator[str]:
+    first = answers[0]
+    yield f"{first['benchmark']}, problem {first['problem']}; reference: {first['label']}"
+    yield f"\n{first['prompt']}"
+    for row in answers:
+        verdict = {True: "right", False: "wrong", None: "not scored"}[row["correct"]]
+        facts = [verdict, f"reward {row['reward']:g}" if row["reward"] is not None else "no reward"]
+        facts += [f"read as {row['extracted']}"] if row["extracted"] is not None else []
+        facts.append(f"{row['tokens']} tokens" + (", cut off" if row["finish"] == "length" else ""))
+        yield f"\n--- answer {row['sample'] + 1} of {len(answers)}: {', '.join(facts)}\n{row['answer']}"

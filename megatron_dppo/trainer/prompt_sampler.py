@@ -17,9 +17,8 @@ import numpy as np
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import Pool, PromptPool
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.group_sizes import compared_size, counted_size
+from megatron_dppo.rl.group_sizes import allocate, compared_size, counted_size
 from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.pruning.allocation import allocate
 from megatron_dppo.rl.pruning.features import PromptFeatures
 from megatron_dppo.rl.pruning.forecast import Judgement, PromptForecast, Visits
 from megatron_dppo.rl.pruning.minibatch import advantages_of_segments, completion_candidates
