@@ -167,9 +167,8 @@ def _read(words: Sequence[str], load: Callable[[str | None, Sequence[str]], Conf
     """CONFIG and overrides; CONFIG may be left out, and is the one word that is no ``a.b=c``."""
     files = [word for word in words if "=" not in word or Path(word).is_file()]
     if len(files) > 1:
-        raise UserError(
-            "CONFIG", " ".join(files), "is more than one file", "Give one, and write overrides as section.setting=value"
-        )
+        remedy = "Give one, and write overrides as section.setting=value"
+        raise UserError("CONFIG", " ".join(files), "is more than one file", remedy)
     return load(files[0] if files else None, [word for word in words if word not in files])
 
 

@@ -235,12 +235,9 @@ def _read(
     all_of_it = rendered(examples, data, tokenizer, responses=responses)
     kept = [each for each in all_of_it if is_within_limit(each, data)]
     if all_of_it and not kept:
-        raise UserError(
-            source.setting,
-            source.name,
-            f"all {len(all_of_it)} prompts are longer than data.max_prompt_tokens = {data.max_prompt_tokens}",
-            f"Raise the limit: the shortest has {min(len(each.token_ids) for each in all_of_it)} tokens",
-        )
+        problem = f"all {len(all_of_it)} prompts are longer than data.max_prompt_tokens = {data.max_prompt_tokens}"
+        remedy = f"Raise the limit: the shortest has {min(len(each.token_ids) for each in all_of_it)} tokens"
+        raise UserError(source.setting, source.name, problem, remedy)
     return kept, len(all_of_it) - len(kept)
 
 

@@ -60,10 +60,9 @@ def is_within_limit(each: Rendered, data: DataConfig) -> bool:
     if not each.token_ids:
         raise each.example.row.error("has an empty prompt", "Remove the row")
     if len(each.token_ids) > limit and data.overlong_prompts == "error":
-        raise each.example.row.error(
-            f"has a prompt of {len(each.token_ids)} tokens, over data.max_prompt_tokens = {limit}",
-            "Raise the limit, or set data.overlong_prompts=drop to leave such prompts out",
-        )
+        problem = f"has a prompt of {len(each.token_ids)} tokens, over data.max_prompt_tokens = {limit}"
+        remedy = "Raise the limit, or set data.overlong_prompts=drop to leave such prompts out"
+        raise each.example.row.error(problem, remedy)
     return len(each.token_ids) <= limit
 
 
@@ -73,9 +72,8 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
     if not data.chat_template:
         return [str(example.prompt) for example in examples]
     if not tokenizer.chat_template:
-        raise UserError(
-            "data.chat_template", True, "the tokenizer has no chat template", "Set data.chat_template=false, or add one"
-        )
+        remedy = "Set data.chat_template=false, or add one"
+        raise UserError("data.chat_template", True, "the tokenizer has no chat template", remedy)
     texts: list[str] = []
     for tools, run in groupby(examples, lambda example: example.tools):
         alike = list(run)

@@ -134,9 +134,8 @@ def _named(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions:
     for row, prompt in zip(rows, prompts, strict=True):
         if len(prompt.token_ids) > (room := max_positions - most):
             problem = f"leaves {room} of the policy's {max_positions} positions for a prompt, and {row.place} has one"
-            raise UserError(
-                "rollout.max_response_tokens", most, f"{problem} of {len(prompt.token_ids)} tokens", "Lower it"
-            )
+            remedy = "Lower it"
+            raise UserError("rollout.max_response_tokens", most, f"{problem} of {len(prompt.token_ids)} tokens", remedy)
     return prompts
 
 

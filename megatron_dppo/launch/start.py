@@ -113,12 +113,9 @@ def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
     ranks = layout.tp * layout.pp * layout.cp * (layout.dp or 0) or least * max((gpus - reserved) // least, 1)
     if 0 < gpus < ranks + reserved:
         servers = f" and its servers {reserved}" if reserved else ""
-        raise UserError(
-            "layout",
-            layout_text(layout),
-            f"needs {ranks} GPUs{servers}, and this machine has {gpus}",
-            "Lower the layout, or start the ranks on several machines with torchrun or srun",
-        )
+        problem = f"needs {ranks} GPUs{servers}, and this machine has {gpus}"
+        remedy = "Lower the layout, or start the ranks on several machines with torchrun or srun"
+        raise UserError("layout", layout_text(layout), problem, remedy)
     return ranks
 
 

@@ -82,9 +82,8 @@ def _writing(option: str, place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         problem = f"cannot be written: {error.strerror or error}"
-        raise UserError(
-            option, place, problem, f"Name a place that you may write to: {option} /tmp/{place.name}"
-        ) from None
+        remedy = f"Name a place that you may write to: {option} /tmp/{place.name}"
+        raise UserError(option, place, problem, remedy) from None
 
 
 def page(runs: Sequence[Run], price: float | None = None) -> str:

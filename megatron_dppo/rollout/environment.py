@@ -34,9 +34,8 @@ def conversation_of(config: Config) -> ConversationFunction | None:
     if spec != VERIFIERS:
         return ConversationFunction.load(spec, roles)
     if roles:
-        raise UserError(
-            "rollout.roles", list(roles), f"have a reward each, and {SETTING} = {spec} has one", "Set it to []"
-        )
+        remedy = "Set it to []"
+        raise UserError("rollout.roles", list(roles), f"have a reward each, and {SETTING} = {spec} has one", remedy)
     return ConversationFunction(SETTING, spec, _Environment(config.data.verifiers), REMEDY)
 
 

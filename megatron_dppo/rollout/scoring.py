@@ -127,11 +127,10 @@ def check_failures(reward: RewardConfig, parts: Sequence[Failures], total: int) 
         return
     first = next((text for p in parts for text in p.tracebacks), "")
     limits = f"{reward.timeout_s:g} s of processor time or {ON_THE_CLOCK * reward.timeout_s:g} s on the clock"
-    raise UserError(
-        "reward.function",
-        reward.function,
+    problem = (
         f"{timeouts + errors} of {total} completions could not be scored ({timeouts} took more than "
         f"{limits}, {errors} failed), more than reward.max_failures = {reward.max_failures:g} "
-        "allows" + (f"; the first failure:\n{first}" if first else ""),
-        "Mend the function, or raise reward.timeout_s or reward.max_failures",
+        "allows" + (f"; the first failure:\n{first}" if first else "")
     )
+    remedy = "Mend the function, or raise reward.timeout_s or reward.max_failures"
+    raise UserError("reward.function", reward.function, problem, remedy)

@@ -131,15 +131,14 @@ def check_disagreement(
             continue
         facts = {"who": who, "when": when, "mean_abs_diff": difference, "mean_prob_error": error}
         file = _keep(world, Path(config.run.dir) / "disagreement" / f"{name}.json", facts, compared())
-        raise UserError(
-            setting,
-            f"{limit:g}",
+        problem = (
             f"trainer and {who} disagree on the log-probabilities of the same tokens {when}: the mean {what} is "
             f"{measured:.4g}. {who[0].upper()}{who[1:]} may hold other weights (another model, an update that did not "
             "arrive whole), score at another temperature or with top-p, top-k or a penalty, or compute in another "
-            f"precision (a quantised model or cache). The worst completions are in {file}",
-            f"Find the cause; raise {setting} only for a difference that precision explains",
+            f"precision (a quantised model or cache). The worst completions are in {file}"
         )
+        remedy = f"Find the cause; raise {setting} only for a difference that precision explains"
+        raise UserError(setting, f"{limit:g}", problem, remedy)
 
 
 def _keep(world: World, file: Path, facts: dict[str, Any], compared: Sequence[Compared]) -> Path:
@@ -239,13 +238,12 @@ def _answers(
 def _check_versions(answers: Sequence[Compared], version: int, engine: str) -> None:
     for each in answers:
         if set(each.versions) != {version}:
-            raise UserError(
-                "rollout.engine",
-                engine,
+            problem = (
                 f"the server {each.source} was given weights of version {version}, and says that version "
-                f"{', '.join(map(str, each.versions))} made its tokens",
-                "See whether somebody else sends it weights; another value of rollout.sync.transport may reach it",
+                f"{', '.join(map(str, each.versions))} made its tokens"
             )
+            remedy = "See whether somebody else sends it weights; another value of rollout.sync.transport may reach it"
+            raise UserError("rollout.engine", engine, problem, remedy)
 
 
 def _scored(policy: PolicyParts[Any], answers: Sequence[Compared]) -> list[Compared]:

@@ -312,12 +312,9 @@ def _bytes(actor: Actor) -> int:
 
 
 def _disk_error(folder: Path, error: object) -> UserError:
-    return UserError(
-        "run.dir",
-        folder.parent,
-        f"a checkpoint could not be written ({error}); the last good one is untouched",
-        "Free some room or point run.dir at another disk, and run the same command again: it resumes",
-    )
+    problem = f"a checkpoint could not be written ({error}); the last good one is untouched"
+    remedy = "Free some room or point run.dir at another disk, and run the same command again: it resumes"
+    return UserError("run.dir", folder.parent, problem, remedy)
 
 
 def _remove(path: Path) -> None:

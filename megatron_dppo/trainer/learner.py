@@ -284,9 +284,6 @@ class Learner:
         kl = sums.get("train/kl_loss", 0.0) / max(sums["tokens"], 1.0)
         same_experts = self._config.loss.replay_routing != "rollout"  # the reference chooses its own
         if step == 0 and same_experts and kl > logprob_limit(self._config):
-            raise UserError(
-                "loss.kl_coef",
-                self._config.loss.kl_coef,
-                f"policy and reference differ before the first update (KL {kl:.3g} per token)",
-                "check that model.path is complete and that nothing writes to it during the run",
-            )
+            problem = f"policy and reference differ before the first update (KL {kl:.3g} per token)"
+            remedy = "check that model.path is complete and that nothing writes to it during the run"
+            raise UserError("loss.kl_coef", self._config.loss.kl_coef, problem, remedy)

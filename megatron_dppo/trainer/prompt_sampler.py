@@ -94,12 +94,9 @@ class PromptOrder:
             UserError: if the pool has fewer than n prompts.
         """
         if n > self._size:
-            raise UserError(
-                "rollout.prompts_per_step",
-                n,
-                f"is more than the {self._size} prompts of the pool, and a window holds no prompt twice",
-                f"Lower it to {self._size} or less, or give more prompts",
-            )
+            problem = f"is more than the {self._size} prompts of the pool, and a window holds no prompt twice"
+            remedy = f"Lower it to {self._size} or less, or give more prompts"
+            raise UserError("rollout.prompts_per_step", n, problem, remedy)
         seen = set() if besides is None else set(besides.tolist())
         window: list[int] = []
         waiting, self._deferred = deque(self._deferred), []
@@ -183,12 +180,11 @@ class PromptSampler:
         ramp = round(config.pruning.completions.schedule.ramp * config.run.steps)
         if (widest := max(window_size(config, step) for step in (0, ramp))) > pool_size:
             grown = f"makes windows of {widest} with pruning.refill, which" if config.pruning.refill != "none" else ""
-            raise UserError(
-                "rollout.prompts_per_step",
-                config.rollout.prompts_per_step,
-                f"{grown} is more than the {pool_size} prompts of the pool, and a window holds no prompt twice".strip(),
-                "Lower it, or give more prompts",
+            problem = (
+                f"{grown} is more than the {pool_size} prompts of the pool, and a window holds no prompt twice".strip()
             )
+            remedy = "Lower it, or give more prompts"
+            raise UserError("rollout.prompts_per_step", config.rollout.prompts_per_step, problem, remedy)
         check_shares(pool, widest)
         self._config, self._pool_size = config, pool_size
         self._objective = objective_for(config.loss)

@@ -140,13 +140,12 @@ def check_resume(config: Config) -> None:
     read_state(place, Writer.of(config))
     other = [change for change in changed_since(folder, step, config) if change.of_results]
     if other and config.run.resume != "anyway":
-        raise UserError(
-            "run.dir",
-            folder,
-            "\n".join([f"holds {step} steps that were taken with other settings:", *map(str, other)]),
+        problem = "\n".join([f"holds {step} steps that were taken with other settings:", *map(str, other)])
+        remedy = (
             "Name another run.dir; or give those settings as they were; or set run.resume=anyway to go on with the new "
-            "ones, which reports then tell",
+            "ones, which reports then tell"
         )
+        raise UserError("run.dir", folder, problem, remedy)
 
 
 def record(folder: Path, step: int, config: Config) -> None:
@@ -174,12 +173,9 @@ def check_warm_up(config: Config) -> None:
         source = str(json.loads(file.read_text(encoding="utf-8"))["model.path"])
     except (OSError, ValueError, KeyError, TypeError):
         source = "THE_INITIAL_POLICY"
-    raise UserError(
-        "model.path",
-        config.model.path,
-        f"is a policy that sft has warmed up already, from {source}",
-        f"Set model.path={source} to warm that one up again, or run.resume=anyway to go on with this one",
-    )
+    problem = f"is a policy that sft has warmed up already, from {source}"
+    remedy = f"Set model.path={source} to warm that one up again, or run.resume=anyway to go on with this one"
+    raise UserError("model.path", config.model.path, problem, remedy)
 
 
 def record_warm_up(out: Path, config: Config) -> None:
