@@ -105,11 +105,7 @@ def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]
             else parallel_state.get_expert_data_parallel_rank()
         )
         state[_name(entry)] = ShardedTensor.from_rank_offsets(
-            entry.key,
-            parameter,
-            *offsets,
-            replica_id=(0, part if whole else 0, copy),
-            prepend_axis_num=len(leading),
+            entry.key, parameter, *offsets, replica_id=(0, part if whole else 0, copy), prepend_axis_num=len(leading)
         )
     return {"adapters": state}
 

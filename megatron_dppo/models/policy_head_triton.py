@@ -21,11 +21,7 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 def summarise(
-    buffers: tuple[torch.Tensor, ...],
-    targets: torch.Tensor,
-    temperature: float,
-    peak: torch.Tensor,
-    sums: torch.Tensor,
+    buffers: tuple[torch.Tensor, ...], targets: torch.Tensor, temperature: float, peak: torch.Tensor, sums: torch.Tensor
 ) -> None:
     """As :func:`policy_head_torch.summarise`; leaves the logits as they are."""
     (logits,) = buffers

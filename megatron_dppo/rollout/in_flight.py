@@ -24,15 +24,7 @@ from megatron_dppo.config import DistillationConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import plain_fields
-from megatron_dppo.rl.types import (
-    Completion,
-    Group,
-    Ints,
-    Prompt,
-    Selection,
-    StepMetadata,
-    VersionSpan,
-)
+from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.rollout.engine import Progress, SoFar
 
@@ -223,10 +215,7 @@ def _parts(so_far: Progress) -> dict[str, np.ndarray]:
     """Completions so far, one after the other, each with its prompt, its slot, its length, and whether it has ended."""
     listed = [(prompt, one) for prompt, each in so_far.items() for one in each]
     places = [(prompt, one.slot, len(one.completion.token_ids), one.ended) for prompt, one in listed]
-    return {
-        "places": np.array(places, np.int64).reshape(-1, 4),
-        **_packed([one.completion for _, one in listed]),
-    }
+    return {"places": np.array(places, np.int64).reshape(-1, 4), **_packed([one.completion for _, one in listed])}
 
 
 def _so_far(stored: dict[str, Any], share: set[int]) -> Progress:
