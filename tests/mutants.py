@@ -1171,7 +1171,7 @@ MUTANTS = [
     ),
     Mutant(
         "experts/counted from 0 on each rank",
-        "first_expert = world.ep_rank * (shape.experts // world.layout.ep)",
+        "first_expert = world.ep_rank * (chunks[0].shape.experts // world.layout.ep)",
         "first_expert = 0",
         "bridge/test_stream.py::test_round_trip_is_the_identity_in_every_layout",
     ),

@@ -69,7 +69,7 @@ class PolicyParts(Generic[P_co]):
     def source(self) -> WeightSource:
         """What engines are sent: the actor's weights, or with ``rollout.sync.adapter`` its adapters."""
         stream = adapter_stream if self.config.rollout.sync.adapter else weight_stream
-        return partial(stream, self.actor.chunks, self.shape, self.world)
+        return partial(stream, self.actor.chunks, self.world)
 
     def sync(self, engine: RolloutEngine[Any], version: int) -> None:
         """Stream :attr:`source` to an engine, which then generates with ``version``. Collective."""
@@ -184,7 +184,6 @@ class PolicyParts(Generic[P_co]):
         """Write the actor as a Hugging Face directory; ``setting`` is what an error names. Collective."""
         export_hf(
             self.actor.chunks,
-            self.shape,
             self.world,
             source=self.config.model.folder,
             out=out,
@@ -208,7 +207,6 @@ class PolicyParts(Generic[P_co]):
         if self.config.model.lora.rank:
             export_adapter(
                 self.actor.chunks,
-                self.shape,
                 self.world,
                 base=self.config.model.checkpoint or self.config.model.path,
                 out=folder / "adapter",
@@ -304,8 +302,8 @@ def _load(chunks: Sequence[PolicyModel], config: Config, shape: PolicyShape, wor
     if config.model.checkpoint is not None:
         load_checkpoint(chunks, Path(config.model.checkpoint), world)
     else:
-        world.together(lambda: load_policy(chunks, config.model.folder, shape, world))
-    draw_adapters(chunks, shape, world, seed=config.run.seed)
+        world.together(lambda: load_policy(chunks, config.model.folder, world))
+    draw_adapters(chunks, world, seed=config.run.seed)
 
 
 def lock_run(config: Config, world: World, to_close: ExitStack) -> Callable[[], None]:
