@@ -216,9 +216,8 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_command(commands: Any, command: str, what: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        command, help=what, description=what[0].upper() + what[1:] + "."
-    )
+    sentence = what[0].upper() + what[1:] + "."
+    parser: argparse.ArgumentParser = commands.add_parser(command, help=what, description=sentence)
     return parser
 
 
@@ -242,9 +241,8 @@ def _add_commands_with_settings(commands: Any) -> None:
         ("launch", "train as a NeMo-Run experiment, here or on Slurm, on the machines that cluster.* names"),
     ):
         of = _add_command(commands, command, what)
-        of.add_argument(
-            "settings", nargs="*", metavar="CONFIG a.b=c", help="a YAML file, and settings that override what it says"
-        )
+        what = "a YAML file, and settings that override what it says"
+        of.add_argument("settings", nargs="*", metavar="CONFIG a.b=c", help=what)
         of.add_argument("--print-config", action="store_true", help="print every setting with its meaning, and stop")
         if command in ("train", "sft"):
             what = "look for all that can be known to be wrong, with so many ranks, say what is done already, and stop"

@@ -299,24 +299,17 @@ class Trainer:
         """
         if isinstance(batch, Selection):
             return batch
-        rollout = self.config.rollout
+        rollout, routing = self.config.rollout, self.policy.routing is not None
+        oldest = self.version + later - rollout.ahead
         if isinstance(batch, BrokenOff):
-            oldest, asked = self.version + later - rollout.ahead, self.policy.routing is not None
-            if all(self.world.gather(batch.made_for(rollout, oldest=oldest, routed=asked))):
-                return batch
-            return self.world.from_leader(lambda: self.sampler.with_sizes(batch.selection))
-        if batch.sequences > 1:
-            check_settings(self.config, batch.sequences)
-        routed = self.policy.routing is None or all(self.world.gather(batch.routed))
-        taught = all(self.world.gather(batch.taught_by(self.config.loss.distillation)))
-        if (
-            routed
-            and taught
-            and batch.made_for(rollout)
-            and self.version + later - batch.oldest_version <= rollout.ahead
-        ):
-            return batch
-        return self.world.from_leader(lambda: self.sampler.with_sizes(batch.selection))
+            fits = all(self.world.gather(batch.made_for(rollout, oldest=oldest, routed=routing)))
+        else:
+            if batch.sequences > 1:
+                check_settings(self.config, batch.sequences)
+            routed = not routing or all(self.world.gather(batch.routed))
+            taught = all(self.world.gather(batch.taught_by(self.config.loss.distillation)))
+            fits = routed and taught and batch.made_for(rollout) and batch.oldest_version >= oldest
+        return batch if fits else self.world.from_leader(lambda: self.sampler.with_sizes(batch.selection))
 
 
 def _is_older(file: Path, than: Path) -> bool:

@@ -438,7 +438,7 @@ MUTANTS = [
     ),
     Mutant(
         "ahead/rollouts that are too old by now are trained on",
-        "self.version + later - batch.oldest_version <= rollout.ahead",
+        "batch.oldest_version >= oldest",
         "batch.oldest_version <= self.version",
         AHEAD,
     ),

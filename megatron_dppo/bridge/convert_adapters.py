@@ -63,9 +63,8 @@ def adapters_to_hf(chosen: argparse.Namespace, lora: LoraConfig, *, base: str, a
     with in_place(chosen.out) as draft, progress("to PEFT", plan.total_bytes, unit="bytes") as advance:
         write_adapter_config(draft, base=base, lora=lora)
         write_tensors(adapters, plan, draft, workers=chosen.workers, advance=advance)
-    print(
-        f"{chosen.out}: adapters of rank {lora.rank}, {parameters(shape, lora) / 1e6:,.2f} million weights, of {base}"
-    )
+    millions = parameters(shape, lora) / 1e6
+    print(f"{chosen.out}: adapters of rank {lora.rank}, {millions:,.2f} million weights, of {base}")
 
 
 def merged_to_hf(

@@ -115,10 +115,8 @@ def _completion(
             raise _BadError("has a loss_mask without a token that the policy sampled", "Leave the row out")
         logprobs = np.array(_numbers(given, "logprobs", tokens), np.float32)
         if not (np.isfinite(logprobs) & (logprobs <= 0))[sampled].all():
-            raise _BadError(
-                "has logprobs that are above 0 or not finite",
-                "Give natural logarithms of probabilities, at rollout.temperature",
-            )
+            remedy = "Give natural logarithms of probabilities, at rollout.temperature"
+            raise _BadError("has logprobs that are above 0 or not finite", remedy)
         reason = given.get("finish_reason") or ("stop" if tokens[-1] in stops else "length")
         if reason not in ("stop", "length"):
             raise _BadError(f"has the finish_reason {reason!r:.60}", "Write stop or length, or leave it out")
@@ -140,9 +138,8 @@ def _tokens(given: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> 
     if not isinstance(tokens, list) or not tokens:
         raise _BadError("has no tokens", "Give at least the token that ended it, or leave the row out")
     if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
-        raise _BadError(
-            f"has token_ids that are none of the policy's {vocab_size}", "Give token ids of model.path's tokenizer"
-        )
+        problem = f"has token_ids that are none of the policy's {vocab_size}"
+        raise _BadError(problem, "Give token ids of model.path's tokenizer")
     return tokens
 
 

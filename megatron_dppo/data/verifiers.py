@@ -166,9 +166,7 @@ async def play(environment: Any, problem: Mapping[str, Any], answer: Answer, too
     if (error := client.failure or state.get("error")) is not None:
         raise error
     if state.get("timed_out"):
-        raise TimeoutError(
-            f"The environment has waited longer than its timeout_seconds = {environment.timeout_seconds}."
-        )
+        raise TimeoutError(f"The environment has waited longer than timeout_seconds = {environment.timeout_seconds}.")
     return state
 
 

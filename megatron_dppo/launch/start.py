@@ -75,9 +75,7 @@ def run_again(words: Sequence[str], config: Config, job: Callable[[Config], None
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-") as folder:
         marker = Path(folder, "failure")
         command = [sys.executable, "-m", "megatron_dppo", *words]
-        return run_ranks(
-            command, {**os.environ, **_for_ranks(ranks, marker)}, ranks, FirstFailure(marker), lambda: None
-        )
+        return run_ranks(command, {**os.environ, **_for_ranks(ranks, marker)}, ranks, FirstFailure(marker))
 
 
 def ranks_to_start(command: Command, config: Config) -> int:

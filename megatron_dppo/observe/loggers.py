@@ -286,9 +286,8 @@ class Loggers:
 def _read_state(file: Path) -> dict[str, dict[str, Any]]:
     """What each logger was given; nothing where the file is absent or damaged: then they make new runs."""
     try:
-        return {
-            name: {"run": str(of["run"]), "step": int(of["step"])} for name, of in json.loads(file.read_text()).items()
-        }
+        stored = json.loads(file.read_text())
+        return {name: {"run": str(of["run"]), "step": int(of["step"])} for name, of in stored.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 

@@ -75,9 +75,8 @@ def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
     if model * dp != ranks:
         problem = f"does not divide the {ranks} ranks that were started"
         remedy = f"Start a multiple of {model} ranks, or set layout.tp, pp and dp so that their product is {ranks}"
-        raise UserError(
-            "layout", f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}", problem, remedy
-        )
+        sizes = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}"
+        raise UserError("layout", sizes, problem, remedy)
     stage, of_experts = layout.tp * layout.cp * dp, layout.expert_tp * layout.ep
     if stage % of_experts:
         name, other = ("ep", layout.expert_tp) if layout.ep > 1 else ("etp", layout.ep)

@@ -283,9 +283,8 @@ class Collector:
         rollout = self._config.rollout
         groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []
         of_roles: list[Floats] = []
-        for prompt, pi, completions, scores in zip(
-            answers.prompts, inclusions, answers.completions, answers.scores, strict=True
-        ):
+        every = zip(answers.prompts, inclusions, answers.completions, answers.scores, strict=True)
+        for prompt, pi, completions, scores in every:
             known = [score for score in scores if score is not None]
             if len(known) < len(scores):
                 failed.append(pi)

@@ -144,9 +144,8 @@ class _Layer:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [tokens, heads, size], keys and values [tokens, kv_heads, size] of ``hidden`` [tokens, hidden]."""
         projected = F.linear(_rms(hidden, self._before_attention.weight, self._eps), *self._qkv)
-        both, values = projected.view(len(hidden), -1, self.size).split(
-            [self._heads + self.kv_heads, self.kv_heads], dim=1
-        )
+        heads = projected.view(len(hidden), -1, self.size)
+        both, values = heads.split([self._heads + self.kv_heads, self.kv_heads], dim=1)
         if self._head_norms:
             both = _rms(both, self._head_weights, self._eps)
         queries, keys = rotate(both, *rotary).split([self._heads, self.kv_heads], dim=1)

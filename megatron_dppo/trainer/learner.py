@@ -235,9 +235,8 @@ class Learner:
         """What the teachers say of each pack. One after the other reads the packs in which any of its sequences are, on
         this replica or on another, with which it may share experts."""
         found: list[tuple[TeacherHead, ...]] = [() for _ in packs]
-        of_replicas = [
-            [minibatch.samples.teacher[np.array(rows, np.int64)] for rows in replica] for replica in minibatch.packs
-        ]
+        teacher_of = minibatch.samples.teacher
+        of_replicas = [[teacher_of[np.array(rows, np.int64)] for rows in replica] for replica in minibatch.packs]
         mine = of_replicas[self._world.dp_rank]
         for number, teacher in enumerate(self.teachers):
             read = [k for k in range(len(packs)) if any((replica[k] == number).any() for replica in of_replicas)]

@@ -179,10 +179,8 @@ class PromptSampler:
         pool_size = len(pool)
         ramp = round(config.pruning.completions.schedule.ramp * config.run.steps)
         if (widest := max(window_size(config, step) for step in (0, ramp))) > pool_size:
-            grown = f"makes windows of {widest} with pruning.refill, which" if config.pruning.refill != "none" else ""
-            problem = (
-                f"{grown} is more than the {pool_size} prompts of the pool, and a window holds no prompt twice".strip()
-            )
+            grown = f"makes windows of {widest} with pruning.refill, which " if config.pruning.refill != "none" else ""
+            problem = f"{grown}is more than the {pool_size} prompts of the pool, and a window holds no prompt twice"
             remedy = "Lower it, or give more prompts"
             raise UserError("rollout.prompts_per_step", config.rollout.prompts_per_step, problem, remedy)
         check_shares(pool, widest)

@@ -128,9 +128,8 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
         raise damaged(place, "run.dir", f"{STATE} names no form of the optimizer's state: {written.optimizer!r}")
     for setting, was, is_now in _adapters_differ(written.adapters, now.adapters):
         problem = "was written of adapters with " if written.adapters else "was written without adapters, with "
-        raise refused(
-            f"model.{setting}", is_now, f"{problem}model.{setting} = {was}", f"Resume with model.{setting}={was}"
-        )
+        remedy = f"Resume with model.{setting}={was}"
+        raise refused(f"model.{setting}", is_now, f"{problem}model.{setting} = {was}", remedy)
     if written.dtype != now.dtype:
         problem = f"was written with model.dtype = {written.dtype}"
         raise refused("model.dtype", now.dtype, problem, f"Resume with model.dtype={written.dtype}")
