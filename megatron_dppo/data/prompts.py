@@ -18,9 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import DataConfig
-from megatron_dppo.data.examples import Source, example_of, read_examples, sources_of
+from megatron_dppo.data.examples import (
+    Rendered,
+    Source,
+    example_of,
+    is_within_limit,
+    read_examples,
+    rendered,
+    sources_of,
+    texts_of,
+)
 from megatron_dppo.data.generators import Split
-from megatron_dppo.data.rendering import Rendered, is_within_limit, rendered, texts_of
 from megatron_dppo.data.rows import Row
 from megatron_dppo.data.stored import Columns, StoredRows, are_large, store
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer

@@ -8,13 +8,15 @@ With drafts a row reads several tokens in a step: its last one, and a guess at t
 draw. As far as the draws are what was guessed, they are tokens, and the first that is not is the next one. What was
 read after it will be written over.
 
-Which token a completion takes at a position depends on one uniform number, its own.
+Which token a completion takes at a position depends on one uniform number, its own. Of a guess the engine takes over
+what it would have drawn anyway. So drafts, which come from what others said after the same tokens, save steps and
+change no token.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +25,6 @@ from numpy.typing import NDArray
 
 from megatron_dppo.rl.types import Completion, Routing, VersionSpan
 from megatron_dppo.rollout.decoder import Decoder, Departure
-from megatron_dppo.rollout.drafts import ORDER, DraftIndex
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.routers import Routers
 from megatron_dppo.rollout.tree import Entropies, Stem, wants_entropies
@@ -309,3 +310,46 @@ def entropies_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """[rows] fp32, nats, of the distributions that :func:`draw_tokens` draws from; logits are [rows, vocabulary]."""
     logits = logits.float()
     return torch.special.entr(torch.softmax(logits / temperature if temperature > 0 else logits, dim=-1)).sum(dim=-1)
+
+
+ORDER = 4
+"""Tokens that two completions must have in common before one is a guess for the other."""
+MOST_TOKENS = 1 << 22
+"""Tokens that are kept of all prompts together; those of the prompts that were asked longest ago go first."""
+
+
+class DraftIndex:
+    """What earlier completions of each prompt said, by the last ``ORDER`` tokens before.
+
+        index.add(prompt, [5, 6, 7, 8, 9, 3])
+        index.after(prompt, [4, 6, 7, 8, 9], most=4)
+
+    gives [3]: after the last four tokens the completion that is known went on with 3, and ended.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, dict[tuple[int, ...], tuple[Sequence[int], int]]] = OrderedDict()
+        self._tokens = 0
+
+    def add(self, prompt: bytes, tokens: Sequence[int]) -> None:
+        """Remember a completion that has ended.
+
+        Args:
+            prompt: the tokens of its prompt, as bytes.
+            tokens: the last ``ORDER`` tokens of the prompt, if it has so many, and those of the completion.
+        """
+        known = self._known.setdefault(prompt, {})
+        self._known.move_to_end(prompt)
+        before = len(known)
+        known |= {tuple(tokens[end - ORDER : end]): (tokens, end) for end in range(ORDER, len(tokens))}
+        self._tokens += len(known) - before
+        while self._tokens > MOST_TOKENS:
+            self._tokens -= len(self._known.popitem(last=False)[1])
+
+    def after(self, prompt: bytes, tokens: Sequence[int], most: int) -> Sequence[int]:
+        """A guess of at most so many tokens at what follows ``tokens`` in a completion of this prompt."""
+        tokens_and_end = self._known.get(prompt, {}).get(tuple(tokens[-ORDER:]))
+        if tokens_and_end is None:
+            return ()
+        said, end = tokens_and_end
+        return said[end : end + most]
