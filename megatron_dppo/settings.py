@@ -112,6 +112,15 @@ def _leaves(section: type[Section], prefix: str) -> Iterator[Setting]:
             yield Setting(key, field.rebuild_annotation(), field.default, " ".join((field.description or "").split()))
 
 
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of settings in nested sections, and their values, of which some are mappings, too."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and prefix + name not in settings():
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
 class _Loader(yaml.SafeLoader):
     """YAML in which a key that stands twice in a section is an error: the first one would be lost in silence."""
 

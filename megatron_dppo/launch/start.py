@@ -36,11 +36,7 @@ def run(command: Command, config: Config) -> int:
     Raises:
         UserError: for what can be seen to be wrong before a rank starts.
     """
-    outlive_readers()
-    if srun_started(os.environ):
-        os.environ.update(torch_environment(os.environ))
-    set_environment(config)  # before anything asks CUDA how many GPUs there are: this process may become a rank
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if _is_rank(config):
         return rank_main(command, config, first=lambda: _look_first(command, config))
     ranks = ranks_to_start(command, config)
     if ranks == 1:
@@ -61,11 +57,7 @@ def run_again(words: Sequence[str], config: Config, job: Callable[[Config], None
         config: of which the layout, and what else a rank's environment depends on, is read.
         job: what a rank does.
     """
-    outlive_readers()
-    if srun_started(os.environ):
-        os.environ.update(torch_environment(os.environ))
-    set_environment(config)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if _is_rank(config):
         obey_launcher()
         return rank_main(job, config)
     ranks = ranks_of(config.layout)
@@ -76,6 +68,15 @@ def run_again(words: Sequence[str], config: Config, job: Callable[[Config], None
         marker = Path(folder, "failure")
         command = [sys.executable, "-m", "megatron_dppo", *words]
         return run_ranks(command, {**os.environ, **_for_ranks(ranks, marker)}, ranks, FirstFailure(marker))
+
+
+def _is_rank(config: Config) -> bool:
+    """Whether torchrun or srun started this process. Makes its environment ready for a rank, which it may become."""
+    outlive_readers()
+    if srun_started(os.environ):
+        os.environ.update(torch_environment(os.environ))
+    set_environment(config)  # before anything asks CUDA how many GPUs there are
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def ranks_to_start(command: Command, config: Config) -> int:

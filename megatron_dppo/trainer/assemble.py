@@ -257,13 +257,16 @@ def teacher_config(config: Config, path: str) -> Config:
 def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem], dict[int, OfflineGroup] | None]:
     """The training pool; the held-out problems that evaluations answer; and this rank's share of ``data.rollouts``, or
     None where the policy rolls out. Collective."""
+    config, world, shape, tokenizer = parts.config, parts.world, parts.shape, parts.tokenizer
     offline: dict[int, OfflineGroup] | None = None
-    if parts.config.data.rollouts is None:
+    if config.data.rollouts is None:
         train = load_training_pool(parts)
     else:
-        train, offline = _load_offline(parts)
-    positions = parts.shape.max_positions
-    problems = parts.world.together(lambda: held_out(parts.config, parts.tokenizer, max_positions=positions))
+        share = {"rank": world.rank, "ranks": world.size}
+        load = partial(load_offline, config, tokenizer, shape.vocab_size, parts.stop_ids, **share)
+        train, offline = world.together(load)
+        world.together(lambda: config.loss.distillation.check_sources(train.data_sources))
+    problems = world.together(lambda: held_out(config, tokenizer, max_positions=shape.max_positions))
     return train, problems, offline
 
 
@@ -278,24 +281,6 @@ def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
         return pool
 
     return parts.world.together(load)
-
-
-def _load_offline(parts: PolicyParts[Any]) -> tuple[PromptPool, dict[int, OfflineGroup]]:
-    data, rollout, world = parts.config.data, parts.config.rollout, parts.world
-    load = partial(
-        load_offline,
-        data,
-        parts.tokenizer,
-        rank=world.rank,
-        ranks=world.size,
-        samples=rollout.samples_per_prompt,
-        limit=rollout.max_response_tokens,
-        vocab_size=parts.shape.vocab_size,
-        stops=parts.stop_ids,
-    )
-    pool, groups = world.together(load)
-    world.together(lambda: parts.config.loss.distillation.check_sources(pool.data_sources))
-    return pool, groups
 
 
 def _load(chunks: Sequence[PolicyModel], config: Config, shape: PolicyShape, world: World) -> None:

@@ -28,7 +28,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.config.loss import is_server
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import replacing_file
-from megatron_dppo.settings import as_yaml, settings, short
+from megatron_dppo.settings import as_yaml, flattened, settings, short
 from megatron_dppo.trainer.writer import Writer, read_state
 
 HISTORY, IN_FORCE = "config_history.jsonl", "config.yaml"
@@ -90,7 +90,7 @@ def read_history(folder: Path) -> list[Entry]:
         tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C, ten times as fast
     except (OSError, ValueError, yaml.YAMLError):
         return []
-    return [Entry(0, _leaves(tree))] if isinstance(tree, dict) else []
+    return [Entry(0, dict(flattened(tree)))] if isinstance(tree, dict) else []
 
 
 def changes(before: Settings, now: Settings) -> list[Change]:
@@ -180,15 +180,6 @@ def _entry(line: str) -> Entry | None:
         return Entry(int(row["step"]), dict(row["settings"]))
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested sections by their dotted keys."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        found |= _leaves(value, key + ".") if isinstance(value, dict) and key not in settings() else {key: value}
-    return found
 
 
 def _same_copy(one: Any, other: Any) -> bool:
