@@ -1036,8 +1036,8 @@ MUTANTS = [
     ),
     Mutant(
         "teacher/the engine's log-probabilities for a server's",
-        "part[c:d].view(np.float32) if taught",
-        "part[b:c].view(np.float32) if taught",
+        "part[c:d].view(np.float32) if self.taught",
+        "part[b:c].view(np.float32) if self.taught",
         "parallel/test_exchange.py",
     ),
     Mutant(

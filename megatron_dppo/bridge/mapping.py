@@ -236,11 +236,7 @@ def entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterat
     first, last = layers[0].start == 0, layers[-1].stop == shape.num_layers
     if first:
         yield Entry(EMBEDDING, shape)
-    mappings = TABLES[shape.architecture]
-    for layer in chain.from_iterable(layers):
-        yield from (Entry(mapping, shape, layer) for mapping in mappings if not mapping.of_expert)
-        for expert in range(shape.experts):
-            yield from (Entry(mapping, shape, layer, expert) for mapping in mappings if mapping.of_expert)
+    yield from _of_layers(shape, TABLES[shape.architecture], layers)
     if last:
         yield Entry(FINAL_NORM, shape)
     if last and not shape.tied:
@@ -252,7 +248,11 @@ def entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterat
 def adapter_entries(shape: PolicyShape, lora: LoraConfig, layers: Sequence[range] | None = None) -> Iterator[Entry]:
     """The same for the adapters of ``lora``, whose tensors have the names that PEFT gives them."""
     mappings = _adapter_mappings(shape.architecture, lora.rank, lora.targets)
-    for layer in chain.from_iterable(layers or [range(shape.num_layers)]):
+    yield from _of_layers(shape, mappings, layers or [range(shape.num_layers)])
+
+
+def _of_layers(shape: PolicyShape, mappings: Sequence[ParameterMapping], layers: Sequence[range]) -> Iterator[Entry]:
+    for layer in chain.from_iterable(layers):
         yield from (Entry(mapping, shape, layer) for mapping in mappings if not mapping.of_expert)
         for expert in range(shape.experts):
             yield from (Entry(mapping, shape, layer, expert) for mapping in mappings if mapping.of_expert)

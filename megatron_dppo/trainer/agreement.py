@@ -7,7 +7,8 @@ further. Needs no torch to be imported: a report reads the limits.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -176,9 +177,9 @@ def check_agreement(
     config, world = policy.config, policy.world
     answers = _answers(policy, engine, pool, version)
     _check_versions(answers, version, config.rollout.engine)
-    by_server: dict[str, list[Compared]] = {}
+    by_server = defaultdict[str, list[Compared]](list)
     for each in _scored(policy, answers):
-        by_server.setdefault(each.source, []).append(each)
+        by_server[each.source].append(each)
     parts = [stats for stats in world.gather({name: _stats(some) for name, some in by_server.items()}) if stats]
     if not parts:
         return {}
@@ -191,15 +192,11 @@ def check_agreement(
             when=f"after the sync to version {version}",
             difference=mean,
             error=error,
-            compared=partial(_of_server, by_server, server),
+            compared=partial(by_server.__getitem__, server),
             name=f"sync_{version:07d}",
         )
     means, largest, _ = zip(*worst.values(), strict=True)
     return {"rollout/agreement_mean_diff": max(means), "rollout/agreement_max_diff": max(largest)}
-
-
-def _of_server(by_server: Mapping[str, list[Compared]], server: str) -> list[Compared]:
-    return by_server.get(server, [])
 
 
 def _answers(
