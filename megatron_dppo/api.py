@@ -38,7 +38,7 @@ from megatron_dppo.launch.start import ranks_to_start, start_ranks
 from megatron_dppo.observe.metrics import FILE, read_metrics, read_rows
 from megatron_dppo.plugins import register
 from megatron_dppo.plugins.loading import load_function
-from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.files import replace_text, replacing_file
 from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.stop import SAVED
 from megatron_dppo.rl import plan
@@ -310,8 +310,7 @@ def _with_functions(
     for what, function in given.items():
         with replacing_file(folder / f"{what}.pkl") as draft:
             draft.write_bytes(cloudpickle.dumps(function))
-        with replacing_file(folder / f"{what}.py") as draft:
-            draft.write_text(_LOADS.format(what=what, name=names[what], module=function.__module__), encoding="utf-8")
+        replace_text(folder / f"{what}.py", _LOADS.format(what=what, name=names[what], module=function.__module__))
     return config
 
 

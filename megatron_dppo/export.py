@@ -43,7 +43,7 @@ from megatron_dppo.config import LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.files import replace_text
 from megatron_dppo.process.progress import GB, progress
 from megatron_dppo.report.card import TAG, base_of, model_card
 from megatron_dppo.report.run import read_run
@@ -91,17 +91,15 @@ def export(chosen: argparse.Namespace) -> None:
     if writer is None or adapters is None:
         megatron_to_hf(command, also=ours)
     elif base is not None:
-        of_checkpoint, dtype = adapters.setting == "checkpoint", DTYPES[writer.dtype]
-        merged_to_hf(command, adapters.settings, base=base, base_is_checkpoint=of_checkpoint, dtype=dtype, also=ours)
+        merged_to_hf(command, adapters, base=base, dtype=DTYPES[writer.dtype], also=ours)
     else:
         name = base_of(found) if chosen.push else adapters.base  # a place on this machine is nobody else's
         adapters_to_hf(command, adapters.settings, base=name, also=ours)
     if chosen.card:
         step = step_of(checkpoint)
         name = chosen.push.rpartition("/")[2] if chosen.push else found.name
-        with replacing_file(out / CARD) as partial:
-            text = model_card(found, step=step or 0, name=name, adapters=adapters is not None and base is None)
-            partial.write_text(text, encoding="utf-8")
+        text = model_card(found, step=step or 0, name=name, adapters=adapters is not None and base is None)
+        replace_text(out / CARD, text)
         print(f"{out / CARD}: read it before you show it to anybody")
     if chosen.push:
         _upload(out, chosen.push)
@@ -186,13 +184,7 @@ def adapters_to_hf(chosen: argparse.Namespace, lora: LoraConfig, *, base: str, a
 
 
 def merged_to_hf(
-    chosen: argparse.Namespace,
-    lora: LoraConfig,
-    *,
-    base: Path,
-    base_is_checkpoint: bool,
-    dtype: torch.dtype,
-    also: Sequence[str] = (),
+    chosen: argparse.Namespace, trained: Adapters, *, base: Path, dtype: torch.dtype, also: Sequence[str] = ()
 ) -> None:
     """Write W + alpha/rank · B A in the place of every matrix that has adapters, and all other weights as they are.
 
@@ -200,17 +192,18 @@ def merged_to_hf(
     worker holds a matrix whole.
 
     Args:
-        chosen, lora, also: see :func:`adapters_to_hf`.
+        chosen, also: see :func:`adapters_to_hf`.
+        trained: what the run says of its adapters.
         base: the policy that they were trained beside: a Hugging Face directory, or a Megatron checkpoint.
-        base_is_checkpoint: which of the two.
         dtype: of the run's weights.
 
     Raises:
         UserError: as ``adapters_to_hf``; also for a policy that is not whole.
     """
     checkpoint, hf, shape = checkpoint_and_directory(chosen)
+    lora = trained.settings
     adapters = stored_policy(checkpoint, shape, lora)
-    tensors = _base_chunks(base, shape, is_checkpoint=base_is_checkpoint)
+    tensors = _base_chunks(base, shape, is_checkpoint=trained.setting == "checkpoint")
     plan = plan_files(shape, int(chosen.shard_gb * GB), DTYPES.get(chosen.dtype, dtype))
     check_out(chosen, plan.total_bytes, [checkpoint, hf, base], "config.json", "model directory", (*MODEL_FILES, *also))
     of_name = {name: entry for entry in adapters.parameters for name in entry.tensors}

@@ -23,7 +23,7 @@ from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, find_checkpoint
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import is_id
-from megatron_dppo.process.files import replacing_directory, replacing_file
+from megatron_dppo.process.files import replace_text, replacing_directory, replacing_file
 from megatron_dppo.process.lock import FolderLock
 
 ANSWERS, SETTINGS, SCORES = "answers.jsonl", "evaluation.json", "scores.json"
@@ -88,7 +88,8 @@ class AnswerLog:
                 """Of each batch whether it is there."""
                 self._file = self._path.open("ab")
             except OSError as error:
-                raise _cannot_write(folder, error) from error
+                problem = f"cannot be written to ({error})"
+                raise UserError("eval.out", folder, problem, "Name another folder") from error
             on_failure.pop_all()
 
     def append(self, rows: Sequence[AnswerRow]) -> None:
@@ -143,8 +144,7 @@ def finished_benchmarks(folder: Path) -> set[str]:
 
 def write_scores(folder: Path, scores: Mapping[str, Any]) -> None:
     """Write ``scores.json`` in one piece."""
-    with replacing_file(folder / SCORES) as partial:
-        partial.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
+    replace_text(folder / SCORES, json.dumps(scores, indent=2) + "\n")
 
 
 def read_finished(folder: Path, setting: str) -> list[AnswerRow]:
@@ -189,8 +189,7 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
             raise UserError("eval.out", folder, f"was begun with {'; '.join(changed)}", remedy)
         begun, now = ({**of, PROBLEMS: problems} for of, problems in ((begun, before), (now, {**before, **ours})))
     if now != begun:
-        with replacing_file(file) as partial:
-            partial.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+        replace_text(file, json.dumps(now, indent=2) + "\n")
 
 
 def _read_settings(folder: Path, file: Path) -> dict[str, Any]:
@@ -200,10 +199,6 @@ def _read_settings(folder: Path, file: Path) -> dict[str, Any]:
         problem = f"{SETTINGS} cannot be read ({error}): it does not say what the answers there are answers of"
         remedy = "Name another folder with --out, or fetch that file again"
         raise UserError("eval.out", folder, problem, remedy) from error
-
-
-def _cannot_write(folder: Path, error: OSError) -> UserError:
-    return UserError("eval.out", folder, f"cannot be written to ({error})", "Name another folder")
 
 
 def _short(value: Any) -> str:

@@ -27,7 +27,7 @@ from megatron_dppo.bridge.checkpoint_folder import latest_checkpoint, step_of
 from megatron_dppo.config import Config
 from megatron_dppo.config.loss import is_server
 from megatron_dppo.errors import UserError
-from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.files import replace_text
 from megatron_dppo.settings import as_yaml, flattened, settings, short
 from megatron_dppo.trainer.writer import Writer, read_state
 
@@ -147,8 +147,7 @@ def record(folder: Path, step: int, config: Config) -> None:
         entries.append(Entry(step if entries else 0, now))
     lines = [{"step": entry.step, "version": __version__, "settings": dict(entry.settings)} for entry in entries]
     for name, text in (HISTORY, "".join(json.dumps(line) + "\n" for line in lines)), (IN_FORCE, as_yaml(config)):
-        with replacing_file(folder / name) as partial:
-            partial.write_text(text, encoding="utf-8")
+        replace_text(folder / name, text)
 
 
 def check_warm_up(config: Config) -> None:
@@ -170,8 +169,7 @@ def check_warm_up(config: Config) -> None:
 
 def record_warm_up(out: Path, config: Config) -> None:
     """Write down beside a warmed-up policy what it comes from."""
-    with replacing_file(out / WARM_UP) as partial:
-        partial.write_text(json.dumps(flat(config), indent=2) + "\n", encoding="utf-8")
+    replace_text(out / WARM_UP, json.dumps(flat(config), indent=2) + "\n")
 
 
 def _entry(line: str) -> Entry | None:
