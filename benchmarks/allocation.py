@@ -22,9 +22,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_dppo.rl.group_sizes import group_advantages
+from megatron_dppo.rl.group_sizes import allocate, group_advantages
 from megatron_dppo.rl.objectives import advantages
-from megatron_dppo.rl.pruning.allocation import allocate
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates
 from megatron_dppo.rl.types import Floats, Ints

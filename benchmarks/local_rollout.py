@@ -39,8 +39,7 @@ from megatron_dppo.config import ArithmeticConfig
 from megatron_dppo.data.generators import make_sums
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.cache import RolloutCache
-from megatron_dppo.rollout.decoder import Decoder
+from megatron_dppo.rollout.decoder import Decoder, RolloutCache
 from megatron_dppo.rollout.engine import Sampling, generate
 from megatron_dppo.rollout.local import LocalEngine
 

@@ -145,8 +145,8 @@ def rounding(folder: Path, config: Config, updates: int) -> dict[str, float]:
     for step in range(updates):
         parts.actor.update(batch, likelihood, lr=learning_rate(config.optimizer, step, updates))
     found["merged_logprob_diff"] = merged_difference(parts, config, batch, folder / "merged")
-    chunks, shape = parts.actor.chunks, parts.shape
-    base, adapters = bind(chunks, shape, world), bind_adapters(chunks, shape, world)
+    chunks = parts.actor.chunks
+    base, adapters = bind(chunks, world), bind_adapters(chunks, world)
     exact = {entry: weight.float() for entry, weight in base.items()}
     summed = MergedParameters(exact, adapters, config.model.lora.scale, world)
     merged = MergedParameters(base, adapters, config.model.lora.scale, world)

@@ -95,7 +95,7 @@ def main() -> None:
         policy = assemble_policy(config, world, temperature=1.0)
         engine = ServerEngine(config, world, policy.shape, print)
         try:
-            engine.update_weights(partial(weight_stream, policy.actor.chunks, policy.shape, world), 0)
+            engine.update_weights(partial(weight_stream, policy.actor.chunks, world), 0)
             engine.resume()
             draw = np.random.default_rng(0)
             prompts = [Prompt(i, draw.integers(3, 40, 32).astype(np.int32), "", "") for i in range(chosen.prompts)]

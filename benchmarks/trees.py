@@ -40,7 +40,7 @@ from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import plan_step, take_groups
-from megatron_dppo.rl.tree_gain import Interval, interval
+from megatron_dppo.rl.trees import Interval, interval
 from megatron_dppo.rl.types import Floats, Group, Selection, StepMetadata
 from megatron_dppo.rollout.tree import unique_tokens
 from megatron_dppo.settings import load_config

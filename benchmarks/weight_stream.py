@@ -117,7 +117,7 @@ class BytesSent(TorchDispatchMode):
 
 def streamed(chunks: list[PolicyModel], shape: PolicyShape, world: World, sizes: Sizes) -> Callable[[], None]:
     def run() -> None:
-        stream = weight_stream(chunks, shape, world, to=Consumers.LEADER, bucket_mib=sizes.bucket_mib)
+        stream = weight_stream(chunks, world, to=Consumers.LEADER, bucket_mib=sizes.bucket_mib)
         for _ in stream:
             pass
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -38,14 +38,14 @@ from megatron_dppo.launch.start import ranks_to_start, start_ranks
 from megatron_dppo.observe.metrics import FILE, read_metrics, read_rows
 from megatron_dppo.plugins import register
 from megatron_dppo.plugins.loading import load_function
-from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.files import replace_text, replacing_file
 from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.stop import SAVED
 from megatron_dppo.rl import plan
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rl.types import StepMetadata, StepPlan
+from megatron_dppo.settings import flattened
 from megatron_dppo.settings import load_config as load_words
-from megatron_dppo.settings import settings
 from megatron_dppo.trainer.preflight import check_run_dir
 from megatron_dppo.trainer.resume import IN_FORCE, check_resume
 
@@ -126,17 +126,8 @@ def load_config(path: str | Path | None = None, **sections: Mapping[str, Any]) -
     Raises:
         UserError: as for the command line.
     """
-    words = [f"{key}={json.dumps(value, default=str)}" for key, value in _leaves(sections, "")]
+    words = [f"{key}={json.dumps(value, default=str)}" for key, value in flattened(sections)]
     return load_words(None if path is None else str(path), words)
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values; a mapping is a section."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and f"{prefix}{name}" not in settings():
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def step_metadata(
@@ -319,8 +310,7 @@ def _with_functions(
     for what, function in given.items():
         with replacing_file(folder / f"{what}.pkl") as draft:
             draft.write_bytes(cloudpickle.dumps(function))
-        with replacing_file(folder / f"{what}.py") as draft:
-            draft.write_text(_LOADS.format(what=what, name=names[what], module=function.__module__), encoding="utf-8")
+        replace_text(folder / f"{what}.py", _LOADS.format(what=what, name=names[what], module=function.__module__))
     return config
 
 

@@ -6,12 +6,13 @@ Nothing heavy is imported before a command needs it: a mistake in the settings i
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
@@ -30,12 +31,42 @@ EVAL_FLAGS = {
 """Options of ``eval``: the setting that each is short for, what its value is called, and its meaning."""
 
 
-OF_COMPRESS = {
-    "compress sweep": "make smaller policies of several sizes and methods, and tell what each is worth",
-    "compress fit": "fit the law of recovery to curves",
-    "compress predict": "say by that law what a smaller policy will lose, and what recovers it",
+class OfModule(NamedTuple):
+    """A command whose options stand in a module that is slow to import. Functions are named as ``module:name``."""
+
+    help: str
+    options: str
+    """Is given the command's parser."""
+    job: str
+    """Is given what was chosen."""
+
+
+OF_MODULES = {
+    "init": OfModule(
+        "make a fresh Qwen3 model directory, tokenizer included", "init:add_init_arguments", "init:init_from_arguments"
+    ),
+    "compress": OfModule(
+        "make a smaller policy from a larger one",
+        "compress.arguments:add_compress_arguments",
+        "compress.command:compress",
+    ),
+    "compress sweep": OfModule(
+        "make smaller policies of several sizes and methods, and tell what each is worth",
+        "compress.arguments:add_sweep_arguments",
+        "compress.sweep:sweep",
+    ),
+    "compress fit": OfModule(
+        "fit the law of recovery to curves", "compress.law_command:add_fit_arguments", "compress.law_command:fit_law"
+    ),
+    "compress predict": OfModule(
+        "say by that law what a smaller policy will lose, and what recovers it",
+        "compress.law_command:add_predict_arguments",
+        "compress.law_command:predict",
+    ),
+    "export": OfModule(
+        "write a run's policy for Hugging Face, with a model card", "export:add_export_arguments", "export:export"
+    ),
 }
-"""Commands of two words."""
 MODEL = "Hugging Face directory, id on the hub, run, or checkpoint of a run (default: the model of CONFIG)"
 
 
@@ -56,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    if " ".join(arguments[:2]) in OF_COMPRESS:
+    if " ".join(arguments[:2]) in OF_MODULES:  # a command of two words
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
     parser = _parser(options_of=arguments[:1])
     chosen, rest = parser.parse_known_args([*_with_a_number_of_ranks(arguments)])
@@ -85,30 +116,9 @@ def _with_a_number_of_ranks(arguments: Sequence[str]) -> Iterator[str]:
 
 def _run_alone(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     """A command that reads no run's settings; ``words`` are those of the command line."""
-    if chosen.command == "init":
-        from megatron_dppo.init import init_from_arguments
-
-        init_from_arguments(chosen)
-        return 0
-    if chosen.command == "compress":
-        from megatron_dppo.compress.command import compress
-
-        return compress(chosen, words)
-    if chosen.command == "compress sweep":
-        from megatron_dppo.compress.sweep import sweep
-
-        sweep(chosen)
-        return 0
-    if chosen.command in OF_COMPRESS:
-        from megatron_dppo.compress.law_command import fit_law, predict
-
-        {"compress fit": fit_law, "compress predict": predict}[chosen.command](chosen)
-        return 0
-    if chosen.command == "export":
-        from megatron_dppo.export import export
-
-        export(chosen)
-        return 0
+    if chosen.command in OF_MODULES:
+        given = (chosen, words) if chosen.command == "compress" else (chosen,)
+        return _imported(OF_MODULES[chosen.command].job)(*given) or 0
     if chosen.command == "doctor":
         from megatron_dppo.doctor import doctor
 
@@ -167,9 +177,8 @@ def _read(words: Sequence[str], load: Callable[[str | None, Sequence[str]], Conf
     """CONFIG and overrides; CONFIG may be left out, and is the one word that is no ``a.b=c``."""
     files = [word for word in words if "=" not in word or Path(word).is_file()]
     if len(files) > 1:
-        raise UserError(
-            "CONFIG", " ".join(files), "is more than one file", "Give one, and write overrides as section.setting=value"
-        )
+        remedy = "Give one, and write overrides as section.setting=value"
+        raise UserError("CONFIG", " ".join(files), "is more than one file", remedy)
     return load(files[0] if files else None, [word for word in words if word not in files])
 
 
@@ -197,36 +206,25 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
     report.add_argument("--png", type=Path, metavar="FOLDER", help="draw the runs' pictures there as well")
     report.add_argument("--price", type=float, help="of a GPU for an hour, in place of cluster.price_per_gpu_hour")
-    init = commands.add_parser("init", help="make a fresh Qwen3 model directory, tokenizer included")
-    if "init" in options_of:
-        from megatron_dppo.init import add_init_arguments
-
-        add_init_arguments(init)
-    compress = commands.add_parser("compress", help="make a smaller policy from a larger one")
-    if "compress" in options_of:
-        from megatron_dppo.compress.arguments import add_compress_arguments
-
-        add_compress_arguments(compress)
-    for command, what in OF_COMPRESS.items():
-        of = commands.add_parser(command, help=what, description=what[0].upper() + what[1:] + ".")
-        if command not in options_of:
-            continue
-        if command == "compress sweep":
-            from megatron_dppo.compress.arguments import add_sweep_arguments
-
-            add_sweep_arguments(of)
-        else:
-            from megatron_dppo.compress.law_command import add_fit_arguments, add_predict_arguments
-
-            {"compress fit": add_fit_arguments, "compress predict": add_predict_arguments}[command](of)
-    export = commands.add_parser("export", help="write a run's policy for Hugging Face, with a model card")
-    if "export" in options_of:
-        from megatron_dppo.export import add_export_arguments
-
-        add_export_arguments(export)
+    for command, of_module in OF_MODULES.items():
+        of = _add_command(commands, command, of_module.help)
+        if command in options_of:
+            _imported(of_module.options)(of)
     doctor = commands.add_parser("doctor", help="show what is installed and what will be used")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _add_command(commands: Any, command: str, what: str) -> argparse.ArgumentParser:
+    sentence = what[0].upper() + what[1:] + "."
+    parser: argparse.ArgumentParser = commands.add_parser(command, help=what, description=sentence)
+    return parser
+
+
+def _imported(function: str) -> Callable[..., Any]:
+    module, _, name = function.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(f"megatron_dppo.{module}"), name)
+    return found
 
 
 def _add_commands_with_settings(commands: Any) -> None:
@@ -242,10 +240,9 @@ def _add_commands_with_settings(commands: Any) -> None:
         ("serve", "run the rollout server of this node, in a Slurm job beside the trainer's"),
         ("launch", "train as a NeMo-Run experiment, here or on Slurm, on the machines that cluster.* names"),
     ):
-        of = commands.add_parser(command, help=what, description=what[0].upper() + what[1:] + ".")
-        of.add_argument(
-            "settings", nargs="*", metavar="CONFIG a.b=c", help="a YAML file, and settings that override what it says"
-        )
+        of = _add_command(commands, command, what)
+        what = "a YAML file, and settings that override what it says"
+        of.add_argument("settings", nargs="*", metavar="CONFIG a.b=c", help=what)
         of.add_argument("--print-config", action="store_true", help="print every setting with its meaning, and stop")
         if command in ("train", "sft"):
             what = "look for all that can be known to be wrong, with so many ranks, say what is done already, and stop"

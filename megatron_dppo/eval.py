@@ -26,6 +26,7 @@ from megatron_dppo.evaluation.answers import (
     finished_benchmarks,
     out_folder,
     read_finished,
+    write_questions,
     write_scores,
 )
 from megatron_dppo.evaluation.benchmarks import sources
@@ -38,7 +39,6 @@ from megatron_dppo.evaluation.evaluator import (
     open_verifiers,
     temperature_of,
 )
-from megatron_dppo.evaluation.questions import write_questions
 from megatron_dppo.evaluation.scores import by_benchmark, compare, score, table
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.observe.console import Console

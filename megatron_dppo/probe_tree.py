@@ -21,7 +21,7 @@ from megatron_dppo.observe.console import Console
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.pack import TrainingSample
-from megatron_dppo.rl.tree_gain import ForkStatistics, interval, variance_parts
+from megatron_dppo.rl.trees import ForkStatistics, interval, variance_parts
 from megatron_dppo.rl.types import Completion, Group, Selection
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.trainer.agreement import check_agreement

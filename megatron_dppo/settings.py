@@ -112,6 +112,15 @@ def _leaves(section: type[Section], prefix: str) -> Iterator[Setting]:
             yield Setting(key, field.rebuild_annotation(), field.default, " ".join((field.description or "").split()))
 
 
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of settings in nested sections, and their values, of which some are mappings, too."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and prefix + name not in settings():
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
 class _Loader(yaml.SafeLoader):
     """YAML in which a key that stands twice in a section is an error: the first one would be lost in silence."""
 
@@ -230,9 +239,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise UserError("override", override, "has no value", "write it as section.setting=value")
     if key not in settings():
         if key in sections():
-            raise UserError(
-                key, text, "is a section, not a setting", f"override {_first_in(key)} and so on, one by one"
-            )
+            remedy = f"override {_first_in(key)} and so on, one by one"
+            raise UserError(key, text, "is a section, not a setting", remedy)
         raise _unknown(key, text)
     *path, leaf = key.split(".")
     for name in path:
@@ -296,9 +304,8 @@ def _explained(key: str, details: Sequence[ErrorDetails]) -> UserError:
 
 def _wrong(setting: Setting, value: object, problem: str) -> UserError:
     default = short(list(setting.default) if isinstance(setting.default, tuple) else setting.default)
-    return UserError(
-        setting.key, short(value), problem, f"set {setting.key} to {allowed(setting.type)} (its default is {default})"
-    )
+    remedy = f"set {setting.key} to {allowed(setting.type)} (its default is {default})"
+    return UserError(setting.key, short(value), problem, remedy)
 
 
 def allowed(kind: Any) -> str:

@@ -73,12 +73,9 @@ def _load(config: Config, parts: PolicyParts) -> Pool[WorkedAnswer]:
     unit = config.layout.pack_multiple
     longest = answers.longest
     if longest > config.pack.max_tokens // unit * unit:
-        raise UserError(
-            "pack.max_tokens",
-            config.pack.max_tokens,
-            f"is less than the longest worked answer needs with its prompt, {longest} tokens",
-            f"Raise it to {-(-longest // unit) * unit} or more, or take long answers out of data.train",
-        )
+        problem = f"is less than the longest worked answer needs with its prompt, {longest} tokens"
+        remedy = f"Raise it to {-(-longest // unit) * unit} or more, or take long answers out of data.train"
+        raise UserError("pack.max_tokens", config.pack.max_tokens, problem, remedy)
     return answers
 
 

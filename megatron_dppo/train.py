@@ -21,8 +21,7 @@ from megatron_dppo.estimate.memory import parameters_of
 from megatron_dppo.evaluation.evaluate import evaluate
 from megatron_dppo.evaluation.evaluator import Evaluator, open_verifiers
 from megatron_dppo.models.layer_specs import choose_sharing
-from megatron_dppo.observe.profile import Profiler
-from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.observe.timers import PhaseTimers, Profiler
 from megatron_dppo.observe.usage import Usage
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
@@ -300,24 +299,17 @@ class Trainer:
         """
         if isinstance(batch, Selection):
             return batch
-        rollout = self.config.rollout
+        rollout, routing = self.config.rollout, self.policy.routing is not None
+        oldest = self.version + later - rollout.ahead
         if isinstance(batch, BrokenOff):
-            oldest, asked = self.version + later - rollout.ahead, self.policy.routing is not None
-            if all(self.world.gather(batch.made_for(rollout, oldest=oldest, routed=asked))):
-                return batch
-            return self.world.from_leader(lambda: self.sampler.with_sizes(batch.selection))
-        if batch.sequences > 1:
-            check_settings(self.config, batch.sequences)
-        routed = self.policy.routing is None or all(self.world.gather(batch.routed))
-        taught = all(self.world.gather(batch.taught_by(self.config.loss.distillation)))
-        if (
-            routed
-            and taught
-            and batch.made_for(rollout)
-            and self.version + later - batch.oldest_version <= rollout.ahead
-        ):
-            return batch
-        return self.world.from_leader(lambda: self.sampler.with_sizes(batch.selection))
+            fits = all(self.world.gather(batch.made_for(rollout, oldest=oldest, routed=routing)))
+        else:
+            if batch.sequences > 1:
+                check_settings(self.config, batch.sequences)
+            routed = not routing or all(self.world.gather(batch.routed))
+            taught = all(self.world.gather(batch.taught_by(self.config.loss.distillation)))
+            fits = routed and taught and batch.made_for(rollout) and batch.oldest_version >= oldest
+        return batch if fits else self.world.from_leader(lambda: self.sampler.with_sizes(batch.selection))
 
 
 def _is_older(file: Path, than: Path) -> bool:

@@ -438,7 +438,7 @@ MUTANTS = [
     ),
     Mutant(
         "ahead/rollouts that are too old by now are trained on",
-        "self.version + later - batch.oldest_version <= rollout.ahead",
+        "batch.oldest_version >= oldest",
         "batch.oldest_version <= self.version",
         AHEAD,
     ),
@@ -1036,8 +1036,8 @@ MUTANTS = [
     ),
     Mutant(
         "teacher/the engine's log-probabilities for a server's",
-        "part[c:d].view(np.float32) if taught",
-        "part[b:c].view(np.float32) if taught",
+        "part[c:d].view(np.float32) if self.taught",
+        "part[b:c].view(np.float32) if self.taught",
         "parallel/test_exchange.py",
     ),
     Mutant(
@@ -1171,7 +1171,7 @@ MUTANTS = [
     ),
     Mutant(
         "experts/counted from 0 on each rank",
-        "first_expert = world.ep_rank * (shape.experts // world.layout.ep)",
+        "first_expert = world.ep_rank * (chunks[0].shape.experts // world.layout.ep)",
         "first_expert = 0",
         "bridge/test_stream.py::test_round_trip_is_the_identity_in_every_layout",
     ),

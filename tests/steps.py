@@ -200,7 +200,5 @@ def held_by(rank: int, metadata: StepMetadata, groups: list[Group]) -> dict[int,
 def weights_of(policy: PolicyParts, world: World) -> Weights:
     """Copies of the policy's tensors, whole, under Hugging Face's names. Collective."""
     return {
-        name: tensor.clone()
-        for bucket in weight_stream(policy.actor.chunks, policy.shape, world)
-        for name, tensor in bucket.items()
+        name: tensor.clone() for bucket in weight_stream(policy.actor.chunks, world) for name, tensor in bucket.items()
     }

@@ -35,8 +35,7 @@ from megatron_dppo.config import (
     replace,
 )
 from megatron_dppo.errors import UserError
-from megatron_dppo.launch.first_failure import FirstFailure
-from megatron_dppo.launch.processes import run_ranks
+from megatron_dppo.launch.processes import FirstFailure, run_ranks
 from megatron_dppo.rl.losses import Tokens
 from megatron_dppo.rl.pruning.completion_rules import CompletionCandidates
 from megatron_dppo.rl.pruning.prompt_rules import PromptCandidates

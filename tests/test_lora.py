@@ -51,7 +51,7 @@ def with_lora(config: Config, lora: LoraConfig = LORA, **model: Any) -> Config:
 def stirred(config: Config) -> tuple[World, Learner, PolicyParts]:
     """Adapters of which B is not zero either: A would have no gradient. The same in every layout."""
     world, learner, policy = build(config)
-    for entry, parameter in bind_adapters(policy.actor.chunks, policy.shape, world).items():
+    for entry, parameter in bind_adapters(policy.actor.chunks, world).items():
         ((name, size),) = entry.tensors.items()
         whole = 0.2 * torch.randn(size, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
@@ -67,10 +67,10 @@ def learned(rank: int, size: int, config: Config) -> tuple[dict[str, float], Wei
     world, learner, policy = stirred(config)
     metadata, groups = step_of_groups(size)
     chunks = policy.actor.chunks
-    base = {entry: parameter.clone() for entry, parameter in bind(chunks, policy.shape, world).items()}
+    base = {entry: parameter.clone() for entry, parameter in bind(chunks, world).items()}
     start = weights_of(policy, world)
     result = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
-    frozen = all(torch.equal(base[entry], now) for entry, now in bind(chunks, policy.shape, world).items())
+    frozen = all(torch.equal(base[entry], now) for entry, now in bind(chunks, world).items())
     weights = weights_of(policy, world)
     return result.metrics, start if rank == 0 else {}, weights if rank == 0 else {}, frozen
 
@@ -297,7 +297,7 @@ def test_adapters_are_merged_into_no_other_policy(
 def drawn(rank: int, size: int, config: Config) -> Weights:
     """The adapters of a policy that has not been trained, whole, on the leader."""
     world, _, policy = build(config)
-    stream = adapter_stream(policy.actor.chunks, policy.shape, world) if world.in_first_copy else ()
+    stream = adapter_stream(policy.actor.chunks, world) if world.in_first_copy else ()
     return {name: tensor.clone() for bucket in stream for name, tensor in bucket.items()}
 
 

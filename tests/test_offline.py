@@ -182,17 +182,9 @@ def load(
     policy: Path, file: Path, samples: int = 3, rank: int = 0, ranks: int = 1
 ) -> tuple[PromptPool, dict[int, OfflineGroup]]:
     config = offline(settings(policy, file.parent), file)
-    vocab = read_shape(policy / "hf").vocab_size
-    return load_offline(
-        config.data,
-        load_tokenizer(policy / "hf"),
-        rank=rank,
-        ranks=ranks,
-        samples=samples,
-        limit=9,
-        vocab_size=vocab,
-        stops=(1,),
-    )
+    config = replace(config, rollout=replace(config.rollout, samples_per_prompt=samples, max_response_tokens=9))
+    vocab_size = read_shape(policy / "hf").vocab_size
+    return load_offline(config, load_tokenizer(policy / "hf"), vocab_size, (1,), rank=rank, ranks=ranks)
 
 
 def test_each_group_is_on_one_rank_and_prompts_have_none_of_it(policy: Path) -> None:

@@ -14,17 +14,16 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron_dppo.bridge.load import bind_adapters, fill_parameter, part_of, slices_of
 from megatron_dppo.bridge.mapping import REPLICATED, Entry, adapters_of_tensor
 from megatron_dppo.models.policy import PolicyModel
-from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 
 
-def draw_adapters(chunks: Sequence[PolicyModel], shape: PolicyShape, world: World, *, seed: int) -> None:
+def draw_adapters(chunks: Sequence[PolicyModel], world: World, *, seed: int) -> None:
     """Begin as PEFT does: A uniform within ±1/√inputs (Kaiming's with a = √5), B zero, so that nothing is added yet.
 
     Each A is drawn whole, by the seed and its name, and then cut: adapters are the same in every layout.
     """
-    for entry, parameter in bind_adapters(chunks, shape, world).items():
+    for entry, parameter in bind_adapters(chunks, world).items():
         ((name, size),) = entry.tensors.items()
         if not name.endswith("lora_A.weight"):
             parameter.data.zero_()
@@ -93,7 +92,7 @@ def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]
     parameters, and nothing in it depends on the layout."""
     shape = chunks[0].shape
     state = {}
-    for entry, parameter in bind_adapters(chunks, shape, world).items():
+    for entry, parameter in bind_adapters(chunks, world).items():
         leading = list(zip(entry.leading, (shape.num_layers, shape.experts), strict=False))
         offsets = [(axis, index, count) for axis, (index, count) in enumerate(leading)]
         part, whole = part_of(entry, world), entry.mapping.split is REPLICATED
@@ -105,11 +104,7 @@ def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]
             else parallel_state.get_expert_data_parallel_rank()
         )
         state[_name(entry)] = ShardedTensor.from_rank_offsets(
-            entry.key,
-            parameter,
-            *offsets,
-            replica_id=(0, part if whole else 0, copy),
-            prepend_axis_num=len(leading),
+            entry.key, parameter, *offsets, replica_id=(0, part if whole else 0, copy), prepend_axis_num=len(leading)
         )
     return {"adapters": state}
 
@@ -117,7 +112,7 @@ def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]
 def load_adapter_state(chunks: Sequence[PolicyModel], state: Mapping[str, Any], world: World) -> None:
     """Put what was read for :func:`adapter_state` into the adapters."""
     with torch.no_grad():
-        for entry, parameter in bind_adapters(chunks, chunks[0].shape, world).items():
+        for entry, parameter in bind_adapters(chunks, world).items():
             parameter.copy_(state["adapters"][_name(entry)])
 
 

@@ -94,9 +94,7 @@ class Checksums:
             return None
         try:
             stored = json.loads((folder / FILE).read_bytes())
-            files = {
-                name: [Block(int(end), int(crc)) for end, crc in blocks] for name, blocks in stored["files"].items()
-            }
+            files = {name: [Block(int(end), int(crc)) for end, crc in of] for name, of in stored["files"].items()}
             whole = (stored["format"], stored["crc32"]) == (_FORMAT, _crc_of(files)) and all(files.values())
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{FILE} cannot be read ({type(error).__name__}: {error})") from error

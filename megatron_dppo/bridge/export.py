@@ -6,6 +6,7 @@ model's size.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,14 +28,15 @@ from megatron_dppo.bridge.stream import Consumers, adapter_stream, weight_stream
 from megatron_dppo.config import LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.policy import PolicyModel
-from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import check_replaceable, replacing_directory
+
+Stream = Iterator[Mapping[str, torch.Tensor]]
+"""Buckets of tensors by name. Whoever takes some of them takes all, since other ranks wait for it."""
 
 
 def export_hf(
     chunks: Sequence[PolicyModel],
-    shape: PolicyShape,
     world: World,
     *,
     source: Path,
@@ -58,22 +60,13 @@ def export_hf(
     Raises:
         UserError: on every rank, if ``out`` holds something else than a model, or cannot be written.
     """
-    plan = plan_files(shape, max_shard_bytes, dtype)
+    plan = plan_files(chunks[0].shape, max_shard_bytes, dtype)
     world.from_leader(lambda: check_destination(source, out, plan.total_bytes, setting))
-    failure: Exception | None = None
-    if world.in_first_copy:  # the others take no part
-        stream = weight_stream(chunks, shape, world, to=Consumers.LEADER, dtype=dtype)
-        if world.leads:
-            failure = write_directory(stream, plan, source, out)
-        else:
-            for _ in stream:
-                pass
-    world.together(lambda: _report(failure, out, setting))
+    stream = weight_stream(chunks, world, to=Consumers.LEADER, dtype=dtype)
+    _export(world, stream, partial(write_directory, plan=plan, source=source, out=out), out, setting)
 
 
-def export_adapter(
-    chunks: Sequence[PolicyModel], shape: PolicyShape, world: World, *, base: str, out: Path, dtype: torch.dtype
-) -> None:
+def export_adapter(chunks: Sequence[PolicyModel], world: World, *, base: str, out: Path, dtype: torch.dtype) -> None:
     """Write the policy's adapters for ``PeftModel.from_pretrained``. Collective over all ranks; one writes.
 
     Args:
@@ -84,17 +77,19 @@ def export_adapter(
         UserError: on every rank, if ``out`` holds something else, or cannot be written.
     """
     lora = chunks[0].lora
-    plan = plan_adapter_file(shape, lora, dtype)
+    plan = plan_adapter_file(chunks[0].shape, lora, dtype)
     world.from_leader(lambda: check_adapter_destination(out, plan))
+    write = partial(write_adapter_directory, plan=plan, out=out, base=base, lora=lora)
+    _export(world, adapter_stream(chunks, world), write, out, "run.dir")
+
+
+def _export(world: World, stream: Stream, write: Callable[[Stream], Exception | None], out: Path, setting: str) -> None:
     failure: Exception | None = None
-    if world.in_first_copy:
-        stream = adapter_stream(chunks, shape, world)
-        if world.leads:
-            failure = write_adapter_directory(stream, plan, out, base=base, lora=lora)
-        else:
-            for _ in stream:
-                pass
-    world.together(lambda: _report(failure, out, "run.dir"))
+    if world.leads:
+        failure = write(stream)
+    elif world.in_first_copy:  # the others take no part
+        deque(stream, maxlen=0)
+    world.together(lambda: _report(failure, out, setting))
 
 
 def check_destination(source: Path, out: Path, size: int, setting: str = "run.dir") -> None:
@@ -117,23 +112,19 @@ def check_adapter_destination(out: Path, plan: FilePlan) -> None:
     check_replaceable(out, plan.total_bytes, "run.dir", mark=mark, what="directory of adapters", files=files)
 
 
-def write_directory(
-    stream: Iterator[Mapping[str, torch.Tensor]], plan: FilePlan, source: Path, out: Path
-) -> Exception | None:
+def write_directory(stream: Stream, plan: FilePlan, source: Path, out: Path) -> Exception | None:
     """Write a stream's tensors and put the directory in place. Returns the error, if there was one."""
     return _write(stream, plan, out, partial(copy_config_and_tokenizer, source, dtype=plan.dtype))
 
 
 def write_adapter_directory(
-    stream: Iterator[Mapping[str, torch.Tensor]], plan: FilePlan, out: Path, *, base: str, lora: LoraConfig
+    stream: Stream, plan: FilePlan, out: Path, *, base: str, lora: LoraConfig
 ) -> Exception | None:
     """As :func:`write_directory`, for adapters."""
     return _write(stream, plan, out, partial(write_adapter_config, base=base, lora=lora))
 
 
-def _write(
-    stream: Iterator[Mapping[str, torch.Tensor]], plan: FilePlan, out: Path, describe: Callable[[Path], None]
-) -> Exception | None:
+def _write(stream: Stream, plan: FilePlan, out: Path, describe: Callable[[Path], None]) -> Exception | None:
     """The stream is taken to its end whatever happens, since other ranks take part in it."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -143,8 +134,7 @@ def _write(
                 for name, tensor in bucket.items():
                     writer.write(name, tensor)
     except Exception as error:  # raised on every rank once the stream has ended
-        for _ in stream:
-            pass
+        deque(stream, maxlen=0)
         return error
     return None
 

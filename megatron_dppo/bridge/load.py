@@ -37,7 +37,7 @@ _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile("|".join(rf"(?<=mlp\.experts\.{name})\d+" for name in _OF_EXPERTS))
 
 
-def bind(chunks: Sequence[PolicyModel], shape: PolicyShape, world: World) -> dict[Entry, torch.Tensor]:
+def bind(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.Tensor]:
     """Every entry that this rank has a part of, with its parameter (detached, sharing memory), in the mapping's order.
 
     Args:
@@ -47,16 +47,21 @@ def bind(chunks: Sequence[PolicyModel], shape: PolicyShape, world: World) -> dic
         ValueError: if an entry or a parameter of the model is left over, or one has another shape than the mapping
             says. A fault of the program, not of the user: the model was not built for this shape and layout.
     """
-    layers = stage_layers(shape.num_layers, world.pp_rank, world.layout)
-    parameters = {name: p for name, p in _counted_over_all(chunks, shape, world) if f".{NAME}." not in name}
-    return {entry: parameter.detach() for entry, parameter in _bind(entries(shape, layers), parameters, world).items()}
+    parameters = {name: p for name, p in _counted_over_all(chunks, world) if f".{NAME}." not in name}
+    bound = _bind(entries(chunks[0].shape, _layers(chunks, world)), parameters, world)
+    return {entry: parameter.detach() for entry, parameter in bound.items()}
 
 
-def bind_adapters(chunks: Sequence[PolicyModel], shape: PolicyShape, world: World) -> dict[Entry, torch.nn.Parameter]:
+def bind_adapters(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.nn.Parameter]:
     """The same for the policy's adapters: the parameters themselves. Empty where it has none."""
-    lora, layers = chunks[0].lora, stage_layers(shape.num_layers, world.pp_rank, world.layout)
-    parameters = {name: p for name, p in _counted_over_all(chunks, shape, world) if f".{NAME}." in name}
-    return _bind(adapter_entries(shape, lora, layers), parameters, world) if lora.rank else {}
+    lora = chunks[0].lora
+    parameters = {name: p for name, p in _counted_over_all(chunks, world) if f".{NAME}." in name}
+    wanted = adapter_entries(chunks[0].shape, lora, _layers(chunks, world))
+    return _bind(wanted, parameters, world) if lora.rank else {}
+
+
+def _layers(chunks: Sequence[PolicyModel], world: World) -> list[range]:
+    return stage_layers(chunks[0].shape.num_layers, world.pp_rank, world.layout)
 
 
 def _bind(
@@ -79,11 +84,9 @@ def _bind(
     return bound
 
 
-def _counted_over_all(
-    chunks: Sequence[PolicyModel], shape: PolicyShape, world: World
-) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _counted_over_all(chunks: Sequence[PolicyModel], world: World) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The parameters, with the numbers that layers and experts have in the whole policy."""
-    first_expert = world.ep_rank * (shape.experts // world.layout.ep)
+    first_expert = world.ep_rank * (chunks[0].shape.experts // world.layout.ep)
     for chunk in chunks:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         for name, parameter in chunk.named_parameters():
@@ -121,7 +124,7 @@ def slices_of(entry: Entry, parameter: torch.Tensor, tp_rank: int, tp: int) -> I
         offset += slice_.length
 
 
-def load_policy(chunks: Sequence[PolicyModel], path: Path, shape: PolicyShape, world: World) -> None:
+def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None:
     """Fill every parameter of this rank's shard from the safetensors files, cast to the parameter's dtype.
 
     No rank holds more than one slice besides its parameters. Local to the rank: call it inside ``world.together``.
@@ -134,7 +137,7 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, shape: PolicyShape, w
     Raises:
         UserError: naming ``model.path``, if the files are not the weights of such a policy.
     """
-    stored = check_weights(path, shape)
+    stored = check_weights(path, chunks[0].shape)
     with ExitStack() as stack:
         files = {tensor.file for tensor in stored.values()}
         opened = {file: stack.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files}
@@ -143,7 +146,7 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, shape: PolicyShape, w
         def read(name: str, axis: int, start: int, stop: int) -> torch.Tensor:
             return tensors[name][start:stop] if axis == 0 else tensors[name][:, start:stop]
 
-        for entry, parameter in bind(chunks, shape, world).items():
+        for entry, parameter in bind(chunks, world).items():
             fill_parameter(entry, parameter, read, part_of(entry, world), entry.parts(world.layout))
 
 

@@ -15,7 +15,7 @@ from itertools import chain
 from math import prod
 
 from megatron_dppo.config import LayoutConfig, LoraConfig
-from megatron_dppo.models.shape import PolicyShape, padded_vocab
+from megatron_dppo.models.shape import DIMENSIONS, PolicyShape, padded_vocab
 
 
 class Split(StrEnum):
@@ -105,22 +105,6 @@ FINAL_NORM = ParameterMapping(REPLICATED, ("decoder.final_layernorm.weight",), (
 UNTIED_OUTPUT = ParameterMapping(VOCABULARY, ("output_layer.weight",), ("lm_head.weight",))
 TIED_OUTPUT = ParameterMapping(VOCABULARY, ("output_layer.weight",), ("model.embed_tokens.weight",), is_copy=True)
 """With tied embeddings the output layer has no weight of its own, unless it is on another stage than the embedding."""
-
-_DIMENSIONS = {
-    "embed_tokens": ("vocabulary", "hidden"),
-    "lm_head": ("vocabulary", "hidden"),
-    "q_proj": ("queries", "hidden"),
-    "k_proj": ("keys", "hidden"),
-    "v_proj": ("keys", "hidden"),
-    "o_proj": ("hidden", "queries"),
-    "q_norm": ("head",),
-    "k_norm": ("head",),
-    "gate_proj": ("feed_forward", "hidden"),
-    "up_proj": ("feed_forward", "hidden"),
-    "down_proj": ("hidden", "feed_forward"),
-    "gate": ("experts", "hidden"),
-}
-"""The dimensions of a Hugging Face module's weight, outputs first; a bias has the outputs. Of other norms: hidden."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +236,7 @@ def entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterat
     first, last = layers[0].start == 0, layers[-1].stop == shape.num_layers
     if first:
         yield Entry(EMBEDDING, shape)
-    mappings = TABLES[shape.architecture]
-    for layer in chain.from_iterable(layers):
-        yield from (Entry(mapping, shape, layer) for mapping in mappings if not mapping.of_expert)
-        for expert in range(shape.experts):
-            yield from (Entry(mapping, shape, layer, expert) for mapping in mappings if mapping.of_expert)
+    yield from _of_layers(shape, TABLES[shape.architecture], layers)
     if last:
         yield Entry(FINAL_NORM, shape)
     if last and not shape.tied:
@@ -268,7 +248,11 @@ def entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterat
 def adapter_entries(shape: PolicyShape, lora: LoraConfig, layers: Sequence[range] | None = None) -> Iterator[Entry]:
     """The same for the adapters of ``lora``, whose tensors have the names that PEFT gives them."""
     mappings = _adapter_mappings(shape.architecture, lora.rank, lora.targets)
-    for layer in chain.from_iterable(layers or [range(shape.num_layers)]):
+    yield from _of_layers(shape, mappings, layers or [range(shape.num_layers)])
+
+
+def _of_layers(shape: PolicyShape, mappings: Sequence[ParameterMapping], layers: Sequence[range]) -> Iterator[Entry]:
+    for layer in chain.from_iterable(layers):
         yield from (Entry(mapping, shape, layer) for mapping in mappings if not mapping.of_expert)
         for expert in range(shape.experts):
             yield from (Entry(mapping, shape, layer, expert) for mapping in mappings if mapping.of_expert)
@@ -334,25 +318,16 @@ def tensor_dimensions(name: str) -> tuple[str, ...]:
     Besides these two: vocabulary, keys, head, feed_forward, experts.
     """
     *_, module, kind = name.split(".")
-    dimensions = _DIMENSIONS.get(module, ("hidden",))
+    dimensions = DIMENSIONS.get(module, ("hidden",))
     return dimensions[:1] if kind == "bias" else dimensions
 
 
 def _tensor_shape(shape: PolicyShape, name: str, rank: int) -> tuple[int, ...]:
-    extents = {
-        "vocabulary": shape.vocab_size,
-        "hidden": shape.hidden,
-        "queries": shape.heads * shape.head_dim,
-        "keys": shape.kv_heads * shape.head_dim,
-        "head": shape.head_dim,
-        "experts": shape.experts,
-        "feed_forward": shape.ffn,
-    }
     if rank:
         *before, module, _ = name.split(".")
-        outputs, inputs = (extents[dimension] for dimension in _DIMENSIONS[before[-1]])
+        outputs, inputs = (shape.extents[dimension] for dimension in DIMENSIONS[before[-1]])
         return (rank, inputs) if module == "lora_A" else (outputs, rank)
-    return tuple(extents[dimension] for dimension in tensor_dimensions(name))
+    return tuple(shape.extents[dimension] for dimension in tensor_dimensions(name))
 
 
 def _part(extent: int, part: int, parts: int, what: str) -> tuple[int, int]:

@@ -168,9 +168,8 @@ class StoredPolicy:
             self._check_files()
         stored = metadata.state_dict_metadata
         self._tensors = {key: found for key, found in stored.items() if isinstance(found, TensorStorageMetadata)}
-        self.parameters: Mapping[Entry, Blocks] = self._find(
-            list(adapter_entries(shape, lora) if lora else entries(shape)), shape
-        )
+        wanted = adapter_entries(shape, lora) if lora else entries(shape)
+        self.parameters: Mapping[Entry, Blocks] = self._find(list(wanted), shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -242,9 +241,8 @@ class StoredPolicy:
     def _find(self, wanted: Sequence[Entry], shape: PolicyShape) -> dict[Entry, Blocks]:
         if not wanted[0].mapping.rank and any(".lora." in key for key in self._tensors):
             problem = "holds the adapters of a run with model.lora, and not the policy that they belong to"
-            raise self._unreadable(
-                problem, "Give the run's export, RUN/hf, or what `megatron-dppo export RUN --merge` makes"
-            )
+            remedy = "Give the run's export, RUN/hf, or what `megatron-dppo export RUN --merge` makes"
+            raise self._unreadable(problem, remedy)
         keys = {entry.key: len(entry.leading) for entry in wanted}
         roots = {key.partition(".")[0] for key in (*keys, UNTIED_OUTPUT.key)}  # beside these are an optimizer's
         unexpected = [key for key in self._tensors if key.partition(".")[0] in roots and key not in keys]

@@ -40,7 +40,6 @@ class Consumers(StrEnum):
 
 def weight_stream(
     chunks: Sequence[PolicyModel],
-    shape: PolicyShape,
     world: World,
     *,
     to: Consumers = Consumers.EVERYONE,
@@ -68,25 +67,20 @@ def weight_stream(
         bucket_mib: most MiB in a bucket; a parameter whose tensors take more has a bucket of its own.
         dtype: of the tensors; None: that of the parameters, which must then be one.
     """
-    bound, adapters = bind(chunks, shape, world), bind_adapters(chunks, shape, world)
+    bound, adapters = bind(chunks, world), bind_adapters(chunks, world)
     if dtype is None:
         (dtype,) = {parameter.dtype for parameter in bound.values()}
     parameters = MergedParameters(bound, adapters, chunks[0].lora.scale, world) if adapters else bound
-    yield from _stream(parameters, shape, world, to, bucket_mib, dtype)
+    yield from _stream(parameters, chunks[0].shape, world, to, bucket_mib, dtype)
 
 
 def adapter_stream(
-    chunks: Sequence[PolicyModel],
-    shape: PolicyShape,
-    world: World,
-    *,
-    to: Consumers = Consumers.LEADER,
-    bucket_mib: int = 64,
+    chunks: Sequence[PolicyModel], world: World, *, to: Consumers = Consumers.LEADER, bucket_mib: int = 64
 ) -> Iterator[Tensors]:
     """The policy's adapters by PEFT's names; otherwise as :func:`weight_stream`."""
-    parameters = {entry: parameter.detach() for entry, parameter in bind_adapters(chunks, shape, world).items()}
+    parameters = {entry: parameter.detach() for entry, parameter in bind_adapters(chunks, world).items()}
     (dtype,) = {parameter.dtype for parameter in parameters.values()}
-    yield from _stream(parameters, shape, world, to, bucket_mib, dtype, chunks[0].lora)
+    yield from _stream(parameters, chunks[0].shape, world, to, bucket_mib, dtype, chunks[0].lora)
 
 
 def _stream(

@@ -31,7 +31,10 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     add_calibration_arguments(parser)
     refit = "fit down projections to what is left, by least squares: residual streams as close to MODEL's as can be"
     parser.add_argument("--refit", action="store_true", help=refit)
-    config = "with which --score shapley-reward has answers made and scored: a YAML file, and settings that override it"
+    config = (
+        "with which --score shapley-reward has answers made and scored: a YAML file, and settings that override it; "
+        "comes last"
+    )
     parser.add_argument("--config", metavar="CONFIG a.b=c", nargs="+", help=config)
     verify = "load what was written, and compare its logits with those of MODEL without the parts that are gone"
     parser.add_argument("--verify", action="store_true", help=verify)
@@ -66,7 +69,7 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
         column = f"column of {side}s, of a file (default: %(default)s)"
         parser.add_argument(f"--{side}-key", metavar="COLUMN", default=name, help=column)
     parser.add_argument("--chat-template", action="store_true", help="put a file's prompts in the chat template")
-    count = "sequences to score on; as many others measure the loss (default: %(default)s)"
+    count = "sequences (of shapley-reward: prompts) to score on; as many others measure the loss (default: %(default)s)"
     parser.add_argument("--sequences", metavar="N", type=positive(int), default=256, help=count)
     longest = "of a sequence; the end of longer ones is left out (default: %(default)s)"
     pairs = "measure Shapley values on N pairs of random halves of the layers (default: leave out one layer at a time)"
@@ -74,12 +77,12 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", metavar="N", type=positive(int), default=2048, help=longest)
     multiple = (
         f"units and channels left are a multiple of N (default: {MULTIPLES['width']}; give 128 x layout.tp), experts "
-        f"(default: {MULTIPLES['experts']}; give layout.ep), groups of heads (default: 1; give layout.tp)"
+        f"(default: {MULTIPLES['experts']}; give layout.ep)"
     )
     parser.add_argument("--multiple", metavar="N", type=positive(int), help=multiple)
     zeros = "write attention that 2ssp removes as zeros, which keep their size: config.json cannot say that it is gone"
     parser.add_argument("--zero-attention", action="store_true", help=zeros)
-    parser.add_argument("--seed", type=int, default=1, help="of the sequences that are drawn, and of random scores")
+    parser.add_argument("--seed", type=int, default=1, help="of what is drawn: sequences, subnetworks, random scores")
     workers = min(4, os.cpu_count() or 1)
     parser.add_argument(
         "--workers", type=positive(int), default=workers, help="threads that write (default: %(default)s)"

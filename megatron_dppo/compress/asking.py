@@ -7,14 +7,19 @@ the local engine and with servers, under any layout.
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from megatron_dppo.compress.passes import Passes, Sums
 from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluator import Evaluator, Problem, open_verifiers
 from megatron_dppo.models.actor import Policy
 from megatron_dppo.trainer.assemble import PolicyParts, load_training_pool
@@ -30,6 +35,16 @@ def prompts_to_ask(parts: PolicyParts[Policy], count: int, seed: int) -> list[Pr
     return [Problem("", place, pool[place], verifier) for place in sorted(chosen)]
 
 
+def digest_of_task(problems: Sequence[Problem], function: str) -> str:
+    """Of prompts with their labels, and of the file of the function that rewards answers, if it names one."""
+    asked = [(problem.prompt.token_ids.tolist(), problem.prompt.label_text) for problem in problems]
+    seen = hashlib.sha256(repr(asked).encode())
+    file = Path(function.rpartition(":")[0])
+    if file.is_file():
+        seen.update(file.read_bytes())
+    return seen.hexdigest()
+
+
 class Asking:
     """The engine and the reward workers of one scoring. Collective.
 
@@ -39,11 +54,7 @@ class Asking:
     """
 
     def __init__(
-        self,
-        config: Config,
-        parts: PolicyParts[Policy],
-        problems: Sequence[Problem],
-        to_close: ExitStack,
+        self, config: Config, parts: PolicyParts[Policy], problems: Sequence[Problem], to_close: ExitStack
     ) -> None:
         self._samples, size = config.eval.samples, config.eval.batch
         self._batches = [problems[at : at + size] for at in range(0, len(problems), size)]
@@ -57,25 +68,44 @@ class Asking:
         draws by the same seeds.
 
         Raises:
-            UserError: on every rank, if more than ``reward.max_failures`` of the answers could not be scored.
+            UserError: on every rank, if more than ``reward.max_failures`` of the answers could not be scored, or none.
         """
-        sums: Sums = {"rewards": torch.zeros(2, dtype=torch.float64)}  # their sum, and how many they are
-        failures, sent, of_all = [], False, self._samples * self._problems
-        for batch in passes.over(self._batches, sums, sequences=self._problems):
-            if not sent:  # of a pass that has been done no answer is needed
-                self._send(absent)
-                sent = True
-            failures.append(self._evaluator.answer(batch, keep=0, of_all=of_all))
-            self._evaluator.check_failures(failures, of_all)
-            rewards = [answer.score.reward for of in failures[-1].answers for answer in of if answer.score]
-            sums["rewards"] += torch.tensor([sum(rewards), len(rewards)], dtype=torch.float64)
-        total, count = sums["rewards"].tolist()
-        return total / max(count, 1.0)
+        sums: Sums = {name: torch.zeros(2, dtype=torch.float64) for name in ("rewards", "failures")}
+        of_all = self._samples * self._problems
+        asked = False
+        with ExitStack() as until_answered:
+            for batch in passes.over(self._batches, sums, sequences=self._problems):
+                if not asked:  # of a pass that has been done no answer is needed
+                    self._begin_without(absent, until_answered)
+                    asked = True
+                found = self._evaluator.answer(batch, keep=0, of_all=of_all)
+                scores = [answer.score.reward for of in found.answers for answer in of if answer.score]
+                sums["rewards"] += torch.tensor([sum(scores), len(scores)], dtype=torch.float64)
+                sums["failures"] += torch.tensor([found.timeouts, found.errors], dtype=torch.float64)
+                for text in found.tracebacks:
+                    self._say(text)
+                timeouts, errors = map(int, sums["failures"].tolist())
+                self._evaluator.check_failures([replace(found, timeouts=timeouts, errors=errors)], of_all)
+        (total, count), failed = sums["rewards"].tolist(), int(sums["failures"].sum())
+        if not count:
+            function = self._parts.config.reward.function
+            raise UserError("reward.function", function, "could score none of the answers", "Mend the function")
+        lacks = f"without layer {', '.join(map(str, absent))}" if absent else "whole policy"
+        unscored = f"; {failed} of {of_all} answers could not be scored" if failed else ""
+        self._say(f"{lacks}: mean reward {total / count:.4f}{unscored}")
+        return float(total / count)
 
-    def _send(self, absent: Collection[int]) -> None:
-        with writing_nothing(self._parts.actor, absent):
-            self._parts.sync(self._engine, self._version)
+    def _begin_without(self, absent: Collection[int], until_answered: ExitStack) -> None:
+        """Send the engine the policy without these layers. It stays so until the answers are there, since servers that
+        come back are sent it again."""
+        until_answered.enter_context(writing_nothing(self._parts.actor, absent))
+        self._parts.sync(self._engine, self._version)
+        until_answered.callback(self._engine.pause)  # colocated servers sleep while the trainer reads
         self._version += 1
+
+    def _say(self, text: str) -> None:
+        if self._parts.world.leads:
+            print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

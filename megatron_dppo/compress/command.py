@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -26,10 +27,12 @@ from megatron_dppo.config import Config, LoraConfig, replace
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
+from megatron_dppo.launch.rank import LAUNCHER
 from megatron_dppo.launch.start import run_again
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.streams import quieten
 from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.preflight import preflight
 
 WHOLE_ALONE = ("shapley-logits", "in-a-row")
 """Scores that need the whole policy in one process: all logits, or streams of layers that lie far apart."""
@@ -52,7 +55,10 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     if chosen.layout is not None or chosen.config:
         from megatron_dppo.compress.in_shards import compress_in_shards  # Megatron-Core
 
-        return run_again(words, _config(chosen), partial(compress_in_shards, chosen))
+        config = _config(chosen)
+        if chosen.config and LAUNCHER not in os.environ:  # before any rank starts
+            preflight(config, "compress")
+        return run_again(words, config, partial(compress_in_shards, chosen))
     work = Work.of(chosen)
     work.check_out()
     scored, others = work.calibration()
@@ -108,10 +114,12 @@ def _config(chosen: argparse.Namespace) -> Config:
     config = check_in_shards(_score(chosen), chosen.layout, chosen.config or ())
     with naming("MODEL"):
         stored = {of.dtype for of in check_weights(chosen.source, read_shape(chosen.source)).values()}
-    dtype = "bf16" if stored == {torch.bfloat16} and torch.cuda.is_available() else "fp32"
+    dtype = config.model.dtype
+    if not chosen.config:
+        dtype = "bf16" if stored == {torch.bfloat16} and torch.cuda.is_available() else "fp32"
     tokens = max(BATCH_TOKENS, chosen.max_tokens) + ROUNDING
     model = replace(config.model, path=str(chosen.source), dtype=dtype, checkpoint=None, lora=LoraConfig())
-    rollout = replace(config.rollout, sync=replace(config.rollout.sync, adapter=False))
+    rollout = replace(config.rollout, sync=replace(config.rollout.sync, adapter=False, in_flight="retract"))
     pack = replace(config.pack, max_tokens=tokens, share_prefixes="off")
     return replace(config, model=model, rollout=rollout, pack=pack)
 

@@ -11,7 +11,7 @@ from megatron_dppo.models.shape import PolicyShape
 
 MULTIPLES = {"2ssp": 128, "width": 128, "depth": 1, "heads": 1, "experts": 8, "hidden": 128, "minitron": 128}
 """By method: the number of parts left is a multiple of this, unless another is asked for. 128 units or channels suit
-kernels, 8 experts go to 8 expert-parallel ranks."""
+kernels, 8 experts go to 8 expert-parallel ranks. Layers and heads are as many as the share says."""
 
 EXPERT_INPUTS = 8
 """An expert's inputs are a multiple of 16 bytes, so many values of bf16, for the ``grouped_mm`` of transformers."""
@@ -168,20 +168,20 @@ def all_widths_left(shape: PolicyShape, keep: float, multiple: int) -> tuple[int
     return channels, groups, _rounded(exact, multiple, shape.ffn, "units of a feed-forward layer")
 
 
-def groups_left(shape: PolicyShape, keep: float, multiple: int) -> int:
+def groups_left(shape: PolicyShape, keep: float) -> int:
     """Key-value heads of every layer at which about the share ``keep`` of all layers' weights is left.
 
     Raises:
-        UserError: naming ``--keep``, if none or all are left; ``--multiple``, if there is no such number.
+        UserError: naming ``--keep``, if none or all are left.
     """
     attention, feed_forward = attention_weights(shape), feed_forward_weights(shape)
     gone = (1 - keep) * (attention + feed_forward)
-    exact = shape.kv_heads * (1 - gone / attention)
-    if not 0 < (left := round(exact)) < shape.kv_heads:
+    left = round(shape.kv_heads * (1 - gone / attention))
+    if not 0 < left < shape.kv_heads:
         least = (feed_forward + attention / shape.kv_heads) / (attention + feed_forward)
         problem = f"leaves {max(left, 0)} of {shape.kv_heads} groups of query heads"
         raise UserError("--keep", keep, problem, f"Give a share of {least:.3f} or more, or another --method")
-    return _rounded(exact, multiple, shape.kv_heads, "groups of query heads")
+    return left
 
 
 def highest(scores: Sequence[float], count: int) -> tuple[int, ...]:
@@ -225,7 +225,7 @@ def sizes(shape: PolicyShape, method: str, keep: float, multiple: int | None = N
         case "depth":
             return Cut(layers[: layers_left(shape, keep)])
         case "heads":
-            return Cut(layers, groups=of_each_layer(groups_left(shape, keep, multiple)))
+            return Cut(layers, groups=of_each_layer(groups_left(shape, keep)))
         case "experts":
             return Cut(layers, experts=of_each_layer(experts_left(shape, keep, multiple)))
         case "hidden":

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from megatron_dppo.compress.asking import Asking, prompts_to_ask
+from megatron_dppo.compress.asking import Asking, digest_of_task, prompts_to_ask
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.live import Live
 from megatron_dppo.compress.passes import Passes, forget
@@ -63,5 +63,6 @@ def _score_in_shards(
 
     depends_on = world.from_leader(lambda: work.depends_on(scored, others, config.model.dtype, world.layout))
     if chosen.config:
-        depends_on |= {"--sequences": chosen.sequences, "--config": str(sorted(flat(config).items()))}
+        task = world.from_leader(lambda: digest_of_task(problems, config.reward.function))
+        depends_on |= {"--config": str(sorted(flat(config).items())), "task of --config": task}
     return work.score(reader, scored, others, depends_on, world, asked=len(problems) or None)

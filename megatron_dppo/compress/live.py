@@ -74,7 +74,7 @@ class Live:
         self.shape: PolicyShape = parts.shape
         self._policy, self._world, self._asking = parts.actor, parts.world, asking
         samples = [_sample(answer, max_tokens) for answer in answers]
-        made = parts.pack(samples, replicas=parts.world.dp)
+        made = parts.pack(samples, replicas=parts.world.dp) if samples else []
         lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
         stages = parts.world.layout.pp
         count = max(1, len(made) // (STRETCH * stages if stages > 1 else 1))
@@ -115,7 +115,11 @@ class Live:
             raise UserError("--score", "shapley-logits", problem, "Give shapley-loss, or no --layout")
         if measure == "reward":
             assert self._asking is not None
-            return [-self._asking.reward(blocks, self._passes) for blocks in absent]
+            rewards = [self._asking.reward(blocks, self._passes) for blocks in absent]
+            if len(rewards) > len(set(rewards)) == 1:
+                problem = f"tells nothing: with and without layers the mean reward is {rewards[0]:.4g}"
+                raise UserError("--score", "shapley-reward", problem, "Give another --score, or more --sequences")
+            return [-reward for reward in rewards]
         costs = []
         for blocks in absent:
             with self.without(blocks=blocks):

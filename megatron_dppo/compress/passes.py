@@ -31,7 +31,7 @@ Sums = dict[Any, torch.Tensor]
 
 KEEP_EVERY_S = 30.0
 """Between two times that sums are written."""
-FORM = 1
+FORM = 2
 """Of what is kept, and of the order of passes. What another version of this package has kept in another is not used."""
 
 

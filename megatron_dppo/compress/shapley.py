@@ -22,7 +22,7 @@ def halves(layers: int, count: int, seed: int) -> list[Absent]:
 
     Of an odd number, the smaller half goes first. Over each pair every layer is absent once.
 
-        halves(4, 2, seed=1) → [(1, 2), (0, 3), (0, 2), (1, 3)], for instance
+        halves(4, 2, seed=1) → [(0, 1), (2, 3), (0, 3), (1, 2)]
 
     Args:
         count: of pairs.

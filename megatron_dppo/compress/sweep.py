@@ -32,7 +32,7 @@ from megatron_dppo.bridge.convert_commands import naming
 from megatron_dppo.bridge.safetensors_files import stored_tensors
 from megatron_dppo.compress.arguments import as_words, options_of_both
 from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
-from megatron_dppo.compress.choose import BY_REWARD, SCORES, Recipe
+from megatron_dppo.compress.choose import BY_REWARD, MEASURES, SCORES, Recipe
 from megatron_dppo.compress.command import check_in_shards, compress, device, load_whole
 from megatron_dppo.compress.passes import forget
 from megatron_dppo.compress.surgery import RECORD
@@ -83,6 +83,9 @@ def sweep(chosen: Namespace) -> None:
         shape, tokenizer = read_shape(source), load_tokenizer(source)
     shares = sorted(set(chosen.keep), reverse=True)
     recipes = [_recipe(word, keep, chosen, shape) for word in chosen.methods for keep in shares]
+    if chosen.subnetworks and not any(recipe.subnetworks for recipe in recipes):
+        problem = "is for Shapley values, and no method of the sweep has them as its score"
+        raise UserError("--subnetworks", chosen.subnetworks, problem, "Give --methods depth:shapley-loss, for instance")
     columns = {"prompt_key": chosen.prompt_key, "response_key": chosen.response_key}
     answers = read_sequences(chosen.calibrate, tokenizer, chat_template=chosen.chat_template, **columns)
     asked = {
@@ -110,11 +113,14 @@ def _recipe(word: str, keep: float, chosen: Namespace, shape: PolicyShape) -> Re
         raise UserError("--methods", word, "is not METHOD:SCORE:refit", "Leave out what is behind METHOD:SCORE")
     if method not in SCORES:
         raise UserError("--methods", word, "is no method", f"Give of {', '.join(SCORES)}")
-    rest = {name: getattr(chosen, name) for name in ("multiple", "zero_attention", "seed", "subnetworks")}
+    score = score or SCORES[method][0]
+    rest = {name: getattr(chosen, name) for name in ("multiple", "zero_attention", "seed")}
+    if score in MEASURES:
+        rest["subnetworks"] = chosen.subnetworks
     if score == BY_REWARD and not chosen.config:
         problem = "has the policy answer prompts, and no settings say which, and how answers are scored"
         raise UserError("--methods", word, problem, "Give --config")
-    recipe = Recipe(method, score or SCORES[method][0], keep, refit=bool(refit), **rest)
+    recipe = Recipe(method, score, keep, refit=bool(refit), **rest)
     try:
         recipe.check(shape)
         recipe.sizes(shape)
@@ -208,7 +214,7 @@ class _Sweep:
         self.write()
 
     def _compress(self, recipe: Recipe, out: Path) -> None:
-        kept = {"method": recipe.method, "score": recipe.score, "keep": recipe.keep, "refit": recipe.refit}
+        kept = {name: getattr(recipe, name) for name in ("method", "score", "keep", "subnetworks", "refit")}
         options = options_of_both(self.chosen) | kept
         by_reward = recipe.score == BY_REWARD
         if self.chosen.layout is not None or by_reward:  # ranks of their own leave nothing behind in this process

@@ -91,7 +91,7 @@ class Config(Section):
                 yield self._check_offline
             yield self.pruning.check
             yield self._check_ahead
-        if command in ("sft", "probe-tree"):
+        if command in ("sft", "probe-tree", "compress"):
             yield partial(self._check_problems, command)
         if command == "probe-tree":
             yield self._check_forks

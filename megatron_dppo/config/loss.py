@@ -90,9 +90,7 @@ class DistillationConfig(Section):
             problem = f"cannot be the weights of the server {self.teacher}"
             raise UserError("loss.distillation.teacher_checkpoint", self.teacher_checkpoint, problem, "Leave it out")
         if self.servers and self.direction == "forward":
-            problem = (
-                f"wants the teacher's whole distributions, and the server {self.servers[0]} tells of sampled tokens"
-            )
+            problem = f"wants the teacher's whole distributions; the server {self.servers[0]} tells of sampled tokens"
             remedy = "Set it to reverse, or name the teacher's directory"
             raise UserError("loss.distillation.direction", self.direction, problem, remedy)
 
@@ -180,7 +178,7 @@ class LossConfig(Section):
     def _check_trust_region(self) -> None:
         if self.objective is not None:
             problem = (
-                f"takes the place of what is made of ratio and advantage, and so does loss.objective = {self.objective}"
+                f"takes the place of what is made of ratio and advantage, as does loss.objective = {self.objective}"
             )
             raise UserError("loss.trust_region", self.trust_region, problem, "Leave one of the two out")
         if self.name in ("gspo", "cispo", "gmpo", "sapo"):
@@ -189,9 +187,7 @@ class LossConfig(Section):
             raise UserError("loss.trust_region", self.trust_region, problem, remedy)
         for setting in ("tis_cap", "tis_level", "mask_below", "mask_above"):
             if (value := getattr(self, setting)) not in (None, "token"):
-                problem = (
-                    f"corrects for the engine, which the ratio of loss.trust_region = {self.trust_region} does already"
-                )
+                problem = f"corrects for the engine, as the ratio of loss.trust_region = {self.trust_region} does"
                 raise UserError(f"loss.{setting}", value, problem, "Leave it out, or set loss.trust_region=none")
 
 
@@ -214,9 +210,7 @@ class ScheduleConfig(Section):
             rule: of that level.
         """
         if self.shape == "adaptive" and rule not in ("threshold", "neyman"):
-            problem = (
-                f"wants a share to solve for and a variance to estimate, and pruning.{level}.rule = {rule} lacks one"
-            )
+            problem = f"wants a share to solve for and a variance to estimate; pruning.{level}.rule = {rule} lacks one"
             remedy = f"Set pruning.{level}.rule to neyman or threshold, or take another shape"
             raise UserError(f"pruning.{level}.schedule.shape", self.shape, problem, remedy)
         if self.shape in ("linear", "cosine") and self.ramp + self.off_last > 1.0:

@@ -78,9 +78,7 @@ class ModelConfig(Section):
         if self.lora.rank:
             self.lora.check()
             if self.reference_on_host:
-                problem = (
-                    "with model.lora the reference is the policy with its adapters off, and has no memory of its own"
-                )
+                problem = "with model.lora the reference is the policy, its adapters off, and has no memory of its own"
                 raise UserError("model.reference_on_host", "true", problem, "Leave it out")
         if self.spec == "te" and self.dtype == "fp32":
             problem = (

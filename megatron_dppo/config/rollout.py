@@ -177,9 +177,8 @@ class AllocationConfig(Section):
             raise UserError("rollout.allocation.most", self.most, problem, remedy)
         if tree:
             problem = "gives prompts different numbers of completions, and a tree has as many leaves for each"
-            raise UserError(
-                "rollout.allocation.rule", self.rule, problem, "Set it to equal, or rollout.tree.branches=[]"
-            )
+            remedy = "Set it to equal, or rollout.tree.branches=[]"
+            raise UserError("rollout.allocation.rule", self.rule, problem, remedy)
         if prompts_rule in ("greso", "dynamic_sampling"):
             problem = (
                 f"gives prompts different chances of groups of mixed reward, by which pruning.prompts.rule = "

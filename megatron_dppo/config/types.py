@@ -17,7 +17,7 @@ Seconds = AboveZero
 Positive = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
 
-Command = Literal["train", "sft", "eval", "probe-tree"]
+Command = Literal["train", "sft", "eval", "probe-tree", "compress"]
 """What a configuration is checked for, and run as."""
 TRAINING: tuple[Command, ...] = ("train", "sft")
 """What writes to ``run.dir``, and is alone in doing so."""

@@ -276,10 +276,7 @@ def _row(
 
 
 GENERATORS: Mapping[str, Generator] = {
-    "arithmetic": Generator(
-        check=lambda data: make_sums(data.arithmetic),
-        rows=_sums,
-    ),
+    "arithmetic": Generator(check=lambda data: make_sums(data.arithmetic), rows=_sums),
     REASONING_GYM: Generator(
         check=lambda data: check_tasks(data.reasoning_gym),
         rows=lambda data, split: make_problems(data.reasoning_gym, split=split),

@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from megatron_dppo.config import DataConfig
+from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import PromptPool, offline_prompts
 from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import Tokenizer
@@ -53,32 +53,24 @@ def held_by(rank: int, ranks: int, prompt_ids: Ints) -> Bools:
 
 
 def load_offline(
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    rank: int,
-    ranks: int,
-    samples: int,
-    limit: int,
-    vocab_size: int,
-    stops: Sequence[int],
+    config: Config, tokenizer: Tokenizer, vocab_size: int, stops: Sequence[int], *, rank: int, ranks: int
 ) -> tuple[PromptPool, dict[int, OfflineGroup]]:
     """The prompts of ``data.rollouts``, and one rank's share of the groups by the ids of their prompts.
 
     Args:
-        data: names the file.
+        config: ``data`` names the file, ``rollout`` has the completions of every prompt and the most tokens of one.
         tokenizer: of the policy, for prompts, and for completions that are texts.
-        rank: whose share.
-        ranks: that share the groups.
-        samples: G, completions of every prompt.
-        limit: most tokens of a completion.
         vocab_size: of the policy.
         stops: tokens that end a response.
+        rank: whose share.
+        ranks: that share the groups.
 
     Raises:
         UserError: for a prompt as ``load_prompts``, and for the first row of the share that cannot be trained on; names
             its line.
     """
+
+    samples, limit = config.rollout.samples_per_prompt, config.rollout.max_response_tokens
 
     def group(row: Row) -> OfflineGroup:
         listed = row.values.get("completions")
@@ -91,7 +83,7 @@ def load_offline(
         made = [_completion(row, i, each, tokenizer, limit, vocab_size, stops) for i, each in enumerate(listed, 1)]
         return OfflineGroup(tuple(completion for completion, _ in made), tuple(score for _, score in made))
 
-    pool, rows = offline_prompts(data, tokenizer)
+    pool, rows = offline_prompts(config.data, tokenizer)
     mine = np.flatnonzero(held_by(rank, ranks, np.arange(len(pool)))).tolist()
     return pool, {prompt: group(rows[prompt]) for prompt in mine}
 
@@ -115,10 +107,8 @@ def _completion(
             raise _BadError("has a loss_mask without a token that the policy sampled", "Leave the row out")
         logprobs = np.array(_numbers(given, "logprobs", tokens), np.float32)
         if not (np.isfinite(logprobs) & (logprobs <= 0))[sampled].all():
-            raise _BadError(
-                "has logprobs that are above 0 or not finite",
-                "Give natural logarithms of probabilities, at rollout.temperature",
-            )
+            remedy = "Give natural logarithms of probabilities, at rollout.temperature"
+            raise _BadError("has logprobs that are above 0 or not finite", remedy)
         reason = given.get("finish_reason") or ("stop" if tokens[-1] in stops else "length")
         if reason not in ("stop", "length"):
             raise _BadError(f"has the finish_reason {reason!r:.60}", "Write stop or length, or leave it out")
@@ -140,9 +130,8 @@ def _tokens(given: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> 
     if not isinstance(tokens, list) or not tokens:
         raise _BadError("has no tokens", "Give at least the token that ended it, or leave the row out")
     if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
-        raise _BadError(
-            f"has token_ids that are none of the policy's {vocab_size}", "Give token ids of model.path's tokenizer"
-        )
+        problem = f"has token_ids that are none of the policy's {vocab_size}"
+        raise _BadError(problem, "Give token ids of model.path's tokenizer")
     return tokens
 
 

@@ -18,9 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import DataConfig
-from megatron_dppo.data.examples import Source, example_of, read_examples, sources_of
+from megatron_dppo.data.examples import (
+    Rendered,
+    Source,
+    example_of,
+    is_within_limit,
+    read_examples,
+    rendered,
+    sources_of,
+    texts_of,
+)
 from megatron_dppo.data.generators import Split
-from megatron_dppo.data.rendering import Rendered, is_within_limit, rendered, texts_of
 from megatron_dppo.data.rows import Row
 from megatron_dppo.data.stored import Columns, StoredRows, are_large, store
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
@@ -235,12 +243,9 @@ def _read(
     all_of_it = rendered(examples, data, tokenizer, responses=responses)
     kept = [each for each in all_of_it if is_within_limit(each, data)]
     if all_of_it and not kept:
-        raise UserError(
-            source.setting,
-            source.name,
-            f"all {len(all_of_it)} prompts are longer than data.max_prompt_tokens = {data.max_prompt_tokens}",
-            f"Raise the limit: the shortest has {min(len(each.token_ids) for each in all_of_it)} tokens",
-        )
+        problem = f"all {len(all_of_it)} prompts are longer than data.max_prompt_tokens = {data.max_prompt_tokens}"
+        remedy = f"Raise the limit: the shortest has {min(len(each.token_ids) for each in all_of_it)} tokens"
+        raise UserError(source.setting, source.name, problem, remedy)
     return kept, len(all_of_it) - len(kept)
 
 

@@ -50,20 +50,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not folder.is_dir():
         raise UserError("model.path", path, "is no directory", "Give a Hugging Face directory, or make one with `init`")
     if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file():
-        raise UserError(
-            "model.path",
-            path,
-            "holds no tokenizer (neither tokenizer.json nor vocab.json)",
-            "Copy the tokenizer files of the model there",
-        )
+        remedy = "Copy the tokenizer files of the model there"
+        raise UserError("model.path", path, "holds no tokenizer (neither tokenizer.json nor vocab.json)", remedy)
     from transformers import AutoTokenizer  # which takes seconds to import
 
     try:
         return cast(Tokenizer, AutoTokenizer.from_pretrained(folder, local_files_only=True))
     except Exception as error:  # the tokenizers library raises bare Exception for malformed files
-        raise UserError(
-            "model.path", path, f"its tokenizer cannot be read ({_first_line(error)})", "Copy the tokenizer files again"
-        ) from error
+        remedy = "Copy the tokenizer files again"
+        raise UserError("model.path", path, f"its tokenizer cannot be read ({_first_line(error)})", remedy) from error
 
 
 def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -94,12 +89,9 @@ def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 def end_token_id(tokenizer: Tokenizer) -> int:
     """The token that closes a turn."""
     if tokenizer.eos_token_id is None:
-        raise UserError(
-            "model.path",
-            "tokenizer_config.json",
-            "the tokenizer names no eos_token, so completions would never end",
-            "Set eos_token there, or rollout.stop_token_ids",
-        )
+        problem = "the tokenizer names no eos_token, so completions would never end"
+        remedy = "Set eos_token there, or rollout.stop_token_ids"
+        raise UserError("model.path", "tokenizer_config.json", problem, remedy)
     return int(tokenizer.eos_token_id)
 
 

@@ -2,7 +2,7 @@
 
 Of releases that have ``load_environment`` (before 0.4). An environment is told each answer as if a server had just
 given it, and its rubric then scores the whole group. One of several turns is told the policy's turns one after the
-other: see ``data/turns.py``. Where it has tools, it is told their calls, too: see ``data/tool_calls.py``.
+other: see ``data/turns.py``. Where it has tools, it is told their calls, too: see ``data/turns.py``.
 
 An environment takes signals for itself, prints, and may import much. So processes of their own import this file: those
 that score, and one that reads the problems, ``python -m megatron_dppo.data.verifiers``. Besides, ranks do, where the
@@ -31,8 +31,7 @@ from megatron_dppo.config import VerifiersConfig
 from megatron_dppo.data.generators import SEVERAL_TURNS, TOOLS
 from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.data.tool_calls import Tools, read_calls
-from megatron_dppo.data.turns import Again, Message, NothingLeftError, Turns, TurnsError
+from megatron_dppo.data.turns import Again, Message, NothingLeftError, Tools, Turns, TurnsError, read_calls
 from megatron_dppo.errors import UserError
 
 HELD_OUT_SEED = 0
@@ -167,9 +166,7 @@ async def play(environment: Any, problem: Mapping[str, Any], answer: Answer, too
     if (error := client.failure or state.get("error")) is not None:
         raise error
     if state.get("timed_out"):
-        raise TimeoutError(
-            f"The environment has waited longer than its timeout_seconds = {environment.timeout_seconds}."
-        )
+        raise TimeoutError(f"The environment has waited longer than timeout_seconds = {environment.timeout_seconds}.")
     return state
 
 

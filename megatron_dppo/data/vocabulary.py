@@ -91,9 +91,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> N
 def _dressed(tokenizer: Tokenizer, *, specials: tuple[str, ...]) -> Tokenizer:
     # No normaliser: with one, decoding would not give back the text that was encoded.
     split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     return tokenizer

@@ -4,6 +4,8 @@
 - ``evaluation.json`` has the settings that the answers depend on. An evaluation with other settings is refused. Other
   benchmarks of the same policy and settings are added to the same folder.
 - ``scores.json`` is written in one piece at the end.
+
+For people to read there is besides a file for each question, with all answers to it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +23,7 @@ from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, find_checkpoint
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import is_id
-from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.files import replace_text, replacing_directory, replacing_file
 from megatron_dppo.process.lock import FolderLock
 
 ANSWERS, SETTINGS, SCORES = "answers.jsonl", "evaluation.json", "scores.json"
@@ -85,7 +88,8 @@ class AnswerLog:
                 """Of each batch whether it is there."""
                 self._file = self._path.open("ab")
             except OSError as error:
-                raise _cannot_write(folder, error) from error
+                problem = f"cannot be written to ({error})"
+                raise UserError("eval.out", folder, problem, "Name another folder") from error
             on_failure.pop_all()
 
     def append(self, rows: Sequence[AnswerRow]) -> None:
@@ -140,8 +144,7 @@ def finished_benchmarks(folder: Path) -> set[str]:
 
 def write_scores(folder: Path, scores: Mapping[str, Any]) -> None:
     """Write ``scores.json`` in one piece."""
-    with replacing_file(folder / SCORES) as partial:
-        partial.write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
+    replace_text(folder / SCORES, json.dumps(scores, indent=2) + "\n")
 
 
 def read_finished(folder: Path, setting: str) -> list[AnswerRow]:
@@ -186,8 +189,7 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
             raise UserError("eval.out", folder, f"was begun with {'; '.join(changed)}", remedy)
         begun, now = ({**of, PROBLEMS: problems} for of, problems in ((begun, before), (now, {**before, **ours})))
     if now != begun:
-        with replacing_file(file) as partial:
-            partial.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+        replace_text(file, json.dumps(now, indent=2) + "\n")
 
 
 def _read_settings(folder: Path, file: Path) -> dict[str, Any]:
@@ -199,10 +201,39 @@ def _read_settings(folder: Path, file: Path) -> dict[str, Any]:
         raise UserError("eval.out", folder, problem, remedy) from error
 
 
-def _cannot_write(folder: Path, error: OSError) -> UserError:
-    return UserError("eval.out", folder, f"cannot be written to ({error})", "Name another folder")
-
-
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "…"
+
+
+QUESTIONS = "questions"
+
+
+def write_questions(folder: Path) -> Path:
+    """Write ``questions/BENCHMARK/NUMBER-RIGHTofSAMPLES.txt`` from ``answers.jsonl``, in place of what is there.
+
+    The number is the problem's place in its file, from 0: ``gsm8k/0017-2of8.txt`` has two right answers among eight.
+    """
+    out = folder / QUESTIONS
+    with replacing_directory(out) as draft, (folder / ANSWERS).open("rb") as lines:
+        rows = map(json.loads, lines)
+        for (benchmark, number), group in groupby(rows, key=lambda row: (row["benchmark"], row["problem"])):
+            answers = sorted(group, key=lambda row: row["sample"])
+            right = sum(row["correct"] is True for row in answers)
+            (place := draft / benchmark.replace("/", "-")).mkdir(exist_ok=True)
+            file = place / f"{number:04}-{right}of{len(answers)}.txt"
+            # An answer may hold half of a surrogate pair, which UTF-8 has no bytes for.
+            file.write_text("\n".join(_text(answers)) + "\n", encoding="utf-8", errors="replace")
+    return out
+
+
+def _text(answers: Sequence[dict[str, Any]]) -> Iterator[str]:
+    first = answers[0]
+    yield f"{first['benchmark']}, problem {first['problem']}; reference: {first['label']}"
+    yield f"\n{first['prompt']}"
+    for row in answers:
+        verdict = {True: "right", False: "wrong", None: "not scored"}[row["correct"]]
+        facts = [verdict, f"reward {row['reward']:g}" if row["reward"] is not None else "no reward"]
+        facts += [f"read as {row['extracted']}"] if row["extracted"] is not None else []
+        facts.append(f"{row['tokens']} tokens" + (", cut off" if row["finish"] == "length" else ""))
+        yield f"\n--- answer {row['sample'] + 1} of {len(answers)}: {', '.join(facts)}\n{row['answer']}"

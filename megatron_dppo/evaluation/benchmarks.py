@@ -149,13 +149,12 @@ def find_file(name: str, folder: Path) -> Path:
     files = (folder / (stem + suffix) for stem in benchmark.files for suffix in SUFFIXES)
     if file := next((file for file in files if file.is_file()), None):
         return file
-    raise UserError(
-        SETTING,
-        name,
-        f"has no file in {folder} (looked for {', '.join(benchmark.files)}, as {', '.join(SUFFIXES)})",
+    problem = f"has no file in {folder} (looked for {', '.join(benchmark.files)}, as {', '.join(SUFFIXES)})"
+    remedy = (
         f"Put its {benchmark.problems} problems there as they are published ({benchmark.source}), point eval.folder or "
-        f"${FOLDER} at the folder that has them, or leave {name} out",
+        f"${FOLDER} at the folder that has them, or leave {name} out"
     )
+    raise UserError(SETTING, name, problem, remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from megatron_dppo.config import EvalConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluator import Answer, Evaluator, Problem, by_name
 from megatron_dppo.evaluation.scores import mean, pass_at, per_problem_mean, powers_up_to
-from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.files import replace_text
 from megatron_dppo.rl.types import Floats
 
 
@@ -104,8 +104,7 @@ def record_answers(run_dir: Path, step: int, evaluation: Evaluation) -> None:
     rows = [row for row in read_answers(run_dir) if row["step"] < step]
     answers = [asdict(shown) for shown in evaluation.shown]
     rows.append({"step": step, "problems": dict(evaluation.problems), "answers": answers})
-    with replacing_file(file) as partial:
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    replace_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_answers(run_dir: Path) -> list[dict]:

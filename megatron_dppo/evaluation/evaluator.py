@@ -30,9 +30,9 @@ from megatron_dppo.rewards.math.completion import said_answer, stated_answer
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Prompt, Score
-from megatron_dppo.rollout.collect import Answers, Collector
+from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.environment import check_turns
-from megatron_dppo.rollout.scoring import Failures, check_failures
+from megatron_dppo.rollout.scoring import Answers, Failures, check_failures
 
 MATH = "math"
 """The verifier that can also tell whether two answers without their texts are the same."""
@@ -71,17 +71,13 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(Failures):
     """Answers to P problems, k to each, in the problems' order."""
 
     answers: Sequence[Sequence[Answer]]
     """[P][k]"""
     votes: Floats
     """[P], ``vote``; not a number where no answer could be scored."""
-    timeouts: int
-    errors: int
-    tracebacks: tuple[str, ...]
-    """One for each kind of error that was never reported before."""
 
 
 def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> list[Problem]:
@@ -134,9 +130,8 @@ def _named(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions:
     for row, prompt in zip(rows, prompts, strict=True):
         if len(prompt.token_ids) > (room := max_positions - most):
             problem = f"leaves {room} of the policy's {max_positions} positions for a prompt, and {row.place} has one"
-            raise UserError(
-                "rollout.max_response_tokens", most, f"{problem} of {len(prompt.token_ids)} tokens", "Lower it"
-            )
+            remedy = "Lower it"
+            raise UserError("rollout.max_response_tokens", most, f"{problem} of {len(prompt.token_ids)} tokens", remedy)
     return prompts
 
 
@@ -211,7 +206,7 @@ class Evaluator:
             for index, group in zip(indices, groups, strict=True)
         ]
         majority = self._vote(groups, verifier)
-        return Answered(told, majority, answers.timeouts, answers.errors, answers.tracebacks)
+        return Answered(told, majority, timeouts=answers.timeouts, errors=answers.errors, tracebacks=answers.tracebacks)
 
     def _vote(self, groups: Sequence[Sequence[Answer]], verifier: str) -> Floats:
         def same(pairs: Sequence[Pair]) -> list[bool]:

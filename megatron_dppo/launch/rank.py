@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, error_text
-from megatron_dppo.launch.first_failure import FirstFailure, marker_for
+from megatron_dppo.launch.processes import FirstFailure, marker_for
 from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_one_machine
 from megatron_dppo.process import stop
 from megatron_dppo.process.lifetime import die_with

@@ -17,8 +17,7 @@ from megatron_dppo.bridge.checkpoint_folder import latest_step
 from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.errors import MistakesError, UserError
-from megatron_dppo.launch.first_failure import MARKER, FirstFailure
-from megatron_dppo.launch.processes import run_ranks
+from megatron_dppo.launch.processes import MARKER, FirstFailure, run_ranks
 from megatron_dppo.launch.rank import LAUNCHER, obey_launcher, rank_main, set_environment
 from megatron_dppo.parallel.layout import layout_text, resolve_layout
 from megatron_dppo.parallel.meeting import LOOPBACK
@@ -37,11 +36,7 @@ def run(command: Command, config: Config) -> int:
     Raises:
         UserError: for what can be seen to be wrong before a rank starts.
     """
-    outlive_readers()
-    if srun_started(os.environ):
-        os.environ.update(torch_environment(os.environ))
-    set_environment(config)  # before anything asks CUDA how many GPUs there are: this process may become a rank
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if _is_rank(config):
         return rank_main(command, config, first=lambda: _look_first(command, config))
     ranks = ranks_to_start(command, config)
     if ranks == 1:
@@ -62,23 +57,26 @@ def run_again(words: Sequence[str], config: Config, job: Callable[[Config], None
         config: of which the layout, and what else a rank's environment depends on, is read.
         job: what a rank does.
     """
-    outlive_readers()
-    if srun_started(os.environ):
-        os.environ.update(torch_environment(os.environ))
-    set_environment(config)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if _is_rank(config):
         obey_launcher()
         return rank_main(job, config)
-    ranks = ranks_of(config.layout)
+    ranks = ranks_of(config.layout, reserved=gpus_to_reserve(config.rollout))
     if ranks == 1:
         os.environ.update(_alone())
         return rank_main(job, config)
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-") as folder:
         marker = Path(folder, "failure")
         command = [sys.executable, "-m", "megatron_dppo", *words]
-        return run_ranks(
-            command, {**os.environ, **_for_ranks(ranks, marker)}, ranks, FirstFailure(marker), lambda: None
-        )
+        return run_ranks(command, {**os.environ, **_for_ranks(ranks, marker)}, ranks, FirstFailure(marker))
+
+
+def _is_rank(config: Config) -> bool:
+    """Whether torchrun or srun started this process. Makes its environment ready for a rank, which it may become."""
+    outlive_readers()
+    if srun_started(os.environ):
+        os.environ.update(torch_environment(os.environ))
+    set_environment(config)  # before anything asks CUDA how many GPUs there are
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def ranks_to_start(command: Command, config: Config) -> int:
@@ -114,12 +112,9 @@ def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
     ranks = layout.tp * layout.pp * layout.cp * (layout.dp or 0) or least * max((gpus - reserved) // least, 1)
     if 0 < gpus < ranks + reserved:
         servers = f" and its servers {reserved}" if reserved else ""
-        raise UserError(
-            "layout",
-            layout_text(layout),
-            f"needs {ranks} GPUs{servers}, and this machine has {gpus}",
-            "Lower the layout, or start the ranks on several machines with torchrun or srun",
-        )
+        problem = f"needs {ranks} GPUs{servers}, and this machine has {gpus}"
+        remedy = "Lower the layout, or start the ranks on several machines with torchrun or srun"
+        raise UserError("layout", layout_text(layout), problem, remedy)
     return ranks
 
 

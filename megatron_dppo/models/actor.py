@@ -28,14 +28,13 @@ from megatron.core.transformer.module import Float16Module
 from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
-from megatron_dppo.models.expert_load import ExpertLoad
 from megatron_dppo.models.layer_specs import add_to_main_gradients
 from megatron_dppo.models.lora import add_expert_gradients
 from megatron_dppo.models.microbatch import DeviceArrays, Microbatch, Responses, to_device
 from megatron_dppo.models.optimizer_state import OffloadedState, optimizer_parts, prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.prefix_attention import shared_prefixes
-from megatron_dppo.models.routing import RoutingReplay
+from megatron_dppo.models.routing import ExpertLoad, RoutingReplay
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.layout import interleaved_packs
 from megatron_dppo.parallel.world import World

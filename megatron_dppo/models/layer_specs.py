@@ -51,9 +51,8 @@ def choose_spec(model: ModelConfig) -> Spec:
         return "torch" if missing or model.dtype == "fp32" else "te"
     if model.spec == "te" and missing:
         problem = f"this machine has no {' and no '.join(missing)}"
-        raise UserError(
-            "model.spec", "te", problem, "set it to torch or auto, or install megatron-dppo[gpu] beside CUDA"
-        )
+        remedy = "set it to torch or auto, or install megatron-dppo[gpu] beside CUDA"
+        raise UserError("model.spec", "te", problem, remedy)
     return model.spec
 
 

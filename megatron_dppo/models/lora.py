@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from megatron_dppo.config import LoraConfig
-from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.models.shape import DIMENSIONS, PolicyShape
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -86,7 +86,7 @@ class LayerAdapters(torch.nn.ModuleDict):
         self._outputs: list[tuple[str, int]] = []
         """Of all matrices in the layer, with adapters or without: their outputs on this rank."""
         for name in FUSED[layer]:
-            inputs, outputs = _sizes(shape, name)
+            outputs, inputs = (shape.extents[dimension] for dimension in DIMENSIONS[name])
             inputs, outputs = (inputs // ranks, outputs) if self._row_parallel else (inputs, outputs // ranks)
             self._outputs.append((name, outputs))
             if name in settings.targets:
@@ -222,17 +222,3 @@ def add_expert_gradients(chunks: Iterable[torch.nn.Module]) -> None:
         dist.all_reduce(flat, group=parallel_state.get_expert_tensor_parallel_group())
         for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(total.view_as(gradient))
-
-
-def _sizes(shape: PolicyShape, name: str) -> tuple[int, int]:
-    """Inputs and outputs of a matrix."""
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return {
-        "q_proj": (shape.hidden, queries),
-        "k_proj": (shape.hidden, keys),
-        "v_proj": (shape.hidden, keys),
-        "o_proj": (queries, shape.hidden),
-        "gate_proj": (shape.hidden, shape.ffn),
-        "up_proj": (shape.hidden, shape.ffn),
-        "down_proj": (shape.ffn, shape.hidden),
-    }[name]

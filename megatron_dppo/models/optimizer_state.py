@@ -154,12 +154,11 @@ def _host_buffer(size: int, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         cudart = torch.cuda.cudart()
         if error := int(cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), PORTABLE)):
-            raise UserError(
-                "optimizer.offload",
-                "true",
-                f"the host could not pin {size / 2**30:.1f} GiB for the optimizer's state (CUDA error {error})",
+            problem = f"the host could not pin {size / 2**30:.1f} GiB for the optimizer's state (CUDA error {error})"
+            remedy = (
                 "Give the job more of the host's memory (of every rank on a node together), or set "
-                "optimizer.offload=false",
+                "optimizer.offload=false"
             )
+            raise UserError("optimizer.offload", "true", problem, remedy)
         weakref.finalize(buffer, cudart.cudaHostUnregister, buffer.data_ptr()).atexit = False
     return buffer

@@ -11,11 +11,7 @@ BUFFERS = 2
 
 
 def summarise(
-    buffers: tuple[torch.Tensor, ...],
-    targets: torch.Tensor,
-    temperature: float,
-    peak: torch.Tensor,
-    sums: torch.Tensor,
+    buffers: tuple[torch.Tensor, ...], targets: torch.Tensor, temperature: float, peak: torch.Tensor, sums: torch.Tensor
 ) -> None:
     """Fill ``peak`` and ``sums`` from logits; with z = logits / temperature and e = exp(z − peak) they are max z and
     Σ e, Σ e·(z − peak), z_t and, where there is a fourth row, Σ_{v≠t} e².

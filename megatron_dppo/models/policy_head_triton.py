@@ -18,14 +18,11 @@ SLOPE_BLOCK = 2048
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Below every logit. Finite, so that 0 · it is 0."""
 # What varies with packs and chunks is kept out of what Triton compiles a kernel for: compiling anew takes a second.
+# The kernels see all their arguments as tl.tensor. Triton passes what is annotated as int in 32 bits.
 
 
 def summarise(
-    buffers: tuple[torch.Tensor, ...],
-    targets: torch.Tensor,
-    temperature: float,
-    peak: torch.Tensor,
-    sums: torch.Tensor,
+    buffers: tuple[torch.Tensor, ...], targets: torch.Tensor, temperature: float, peak: torch.Tensor, sums: torch.Tensor
 ) -> None:
     """As :func:`policy_head_torch.summarise`; leaves the logits as they are."""
     (logits,) = buffers
@@ -72,17 +69,17 @@ def slope(
 
 @triton.jit(do_not_specialize=["sum_stride"], do_not_specialize_on_alignment=["targets", "peak", "sums"])
 def _summarise(
-    logits,
-    targets,
-    peak,
-    sums,
-    row_stride,
-    sum_stride,
-    columns,
-    inverse_temperature,
+    logits: tl.tensor,
+    targets: tl.tensor,
+    peak: tl.tensor,
+    sums: tl.tensor,
+    row_stride: tl.tensor,
+    sum_stride: tl.tensor,
+    columns: tl.tensor,
+    inverse_temperature: tl.tensor,
     SQUARES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
-):
+) -> None:
     """One program a row. Each lane has sums of its own, from the largest logit that it has seen, until the last one."""
     row = tl.program_id(0).to(tl.int64)  # a chunk may have more than 2³¹ logits
     logits += row * row_stride
@@ -118,17 +115,17 @@ def _summarise(
 
 @triton.jit(do_not_specialize_on_alignment=["targets", "normaliser", "gradient"])
 def _slope(
-    logits,
-    targets,
-    normaliser,
-    gradient,
-    out,
-    row_stride,
-    out_stride,
-    columns,
-    inverse_temperature,
+    logits: tl.tensor,
+    targets: tl.tensor,
+    normaliser: tl.tensor,
+    gradient: tl.tensor,
+    out: tl.tensor,
+    row_stride: tl.tensor,
+    out_stride: tl.tensor,
+    columns: tl.tensor,
+    inverse_temperature: tl.tensor,
     BLOCK: tl.constexpr,  # noqa: N803
-):
+) -> None:
     """One program a block of a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -14,14 +14,27 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.layout import stage_layers
 from megatron_dppo.rl.types import RoutingShape
 
-ARCHITECTURES = {
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Qwen2ForCausalLM": "qwen2",
-}
+ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "Qwen2ForCausalLM": "qwen2"}
 """What can be read, as config.json names it, with its ``model_type``. Qwen2.5 goes by Qwen2's name."""
 ROPE_THETA = 10000.0
 """transformers' own, for a config.json that names none."""
+
+
+DIMENSIONS = {
+    "embed_tokens": ("vocabulary", "hidden"),
+    "lm_head": ("vocabulary", "hidden"),
+    "q_proj": ("queries", "hidden"),
+    "k_proj": ("keys", "hidden"),
+    "v_proj": ("keys", "hidden"),
+    "o_proj": ("hidden", "queries"),
+    "q_norm": ("head",),
+    "k_norm": ("head",),
+    "gate_proj": ("feed_forward", "hidden"),
+    "up_proj": ("feed_forward", "hidden"),
+    "down_proj": ("hidden", "feed_forward"),
+    "gate": ("experts", "hidden"),
+}
+"""The dimensions of a Hugging Face module's weight, outputs first; a bias has the outputs. Of other norms: hidden."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +75,19 @@ class PolicyShape:
     def with_experts(self, experts: int, *, per_token: int) -> PolicyShape:
         """The Qwen3-MoE of these sizes."""
         return replace(self, architecture="Qwen3MoeForCausalLM", experts=experts, experts_per_token=per_token)
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """How much there is of what :data:`DIMENSIONS` names."""
+        return {
+            "vocabulary": self.vocab_size,
+            "hidden": self.hidden,
+            "queries": self.heads * self.head_dim,
+            "keys": self.kv_heads * self.head_dim,
+            "head": self.head_dim,
+            "experts": self.experts,
+            "feed_forward": self.ffn,
+        }
 
     @property
     def routing(self) -> RoutingShape:
@@ -185,10 +211,7 @@ def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
     Raises:
         UserError: naming the setting and the values that would work.
     """
-    parts = {
-        f"the {shape.kv_heads} key-value heads": shape.kv_heads,
-        f"the {shape.heads} query heads": shape.heads,
-    }
+    parts = {f"the {shape.kv_heads} key-value heads": shape.kv_heads, f"the {shape.heads} query heads": shape.heads}
     if not shape.experts:
         parts[f"the {shape.ffn} feed-forward units"] = shape.ffn
     for what, size in parts.items():

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.files import replace_text
 
 Row = Mapping[str, float]
 STATE = "loggers.json"
@@ -279,16 +279,14 @@ class Loggers:
 
     def _keep(self, name: str, state: Mapping[str, Any]) -> None:
         self._state[name] = dict(state)
-        with replacing_file(self._file) as draft:
-            draft.write_text(json.dumps(self._state) + "\n", encoding="utf-8")
+        replace_text(self._file, json.dumps(self._state) + "\n")
 
 
 def _read_state(file: Path) -> dict[str, dict[str, Any]]:
     """What each logger was given; nothing where the file is absent or damaged: then they make new runs."""
     try:
-        return {
-            name: {"run": str(of["run"]), "step": int(of["step"])} for name, of in json.loads(file.read_text()).items()
-        }
+        stored = json.loads(file.read_text())
+        return {name: {"run": str(of["run"]), "step": int(of["step"])} for name, of in stored.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 

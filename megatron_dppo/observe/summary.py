@@ -11,7 +11,7 @@ from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import FILE as METRICS
 from megatron_dppo.observe.metrics import read_metrics
 from megatron_dppo.observe.timers import breakdown, duration
-from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.files import replace_text
 
 FILE = "summary.json"
 Rows = Sequence[Mapping[str, float]]
@@ -75,8 +75,7 @@ def write_summary(run_dir: Path | str) -> dict[str, Any]:
     """Summarise the run in ``run_dir``, write ``summary.json`` there in one piece, and return it."""
     folder = Path(run_dir)
     summary = summarise(read_metrics(folder))
-    with replacing_file(folder / FILE) as partial:
-        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    replace_text(folder / FILE, json.dumps(summary, indent=2) + "\n")
     return summary
 
 

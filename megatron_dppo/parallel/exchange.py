@@ -96,18 +96,13 @@ def deliver(
     Returns:
         The samples of each pack that this rank trains on, in the plan's order.
     """
+    way = _Encoding(plan.samples, routing, taught)
     mine = [k for pack in plan.packs[world.dp_rank] for k in pack]
     outgoing = [
-        _route(plan.samples, world.rank, [r for p in plan.packs[d] for r in p], to, routing, taught=taught)
-        for to, d in enumerate(world.replica_of)
+        way.route(world.rank, [k for pack in plan.packs[d] for k in pack], to) for to, d in enumerate(world.replica_of)
     ]
-    incoming = [_route(plan.samples, source, mine, world.rank, routing, taught=taught) for source in range(world.size)]
-    parts = [
-        part
-        for to, route in enumerate(outgoing)
-        for k in route.samples
-        for part in _encode(plan.samples, k, held, to, routing, taught=taught)
-    ]
+    incoming = [way.route(source, mine, world.rank) for source in range(world.size)]
+    parts = [part for to, route in enumerate(outgoing) for k in route.samples for part in way.encode(k, held, to)]
     sent = torch.from_numpy(np.concatenate([np.empty(0, np.int32), *parts]))
     received = torch.empty(sum(route.words for route in incoming), dtype=torch.int32)
     if world.size == 1:
@@ -121,67 +116,52 @@ def deliver(
             group=world.control,
         )
     order = [k for route in incoming for k in route.samples]
-    received_samples = dict(_decode(plan.samples, order, received.numpy(), world.rank, routing, taught=taught))
+    received_samples = dict(way.decode(order, received.numpy(), world.rank))
     return [[received_samples[k] for k in pack] for pack in plan.packs[world.dp_rank]]
 
 
-def _route(
-    samples: TrainingSamples, source: int, wanted: list[int], to: int, routing: RoutingWanted | None, *, taught: bool
-) -> _Route:
-    chosen = [k for k in wanted if samples.owner[k] == source]
-    words = sum(_ends(int(samples.prompt_length[k]), int(samples.response_length[k]), taught)[-1] for k in chosen)
-    if routing is not None:
-        words += sum(routing.words(samples, k, to) for k in chosen)
-    return _Route(chosen, words)
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    """Samples as int32. ``k`` is the number of one."""
 
+    samples: TrainingSamples
+    routing: RoutingWanted | None
+    taught: bool
 
-def _ends(prompt: int, response: int, taught: bool) -> tuple[int, ...]:
-    """Where the parts of a sample's encoding end, in words: prompt, response, log-probabilities, those of its teacher,
-    loss mask."""
-    return tuple(accumulate((prompt, response, response, response * taught, -(-response // 4))))
+    def route(self, source: int, wanted: list[int], to: int) -> _Route:
+        chosen = [k for k in wanted if self.samples.owner[k] == source]
+        words = sum(self._ends(k)[-1] for k in chosen)
+        if self.routing is not None:
+            words += sum(self.routing.words(self.samples, k, to) for k in chosen)
+        return _Route(chosen, words)
 
+    def encode(self, k: int, held: Mapping[int, Group], to: int) -> Iterator[np.ndarray]:
+        samples, group = self.samples, held[int(self.samples.group[k])]
+        completion: Completion = group.completions[int(samples.completion[k])]
+        prompt, of = prompt_and_response(group.prompt.token_ids, completion, int(samples.sequence[k]))
+        logprobs, mask, known = completion.logprobs[of], completion.loss_mask[of], completion.teacher_logprobs
+        said_by = mask.astype(np.int8) if completion.roles is None else completion.roles[of] + np.int8(1)
+        yield from (prompt, completion.token_ids[of], logprobs.view(np.int32))
+        if self.taught:
+            yield (np.full_like(logprobs, np.nan) if known is None else known[of]).view(np.int32)
+        yield np.pad(said_by, (0, -len(said_by) % 4)).view(np.int32)
+        if self.routing is not None:
+            yield self.routing.encode(samples, k, to, completion)
 
-def _encode(
-    samples: TrainingSamples, k: int, held: Mapping[int, Group], to: int, routing: RoutingWanted | None, *, taught: bool
-) -> Iterator[np.ndarray]:
-    group = held[int(samples.group[k])]
-    completion: Completion = group.completions[int(samples.completion[k])]
-    prompt, of = prompt_and_response(group.prompt.token_ids, completion, int(samples.sequence[k]))
-    logprobs, mask, known = completion.logprobs[of], completion.loss_mask[of], completion.teacher_logprobs
-    said_by = mask.astype(np.int8) if completion.roles is None else completion.roles[of] + np.int8(1)
-    yield from (prompt, completion.token_ids[of], logprobs.view(np.int32))
-    if taught:
-        yield (np.full_like(logprobs, np.nan) if known is None else known[of]).view(np.int32)
-    yield np.pad(said_by, (0, -len(said_by) % 4)).view(np.int32)
-    if routing is not None:
-        yield routing.encode(samples, k, to, completion)
-
-
-def _decode(
-    samples: TrainingSamples,
-    order: list[int],
-    words: np.ndarray,
-    rank: int,
-    routing: RoutingWanted | None,
-    *,
-    taught: bool,
-) -> Iterator[tuple[int, TrainingSample]]:
-    position = 0
-    for k in order:
-        prompt, response = int(samples.prompt_length[k]), int(samples.response_length[k])
-        a, b, c, d, end = _ends(prompt, response, taught)
-        part, position = words[position : position + end], position + end
-        said_by, table = part[d:].view(np.int8)[:response], None
-        if routing is not None:
-            start, position = position, position + routing.words(samples, k, rank)
-            table = routing.decode(samples, k, rank, words[start:position])
-        yield (
-            k,
-            TrainingSample(
+    def decode(self, order: list[int], words: np.ndarray, rank: int) -> Iterator[tuple[int, TrainingSample]]:
+        samples, routing, position = self.samples, self.routing, 0
+        for k in order:
+            a, b, c, d, end = self._ends(k)
+            part, position = words[position : position + end], position + end
+            said_by, table = part[d:].view(np.int8)[: b - a], None
+            if routing is not None:
+                start, position = position, position + routing.words(samples, k, rank)
+                table = routing.decode(samples, k, rank, words[start:position])
+            sample = TrainingSample(
                 prompt_ids=part[:a],
                 response_ids=part[a:b],
                 engine_logprobs=part[b:c].view(np.float32),
-                teacher_logprobs=part[c:d].view(np.float32) if taught else None,
+                teacher_logprobs=part[c:d].view(np.float32) if self.taught else None,
                 loss_mask=said_by > 0,
                 advantage=float(samples.advantage[k]),
                 scale=float(samples.scale[k]),
@@ -191,5 +171,11 @@ def _decode(
                 forks=tuple(samples.forks[k].tolist()),
                 branch_advantage=tuple(samples.branch_advantage[k].tolist()),
                 roles=said_by - np.int8(1) if samples.branch_advantage.shape[1] > samples.forks.shape[1] else None,
-            ),
-        )
+            )
+            yield k, sample
+
+    def _ends(self, k: int) -> tuple[int, ...]:
+        """Where the parts of a sample's encoding end, in words: prompt, response, log-probabilities, those of its
+        teacher, loss mask."""
+        prompt, response = int(self.samples.prompt_length[k]), int(self.samples.response_length[k])
+        return tuple(accumulate((prompt, response, response, response * self.taught, -(-response // 4))))

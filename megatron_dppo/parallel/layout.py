@@ -73,22 +73,19 @@ def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
     model = layout.tp * layout.pp * layout.cp
     dp = layout.dp or max(ranks // model, 1)
     if model * dp != ranks:
-        raise UserError(
-            "layout",
-            f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}",
-            f"does not divide the {ranks} ranks that were started",
-            f"Start a multiple of {model} ranks, or set layout.tp, pp and dp so that their product is {ranks}",
-        )
+        problem = f"does not divide the {ranks} ranks that were started"
+        remedy = f"Start a multiple of {model} ranks, or set layout.tp, pp and dp so that their product is {ranks}"
+        sizes = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}"
+        raise UserError("layout", sizes, problem, remedy)
     stage, of_experts = layout.tp * layout.cp * dp, layout.expert_tp * layout.ep
     if stage % of_experts:
         name, other = ("ep", layout.expert_tp) if layout.ep > 1 else ("etp", layout.ep)
         possible = [size for size in range(1, getattr(layout, name)) if stage % (size * other) == 0]
         lower = f", or layout.{name} to {' or '.join(map(str, possible))}" if possible else ""
-        raise UserError(
-            f"layout.{name}",
-            getattr(layout, name),
+        problem = (
             f"needs a multiple of {of_experts} ranks in a pipeline stage (layout.ep x layout.etp), which has {stage}: "
-            f"{layout_text(replace(layout, dp=dp))}",
-            f"Set layout.dp to a multiple of {layout.least_ranks // model}{lower}",
+            f"{layout_text(replace(layout, dp=dp))}"
         )
+        remedy = f"Set layout.dp to a multiple of {layout.least_ranks // model}{lower}"
+        raise UserError(f"layout.{name}", getattr(layout, name), problem, remedy)
     return replace(layout, dp=dp)

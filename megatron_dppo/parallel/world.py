@@ -121,12 +121,9 @@ class World:
             if not self.leads:
                 time.sleep(LEADER_SPEAKS_FIRST_S)
                 raise
-            raise UserError(
-                "rollout.timeout_s",
-                f"{self.timeout_s:g}",
-                f"not every rank finished its {what} in time: {error}",
-                "Look for what slowed those ranks down, or raise rollout.timeout_s",
-            ) from error
+            problem = f"not every rank finished its {what} in time: {error}"
+            remedy = "Look for what slowed those ranks down, or raise rollout.timeout_s"
+            raise UserError("rollout.timeout_s", f"{self.timeout_s:g}", problem, remedy) from error
 
     def capacity_multiple(self, layout: LayoutConfig, max_tokens: int) -> int:
         """Of packs of at most ``max_tokens``, on these ranks' kind of device."""
@@ -145,12 +142,9 @@ class World:
             in_time = time.monotonic() - began < WAITED * self.layout.timeout_s
             if in_time or "timed out" not in str(error).lower():
                 raise
-            raise UserError(
-                "layout.timeout_s",
-                f"{self.layout.timeout_s:g}",
-                f"another rank did not take part in {what} in time ({error})",
-                "Look for the rank that hangs or has died; if all are well and merely slow, raise layout.timeout_s",
-            ) from error
+            problem = f"another rank did not take part in {what} in time ({error})"
+            remedy = "Look for the rank that hangs or has died; if all are well and merely slow, raise layout.timeout_s"
+            raise UserError("layout.timeout_s", f"{self.layout.timeout_s:g}", problem, remedy) from error
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""

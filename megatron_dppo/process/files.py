@@ -25,6 +25,12 @@ def replacing_file(file: Path) -> Iterator[Path]:
     partial.replace(file)
 
 
+def replace_text(file: Path, text: str) -> None:
+    """Write a text file, or leave the old one as it is."""
+    with replacing_file(file) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 @contextmanager
 def replacing_directory(out: Path) -> Iterator[Path]:
     """A new directory that takes the place of ``out`` at the end of the block.

@@ -32,32 +32,22 @@ def progress(what: str, total: float, *, unit: Unit = "count", done: int = 0, sh
         done: of it at the start.
         shown: False for ranks that say nothing.
     """
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    amounts: tuple[ProgressColumn, ...] = {
-        "count": (MofNCompleteColumn(),),
-        "bytes": (DownloadColumn(), TransferSpeedColumn()),
-        "share": (TaskProgressColumn(),),
+    amounts: tuple[bars.ProgressColumn, ...] = {
+        "count": (bars.MofNCompleteColumn(),),
+        "bytes": (bars.DownloadColumn(), bars.TransferSpeedColumn()),
+        "share": (bars.TaskProgressColumn(),),
     }[unit]
-    times = TextColumn("in"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
-    columns = TextColumn("{task.description}"), BarColumn(), *amounts, *times, TextColumn("{task.fields[said]}")
+    times = "in", bars.TimeElapsedColumn(), "left", bars.TimeRemainingColumn()
+    columns: tuple[str | bars.ProgressColumn, ...]
+    columns = "{task.description}", bars.BarColumn(), *amounts, *times, "{task.fields[said]}"
     drawn, began = sys.stderr.isatty(), time.monotonic()
     spoke = began
     to_file = not sys.stdout.isatty()  # what is printed goes there, and not above the bar
     console, hidden = Console(stderr=True), not (drawn and shown)
-    with Progress(*columns, console=console, redirect_stdout=not to_file, disable=hidden) as bar:
+    with bars.Progress(*columns, console=console, redirect_stdout=not to_file, disable=hidden) as bar:
         task = bar.add_task(what, total=total, completed=done, said="")
 
         def advance(count: float, said: str = "") -> None:

@@ -20,15 +20,13 @@ from megatron_dppo.observe.palette import PALETTE, SAME
 from megatron_dppo.observe.summary import summarise
 from megatron_dppo.observe.timers import duration
 from megatron_dppo.process.files import replacing_file
-from megatron_dppo.report.arms import ratios, why_no_interval
 from megatron_dppo.report.axes import say, smoothed_at_ends
-from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.frontier import frontier
 from megatron_dppo.report.learning import learning, packs, signs, wilson
 from megatron_dppo.report.pruning import prunes, pruning
 from megatron_dppo.report.run import Run, data_of, read_runs
-from megatron_dppo.report.tables import benchmarks, options, sample_answers
-from megatron_dppo.report.timing import Race, race, timing
+from megatron_dppo.report.tables import benchmarks, cost, options, sample_answers, spent
+from megatron_dppo.report.timing import Race, race, ratios, timing, why_no_interval
 from megatron_dppo.rl.types import Floats
 
 MOST_ARMS = 3
@@ -83,9 +81,8 @@ def _writing(option: str, place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         problem = f"cannot be written: {error.strerror or error}"
-        raise UserError(
-            option, place, problem, f"Name a place that you may write to: {option} /tmp/{place.name}"
-        ) from None
+        remedy = f"Name a place that you may write to: {option} /tmp/{place.name}"
+        raise UserError(option, place, problem, remedy) from None
 
 
 def page(runs: Sequence[Run], price: float | None = None) -> str:

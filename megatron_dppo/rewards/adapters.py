@@ -142,7 +142,7 @@ def adapted(function: RewardFunction) -> Scorer | GroupScorer:
             _check(signature, "(args, samples), as slime does", Arguments(), [Sample()])
             return GroupScorer(lambda items: _awaited(function(Arguments(), [_sample(item) for item in items])))
         _check(signature, "(args, sample), as slime does", Arguments(), Sample())
-        return _from_slime(function)
+        return lambda item: _awaited(function(Arguments(), _sample(item)))
     _check(signature, f"({', '.join(VERL)}), each by its name, as verl does", **dict.fromkeys(VERL))
     return _from_verl(function)
 
@@ -160,10 +160,6 @@ def _from_verl(function: RewardFunction) -> Scorer:
         return _awaited(function(**dict(zip(VERL, values, strict=True))))
 
     return score
-
-
-def _from_slime(function: RewardFunction) -> Scorer:
-    return lambda item: _awaited(function(Arguments(), _sample(item)))
 
 
 def _sample(item: ScoreItem) -> Sample:

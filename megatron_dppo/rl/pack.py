@@ -74,9 +74,8 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     token_ids = np.full(capacity, pad_id, dtype=np.int64)
     for tokens, slots in zip(sequences, layout.slots, strict=True):
         token_ids[slots] = tokens
-    token_ids[layout.used :] = np.resize(
-        token_ids[: layout.used] if layout.used else np.arange(pad_id + 1), capacity - layout.used
-    )
+    filling = token_ids[: layout.used] if layout.used else np.arange(pad_id + 1)
+    token_ids[layout.used :] = np.resize(filling, capacity - layout.used)
     sampled = [np.flatnonzero(sample.loss_mask) for sample in samples]
     responses = [len(sample.prompt_ids) + steps for sample, steps in zip(samples, sampled, strict=True)]
     owner = np.repeat(np.arange(len(samples)), [len(steps) for steps in sampled])

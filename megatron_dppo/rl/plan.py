@@ -26,15 +26,7 @@ from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, 
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.sequences import alike, no_further, spread
 from megatron_dppo.rl.trees import biased_settings
-from megatron_dppo.rl.types import (
-    Ints,
-    MinibatchPlan,
-    StepMetadata,
-    StepPlan,
-    TrainingSamples,
-    no_forks,
-    no_roles,
-)
+from megatron_dppo.rl.types import Ints, MinibatchPlan, StepMetadata, StepPlan, TrainingSamples, no_forks, no_roles
 
 ARRAYS = [field.name for field in fields(StepMetadata) if field.name != "window"]
 """The fields of StepMetadata that have a value for each group."""

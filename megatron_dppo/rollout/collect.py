@@ -27,9 +27,9 @@ from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.sequences import check_sequences, longest_response
 from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Score, Selection, StepMetadata
-from megatron_dppo.rollout.engine import Completions, Progress, RolloutEngine, Sampling
+from megatron_dppo.rollout.engine import Progress, RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
-from megatron_dppo.rollout.scoring import GroupScoring, check_failures
+from megatron_dppo.rollout.scoring import Answers, Failures, GroupScoring, check_failures
 from megatron_dppo.rollout.teachers import Reading, TeacherServers
 from megatron_dppo.rollout.tree import unique_tokens
 
@@ -69,23 +69,7 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """One rank's completions with what the verifier said of them, of P prompts."""
-
-    prompts: Sequence[Prompt]
-    completions: Completions
-    """[P][G]"""
-    texts: list[list[str]]
-    """[P][G], special tokens left out; of offline rollouts none."""
-    scores: list[list[Score | None]]
-    """[P][G], None where scoring failed."""
-    timeouts: int
-    errors: int
-    tracebacks: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(Failures):
     """What one rank tells the others of its share."""
 
     metadata: StepMetadata
@@ -98,9 +82,6 @@ class _Part:
     truncated: int
     failed_weight: float
     failed_groups: int
-    timeouts: int
-    errors: int
-    tracebacks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +243,7 @@ class Collector:
             scoring.abandon()
             reading.abandon()
             raise
-        scored = self._world.together(lambda: scoring.finish(completions), what="scores")
-        failures = scored.timeouts, scored.errors, scored.tracebacks
-        return self._read(Answers(asked.prompts, completions, scored.texts, scored.scores, *failures), reading)
+        return self._read(self._world.together(lambda: scoring.finish(completions), what="scores"), reading)
 
     def _read(self, answers: Answers, begun: Reading | None = None) -> Answers:
         """The answers as their teachers have read them; what has been ``begun`` of that is gone on with. Collective."""
@@ -304,9 +283,8 @@ class Collector:
         rollout = self._config.rollout
         groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []
         of_roles: list[Floats] = []
-        for prompt, pi, completions, scores in zip(
-            answers.prompts, inclusions, answers.completions, answers.scores, strict=True
-        ):
+        every = zip(answers.prompts, inclusions, answers.completions, answers.scores, strict=True)
+        for prompt, pi, completions, scores in every:
             known = [score for score in scores if score is not None]
             if len(known) < len(scores):
                 failed.append(pi)
@@ -382,7 +360,7 @@ class Collector:
 def _offline_answers(prompts: Sequence[Prompt], offline: Mapping[int, OfflineGroup]) -> Answers:
     groups = [offline[prompt.id] for prompt in prompts]
     scores: list[list[Score | None]] = [list(group.scores) for group in groups]
-    return Answers(prompts, [group.completions for group in groups], [], scores, 0, 0, ())
+    return Answers(prompts, [group.completions for group in groups], [], scores)
 
 
 def _window_left(window: int, parts: Sequence[_Part]) -> float:

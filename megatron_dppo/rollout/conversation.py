@@ -235,11 +235,7 @@ def beginning(completion: Completion, length: int, read: int) -> Completion:
 
 
 def completed(
-    returned: Returned,
-    prompt: Prompt,
-    generated: Generated,
-    limit: int,
-    roles: Sequence[str] = (),
+    returned: Returned, prompt: Prompt, generated: Generated, limit: int, roles: Sequence[str] = ()
 ) -> Completion:
     """The completion of a conversation, each of whose sequences is cut off at ``limit`` tokens more than the prompt's.
 

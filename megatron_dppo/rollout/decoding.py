@@ -7,23 +7,26 @@ past its end by then is cut off.
 With drafts a row reads several tokens in a step: its last one, and a guess at those that follow. Each is followed by a
 draw. As far as the draws are what was guessed, they are tokens, and the first that is not is the next one. What was
 read after it will be written over.
+
+Which token a completion takes at a position depends on one uniform number, its own. Of a guess the engine takes over
+what it would have drawn anyway. So drafts, which come from what others said after the same tokens, save steps and
+change no token.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import hashlib
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_dppo.rl.types import Completion, Routing, VersionSpan
-from megatron_dppo.rollout.cache import Departure
-from megatron_dppo.rollout.decoder import Decoder
-from megatron_dppo.rollout.drafts import ORDER, DraftIndex
+from megatron_dppo.rollout.decoder import Decoder, Departure
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.routers import Routers
-from megatron_dppo.rollout.sampling import draw_tokens, entropies_of, uniforms_of
 from megatron_dppo.rollout.tree import Entropies, Stem, wants_entropies
 
 Part = tuple[Completion, Entropies | None]
@@ -249,3 +252,104 @@ class Decoding:
 def _tail(stem: Stem, tokens: list[int]) -> list[int]:
     """What was said of a completion, after as much of its stem as guesses look back."""
     return [*stem.token_ids[-ORDER:].tolist(), *tokens]
+
+
+def uniforms_of(stems: Sequence[Stem], sampling: Sampling, width: int) -> NDArray[np.float64]:
+    """[rows, width], of the continuations of each stem in turn; 0 past their ends and for greedy decoding.
+
+    A token's uniform is that of its leaf and its place in the response, also where its path began after a fork.
+    """
+    uniforms = np.zeros((sum(len(stem.slots) for stem in stems), width))
+    if sampling.temperature == 0:
+        return uniforms
+    each = [(stem, slot) for stem in stems for slot in stem.slots]
+    for row, (stem, slot) in zip(uniforms, each, strict=True):
+        room = stem.room(sampling.max_tokens)
+        row[:room] = completion_uniforms(sampling.seed, stem.prompt.id, slot, stem.length + room)[stem.length :]
+    return uniforms
+
+
+def completion_uniforms(seed: int, prompt_id: int, sample: int, count: int) -> NDArray[np.float64]:
+    """Uniforms in [0, 1) for the first ``count`` positions of one completion.
+
+    They are Philox's stream under a key hashed from the three numbers, so that a completion's luck depends neither on
+    the batch it is decoded in nor on what was generated before. A longer row begins with the shorter one.
+
+    Returns:
+        [count]
+    """
+    digest = hashlib.blake2b(f"{seed}/{prompt_id}/{sample}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(count)
+
+
+def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token per row.
+
+    Args:
+        logits: [rows, vocabulary]
+        uniforms: [rows], fp64 in [0, 1); not read at temperature 0.
+        temperature: 0 takes the likeliest token, and then gives log-probabilities at temperature 1.
+
+    Returns:
+        [rows] int64 tokens, and [rows] fp32 log-probabilities of them under the temperature-scaled distribution.
+    """
+    logits = logits.float()
+    logprobs = torch.log_softmax(logits / temperature if temperature > 0 else logits, dim=-1)
+    if temperature > 0:
+        # fp32 would lose the far tokens of a vocabulary of 150,000 in the rounding of the sum.
+        cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+        tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
+        # Out of range only where logits are not numbers, which the caller reports once the batch has ended.
+        tokens = tokens.clamp_(max=logits.shape[-1] - 1)
+    else:
+        tokens = logits.argmax(dim=-1, keepdim=True)
+    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+
+
+def entropies_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[rows] fp32, nats, of the distributions that :func:`draw_tokens` draws from; logits are [rows, vocabulary]."""
+    logits = logits.float()
+    return torch.special.entr(torch.softmax(logits / temperature if temperature > 0 else logits, dim=-1)).sum(dim=-1)
+
+
+ORDER = 4
+"""Tokens that two completions must have in common before one is a guess for the other."""
+MOST_TOKENS = 1 << 22
+"""Tokens that are kept of all prompts together; those of the prompts that were asked longest ago go first."""
+
+
+class DraftIndex:
+    """What earlier completions of each prompt said, by the last ``ORDER`` tokens before.
+
+        index.add(prompt, [5, 6, 7, 8, 9, 3])
+        index.after(prompt, [4, 6, 7, 8, 9], most=4)
+
+    gives [3]: after the last four tokens the completion that is known went on with 3, and ended.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, dict[tuple[int, ...], tuple[Sequence[int], int]]] = OrderedDict()
+        self._tokens = 0
+
+    def add(self, prompt: bytes, tokens: Sequence[int]) -> None:
+        """Remember a completion that has ended.
+
+        Args:
+            prompt: the tokens of its prompt, as bytes.
+            tokens: the last ``ORDER`` tokens of the prompt, if it has so many, and those of the completion.
+        """
+        known = self._known.setdefault(prompt, {})
+        self._known.move_to_end(prompt)
+        before = len(known)
+        known |= {tuple(tokens[end - ORDER : end]): (tokens, end) for end in range(ORDER, len(tokens))}
+        self._tokens += len(known) - before
+        while self._tokens > MOST_TOKENS:
+            self._tokens -= len(self._known.popitem(last=False)[1])
+
+    def after(self, prompt: bytes, tokens: Sequence[int], most: int) -> Sequence[int]:
+        """A guess of at most so many tokens at what follows ``tokens`` in a completion of this prompt."""
+        tokens_and_end = self._known.get(prompt, {}).get(tuple(tokens[-ORDER:]))
+        if tokens_and_end is None:
+            return ()
+        said, end = tokens_and_end
+        return said[end : end + most]

@@ -12,8 +12,7 @@ from typing import Any
 from megatron_dppo.config import Config, DataConfig, VerifiersConfig
 from megatron_dppo.data.examples import sources_of
 from megatron_dppo.data.generators import SEVERAL_TURNS, TOOLS, VERIFIERS, check_environment
-from megatron_dppo.data.tool_calls import CALL, OTHER_CALL
-from megatron_dppo.data.turns import NothingLeftError, Turns, TurnsError
+from megatron_dppo.data.turns import CALL, OTHER_CALL, NothingLeftError, Turns, TurnsError
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.conversation import Client, ConversationFunction, Part, TryAgainError, UnusableError
@@ -35,9 +34,8 @@ def conversation_of(config: Config) -> ConversationFunction | None:
     if spec != VERIFIERS:
         return ConversationFunction.load(spec, roles)
     if roles:
-        raise UserError(
-            "rollout.roles", list(roles), f"have a reward each, and {SETTING} = {spec} has one", "Set it to []"
-        )
+        remedy = "Set it to []"
+        raise UserError("rollout.roles", list(roles), f"have a reward each, and {SETTING} = {spec} has one", remedy)
     return ConversationFunction(SETTING, spec, _Environment(config.data.verifiers), REMEDY)
 
 

@@ -24,15 +24,7 @@ from megatron_dppo.config import DistillationConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import plain_fields
-from megatron_dppo.rl.types import (
-    Completion,
-    Group,
-    Ints,
-    Prompt,
-    Selection,
-    StepMetadata,
-    VersionSpan,
-)
+from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.rollout.engine import Progress, SoFar
 
@@ -223,10 +215,7 @@ def _parts(so_far: Progress) -> dict[str, np.ndarray]:
     """Completions so far, one after the other, each with its prompt, its slot, its length, and whether it has ended."""
     listed = [(prompt, one) for prompt, each in so_far.items() for one in each]
     places = [(prompt, one.slot, len(one.completion.token_ids), one.ended) for prompt, one in listed]
-    return {
-        "places": np.array(places, np.int64).reshape(-1, 4),
-        **_packed([one.completion for _, one in listed]),
-    }
+    return {"places": np.array(places, np.int64).reshape(-1, 4), **_packed([one.completion for _, one in listed])}
 
 
 def _so_far(stored: dict[str, Any], share: set[int]) -> Progress:
@@ -245,10 +234,8 @@ def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
     tables = [] if like is None else [like[:0] if c.routing is None else c.routing for c in completions]
     roles = [completion.roles for completion in completions if completion.roles is not None]
     spans = [(span.version, span.count) for completion in completions for span in completion.versions]
-    nothing = (np.full(len(c.token_ids), np.nan, np.float32) for c in completions)
-    taught = [
-        n if c.teacher_logprobs is None else c.teacher_logprobs for c, n in zip(completions, nothing, strict=True)
-    ]
+    blank = (np.full(len(c.token_ids), np.nan, np.float32) for c in completions)
+    taught = [n if c.teacher_logprobs is None else c.teacher_logprobs for c, n in zip(completions, blank, strict=True)]
     return {
         "token_ids": np.concatenate([np.zeros(0, np.int32), *(c.token_ids for c in completions)]),
         "logprobs": np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in completions)]),
@@ -276,9 +263,7 @@ def _groups(stored: dict[str, Any], metadata: StepMetadata, prompts: dict[int, P
     completions = _completions(stored, metadata.response_lengths[rows][metadata.present[rows]])
     sizes = metadata.samples[rows].tolist()
     groups = [(row, tuple(islice(completions, size))) for row, size in zip(rows.tolist(), sizes, strict=True)]
-    return {
-        row: Group(prompts[row], each, metadata.rewards[row, : len(each)]) for row, each in groups if row in prompts
-    }
+    return {row: Group(prompts[row], own, metadata.rewards[row, : len(own)]) for row, own in groups if row in prompts}
 
 
 def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:

@@ -18,8 +18,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.decoder import Decoder, empty_model
-from megatron_dppo.rollout.decoding import Decoding, Part
-from megatron_dppo.rollout.drafts import DraftIndex
+from megatron_dppo.rollout.decoding import Decoding, DraftIndex, Part
 from megatron_dppo.rollout.engine import Completions, Look, RolloutEngine, Sampling, WeightSource
 from megatron_dppo.rollout.local_conversations import LocalConversations
 from megatron_dppo.rollout.routers import Routers

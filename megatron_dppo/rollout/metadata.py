@@ -13,18 +13,7 @@ from megatron_dppo.data.offline import OFFLINE
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.families import shared_lengths
 from megatron_dppo.rl.sequences import further_lengths
-from megatron_dppo.rl.types import (
-    FORK,
-    ROLE,
-    Bools,
-    Completion,
-    Floats,
-    Group,
-    Roles,
-    StepMetadata,
-    no_forks,
-    no_roles,
-)
+from megatron_dppo.rl.types import FORK, ROLE, Bools, Completion, Floats, Group, Roles, StepMetadata, no_forks, no_roles
 
 
 def metadata_of(

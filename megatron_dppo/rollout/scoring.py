@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from megatron_dppo.config import RewardConfig
 from megatron_dppo.data.tokenizer import Tokenizer
@@ -16,17 +15,27 @@ from megatron_dppo.rl.types import Completion, Prompt, Score
 from megatron_dppo.rollout.engine import Completions
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredGroups:
-    """What the verifier said of P groups, in the order of their prompts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failures:
+    """What a rank tells of scoring that failed."""
 
+    timeouts: int = 0
+    errors: int = 0
+    tracebacks: tuple[str, ...] = ()
+    """One for each kind of error that was never reported before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers(Failures):
+    """One rank's completions with what the verifier said of them, of P prompts."""
+
+    prompts: Sequence[Prompt]
+    completions: Completions
+    """[P][G]"""
     texts: list[list[str]]
-    """[P][G], special tokens left out."""
+    """[P][G], special tokens left out; of offline rollouts none."""
     scores: list[list[Score | None]]
     """[P][G], None where scoring failed."""
-    timeouts: int
-    errors: int
-    tracebacks: tuple[str, ...]
 
 
 class GroupScoring:
@@ -62,7 +71,7 @@ class GroupScoring:
             self._failure = error
             return False
 
-    def finish(self, completions: Completions) -> ScoredGroups:
+    def finish(self, completions: Completions) -> Answers:
         """Score what is left.
 
         Args:
@@ -80,12 +89,14 @@ class GroupScoring:
         given = iter(scored.scores)
         scores = {place: [next(given) for _ in texts] for place, texts in self._texts.items()}
         places = range(len(completions))
-        return ScoredGroups(
+        return Answers(
+            self._prompts,
+            completions,
             [self._texts[place] for place in places],
             [scores[place] for place in places],
-            scored.timeouts,
-            scored.errors,
-            tuple(scored.tracebacks),
+            timeouts=scored.timeouts,
+            errors=scored.errors,
+            tracebacks=tuple(scored.tracebacks),
         )
 
     def abandon(self) -> None:
@@ -103,19 +114,6 @@ class GroupScoring:
         self._scoring.add(items)
 
 
-class Failures(Protocol):
-    """What a rank tells of scoring that failed."""
-
-    @property
-    def timeouts(self) -> int: ...
-
-    @property
-    def errors(self) -> int: ...
-
-    @property
-    def tracebacks(self) -> tuple[str, ...]: ...
-
-
 def check_failures(reward: RewardConfig, parts: Sequence[Failures], total: int) -> None:
     """Stop the run if more of ``total`` completions could not be scored than ``reward.max_failures`` allows.
 
@@ -127,11 +125,10 @@ def check_failures(reward: RewardConfig, parts: Sequence[Failures], total: int) 
         return
     first = next((text for p in parts for text in p.tracebacks), "")
     limits = f"{reward.timeout_s:g} s of processor time or {ON_THE_CLOCK * reward.timeout_s:g} s on the clock"
-    raise UserError(
-        "reward.function",
-        reward.function,
+    problem = (
         f"{timeouts + errors} of {total} completions could not be scored ({timeouts} took more than "
         f"{limits}, {errors} failed), more than reward.max_failures = {reward.max_failures:g} "
-        "allows" + (f"; the first failure:\n{first}" if first else ""),
-        "Mend the function, or raise reward.timeout_s or reward.max_failures",
+        "allows" + (f"; the first failure:\n{first}" if first else "")
     )
+    remedy = "Mend the function, or raise reward.timeout_s or reward.max_failures"
+    raise UserError("reward.function", reward.function, problem, remedy)

@@ -7,7 +7,8 @@ further. Needs no torch to be imported: a report reads the limits.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -131,15 +132,14 @@ def check_disagreement(
             continue
         facts = {"who": who, "when": when, "mean_abs_diff": difference, "mean_prob_error": error}
         file = _keep(world, Path(config.run.dir) / "disagreement" / f"{name}.json", facts, compared())
-        raise UserError(
-            setting,
-            f"{limit:g}",
+        problem = (
             f"trainer and {who} disagree on the log-probabilities of the same tokens {when}: the mean {what} is "
             f"{measured:.4g}. {who[0].upper()}{who[1:]} may hold other weights (another model, an update that did not "
             "arrive whole), score at another temperature or with top-p, top-k or a penalty, or compute in another "
-            f"precision (a quantised model or cache). The worst completions are in {file}",
-            f"Find the cause; raise {setting} only for a difference that precision explains",
+            f"precision (a quantised model or cache). The worst completions are in {file}"
         )
+        remedy = f"Find the cause; raise {setting} only for a difference that precision explains"
+        raise UserError(setting, f"{limit:g}", problem, remedy)
 
 
 def _keep(world: World, file: Path, facts: dict[str, Any], compared: Sequence[Compared]) -> Path:
@@ -177,9 +177,9 @@ def check_agreement(
     config, world = policy.config, policy.world
     answers = _answers(policy, engine, pool, version)
     _check_versions(answers, version, config.rollout.engine)
-    by_server: dict[str, list[Compared]] = {}
+    by_server = defaultdict[str, list[Compared]](list)
     for each in _scored(policy, answers):
-        by_server.setdefault(each.source, []).append(each)
+        by_server[each.source].append(each)
     parts = [stats for stats in world.gather({name: _stats(some) for name, some in by_server.items()}) if stats]
     if not parts:
         return {}
@@ -192,15 +192,11 @@ def check_agreement(
             when=f"after the sync to version {version}",
             difference=mean,
             error=error,
-            compared=partial(_of_server, by_server, server),
+            compared=partial(by_server.__getitem__, server),
             name=f"sync_{version:07d}",
         )
     means, largest, _ = zip(*worst.values(), strict=True)
     return {"rollout/agreement_mean_diff": max(means), "rollout/agreement_max_diff": max(largest)}
-
-
-def _of_server(by_server: Mapping[str, list[Compared]], server: str) -> list[Compared]:
-    return by_server.get(server, [])
 
 
 def _answers(
@@ -239,13 +235,12 @@ def _answers(
 def _check_versions(answers: Sequence[Compared], version: int, engine: str) -> None:
     for each in answers:
         if set(each.versions) != {version}:
-            raise UserError(
-                "rollout.engine",
-                engine,
+            problem = (
                 f"the server {each.source} was given weights of version {version}, and says that version "
-                f"{', '.join(map(str, each.versions))} made its tokens",
-                "See whether somebody else sends it weights; another value of rollout.sync.transport may reach it",
+                f"{', '.join(map(str, each.versions))} made its tokens"
             )
+            remedy = "See whether somebody else sends it weights; another value of rollout.sync.transport may reach it"
+            raise UserError("rollout.engine", engine, problem, remedy)
 
 
 def _scored(policy: PolicyParts[Any], answers: Sequence[Compared]) -> list[Compared]:

@@ -69,7 +69,7 @@ class PolicyParts(Generic[P_co]):
     def source(self) -> WeightSource:
         """What engines are sent: the actor's weights, or with ``rollout.sync.adapter`` its adapters."""
         stream = adapter_stream if self.config.rollout.sync.adapter else weight_stream
-        return partial(stream, self.actor.chunks, self.shape, self.world)
+        return partial(stream, self.actor.chunks, self.world)
 
     def sync(self, engine: RolloutEngine[Any], version: int) -> None:
         """Stream :attr:`source` to an engine, which then generates with ``version``. Collective."""
@@ -184,7 +184,6 @@ class PolicyParts(Generic[P_co]):
         """Write the actor as a Hugging Face directory; ``setting`` is what an error names. Collective."""
         export_hf(
             self.actor.chunks,
-            self.shape,
             self.world,
             source=self.config.model.folder,
             out=out,
@@ -208,7 +207,6 @@ class PolicyParts(Generic[P_co]):
         if self.config.model.lora.rank:
             export_adapter(
                 self.actor.chunks,
-                self.shape,
                 self.world,
                 base=self.config.model.checkpoint or self.config.model.path,
                 out=folder / "adapter",
@@ -259,13 +257,16 @@ def teacher_config(config: Config, path: str) -> Config:
 def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem], dict[int, OfflineGroup] | None]:
     """The training pool; the held-out problems that evaluations answer; and this rank's share of ``data.rollouts``, or
     None where the policy rolls out. Collective."""
+    config, world, shape, tokenizer = parts.config, parts.world, parts.shape, parts.tokenizer
     offline: dict[int, OfflineGroup] | None = None
-    if parts.config.data.rollouts is None:
+    if config.data.rollouts is None:
         train = load_training_pool(parts)
     else:
-        train, offline = _load_offline(parts)
-    positions = parts.shape.max_positions
-    problems = parts.world.together(lambda: held_out(parts.config, parts.tokenizer, max_positions=positions))
+        share = {"rank": world.rank, "ranks": world.size}
+        load = partial(load_offline, config, tokenizer, shape.vocab_size, parts.stop_ids, **share)
+        train, offline = world.together(load)
+        world.together(lambda: config.loss.distillation.check_sources(train.data_sources))
+    problems = world.together(lambda: held_out(config, tokenizer, max_positions=shape.max_positions))
     return train, problems, offline
 
 
@@ -282,30 +283,12 @@ def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
     return parts.world.together(load)
 
 
-def _load_offline(parts: PolicyParts[Any]) -> tuple[PromptPool, dict[int, OfflineGroup]]:
-    data, rollout, world = parts.config.data, parts.config.rollout, parts.world
-    load = partial(
-        load_offline,
-        data,
-        parts.tokenizer,
-        rank=world.rank,
-        ranks=world.size,
-        samples=rollout.samples_per_prompt,
-        limit=rollout.max_response_tokens,
-        vocab_size=parts.shape.vocab_size,
-        stops=parts.stop_ids,
-    )
-    pool, groups = world.together(load)
-    world.together(lambda: parts.config.loss.distillation.check_sources(pool.data_sources))
-    return pool, groups
-
-
 def _load(chunks: Sequence[PolicyModel], config: Config, shape: PolicyShape, world: World) -> None:
     if config.model.checkpoint is not None:
         load_checkpoint(chunks, Path(config.model.checkpoint), world)
     else:
-        world.together(lambda: load_policy(chunks, config.model.folder, shape, world))
-    draw_adapters(chunks, shape, world, seed=config.run.seed)
+        world.together(lambda: load_policy(chunks, config.model.folder, world))
+    draw_adapters(chunks, world, seed=config.run.seed)
 
 
 def lock_run(config: Config, world: World, to_close: ExitStack) -> Callable[[], None]:

@@ -283,9 +283,7 @@ def _check_optimizers(place: Path, actor: Actor) -> None:
         written = dist_checkpointing.load_common_state_dict(str(place))["optimizer"]
     if len(optimizer_parts(actor.optimizer)) > 1 and 0 not in written:
         problem = f"{place} is of an earlier version, and has the optimizer's state of experts in another form"
-        remedy = (
-            f"Finish that run with that version, or begin another run.dir with its weights: model.checkpoint={place}"
-        )
+        remedy = f"Finish it with that version, or begin another run.dir with its weights: model.checkpoint={place}"
         raise UserError("run.dir", place.parent.parent, problem, remedy)
 
 
@@ -312,12 +310,9 @@ def _bytes(actor: Actor) -> int:
 
 
 def _disk_error(folder: Path, error: object) -> UserError:
-    return UserError(
-        "run.dir",
-        folder.parent,
-        f"a checkpoint could not be written ({error}); the last good one is untouched",
-        "Free some room or point run.dir at another disk, and run the same command again: it resumes",
-    )
+    problem = f"a checkpoint could not be written ({error}); the last good one is untouched"
+    remedy = "Free some room or point run.dir at another disk, and run the same command again: it resumes"
+    return UserError("run.dir", folder.parent, problem, remedy)
 
 
 def _remove(path: Path) -> None:

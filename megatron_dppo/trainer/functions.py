@@ -135,9 +135,8 @@ def _try_out(own: Objective) -> None:
     advantage = torch.where(sample == 0, 1.5, -0.5)
     try:
         whole = _gradient(own, sample, advantage)
-        apart = torch.cat(
-            [_gradient(own, sample, advantage, slice(first)), _gradient(own, sample, advantage, slice(first, None))]
-        )
+        halves = slice(first), slice(first, None)
+        apart = torch.cat([_gradient(own, sample, advantage, half) for half in halves])
         without = _gradient(own, sample, torch.where(sample == 0, 0.0, -0.5))
     except Exception as error:  # whatever a user's function raises
         remedy = "Mend it; it is given Tokens of megatron_dppo.rl.losses, and returns a tensor with a value for each"

@@ -235,9 +235,8 @@ class Learner:
         """What the teachers say of each pack. One after the other reads the packs in which any of its sequences are, on
         this replica or on another, with which it may share experts."""
         found: list[tuple[TeacherHead, ...]] = [() for _ in packs]
-        of_replicas = [
-            [minibatch.samples.teacher[np.array(rows, np.int64)] for rows in replica] for replica in minibatch.packs
-        ]
+        teacher_of = minibatch.samples.teacher
+        of_replicas = [[teacher_of[np.array(rows, np.int64)] for rows in replica] for replica in minibatch.packs]
         mine = of_replicas[self._world.dp_rank]
         for number, teacher in enumerate(self.teachers):
             read = [k for k in range(len(packs)) if any((replica[k] == number).any() for replica in of_replicas)]
@@ -284,9 +283,6 @@ class Learner:
         kl = sums.get("train/kl_loss", 0.0) / max(sums["tokens"], 1.0)
         same_experts = self._config.loss.replay_routing != "rollout"  # the reference chooses its own
         if step == 0 and same_experts and kl > logprob_limit(self._config):
-            raise UserError(
-                "loss.kl_coef",
-                self._config.loss.kl_coef,
-                f"policy and reference differ before the first update (KL {kl:.3g} per token)",
-                "check that model.path is complete and that nothing writes to it during the run",
-            )
+            problem = f"policy and reference differ before the first update (KL {kl:.3g} per token)"
+            remedy = "check that model.path is complete and that nothing writes to it during the run"
+            raise UserError("loss.kl_coef", self._config.loss.kl_coef, problem, remedy)

@@ -240,9 +240,7 @@ def _check_adapters(config: Config, shape: PolicyShape) -> None:
         and config.run.export
         and ("gate_proj" in targets) != ("up_proj" in targets)
     ):
-        problem = (
-            "PEFT could not load what is exported: in a mixture it takes adapters of gate_proj and up_proj together"
-        )
+        problem = "PEFT could not load the export: in a mixture it takes adapters of gate_proj and up_proj together"
         raise UserError("model.lora.targets", ", ".join(targets), problem, "Name both or none, or set run.export=false")
 
 
@@ -262,7 +260,7 @@ def _check_data(config: Config, command: Command) -> None:
         for training in sources_of(config.data, "train"):
             if not are_stored(training):
                 _check_file(training, config, command)
-    if command in ("sft", "probe-tree") or config.eval.problems == 0:
+    if command in ("sft", "probe-tree", "compress") or config.eval.problems == 0:
         return
     held_out = sources(config)
     if command == "eval" and not held_out:
@@ -350,9 +348,7 @@ def _check_task_is_rewarded(config: Config) -> None:
 def _check_own(place: Path, setting: str, folder: Path, run_dir: Path) -> None:
     place, own = place.resolve(), (run_dir / "checkpoints").resolve()
     if own in (place, *place.parents):
-        problem = (
-            "is a checkpoint of this very run, which would take what it has learned for a policy that it began with"
-        )
+        problem = "is a checkpoint of this very run, which would take what it has learned for the policy it began with"
         remedy = "Leave it as it was when the run began (the run resumes by itself), or name another run.dir"
         raise UserError(setting, folder, problem, remedy)
 

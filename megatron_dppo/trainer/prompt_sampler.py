@@ -17,9 +17,8 @@ import numpy as np
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import Pool, PromptPool
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.group_sizes import compared_size, counted_size
+from megatron_dppo.rl.group_sizes import allocate, compared_size, counted_size
 from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.pruning.allocation import allocate
 from megatron_dppo.rl.pruning.features import PromptFeatures
 from megatron_dppo.rl.pruning.forecast import Judgement, PromptForecast, Visits
 from megatron_dppo.rl.pruning.minibatch import advantages_of_segments, completion_candidates
@@ -95,12 +94,9 @@ class PromptOrder:
             UserError: if the pool has fewer than n prompts.
         """
         if n > self._size:
-            raise UserError(
-                "rollout.prompts_per_step",
-                n,
-                f"is more than the {self._size} prompts of the pool, and a window holds no prompt twice",
-                f"Lower it to {self._size} or less, or give more prompts",
-            )
+            problem = f"is more than the {self._size} prompts of the pool, and a window holds no prompt twice"
+            remedy = f"Lower it to {self._size} or less, or give more prompts"
+            raise UserError("rollout.prompts_per_step", n, problem, remedy)
         seen = set() if besides is None else set(besides.tolist())
         window: list[int] = []
         waiting, self._deferred = deque(self._deferred), []
@@ -183,13 +179,10 @@ class PromptSampler:
         pool_size = len(pool)
         ramp = round(config.pruning.completions.schedule.ramp * config.run.steps)
         if (widest := max(window_size(config, step) for step in (0, ramp))) > pool_size:
-            grown = f"makes windows of {widest} with pruning.refill, which" if config.pruning.refill != "none" else ""
-            raise UserError(
-                "rollout.prompts_per_step",
-                config.rollout.prompts_per_step,
-                f"{grown} is more than the {pool_size} prompts of the pool, and a window holds no prompt twice".strip(),
-                "Lower it, or give more prompts",
-            )
+            grown = f"makes windows of {widest} with pruning.refill, which " if config.pruning.refill != "none" else ""
+            problem = f"{grown}is more than the {pool_size} prompts of the pool, and a window holds no prompt twice"
+            remedy = "Lower it, or give more prompts"
+            raise UserError("rollout.prompts_per_step", config.rollout.prompts_per_step, problem, remedy)
         check_shares(pool, widest)
         self._config, self._pool_size = config, pool_size
         self._objective = objective_for(config.loss)

@@ -27,8 +27,8 @@ from megatron_dppo.bridge.checkpoint_folder import latest_checkpoint, step_of
 from megatron_dppo.config import Config
 from megatron_dppo.config.loss import is_server
 from megatron_dppo.errors import UserError
-from megatron_dppo.process.files import replacing_file
-from megatron_dppo.settings import as_yaml, settings, short
+from megatron_dppo.process.files import replace_text
+from megatron_dppo.settings import as_yaml, flattened, settings, short
 from megatron_dppo.trainer.writer import Writer, read_state
 
 HISTORY, IN_FORCE = "config_history.jsonl", "config.yaml"
@@ -36,18 +36,8 @@ WARM_UP = "sft.json"
 """Beside a policy that ``sft`` has written: its settings then."""
 Settings = Mapping[str, Any]
 
-RESULTS = (
-    "model.path",
-    "model.checkpoint",
-    "model.lora.",
-    "data.",
-    "reward.",
-    "loss.",
-    "pruning.",
-    "rollout.temperature",
-    "rollout.roles",
-    "run.seed",
-)
+RESULTS = ("model.path", "model.checkpoint", "model.lora.", "data.", "reward.", "loss.", "pruning.",
+           "rollout.temperature", "rollout.roles", "run.seed")  # fmt: skip
 """Settings that decide what a result is a result of, all but ``LIMITS``."""
 LIMITS = ("reward.timeout_s", "reward.workers", "reward.memory_mib", "reward.max_failures")
 PROMPTS = ("data.", "run.seed")
@@ -100,7 +90,7 @@ def read_history(folder: Path) -> list[Entry]:
         tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C, ten times as fast
     except (OSError, ValueError, yaml.YAMLError):
         return []
-    return [Entry(0, _leaves(tree))] if isinstance(tree, dict) else []
+    return [Entry(0, dict(flattened(tree)))] if isinstance(tree, dict) else []
 
 
 def changes(before: Settings, now: Settings) -> list[Change]:
@@ -140,13 +130,12 @@ def check_resume(config: Config) -> None:
     read_state(place, Writer.of(config))
     other = [change for change in changed_since(folder, step, config) if change.of_results]
     if other and config.run.resume != "anyway":
-        raise UserError(
-            "run.dir",
-            folder,
-            "\n".join([f"holds {step} steps that were taken with other settings:", *map(str, other)]),
+        problem = "\n".join([f"holds {step} steps that were taken with other settings:", *map(str, other)])
+        remedy = (
             "Name another run.dir; or give those settings as they were; or set run.resume=anyway to go on with the new "
-            "ones, which reports then tell",
+            "ones, which reports then tell"
         )
+        raise UserError("run.dir", folder, problem, remedy)
 
 
 def record(folder: Path, step: int, config: Config) -> None:
@@ -158,8 +147,7 @@ def record(folder: Path, step: int, config: Config) -> None:
         entries.append(Entry(step if entries else 0, now))
     lines = [{"step": entry.step, "version": __version__, "settings": dict(entry.settings)} for entry in entries]
     for name, text in (HISTORY, "".join(json.dumps(line) + "\n" for line in lines)), (IN_FORCE, as_yaml(config)):
-        with replacing_file(folder / name) as partial:
-            partial.write_text(text, encoding="utf-8")
+        replace_text(folder / name, text)
 
 
 def check_warm_up(config: Config) -> None:
@@ -174,18 +162,14 @@ def check_warm_up(config: Config) -> None:
         source = str(json.loads(file.read_text(encoding="utf-8"))["model.path"])
     except (OSError, ValueError, KeyError, TypeError):
         source = "THE_INITIAL_POLICY"
-    raise UserError(
-        "model.path",
-        config.model.path,
-        f"is a policy that sft has warmed up already, from {source}",
-        f"Set model.path={source} to warm that one up again, or run.resume=anyway to go on with this one",
-    )
+    problem = f"is a policy that sft has warmed up already, from {source}"
+    remedy = f"Set model.path={source} to warm that one up again, or run.resume=anyway to go on with this one"
+    raise UserError("model.path", config.model.path, problem, remedy)
 
 
 def record_warm_up(out: Path, config: Config) -> None:
     """Write down beside a warmed-up policy what it comes from."""
-    with replacing_file(out / WARM_UP) as partial:
-        partial.write_text(json.dumps(flat(config), indent=2) + "\n", encoding="utf-8")
+    replace_text(out / WARM_UP, json.dumps(flat(config), indent=2) + "\n")
 
 
 def _entry(line: str) -> Entry | None:
@@ -194,15 +178,6 @@ def _entry(line: str) -> Entry | None:
         return Entry(int(row["step"]), dict(row["settings"]))
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested sections by their dotted keys."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        found |= _leaves(value, key + ".") if isinstance(value, dict) and key not in settings() else {key: value}
-    return found
 
 
 def _same_copy(one: Any, other: Any) -> bool:

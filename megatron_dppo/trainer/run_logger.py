@@ -50,11 +50,7 @@ class RunLogger:
         self._folder.mkdir(parents=True, exist_ok=True)
         record(self._folder, step, config)
         self._log = MetricsLog(
-            self._folder,
-            resume_step=step,
-            loggers=config.run.loggers,
-            settings=flat(config),
-            say=self._console.note,
+            self._folder, resume_step=step, loggers=config.run.loggers, settings=flat(config), say=self._console.note
         )
         self._pruning = StepLog(self._folder / CENSUS, resume_step=step)
         self._gate = LengthGate(config.run.length_gate)

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from megatron_dppo.bridge.checkpoint_folder import damaged, refusing_damage
 from megatron_dppo.bridge.checksums import Checksums, DamagedError
-from megatron_dppo.bridge.fingerprint import fingerprint
+from megatron_dppo.bridge.safetensors_files import fingerprint
 from megatron_dppo.config import Config, LoraConfig, ModelConfig
 from megatron_dppo.errors import UserError
 
@@ -128,9 +128,8 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
         raise damaged(place, "run.dir", f"{STATE} names no form of the optimizer's state: {written.optimizer!r}")
     for setting, was, is_now in _adapters_differ(written.adapters, now.adapters):
         problem = "was written of adapters with " if written.adapters else "was written without adapters, with "
-        raise refused(
-            f"model.{setting}", is_now, f"{problem}model.{setting} = {was}", f"Resume with model.{setting}={was}"
-        )
+        remedy = f"Resume with model.{setting}={was}"
+        raise refused(f"model.{setting}", is_now, f"{problem}model.{setting} = {was}", remedy)
     if written.dtype != now.dtype:
         problem = f"was written with model.dtype = {written.dtype}"
         raise refused("model.dtype", now.dtype, problem, f"Resume with model.dtype={written.dtype}")

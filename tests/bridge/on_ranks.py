@@ -24,5 +24,5 @@ def loaded_policy(
         chunk.bfloat16() if dtype == "bf16" else chunk.float()
         for parameter in chunk.parameters():
             parameter.data.fill_(torch.nan)
-    world.together(lambda: load_policy(chunks, path, shape, world))
+    world.together(lambda: load_policy(chunks, path, world))
     return chunks, shape, world

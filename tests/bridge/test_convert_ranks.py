@@ -45,7 +45,6 @@ def pass_on(rank: int, size: int, config: Config, converted: Path) -> list[str]:
     Checkpoints(config, world).save(policy.actor, 3, {})
     export_hf(
         [chunk],
-        policy.shape,
         world,
         source=Path(config.model.path),
         out=Path(config.run.dir, "exported"),

@@ -25,8 +25,8 @@ SHARD_BYTES = 40_000
 def export(
     rank: int, size: int, source: Path, out: Path, layout: LayoutConfig, dtype: torch.dtype, shard_bytes: int
 ) -> None:
-    model, shape, world = loaded_policy(source, layout)
-    export_hf(model, shape, world, source=source, out=out, max_shard_bytes=shard_bytes, dtype=dtype)
+    model, _, world = loaded_policy(source, layout)
+    export_hf(model, world, source=source, out=out, max_shard_bytes=shard_bytes, dtype=dtype)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -58,12 +58,12 @@ def test_an_export_in_another_type_says_so(ranks: RankPool, tmp_path: Path) -> N
 
 def export_with_little_room(rank: int, size: int, source: Path, out: Path, layout: LayoutConfig) -> str:
     """The leader may write no file beyond 20 kB: its write fails in the middle, as on a full disk."""
-    model, shape, world = loaded_policy(source, layout)
+    model, _, world = loaded_policy(source, layout)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if world.leads:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        export_hf(model, shape, world, source=source, out=out, max_shard_bytes=10**9, dtype=torch.float32)
+        export_hf(model, world, source=source, out=out, max_shard_bytes=10**9, dtype=torch.float32)
     except UserError as error:
         return str(error)
     finally:

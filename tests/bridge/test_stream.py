@@ -64,12 +64,12 @@ def consumes(world: World, to: Consumers) -> bool:
 
 def stream_back(rank: int, size: int, path: Path, layout: LayoutConfig, dtype: str) -> dict[Consumers, Names]:
     """To all who may consume, after every tensor has been compared with the directory's."""
-    model, shape, world = loaded_policy(path, layout, dtype)
+    model, _, world = loaded_policy(path, layout, dtype)
     stored = load_file(path / "model.safetensors")
     streams: dict[Consumers, Names] = {}
     for to in Consumers:
         streams[to] = []
-        for bucket in weight_stream(model, shape, world, to=to, bucket_mib=1):
+        for bucket in weight_stream(model, world, to=to, bucket_mib=1):
             for name, tensor in bucket.items():
                 assert tensor.dtype == stored[name].dtype
                 assert tensor.is_contiguous()
@@ -176,10 +176,10 @@ def sends_seen_by(see: Callable[[list[dist.P2POp]], None]) -> Iterator[None]:
 
 
 def events(rank: int, size: int, path: Path, layout: LayoutConfig, to: Consumers) -> list[str]:
-    model, shape, world = loaded_policy(path, layout)
+    model, _, world = loaded_policy(path, layout)
     log: list[str] = []
     with sends_seen_by(lambda _: log.append("gather")):
-        for _ in weight_stream(model, shape, world, to=to, bucket_mib=1):
+        for _ in weight_stream(model, world, to=to, bucket_mib=1):
             log.append("bucket")
     return log
 
@@ -195,11 +195,11 @@ def test_the_next_gather_has_begun_when_a_bucket_is_handed_out(ranks: RankPool, 
 
 def hold_one_back(rank: int, size: int, path: Path, layout: LayoutConfig, to: Consumers) -> bool:
     """The slow consumer stays at its second bucket until all the others have their third."""
-    model, shape, world = loaded_policy(path, layout)
+    model, _, world = loaded_policy(path, layout)
     stored = load_file(path / "model.safetensors")
     slow = rank == 0 if to is Consumers.EVERYONE else consumes(world, to)
     same = []
-    for number, bucket in enumerate(weight_stream(model, shape, world, to=to, bucket_mib=1), start=1):
+    for number, bucket in enumerate(weight_stream(model, world, to=to, bucket_mib=1), start=1):
         if number == (2 if slow else 3):
             world.wait_for_all("bucket")
         same += [torch.equal(tensor, stored[name]) for name, tensor in bucket.items()]
@@ -213,13 +213,13 @@ def test_the_next_bucket_arrives_while_the_consumer_has_this_one(ranks: RankPool
 
 
 def collectives_between(rank: int, size: int, path: Path, layout: LayoutConfig, to: Consumers) -> bool:
-    model, shape, world = loaded_policy(path, layout)
+    model, _, world = loaded_policy(path, layout)
     stored = load_file(path / "model.safetensors")
     groups = [parallel_state.get_tensor_model_parallel_group()]
     if to is not Consumers.STAGE_LEADERS:
         groups += [parallel_state.get_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group(), None]
     right = []
-    for number, bucket in enumerate(weight_stream(model, shape, world, to=to, bucket_mib=1)):
+    for number, bucket in enumerate(weight_stream(model, world, to=to, bucket_mib=1)):
         for group in groups:
             ones = torch.full((1000,), number)
             dist.all_reduce(ones, group=group)
@@ -237,7 +237,7 @@ def test_consumers_may_use_the_same_groups_between_buckets(ranks: RankPool, tmp_
 
 def elements_sent(rank: int, size: int, path: Path, layout: LayoutConfig) -> tuple[int, dict[Consumers, int]]:
     """Of this rank's parameters, and in a stream."""
-    model, shape, world = loaded_policy(path, layout)
+    model, _, world = loaded_policy(path, layout)
     sent = dict.fromkeys(Consumers, 0)
     for to in Consumers:
 
@@ -245,7 +245,7 @@ def elements_sent(rank: int, size: int, path: Path, layout: LayoutConfig) -> tup
             sent[to] += sum(operation.tensor.numel() for operation in operations if operation.op is dist.isend)
 
         with sends_seen_by(count):
-            for _ in weight_stream(model, shape, world, to=to):
+            for _ in weight_stream(model, world, to=to):
                 pass
     return sum(parameter.numel() for chunk in model for parameter in chunk.parameters()), sent
 
@@ -290,11 +290,11 @@ class Held(TorchDispatchMode):
 
 def most_held(rank: int, size: int, path: Path, layout: LayoutConfig) -> dict[Consumers, float]:
     """MiB, with the bucket that is handed out."""
-    model, shape, world = loaded_policy(path, layout)
+    model, _, world = loaded_policy(path, layout)
     most = {}
     for to in Consumers:
         with Held() as held:
-            for _ in weight_stream(model, shape, world, to=to, bucket_mib=1):
+            for _ in weight_stream(model, world, to=to, bucket_mib=1):
                 pass
         most[to] = held.most / MIB
     return most
@@ -320,14 +320,14 @@ def test_a_stream_takes_two_buckets(ranks: RankPool, tmp_path: Path, layout: Lay
 
 
 def stream_alone(rank: int, size: int, path: Path, layout: LayoutConfig) -> bool:
-    model, shape, world = loaded_policy(path, layout)
+    model, _, world = loaded_policy(path, layout)
     if world.dp_rank == 1 or world.cp_rank == 1:
         return True  # an exchange with another replica would now wait for this rank
     stored = load_file(path / "model.safetensors")
     return all(
         torch.equal(tensor, stored[name])
         for to in Consumers
-        for bucket in weight_stream(model, shape, world, to=to)
+        for bucket in weight_stream(model, world, to=to)
         for name, tensor in bucket.items()
     )
 
@@ -339,11 +339,11 @@ def test_replicas_do_not_speak_to_one_another(ranks: RankPool, tmp_path: Path, l
 
 
 def views_of_parameters(rank: int, size: int, path: Path) -> dict[str, bool]:
-    model, shape, world = loaded_policy(path, LayoutConfig())
+    model, _, world = loaded_policy(path, LayoutConfig())
     storages = {parameter.untyped_storage().data_ptr() for chunk in model for parameter in chunk.parameters()}
     return {
         name: tensor.untyped_storage().data_ptr() in storages
-        for bucket in weight_stream(model, shape, world)
+        for bucket in weight_stream(model, world)
         for name, tensor in bucket.items()
     }
 
@@ -355,9 +355,9 @@ def test_an_unsplit_policy_is_streamed_without_copies_except_for_qkv(ranks: Rank
 
 
 def cast_stream(rank: int, size: int, path: Path, layout: LayoutConfig) -> bool:
-    model, shape, world = loaded_policy(path, layout)
+    model, _, world = loaded_policy(path, layout)
     stored = load_file(path / "model.safetensors")
-    stream = weight_stream(model, shape, world, bucket_mib=1, dtype=torch.bfloat16)
+    stream = weight_stream(model, world, bucket_mib=1, dtype=torch.bfloat16)
     return all(torch.equal(t, stored[n].bfloat16()) for bucket in stream for n, t in bucket.items())
 
 
@@ -387,8 +387,9 @@ def refusals(rank: int, size: int, path: Path, changes: Sequence[dict[str, objec
     model, shape, world = loaded_policy(path, LayoutConfig())
     said = []
     for change in changes:
+        model[0].shape = replace(shape, **change)
         with pytest.raises(ValueError) as caught:
-            bind(model, replace(shape, **change), world)
+            bind(model, world)
         said.append(str(caught.value))
     return said
 

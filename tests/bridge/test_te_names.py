@@ -85,16 +85,16 @@ def through_te(rank: int, size: int, path: Path, layout: LayoutConfig, folder: P
     world, shape = initialize(layout, seed=1, timeout_s=60.0), read_shape(path)
     te = policy("te", shape, layout, world)
     if folder is None:
-        world.together(lambda: load_policy([te], path, shape, world))
+        world.together(lambda: load_policy([te], path, world))
     else:
         ours = policy("torch", shape, layout, world)
-        world.together(lambda: load_policy([ours], path, shape, world))
+        world.together(lambda: load_policy([ours], path, world))
         save_shards(model_state([ours], sharding()), folder)
         world.wait_for_all("checkpoint")
         load_checkpoint([te], folder, world)
     left = load_file(path / "model.safetensors")
     assert left.keys() == expected_tensors(shape).keys()
-    for bucket in weight_stream([te], shape, world):
+    for bucket in weight_stream([te], world):
         for name in [name for name, tensor in bucket.items() if torch.equal(tensor.cpu(), left[name])]:
             del left[name]
     return list(left)

@@ -13,7 +13,7 @@ import pytest
 from megatron_dppo.config import DataConfig
 from megatron_dppo.data.prompts import load_prompts
 from megatron_dppo.data.tokenizer import Tokenizer
-from megatron_dppo.data.tool_calls import ToolCall, read_calls
+from megatron_dppo.data.turns import ToolCall, read_calls
 from megatron_dppo.errors import UserError
 from tests.data.conftest import Write
 

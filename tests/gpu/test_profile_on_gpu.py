@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.observe.profile import Profiler
-from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.observe.timers import PhaseTimers, Profiler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.launch.first_failure import CLOCK_S, FirstFailure, marker_for
+from megatron_dppo.launch.processes import CLOCK_S, FirstFailure, marker_for
 from megatron_dppo.launch.rank import rank_main
 from megatron_dppo.launch.start import srun_started, torch_environment
 from megatron_dppo.settings import load_config

@@ -18,7 +18,7 @@ from megatron_dppo.bridge.checkpoint_folder import TRACKER
 from megatron_dppo.config import LaunchConfig, LayoutConfig, RolloutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import processes, start
-from megatron_dppo.launch.first_failure import FirstFailure
+from megatron_dppo.launch.processes import FirstFailure
 from megatron_dppo.rollout.servers.launch import gpus_to_reserve
 from megatron_dppo.settings import load_config
 from tests.commands import Command

@@ -69,7 +69,7 @@ def build(path: Path, layout: LayoutConfig, **settings: Any) -> tuple[PolicyMode
     world = initialize(layout, seed=1, timeout_s=60)
     shape, model = read_shape(path), ModelConfig(path=str(path), **settings)
     (policy,) = build_policy(shape, model, layout, temperature=TEMPERATURE)
-    load_policy([policy], path, shape, world)
+    load_policy([policy], path, world)
     return policy, world
 
 
@@ -285,7 +285,7 @@ def streamed_gradients(
         parameter.data.copy_(parameter.grad)
     for holder in (policy.embedding.word_embeddings, policy.output_layer):
         assert holder.weight is None or not holder.weight[policy.shape.vocab_size :].any(), "padding has a gradient"
-    return {n: t.clone() for bucket in weight_stream([policy], policy.shape, world) for n, t in bucket.items()}
+    return {n: t.clone() for bucket in weight_stream([policy], world) for n, t in bucket.items()}
 
 
 def reference_gradients(path: Path, out: Path) -> dict[str, torch.Tensor]:

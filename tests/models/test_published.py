@@ -123,7 +123,7 @@ def bind_without_memory(rank: int, size: int, path: Path, layout: LayoutConfig, 
         control=None,
         timeout_s=60.0,
     )
-    bound = bind(model, shape, world)
+    bound = bind(model, world)
     real = [name for chunk in model for name, parameter in chunk.named_parameters() if not parameter.is_meta]
     assert not real, real
     return len(bound)

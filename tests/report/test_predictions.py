@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_dppo.report.predictions import brier_plot, reliability_plot
+from megatron_dppo.report.pruning import brier_plot, reliability_plot
 from megatron_dppo.report.run import read_run
 from tests.report.made_up import write_run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.tree_gain import ForkStatistics, interval, variance_parts
+from megatron_dppo.rl.trees import ForkStatistics, interval, variance_parts
 from megatron_dppo.rl.types import Floats
 
 

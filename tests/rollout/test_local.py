@@ -19,8 +19,7 @@ from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout import decoding
-from megatron_dppo.rollout.cache import RolloutCache
-from megatron_dppo.rollout.decoder import Decoder
+from megatron_dppo.rollout.decoder import Decoder, RolloutCache
 from megatron_dppo.rollout.engine import Bucket, Sampling, WeightSource, generate
 from megatron_dppo.rollout.local import LocalEngine
 from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe

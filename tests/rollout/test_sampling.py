@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_dppo.rollout.sampling import completion_uniforms, draw_tokens
+from megatron_dppo.rollout.decoding import completion_uniforms, draw_tokens
 
 
 def test_uniforms_are_a_function_of_seed_prompt_and_sample() -> None:

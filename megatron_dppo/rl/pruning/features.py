@@ -63,7 +63,7 @@ class PromptFeatures:
     def _scale(self) -> Floats:
         """[3, raw features]: means, deviations, and mean squares of what is scaled by these. Only the leader asks."""
         sample = np.linspace(0, len(self._pool) - 1, min(len(self._pool), SAMPLE)).round().astype(np.int64)
-        raw = np.array([_read(self._pool[i]) for i in sample])
+        raw = np.array([_read(self._pool[i]) for i in sample.tolist()])
         mean, spread = raw.mean(axis=0), raw.std(axis=0)
         return np.array([mean, spread, (_scaled(raw, mean, spread) ** 2).mean(axis=0)])
 

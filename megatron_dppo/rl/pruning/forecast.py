@@ -16,8 +16,7 @@ import numpy as np
 from megatron_dppo.rl.objectives import Baseline
 from megatron_dppo.rl.pruning.features import PromptFeatures
 from megatron_dppo.rl.pruning.history import PromptHistory, is_binary
-from megatron_dppo.rl.pruning.regression import SizeModel
-from megatron_dppo.rl.pruning.success_model import SuccessModel
+from megatron_dppo.rl.pruning.success_model import SizeModel, SuccessModel
 from megatron_dppo.rl.types import Floats, Ints, StepPlan
 
 Predictor = Literal["auto", "record", "model"]

@@ -60,12 +60,7 @@ class Batch:
     """Prompts under way. The main thread waits for it, and reads how far it is."""
 
     def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        oldest: int,
-        number: int,
-        so_far: Progress | None = None,
+        self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int, number: int, so_far: Progress | None = None
     ) -> None:
         self.prompts, self.sampling, self.number = prompts, sampling, number
         self.oldest = oldest

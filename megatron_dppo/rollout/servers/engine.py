@@ -385,6 +385,5 @@ def _by_rank(left: Sequence[int]) -> str:
 
 
 def _list(problems: Mapping[str, str] | None) -> str:
-    return (
-        "; ".join(f"{url} {problem}" for url, problem in (problems or {}).items()) or "nobody knows which server failed"
-    )
+    said = "; ".join(f"{url} {problem}" for url, problem in (problems or {}).items())
+    return said or "nobody knows which server failed"

@@ -92,9 +92,8 @@ def refuse_two(setting: str, value: object, ours: str | None, theirs: str | None
         UserError: the two differ.
     """
     if ours is not None and theirs is not None and ours != theirs:
-        raise UserError(
-            setting, value, f"has NCCL {theirs}, and the trainer has {ours}: no group has two", _remedy(ours, theirs)
-        )
+        remedy = _remedy(ours, theirs)
+        raise UserError(setting, value, f"has NCCL {theirs}, and the trainer has {ours}: no group has two", remedy)
 
 
 def refuse_told(said: str) -> None:

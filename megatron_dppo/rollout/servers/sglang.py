@@ -92,9 +92,8 @@ class SglangClient(ServerClient):
             body["top_logprobs_num"] = TOP_LOGPROBS
         if await self._deterministic():
             body["input_ids"] = [list(request.token_ids)] * request.samples
-            body["sampling_params"] = [
-                sampling | {"sampling_seed": (request.seed or 0) + i} for i in range(request.samples)
-            ]
+            seed = request.seed or 0
+            body["sampling_params"] = [sampling | {"sampling_seed": seed + i} for i in range(request.samples)]
         else:
             body |= {"input_ids": list(request.token_ids), "sampling_params": sampling | {"n": request.samples}}
         answers = await self.post("/generate", body, timeout_s=timeout_s)

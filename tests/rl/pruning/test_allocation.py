@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.rl.pruning.allocation import allocate
+from megatron_dppo.rl.group_sizes import allocate
 
 
 def variance_left(variance: np.ndarray, samples: np.ndarray) -> float:

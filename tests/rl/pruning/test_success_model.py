@@ -7,8 +7,15 @@ import json
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.pruning.regression import SizeModel, Weights
-from megatron_dppo.rl.pruning.success_model import INTERCEPT_KEPT, SPREADS, Chance, SuccessModel, sigmoid
+from megatron_dppo.rl.pruning.success_model import (
+    INTERCEPT_KEPT,
+    SPREADS,
+    Chance,
+    SizeModel,
+    SuccessModel,
+    Weights,
+    sigmoid,
+)
 
 FEATURES, GROUP = 6, 8
 
