@@ -134,9 +134,10 @@ def test_doctor_tells_which_nccl_runs_and_which_torch_was_built_with(
 ) -> None:
     """Servers must have the one that runs, which another package or a preloaded library may have brought."""
     monkeypatch.setattr("megatron_dppo.rollout.servers.nccl.loaded", lambda: "2.30.7")
+    monkeypatch.setattr("megatron_dppo.rollout.servers.nccl.packages", lambda: ["nvidia-nccl-cu13 2.30.7"])
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 7))
     assert main(["doctor"]) == 0
-    assert "2.30.7 (torch was built with 2.29.7)" in " ".join(capsys.readouterr().out.split())
+    assert "2.30.7 (nvidia-nccl-cu13 2.30.7, torch was built with 2.29.7)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_error_text_fits_a_terminal_and_keeps_the_lines_of_a_traceback() -> None:

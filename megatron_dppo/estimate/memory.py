@@ -143,8 +143,6 @@ class Saved:
     """As wide as the feed-forward layer."""
 
 
-EAGER = Saved(norms=6, queries=6, keys=4, feed_forward=5)
-"""Torch's own operators, counted on a CPU. A norm keeps its input, the normed and the scaled values."""
 FUSED = Saved(norms=4, queries=4, keys=4, feed_forward=3)
 """GPU kernels. Norms keep input and output, attention shares its output with the next operator, and SwiGLU keeps its
 input and the input of the down projection."""

@@ -68,13 +68,11 @@ def place(config: Config, shape: PolicyShape) -> Placement:
     model = layout.tp * layout.pp * layout.cp
     dp = layout.dp or ranks // model
     if model * dp != ranks or not dp:
-        raise UserError(
-            "layout",
-            f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}",
-            f"does not divide the {ranks} GPUs that the trainer has of cluster.nodes = {cluster.nodes} with "
-            f"{cluster.gpus_per_node} each",
-            f"Give the trainer a multiple of {model * (layout.dp or 1)} GPUs, or lower layout.tp, pp, cp or dp",
-        )
+        given = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}"
+        of_nodes = f"cluster.nodes = {cluster.nodes} with {cluster.gpus_per_node} each"
+        problem = f"does not divide the {ranks} GPUs that the trainer has of {of_nodes}"
+        remedy = f"Give the trainer a multiple of {model * (layout.dp or 1)} GPUs, or lower layout.tp, pp, cp or dp"
+        raise UserError("layout", given, problem, remedy)
     layout, local = resolve_layout(layout, ranks), rollout.engine == "local"
     return Placement(layout, ranks, (1,) * ranks if local else servers, shared, actors + extra)
 

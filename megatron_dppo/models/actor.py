@@ -273,13 +273,11 @@ class Actor(Policy):
         grad_norm = self._gradient_norm()
         bad = sorted(name for name, value in sums.items() if not math.isfinite(value))
         if bad or not math.isfinite(grad_norm):
-            raise UserError(
-                "optimizer.lr",
-                f"{lr:g}",
-                f"not finite: {', '.join(bad) or 'the gradient'} (gradient norm {grad_norm}); no weight was changed",
-                "Lower optimizer.lr or optimizer.clip_grad and resume from the last checkpoint; if that fails at once, "
-                "look for weights in model.path that are not finite",
-            )
+            what = ", ".join(bad) or "the gradient"
+            problem = f"not finite: {what} (gradient norm {grad_norm}); no weight was changed"
+            remedy = "Lower optimizer.lr or optimizer.clip_grad and resume from the last checkpoint"
+            remedy += "; if that fails at once, look for weights in model.path that are not finite"
+            raise UserError("optimizer.lr", f"{lr:g}", problem, remedy)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step_with_ready_grads()

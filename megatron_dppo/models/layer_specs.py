@@ -128,9 +128,8 @@ def _with_norms_apart(layer: Any, config: TransformerConfig) -> ModuleSpec:
     if not config.num_moe_experts:
         parts.pre_mlp_layernorm = TENorm
         mlp = parts.mlp
-        of_mlp = (
-            mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
-        )  # the latter from 0.17 on
+        # A ModuleSpec before Megatron 0.17, a partial from there on.
+        of_mlp = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
         of_mlp.linear_fc1 = TEColumnParallelLinear
         parts.sharded_state_dict_keys_map |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     return layer

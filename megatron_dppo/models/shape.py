@@ -14,11 +14,14 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.layout import stage_layers
 from megatron_dppo.rl.types import RoutingShape
 
-ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "Qwen2ForCausalLM": "qwen2"}
+ARCHITECTURES = {
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen2ForCausalLM": "qwen2",
+}
 """What can be read, as config.json names it, with its ``model_type``. Qwen2.5 goes by Qwen2's name."""
 ROPE_THETA = 10000.0
 """transformers' own, for a config.json that names none."""
-
 
 DIMENSIONS = {
     "embed_tokens": ("vocabulary", "hidden"),

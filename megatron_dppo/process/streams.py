@@ -6,10 +6,12 @@ from __future__ import annotations
 import codecs
 import errno
 import io
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import TextIO
 
 IN_ASCII = {
@@ -83,16 +85,36 @@ def outlive_readers() -> None:
     sys.stdout, sys.stderr = _outliving(sys.stdout, 1), _outliving(sys.stderr, 2)
 
 
+TO_DEVELOPERS = {
+    "models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "distributed.distributed_data_parallel": "full_param_layout not provided",
+    "dist_checkpointing.strategies.torch": "async save is deprecated",
+    "dist_checkpointing.strategies.common": "load_common is deprecated",
+}
+"""What modules of Megatron-Core log, from 0.19 on."""
+
+
 def quieten() -> None:
     """Silence what upstream code says to its own developers on every rank, and nothing else.
 
     Megatron-Core warns of every optional package that is absent (``doctor`` tells of those) and of its own deprecated
-    defaults; torch of collectives' old names, which Megatron-Core still calls.
+    defaults and classes; torch of collectives' old names, which Megatron-Core still calls, and of checkpoints that are
+    read without a process group.
     """
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r".*ShardedTensor", category=FutureWarning)
+    for said in ("The argument order of load", r"torch\.distributed is disabled, unavailable or uninitialized"):
+        warnings.filterwarnings("ignore", message=said, category=UserWarning)
+    for module, said in TO_DEVELOPERS.items():
+        logger = logging.getLogger(f"megatron.core.{module}")
+        if not logger.filters:
+            logger.addFilter(partial(_says_other_than, said))
+
+
+def _says_other_than(text: str, record: logging.LogRecord) -> bool:
+    return text not in record.getMessage()
 
 
 def _outliving(stream: TextIO | None, descriptor: int) -> TextIO:

@@ -145,13 +145,11 @@ def pack_sequences(
     unit = math.lcm(align, capacity_multiple)
     slots, most = -(-lengths // align) * align, max_tokens // unit * unit
     if slots.max() > most:
-        raise UserError(
-            "pack.max_tokens",
-            max_tokens,
-            f"a sequence of {lengths[slots.argmax()]} tokens does not fit into a pack of {most}"
-            + (f" (packs are multiples of {unit} tokens in this layout)" if unit > 1 else ""),
-            f"Set pack.max_tokens to {-(-int(slots.max()) // unit) * unit} or more, or shorten prompts or responses",
-        )
+        units = f" (packs are multiples of {unit} tokens in this layout)" if unit > 1 else ""
+        problem = f"a sequence of {lengths[slots.argmax()]} tokens does not fit into a pack of {most}{units}"
+        least = -(-int(slots.max()) // unit) * unit
+        remedy = f"Set pack.max_tokens to {least} or more, or shorten prompts or responses"
+        raise UserError("pack.max_tokens", max_tokens, problem, remedy)
     wanted = max(min(min_per_rank, len(lengths) // ranks), least_per_rank)
     pack = partial(_pack, lengths, ranks=ranks, most=most, unit=unit, window=window, wanted=wanted, costs=costs)
     ways = [] if shared is None or share == "off" else _ways_to_share(lengths, np.asarray(shared), most, align)

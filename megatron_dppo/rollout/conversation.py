@@ -76,8 +76,6 @@ Generated = Sequence[tuple[Sequence[int], Completion]]
 Returned = Completion | Sequence[Turn] | Sequence[Sequence[Turn]]
 """By a function of the user's: the turns in their order, those of each sequence in a list of their own where there are
 several, or a completion that it has put together itself."""
-Conversation = Callable[[Client, Prompt], Awaitable[Returned]]
-"""A function of the user's."""
 
 
 class TryAgainError(Exception):

@@ -156,11 +156,6 @@ class ShardWriter:
             self._staged.clear()
 
 
-def save_shards(state: dict[str, Any], folder: Path) -> None:
-    """Write a sharded state at once, each rank its own part. Collective."""
-    ShardWriter(state, folder, background=False).finish()
-
-
 def _write_and_tell(buckets: Sequence[Bucket], durable: bool, outcome: Connection, parent: int) -> None:
     """The forked process, from its first line to its last."""
     die_with(parent)

@@ -21,7 +21,7 @@ from megatron_dppo.models.layer_specs import Spec, transformer_engine_installed
 from megatron_dppo.models.policy import PolicyModel, build_policy
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.parallel.world import World, initialize
-from megatron_dppo.trainer.shard_writer import save_shards
+from megatron_dppo.trainer.shard_writer import ShardWriter
 from tests.bridge.record_te import POLICIES, RECORDING, TPS, layout_of, making, names, record
 from tests.ranks import RankPool
 
@@ -89,7 +89,7 @@ def through_te(rank: int, size: int, path: Path, layout: LayoutConfig, folder: P
     else:
         ours = policy("torch", shape, layout, world)
         world.together(lambda: load_policy([ours], path, world))
-        save_shards(model_state([ours], sharding()), folder)
+        ShardWriter(model_state([ours], sharding()), folder, background=False).finish()
         world.wait_for_all("checkpoint")
         load_checkpoint([te], folder, world)
     left = load_file(path / "model.safetensors")

@@ -10,7 +10,7 @@ import torch
 
 from megatron_dppo.config import Config, LayoutConfig, LoraConfig, LossConfig, replace
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.memory import EAGER, activation_bytes, feed_forward_elements, held_bytes, layer_elements
+from megatron_dppo.estimate.memory import Saved, activation_bytes, feed_forward_elements, held_bytes, layer_elements
 from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Microbatch, Responses, Sums
@@ -36,6 +36,8 @@ MIXTURES = {
     "pp2 vpp2": LayoutConfig(pp=2, vpp=2, dp=1),
     "pp2, uneven": LayoutConfig(pp=2, first_stage_layers=1, dp=1),
 }
+EAGER = Saved(norms=6, queries=6, keys=4, feed_forward=5)
+"""Torch's own operators, counted on a CPU. A norm keeps its input, the normed and the scaled values."""
 PADDING = 4 * 128 * 8
 """Bytes by which a buffer may differ from its parameters: buckets end on a multiple, and are cut there for shards."""
 

@@ -15,7 +15,7 @@ from megatron_dppo.config import LayoutConfig
 from megatron_dppo.models.optimizer_state import prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.parallel import without_cuda
-from megatron_dppo.trainer.shard_writer import save_shards
+from megatron_dppo.trainer.shard_writer import ShardWriter
 from tests.commands import Command
 from tests.models.test_logits import LENGTHS, build, pack, targets_of
 from tests.policies import write_policy
@@ -83,7 +83,7 @@ def train_and_resume(rank: int, size: int, path: Path, folder: Path, sharding: s
     trainer = Trainer(path, layout)
     for _ in range(2):
         trainer.step()
-    save_shards(trainer.sharded_state(sharding, loading=False), folder)
+    ShardWriter(trainer.sharded_state(sharding, loading=False), folder, background=False).finish()
     uninterrupted = [trainer.step() for _ in range(3)]
     trainer = Trainer(path, layout)
     state = dist_checkpointing.load(trainer.sharded_state(sharding, loading=True), str(folder))
