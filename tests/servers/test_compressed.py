@@ -25,14 +25,14 @@ pytestmark = pytest.mark.servers
 PROMPTS = ([3, 4, 5], [11, 6, 12, 9, 10])
 
 
-@pytest.mark.parametrize(("kind", "how"), [("sglang", ("width", "0.75")), ("vllm", ("depth", "0.5"))])
+@pytest.mark.parametrize(("kind", "how"), [("sglang", ("width", "0.75")), ("vllm", ("depth", "0.5", "--refit"))])
 def test_a_smaller_policy_is_served_and_trained_as_any_other(
-    kind: Kind, how: tuple[str, str], served_policy: Path, http: Http, tmp_path: Path
+    kind: Kind, how: tuple[str, ...], served_policy: Path, http: Http, tmp_path: Path
 ) -> None:
     policy, sums, run = tmp_path / "policy", tmp_path / "sums.jsonl", tmp_path / "run"
     sums.write_text("".join(json.dumps({"prompt": f"1+{i}=", "response": f"#{1 + i}"}) + "\n" for i in range(8)))
-    method, keep = how
-    words = ["compress", str(served_policy), str(policy), "--method", method, "--keep", keep, "--multiple", "8"]
+    method, keep, *more = how
+    words = ["compress", str(served_policy), str(policy), "--method", method, "--keep", keep, "--multiple", "8", *more]
     command(tmp_path / "compress.log", *words, "--calibrate", str(sums))
     servers = RealServers(policy, tmp_path, http, first_port=FIRST_PORT + 34)
     try:
