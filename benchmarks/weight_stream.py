@@ -115,7 +115,7 @@ class BytesSent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def streamed(chunks: list[PolicyModel], shape: PolicyShape, world: World, sizes: Sizes) -> Callable[[], None]:
+def streamed(chunks: list[PolicyModel], world: World, sizes: Sizes) -> Callable[[], None]:
     def run() -> None:
         stream = weight_stream(chunks, world, to=Consumers.LEADER, bucket_mib=sizes.bucket_mib)
         for _ in stream:
@@ -165,7 +165,7 @@ def measure(rank: int, sizes: Sizes, rendezvous: str, reports: multiprocessing.Q
     for chunk in chunks:
         chunk.bfloat16()
     held = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
-    stream = streamed(chunks, shape, world, sizes)
+    stream = streamed(chunks, world, sizes)
     dist.barrier()
     with PeakMemory() as memory:
         stream()

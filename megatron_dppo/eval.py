@@ -44,6 +44,7 @@ from megatron_dppo.models.shape import read_shape
 from megatron_dppo.observe.console import Console
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.process.progress import SAY_EVERY_S, Advance, progress_bar
+from megatron_dppo.rollout.scoring import Failures
 from megatron_dppo.trainer.agreement import MAX_TOKENS, check_agreement
 from megatron_dppo.trainer.assemble import assemble_frozen
 
@@ -96,13 +97,13 @@ def _answer(
         check_agreement(parts, engine, pool, version=0)
     evaluator = Evaluator(config, world, parts.collectors(engine, workers))
     done = len(problems) - sum(map(len, left))
-    failures: list[Answered] = []
+    failures: list[Failures] = []
     of_all = config.eval.samples * len(problems)
     with progress_bar("problems", len(problems), done=done, shown=world.leads) as advance:
         progress = _Progress(config, len(problems), done, advance)
         for batch in left:
             found = evaluator.answer(batch, keep=len(batch), of_all=of_all)
-            failures.append(replace(found, answers=()))
+            failures.append(found.failures)
             evaluator.check_failures(failures, of_all)
             if log:
                 log.append([row for i in range(len(batch)) for row in _rows(batch[i], found, i)])
@@ -144,7 +145,7 @@ class _Progress:
             self._console.note(f"{done} of {of} problems are answered already")
 
     def say(self, found: Answered) -> None:
-        for note in found.tracebacks:
+        for note in found.failures.tracebacks:
             self._console.note(note)
         scores = [answer.score for group in found.answers for answer in group if answer.score]
         self._asked += len(found.answers)

@@ -144,9 +144,15 @@ def _rows(wanted: int, tokens: int) -> int:
 
 
 def _check(size: PolicyShape, std: float) -> None:
-    options = ("--hidden", "--layers", "--heads", "--kv-heads", "--head-dim", "--ffn")
-    sizes = (size.hidden, size.num_layers, size.heads, size.kv_heads, size.head_dim, size.ffn)
-    for option, value in zip(options, sizes, strict=True):
+    sizes = {
+        "--hidden": size.hidden,
+        "--layers": size.num_layers,
+        "--heads": size.heads,
+        "--kv-heads": size.kv_heads,
+        "--head-dim": size.head_dim,
+        "--ffn": size.ffn,
+    }
+    for option, value in sizes.items():
         if value < 1:
             raise UserError(option, value, "is no size", "Give a positive number")
     if size.heads % size.kv_heads:

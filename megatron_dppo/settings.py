@@ -115,10 +115,11 @@ def _leaves(section: type[Section], prefix: str) -> Iterator[Setting]:
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The dotted keys of settings in nested sections, and their values, of which some are mappings, too."""
     for name, value in tree.items():
-        if isinstance(value, Mapping) and prefix + name not in settings():
-            yield from flattened(value, f"{prefix}{name}.")
+        key = f"{prefix}{name}"  # YAML reads some names as numbers and the like
+        if isinstance(value, Mapping) and key not in settings():
+            yield from flattened(value, f"{key}.")
         else:
-            yield prefix + name, value
+            yield key, value
 
 
 class _Loader(yaml.SafeLoader):

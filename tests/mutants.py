@@ -848,7 +848,7 @@ MUTANTS = [
         "sizes/to the most varied, however many they have",
         "-gain[q] / (n * (n + 1))",
         "-gain[q]",
-        "rl/pruning/test_allocation.py",
+        "rl/test_allocation.py",
     ),
     Mutant(
         "sizes/numbers without the prompt's probability",

@@ -157,6 +157,8 @@ def test_settings_are_given_section_by_section(tmp_path: Path):
     config = load_config(data={"reasoning_gym": {"tasks": tasks}, "eval": {"held out": tmp_path / "b.jsonl"}})
     assert config.data.reasoning_gym.tasks == tasks, "a setting may be a mapping itself"
     assert config.data.eval == {"held out": str(tmp_path / "b.jsonl")}
+    with pytest.raises(UserError, match="there is no such setting"):
+        load_config(run={5: "a name that YAML reads as a number"})
 
 
 def test_a_step_is_planned_from_rewards_and_lengths_alone():

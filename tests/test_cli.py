@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo import __version__
-from megatron_dppo.cli import main
+from megatron_dppo.cli import OF_MODULES, _imported, main
 from megatron_dppo.config import Config
 from megatron_dppo.errors import WIDTH, UserError, error_text
 from megatron_dppo.settings import load_config
@@ -28,6 +28,11 @@ def _type(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
 def test_version() -> None:
     said = _type("--version")
     assert (said.returncode, said.stdout) == (0, f"megatron-dppo {__version__}\n")
+
+
+def test_commands_whose_modules_are_slow_to_import_are_there() -> None:
+    """They are named by text, which no type checker reads."""
+    assert all(callable(_imported(name)) for of in OF_MODULES.values() for name in (of.options, of.job))
 
 
 def test_an_unknown_key_is_one_block_on_stderr_and_exit_code_2() -> None:

@@ -323,11 +323,12 @@ def tensor_dimensions(name: str) -> tuple[str, ...]:
 
 
 def _tensor_shape(shape: PolicyShape, name: str, rank: int) -> tuple[int, ...]:
+    extents = shape.extents
     if rank:
         *before, module, _ = name.split(".")
-        outputs, inputs = (shape.extents[dimension] for dimension in DIMENSIONS[before[-1]])
+        outputs, inputs = (extents[dimension] for dimension in DIMENSIONS[before[-1]])
         return (rank, inputs) if module == "lora_A" else (outputs, rank)
-    return tuple(shape.extents[dimension] for dimension in tensor_dimensions(name))
+    return tuple(extents[dimension] for dimension in tensor_dimensions(name))
 
 
 def _part(extent: int, part: int, parts: int, what: str) -> tuple[int, int]:

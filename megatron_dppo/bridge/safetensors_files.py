@@ -3,24 +3,17 @@
 Only headers are read, without torch, so that a bad directory is refused before any rank starts.
 The format: eight bytes, the little-endian length of a JSON header; the header, with dtype, shape and ``data_offsets``
 of every tensor; the data, to the last byte of the file.
-
-By a fingerprint of these weights adapters know the policy that they were trained beside.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.bridge.checkpoint_folder import METADATA, find_checkpoint
-from megatron_dppo.bridge.checksums import FILE
 from megatron_dppo.bridge.mapping import expected_tensors, redundant_tensors
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
@@ -162,33 +155,3 @@ def nearest_name(name: str, candidates: Iterable[str]) -> str:
     """The candidate most like ``name``, as the end of a sentence."""
     near = difflib.get_close_matches(name, list(candidates), n=1)
     return f" (nearest name: {near[0]})" if near else ""
-
-
-SAMPLE = 256
-"""Bytes that are read of a tensor, from its middle. Training changes nearly all weights of a policy."""
-TENSORS = 256
-"""Most tensors that are looked at. A mixture has tens of thousands, and each rank of a run looks."""
-
-
-def fingerprint(path: Path, checkpoint: Path | None) -> str:
-    """Of the weights that ``model.path`` and ``model.checkpoint`` name. Reads a little of some tensors.
-
-    The same weights stored otherwise (in other files, or in another type) have another fingerprint.
-
-    Raises:
-        UserError: if there are none.
-    """
-    seen = hashlib.sha256()
-    if checkpoint is not None:
-        place = find_checkpoint(checkpoint)
-        index = place / FILE
-        seen.update((index if index.is_file() else place / METADATA).read_bytes())
-        return seen.hexdigest()
-    tensors = stored_tensors(path)
-    with ExitStack() as stack:
-        files = {tensor.file: stack.enter_context(tensor.file.open("rb")) for tensor in tensors.values()}
-        for name, tensor in sorted(tensors.items())[:: -(-len(tensors) // TENSORS)]:
-            file, half = files[tensor.file], prod(tensor.shape)  # bytes: no weight has fewer than two
-            file.seek(tensor.start + half)
-            seen.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + file.read(min(half, SAMPLE)))
-    return seen.hexdigest()

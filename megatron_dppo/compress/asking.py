@@ -11,7 +11,6 @@ import hashlib
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluator import Evaluator, Problem, open_verifiers
 from megatron_dppo.models.actor import Policy
+from megatron_dppo.rollout.scoring import Failures
 from megatron_dppo.trainer.assemble import PolicyParts, load_training_pool
 
 WRITE = (".linear_proj.weight", ".linear_fc2.weight")
@@ -81,11 +81,12 @@ class Asking:
                 found = self._evaluator.answer(batch, keep=0, of_all=of_all)
                 scores = [answer.score.reward for of in found.answers for answer in of if answer.score]
                 sums["rewards"] += torch.tensor([sum(scores), len(scores)], dtype=torch.float64)
-                sums["failures"] += torch.tensor([found.timeouts, found.errors], dtype=torch.float64)
-                for text in found.tracebacks:
+                failures = found.failures
+                sums["failures"] += torch.tensor([failures.timeouts, failures.errors], dtype=torch.float64)
+                for text in failures.tracebacks:
                     self._say(text)
                 timeouts, errors = map(int, sums["failures"].tolist())
-                self._evaluator.check_failures([replace(found, timeouts=timeouts, errors=errors)], of_all)
+                self._evaluator.check_failures([Failures(timeouts, errors, failures.tracebacks)], of_all)
         (total, count), failed = sums["rewards"].tolist(), int(sums["failures"].sum())
         if not count:
             function = self._parts.config.reward.function

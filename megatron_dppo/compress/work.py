@@ -16,9 +16,10 @@ import torch
 from megatron_dppo.bridge.chunks import Chunk
 from megatron_dppo.bridge.convert import stored_chunks
 from megatron_dppo.bridge.convert_commands import check_out, in_place, naming
+from megatron_dppo.bridge.fingerprint import fingerprint
 from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, plan_files
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
-from megatron_dppo.bridge.safetensors_files import check_weights, fingerprint, stored_tensors
+from megatron_dppo.bridge.safetensors_files import check_weights, stored_tensors
 from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
 from megatron_dppo.compress.choose import BY_REWARD, NO_CALIBRATION, SCORES, Recipe, choose
 from megatron_dppo.compress.cut import Cut

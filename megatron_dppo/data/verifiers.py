@@ -2,7 +2,7 @@
 
 Of releases that have ``load_environment`` (before 0.4). An environment is told each answer as if a server had just
 given it, and its rubric then scores the whole group. One of several turns is told the policy's turns one after the
-other: see ``data/turns.py``. Where it has tools, it is told their calls, too: see ``data/turns.py``.
+other, and where it has tools, the calls of them, too: see ``data/turns.py``.
 
 An environment takes signals for itself, prints, and may import much. So processes of their own import this file: those
 that score, and one that reads the problems, ``python -m megatron_dppo.data.verifiers``. Besides, ranks do, where the

@@ -54,7 +54,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConf
     """
     of_all = config.samples * len(problems)
     found = evaluator.answer(problems, keep=config.show, of_all=of_all)
-    evaluator.check_failures([found], of_all)
+    evaluator.check_failures([found.failures], of_all)
     answers = [answer for group in found.answers for answer in group]
     rewards = [answer.score.reward for answer in answers if answer.score]
     metrics = {
@@ -78,7 +78,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConf
         for problem, group in zip(problems[: config.show], found.answers, strict=False)
     ]
     counts = {name: len(of) for name, of in indices.items()}
-    return Evaluation(metrics, tuple(shown), found.tracebacks, counts)
+    return Evaluation(metrics, tuple(shown), found.failures.tracebacks, counts)
 
 
 def _figures(name: str, groups: Sequence[Sequence[Answer]], votes: Floats) -> dict[str, float]:

@@ -32,7 +32,7 @@ from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Prompt, Score
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.environment import check_turns
-from megatron_dppo.rollout.scoring import Answers, Failures, check_failures
+from megatron_dppo.rollout.scoring import Answers, Failures, check_failures, together
 
 MATH = "math"
 """The verifier that can also tell whether two answers without their texts are the same."""
@@ -71,13 +71,14 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered(Failures):
+class Answered:
     """Answers to P problems, k to each, in the problems' order."""
 
     answers: Sequence[Sequence[Answer]]
     """[P][k]"""
     votes: Floats
     """[P], ``vote``; not a number where no answer could be scored."""
+    failures: Failures
 
 
 def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> list[Problem]:
@@ -183,9 +184,7 @@ class Evaluator:
         return Answered(
             answers=[given[index][0] for index in range(len(problems))],
             votes=np.array([given[index][1] for index in range(len(problems))], np.float64),
-            timeouts=sum(share.timeouts for _, share in shares),
-            errors=sum(share.errors for _, share in shares),
-            tracebacks=tuple(dict.fromkeys(text for _, share in shares for text in share.tracebacks)),
+            failures=together([share.failures for _, share in shares]),
         )
 
     def check_failures(self, found: Sequence[Failures], of_all: int) -> None:
@@ -206,7 +205,7 @@ class Evaluator:
             for index, group in zip(indices, groups, strict=True)
         ]
         majority = self._vote(groups, verifier)
-        return Answered(told, majority, timeouts=answers.timeouts, errors=answers.errors, tracebacks=answers.tracebacks)
+        return Answered(told, majority, answers.failures)
 
     def _vote(self, groups: Sequence[Sequence[Answer]], verifier: str) -> Floats:
         def same(pairs: Sequence[Pair]) -> list[bool]:

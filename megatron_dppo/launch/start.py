@@ -36,7 +36,8 @@ def run(command: Command, config: Config) -> int:
     Raises:
         UserError: for what can be seen to be wrong before a rank starts.
     """
-    if _is_rank(config):
+    prepare_environment(config)
+    if is_rank():
         return rank_main(command, config, first=lambda: _look_first(command, config))
     ranks = ranks_to_start(command, config)
     if ranks == 1:
@@ -57,7 +58,8 @@ def run_again(words: Sequence[str], config: Config, job: Callable[[Config], None
         config: of which the layout, and what else a rank's environment depends on, is read.
         job: what a rank does.
     """
-    if _is_rank(config):
+    prepare_environment(config)
+    if is_rank():
         obey_launcher()
         return rank_main(job, config)
     ranks = ranks_of(config.layout, reserved=gpus_to_reserve(config.rollout))
@@ -70,12 +72,16 @@ def run_again(words: Sequence[str], config: Config, job: Callable[[Config], None
         return run_ranks(command, {**os.environ, **_for_ranks(ranks, marker)}, ranks, FirstFailure(marker))
 
 
-def _is_rank(config: Config) -> bool:
-    """Whether torchrun or srun started this process. Makes its environment ready for a rank, which it may become."""
+def prepare_environment(config: Config) -> None:
+    """Of a process that is a rank, or may become one, before anything asks CUDA how many GPUs there are."""
     outlive_readers()
     if srun_started(os.environ):
         os.environ.update(torch_environment(os.environ))
-    set_environment(config)  # before anything asks CUDA how many GPUs there are
+    set_environment(config)
+
+
+def is_rank() -> bool:
+    """Whether torchrun or srun started this process, or the launcher."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

@@ -18,7 +18,7 @@ SLOPE_BLOCK = 2048
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Below every logit. Finite, so that 0 · it is 0."""
 # What varies with packs and chunks is kept out of what Triton compiles a kernel for: compiling anew takes a second.
-# The kernels see all their arguments as tl.tensor. Triton passes what is annotated as int in 32 bits.
+# The kernels see all their arguments but the constants as tl.tensor. Triton passes what is annotated as int in 32 bits.
 
 
 def summarise(

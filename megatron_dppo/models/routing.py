@@ -210,7 +210,7 @@ class RoutingReplay:
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-GROUPS = 4
+LAYER_GROUPS = 4
 """Layers are reported in so many groups, from the first to the last, or each on its own where there are fewer."""
 
 
@@ -246,6 +246,6 @@ class ExpertLoad:
         found: dict[str, float] = {}
         for name, each in (("expert", counts), ("rank", of_ranks)):
             busiest = each.amax(dim=1).double() / counts.sum(dim=1)
-            groups = busiest.tensor_split(min(GROUPS, len(each)))
+            groups = busiest.tensor_split(min(LAYER_GROUPS, len(each)))
             found |= {f"train/busiest_{name}_{i}": float(group.mean()) for i, group in enumerate(groups, start=1)}
         return found

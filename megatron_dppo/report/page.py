@@ -21,11 +21,12 @@ from megatron_dppo.observe.summary import summarise
 from megatron_dppo.observe.timers import duration
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.report.axes import say, smoothed_at_ends
+from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.frontier import frontier
 from megatron_dppo.report.learning import learning, packs, signs, wilson
 from megatron_dppo.report.pruning import prunes, pruning
 from megatron_dppo.report.run import Run, data_of, read_runs
-from megatron_dppo.report.tables import benchmarks, cost, options, sample_answers, spent
+from megatron_dppo.report.tables import benchmarks, options, sample_answers
 from megatron_dppo.report.timing import Race, race, ratios, timing, why_no_interval
 from megatron_dppo.rl.types import Floats
 

@@ -218,7 +218,7 @@ def _of_nodes(slots: NDArray[Number], nodes: int) -> NDArray[Number]:
     return slots[:, :: slots.shape[1] // nodes]
 
 
-DRAWS, LEVELS = 2000, (0.025, 0.975)
+BOOTSTRAP_DRAWS, LEVELS = 2000, (0.025, 0.975)
 """Of the bootstrap over prompts, and of its intervals."""
 
 
@@ -311,7 +311,7 @@ def interval(of: Callable[[Ints], Floats], prompts: int) -> Interval:
         of: the figure, [...], of indices of prompts, [..., n], which may repeat.
         prompts: n.
     """
-    draws = np.random.default_rng(0).integers(0, prompts, (DRAWS, prompts))
+    draws = np.random.default_rng(0).integers(0, prompts, (BOOTSTRAP_DRAWS, prompts))
     low, high = np.nanquantile(of(draws), LEVELS)
     return Interval(float(of(np.arange(prompts))), float(low), float(high))
 

@@ -69,7 +69,7 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part(Failures):
+class _Part:
     """What one rank tells the others of its share."""
 
     metadata: StepMetadata
@@ -82,6 +82,7 @@ class _Part(Failures):
     truncated: int
     failed_weight: float
     failed_groups: int
+    failures: Failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ class Collector:
             self._world.together(lambda: self._check_roles(answers), what="look at the roles' rewards")
         groups, part = self._share(answers, selection.inclusion[self._mine(selection)])
         parts = self._world.gather(part)
-        check_failures(self._config.reward, parts, total)
+        check_failures(self._config.reward, [each.failures for each in parts], total)
         return Round(groups, parts, _window_left(selection.window, parts))
 
     def collected(self, rounds: Sequence[Round]) -> Collected:
@@ -178,7 +179,7 @@ class Collector:
         metadata = gather_metadata([p.metadata for p in parts], window=sum(each.window for each in rounds))
         rows = {int(prompt): row for row, prompt in enumerate(metadata.prompt_ids)}
         held = {rows[group.prompt.id]: group for group in groups}
-        notes = dict.fromkeys(text for p in parts for text in p.tracebacks)
+        notes = dict.fromkeys(text for p in parts for text in p.failures.tracebacks)
         if any(p.failed_groups for p in parts):
             notes["groups whose scoring failed left their step; the rest stands for the window"] = None
         return Collected(held, metadata, self._metrics(parts, metadata), tuple(notes))
@@ -319,9 +320,7 @@ class Collector:
             truncated=truncated,
             failed_weight=float(sum(1.0 / pi for pi in failed)),
             failed_groups=len(failed),
-            timeouts=answers.timeouts,
-            errors=answers.errors,
-            tracebacks=answers.tracebacks,
+            failures=answers.failures,
         )
         return groups, part
 
@@ -352,15 +351,15 @@ class Collector:
             "rollout/samples_per_prompt/mean": float(groups.sum()) / max(len(groups), 1),
             "rollout/dropped_groups": float(sum(p.failed_groups for p in parts)),
             **mean_role_rewards(metadata, self._config.rollout.roles),
-            "reward/timeouts": float(sum(p.timeouts for p in parts)),
-            "reward/errors": float(sum(p.errors for p in parts)),
+            "reward/timeouts": float(sum(p.failures.timeouts for p in parts)),
+            "reward/errors": float(sum(p.failures.errors for p in parts)),
         }
 
 
 def _offline_answers(prompts: Sequence[Prompt], offline: Mapping[int, OfflineGroup]) -> Answers:
     groups = [offline[prompt.id] for prompt in prompts]
     scores: list[list[Score | None]] = [list(group.scores) for group in groups]
-    return Answers(prompts, [group.completions for group in groups], [], scores)
+    return Answers(prompts, [group.completions for group in groups], [], scores, Failures(0, 0, ()))
 
 
 def _window_left(window: int, parts: Sequence[_Part]) -> float:

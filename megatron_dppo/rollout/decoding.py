@@ -183,7 +183,7 @@ class Decoding:
         guesses, longest = np.zeros((self._active, self._draft_tokens), np.int64), 0
         for row, (completion, made) in enumerate(rows[:, [COMPLETION, MADE]].tolist()):
             stem = self._stem_of(completion)
-            said = self._tokens[completion, max(made - ORDER, 0) : made].tolist()
+            said = self._tokens[completion, max(made - DRAFT_ORDER, 0) : made].tolist()
             guess = self._drafts.after(stem.prompt.token_ids.tobytes(), _tail(stem, said), self._draft_tokens)
             guesses[row, : len(guess)], longest = guess, max(longest, len(guess))
         return self._to_device(guesses[:, :longest])
@@ -251,7 +251,7 @@ class Decoding:
 
 def _tail(stem: Stem, tokens: list[int]) -> list[int]:
     """What was said of a completion, after as much of its stem as guesses look back."""
-    return [*stem.token_ids[-ORDER:].tolist(), *tokens]
+    return [*stem.token_ids[-DRAFT_ORDER:].tolist(), *tokens]
 
 
 def uniforms_of(stems: Sequence[Stem], sampling: Sampling, width: int) -> NDArray[np.float64]:
@@ -312,14 +312,14 @@ def entropies_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return torch.special.entr(torch.softmax(logits / temperature if temperature > 0 else logits, dim=-1)).sum(dim=-1)
 
 
-ORDER = 4
+DRAFT_ORDER = 4
 """Tokens that two completions must have in common before one is a guess for the other."""
-MOST_TOKENS = 1 << 22
+MOST_DRAFT_TOKENS = 1 << 22
 """Tokens that are kept of all prompts together; those of the prompts that were asked longest ago go first."""
 
 
 class DraftIndex:
-    """What earlier completions of each prompt said, by the last ``ORDER`` tokens before.
+    """What earlier completions of each prompt said, by the last ``DRAFT_ORDER`` tokens before.
 
         index.add(prompt, [5, 6, 7, 8, 9, 3])
         index.after(prompt, [4, 6, 7, 8, 9], most=4)
@@ -336,19 +336,19 @@ class DraftIndex:
 
         Args:
             prompt: the tokens of its prompt, as bytes.
-            tokens: the last ``ORDER`` tokens of the prompt, if it has so many, and those of the completion.
+            tokens: the last ``DRAFT_ORDER`` tokens of the prompt, if it has so many, and those of the completion.
         """
         known = self._known.setdefault(prompt, {})
         self._known.move_to_end(prompt)
         before = len(known)
-        known |= {tuple(tokens[end - ORDER : end]): (tokens, end) for end in range(ORDER, len(tokens))}
+        known |= {tuple(tokens[end - DRAFT_ORDER : end]): (tokens, end) for end in range(DRAFT_ORDER, len(tokens))}
         self._tokens += len(known) - before
-        while self._tokens > MOST_TOKENS:
+        while self._tokens > MOST_DRAFT_TOKENS:
             self._tokens -= len(self._known.popitem(last=False)[1])
 
     def after(self, prompt: bytes, tokens: Sequence[int], most: int) -> Sequence[int]:
         """A guess of at most so many tokens at what follows ``tokens`` in a completion of this prompt."""
-        tokens_and_end = self._known.get(prompt, {}).get(tuple(tokens[-ORDER:]))
+        tokens_and_end = self._known.get(prompt, {}).get(tuple(tokens[-DRAFT_ORDER:]))
         if tokens_and_end is None:
             return ()
         said, end = tokens_and_end

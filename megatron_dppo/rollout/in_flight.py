@@ -302,7 +302,8 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
 def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:
     prompt, tokens = int(metadata.prompt_ids[row]), int(metadata.prompt_lengths[row])
     if prompt >= len(pool) or len(pool[prompt].token_ids) != tokens:
-        problem = f"its checkpoint has answers to prompt {prompt} of {tokens} tokens, and no such prompt is in the pool"
+        asked = f"completions of prompt {prompt}, which has {tokens} tokens"
+        problem = f"its checkpoint holds {asked}, and no such prompt is in the pool"
         data, alone = "Resume with the data that the run began with", "begin another run.dir with its weights alone"
         raise UserError("run.dir", place.parent.parent, problem, f"{data}, or {alone}: model.checkpoint={place}")
     return pool[prompt]

@@ -15,18 +15,18 @@ from megatron_dppo.rl.types import Completion, Prompt, Score
 from megatron_dppo.rollout.engine import Completions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Failures:
     """What a rank tells of scoring that failed."""
 
-    timeouts: int = 0
-    errors: int = 0
-    tracebacks: tuple[str, ...] = ()
+    timeouts: int
+    errors: int
+    tracebacks: tuple[str, ...]
     """One for each kind of error that was never reported before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answers(Failures):
+class Answers:
     """One rank's completions with what the verifier said of them, of P prompts."""
 
     prompts: Sequence[Prompt]
@@ -36,6 +36,7 @@ class Answers(Failures):
     """[P][G], special tokens left out; of offline rollouts none."""
     scores: list[list[Score | None]]
     """[P][G], None where scoring failed."""
+    failures: Failures
 
 
 class GroupScoring:
@@ -94,9 +95,7 @@ class GroupScoring:
             completions,
             [self._texts[place] for place in places],
             [scores[place] for place in places],
-            timeouts=scored.timeouts,
-            errors=scored.errors,
-            tracebacks=tuple(scored.tracebacks),
+            Failures(scored.timeouts, scored.errors, tuple(scored.tracebacks)),
         )
 
     def abandon(self) -> None:
@@ -112,6 +111,12 @@ class GroupScoring:
             made = token_ids.tolist(), loss_mask.tolist(), completion.finish_reason, policy
             items.append(ScoreItem.of(self._prompts[place], text, *made))
         self._scoring.add(items)
+
+
+def together(parts: Sequence[Failures]) -> Failures:
+    """Those of several ranks, or of several batches; each traceback once."""
+    texts = dict.fromkeys(text for part in parts for text in part.tracebacks)
+    return Failures(sum(part.timeouts for part in parts), sum(part.errors for part in parts), tuple(texts))
 
 
 def check_failures(reward: RewardConfig, parts: Sequence[Failures], total: int) -> None:

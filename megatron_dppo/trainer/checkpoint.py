@@ -283,7 +283,9 @@ def _check_optimizers(place: Path, actor: Actor) -> None:
         written = dist_checkpointing.load_common_state_dict(str(place))["optimizer"]
     if len(optimizer_parts(actor.optimizer)) > 1 and 0 not in written:
         problem = f"{place} is of an earlier version, and has the optimizer's state of experts in another form"
-        remedy = f"Finish it with that version, or begin another run.dir with its weights: model.checkpoint={place}"
+        remedy = (
+            f"Finish the run with that version, or begin another run.dir with its weights: model.checkpoint={place}"
+        )
         raise UserError("run.dir", place.parent.parent, problem, remedy)
 
 

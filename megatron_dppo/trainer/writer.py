@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from megatron_dppo.bridge.checkpoint_folder import damaged, refusing_damage
 from megatron_dppo.bridge.checksums import Checksums, DamagedError
-from megatron_dppo.bridge.safetensors_files import fingerprint
+from megatron_dppo.bridge.fingerprint import fingerprint
 from megatron_dppo.config import Config, LoraConfig, ModelConfig
 from megatron_dppo.errors import UserError
 

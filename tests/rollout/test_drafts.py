@@ -69,7 +69,7 @@ def test_a_guess_is_what_was_said_after_the_same_four_tokens_of_the_same_prompt(
 
 
 def test_the_index_forgets_the_prompts_that_were_asked_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "MOST_TOKENS", 6)
+    monkeypatch.setattr(decoding, "MOST_DRAFT_TOKENS", 6)
     index = DraftIndex()
     for prompt in (b"a", b"b", b"a", b"c"):
         index.add(prompt, [1, 2, 3, 4, 5, 6, 7])
