@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,16 +61,21 @@ def test_a_smaller_policy_is_served_and_trained_as_any_other(
     assert all(step["train/rollout_logprob_abs_diff"] <= AGREES for step in steps)
 
 
+def rewards_with_secret(rank: int, size: int, secret: str, *arguments: Any) -> list[float]:
+    os.environ[SECRET] = secret
+    return rewards(rank, size, *arguments)
+
+
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_servers_answer_without_the_layers_that_are_absent(
-    kind: Kind, real_servers: RealServers, ranks: RankPool, served_policy: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, real_servers: RealServers, ranks: RankPool, served_policy: Path
 ) -> None:
     """Greedily, as the local engine does."""
     server, absent = real_servers.get(kind, 1), [(), (0,), (1,)]
-    monkeypatch.setenv(SECRET, server.secret)
     greedy = "layout.tp=1", "eval.samples=1"
     given = f"rollout.engine={kind}", f"rollout.servers=[{server.api.url}]"
-    calls = [(rewards, served_policy, absent, None, *greedy, *settings) for settings in ((), given)]
+    asked = server.secret, served_policy, absent, None
+    calls = [(rewards_with_secret, *asked, *greedy, *settings) for settings in ((), given)]
     (local,), (found,) = ranks.in_turn(1, *calls)
     assert len(set(local)) == 3, "each policy has answers of its own"
     assert found == pytest.approx(local, abs=0.01)
