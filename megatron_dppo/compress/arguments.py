@@ -36,7 +36,10 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         "comes last"
     )
     parser.add_argument("--config", metavar="CONFIG a.b=c", nargs="+", help=config)
-    verify = "load what was written, and compare its logits with those of MODEL without the parts that are gone"
+    verify = (
+        "load what was written, and compare its logits with those of MODEL without the parts that are gone, and with "
+        "the fitted weights of --refit"
+    )
     parser.add_argument("--verify", action="store_true", help=verify)
     dry_run = "check everything, print what would be written, and stop"
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
