@@ -2034,8 +2034,8 @@ MUTANTS = [
     ),
     Mutant(
         "compress/refit: what the next norm takes away counts",
-        "scale = 1 / wanted.norm(dim=-1, keepdim=True)",
-        "scale = torch.ones_like(wanted[:, :1])",
+        "scale = 1 / target.norm(dim=-1, keepdim=True)",
+        "scale = torch.ones_like(target[:, :1])",
         "compress/test_refit.py -k left",
     ),
     Mutant(
@@ -2052,8 +2052,8 @@ MUTANTS = [
     ),
     Mutant(
         "compress/refit: channels that go are in the length of the stream",
-        "scale = 1 / wanted.norm(dim=-1, keepdim=True)",
-        "scale = 1 / target[0][batch.valid].double().norm(dim=-1, keepdim=True)",
+        "scale = 1 / target.norm(dim=-1, keepdim=True)",
+        "scale = 1 / larger[0][batch.valid].double().norm(dim=-1, keepdim=True)",
         "compress/test_refit.py -k units_and_channels",
     ),
     Mutant(

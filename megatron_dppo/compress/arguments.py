@@ -29,7 +29,10 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     scores = "; ".join(f"{method}: {', '.join(names)}" for method, names in SCORES.items())
     parser.add_argument("--score", help=f"what is kept; the first is the default. {scores}")
     add_calibration_arguments(parser)
-    refit = "fit down projections to what is left, by least squares: residual streams as close to MODEL's as can be"
+    refit = (
+        "fit down projections to what is left, by least squares: residual streams as close to MODEL's as can be; not "
+        "with --layout or --score shapley-reward"
+    )
     parser.add_argument("--refit", action="store_true", help=refit)
     config = (
         "with which --score shapley-reward has answers made and scored: a YAML file, and settings that override it; "

@@ -87,18 +87,18 @@ class Refit:
         gram, squares = torch.zeros(len(columns), len(columns), **sums), torch.zeros((), **sums)
         cross = torch.zeros(len(columns), len(channels), **sums)
         for batch in self.batches:
-            with watched(layers[behind]) as target:
+            with watched(layers[behind]) as larger:
                 self._read(batch, behind)
             mlp = layers[layer].mlp
             features = watched(mlp) if self.of_output else watched(mlp.down_proj, inputs=True)
-            with as_cut(self.model, cut), self.applied(), watched(layers[layer]) as stream, features as linear_in:
+            with as_cut(self.model, cut), self.applied(), watched(layers[layer]) as smaller, features as given:
                 self._read(batch, layer)
-            wanted, reached, inputs = (
+            target, stream, inputs = (
                 seen[0][batch.valid][:, kept].double()
-                for seen, kept in ((target, channels), (stream, channels), (linear_in, columns))
+                for seen, kept in ((larger, channels), (smaller, channels), (given, columns))
             )
-            scale = 1 / wanted.norm(dim=-1, keepdim=True)
-            error, inputs = (wanted - reached) * scale, inputs.mul_(scale)
+            scale = 1 / target.norm(dim=-1, keepdim=True)
+            error, inputs = (target - stream) * scale, inputs.mul_(scale)
             gram.addmm_(inputs.T, inputs)
             cross.addmm_(inputs.T, error)
             squares += error.square().sum()

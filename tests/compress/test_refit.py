@@ -42,10 +42,10 @@ def streams(model: Any, answers: list[WorkedAnswer], layer: int, *, units: bool)
     return torch.cat(behind).double(), torch.cat(features).double()
 
 
-def fitted_by_hand(features: torch.Tensor, wanted: torch.Tensor, given: torch.Tensor) -> tuple[torch.Tensor, float]:
+def fitted_by_hand(features: torch.Tensor, target: torch.Tensor, given: torch.Tensor) -> tuple[torch.Tensor, float]:
     """The map, and the share that it explains. Rows that ask each coefficient to be zero stand for the ridge."""
-    scale = 1 / wanted.norm(dim=1, keepdim=True)
-    features, error = features * scale, (wanted - given) * scale
+    scale = 1 / target.norm(dim=1, keepdim=True)
+    features, error = features * scale, (target - given) * scale
     rows = (RIDGE * features.square().sum(0).mean()).sqrt() * torch.eye(features.shape[1], dtype=torch.float64)
     zeros = torch.zeros(features.shape[1], error.shape[1], dtype=torch.float64)
     change = torch.linalg.lstsq(torch.cat([features, rows]), torch.cat([error, zeros])).solution
@@ -66,9 +66,9 @@ def test_each_layer_is_fitted_to_what_those_before_it_have_left(
     small.model.layers = torch.nn.ModuleList([small.model.layers[0], small.model.layers[2]])
     small.config.num_hidden_layers = 2
     for place, (layer, behind) in enumerate([(0, 1), (2, 3)]):
-        wanted, _ = streams(model, answers, behind, units=True)
+        target, _ = streams(model, answers, behind, units=True)
         given, inputs = streams(small, answers, place, units=True)
-        change, share = fitted_by_hand(inputs, wanted, given)
+        change, share = fitted_by_hand(inputs, target, given)
         small.model.layers[place].mlp.down_proj.weight += change
         fitted = small.model.layers[place].mlp.down_proj.weight
         torch.testing.assert_close(refit.weights[layer], fitted, rtol=1e-6, atol=1e-6)
@@ -85,10 +85,10 @@ def test_a_fit_is_of_the_units_and_channels_that_stay(
     before = model.model.layers[0].mlp.down_proj.weight.clone()
     refit = Refit(model, read_shape(policy), read, torch.float64)
     refit.fit_layer(cut, 0, 0)
-    wanted, _ = streams(model, answers, 0, units=True)
+    target, _ = streams(model, answers, 0, units=True)
     with as_cut(model, cut):
         given, inputs = streams(model, answers, 0, units=True)
-    change, share = fitted_by_hand(inputs[:, units], wanted[:, channels], given[:, channels])
+    change, share = fitted_by_hand(inputs[:, units], target[:, channels], given[:, channels])
     before[np.ix_(channels, units)] += change
     torch.testing.assert_close(refit.weights[0], before, rtol=1e-6, atol=1e-6)
     assert refit.shares[0] == pytest.approx(share, abs=1e-6)
@@ -115,9 +115,9 @@ def test_experts_are_fitted_by_their_output(mixture: Path, answers: list[WorkedA
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32).eval()
     refit = Refit(model, read_shape(mixture), read, torch.float32)
     refit.fit(Cut((0,)), say=str)
-    wanted, _ = streams(model, answers, 1, units=False)
+    target, _ = streams(model, answers, 1, units=False)
     given, output = streams(model, answers, 0, units=False)
-    change, _ = fitted_by_hand(output, wanted, given)
+    change, _ = fitted_by_hand(output, target, given)
     experts = model.model.layers[0].mlp.experts.down_proj.double()
     torch.testing.assert_close(refit.weights[0].double(), experts + change @ experts, rtol=1e-4, atol=1e-4)
 
