@@ -2028,14 +2028,14 @@ MUTANTS = [
     ),
     Mutant(
         "compress/refit: padding is fitted, too",
-        "(seen[0][batch.valid].double() for seen in",
-        "(seen[0].flatten(0, 1).double() for seen in",
+        "seen[0][batch.valid][:, kept].double()",
+        "seen[0].flatten(0, 1)[:, kept].double()",
         "compress/test_refit.py -k left",
     ),
     Mutant(
         "compress/refit: what the next norm takes away counts",
-        "scale = 1 / wanted.norm(dim=-1, keepdim=True)",
-        "scale = torch.ones_like(wanted[:, :1])",
+        "scale = 1 / target.norm(dim=-1, keepdim=True)",
+        "scale = torch.ones_like(target[:, :1])",
         "compress/test_refit.py -k left",
     ),
     Mutant(
@@ -2043,6 +2043,54 @@ MUTANTS = [
         "first = min(*(layer - 1 for layer in gone)",
         "first = min(*(layer for layer in gone)",
         "compress/test_refit.py -k first_change",
+    ),
+    Mutant(
+        "compress/refit: units that go make the ridge smaller",
+        "penalty = self.ridge * gram.diagonal().mean()",
+        "penalty = self.ridge * gram.diagonal().sum() / self.shape.ffn",
+        "compress/test_refit.py -k units_and_channels",
+    ),
+    Mutant(
+        "compress/refit: channels that go are in the length of the stream",
+        "scale = 1 / target.norm(dim=-1, keepdim=True)",
+        "scale = 1 / larger[0][batch.valid].double().norm(dim=-1, keepdim=True)",
+        "compress/test_refit.py -k units_and_channels",
+    ),
+    Mutant(
+        "compress/refit: sums without an inverse are solved",
+        "if not (gram.diagonal().sum() > 0 and squares > 0):",
+        "if not squares > 0:",
+        "compress/test_refit.py -k nothing_can_be_fitted",
+    ),
+    Mutant(
+        "compress/refit: of no error a share is explained",
+        "if not (gram.diagonal().sum() > 0 and squares > 0):",
+        "if not gram.diagonal().sum() > 0:",
+        "compress/test_refit.py -k nothing_can_be_fitted",
+    ),
+    Mutant(
+        "compress/refit: fitted weights are compared as they were before they were rounded",
+        "self.weights[layer] = fitted.to(self.dtype).to(weight)",
+        "self.weights[layer] = fitted.to(weight)",
+        "compress/test_refit.py -k written",
+    ),
+    Mutant(
+        "compress/refit: the two losses are each other's",
+        '"loss_after": reader.loss(), "loss_without_refit": after}',
+        '"loss_after": after, "loss_without_refit": reader.loss()}',
+        "compress/test_refit.py -k losses",
+    ),
+    Mutant(
+        "compress/refit: progress is not told which layers are fitted",
+        "passes.advance(0, to_do=refit.reads(cut) - of_fits)",
+        "passes.advance(0)",
+        "compress/test_refit.py -k written",
+    ),
+    Mutant(
+        "report/frontier: a refit is another point of the same line",
+        '(" refit" if row.get("refit") else "")',
+        '""',
+        "report/test_page.py -k refit",
     ),
     Mutant(
         "compress/refit: the larger policy's weights are written",

@@ -29,14 +29,20 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     scores = "; ".join(f"{method}: {', '.join(names)}" for method, names in SCORES.items())
     parser.add_argument("--score", help=f"what is kept; the first is the default. {scores}")
     add_calibration_arguments(parser)
-    refit = "fit down projections to what is left, by least squares: residual streams as close to MODEL's as can be"
+    refit = (
+        "fit down projections to what is left, by least squares: residual streams as close to MODEL's as can be; not "
+        "with --layout or --score shapley-reward"
+    )
     parser.add_argument("--refit", action="store_true", help=refit)
     config = (
         "with which --score shapley-reward has answers made and scored: a YAML file, and settings that override it; "
         "comes last"
     )
     parser.add_argument("--config", metavar="CONFIG a.b=c", nargs="+", help=config)
-    verify = "load what was written, and compare its logits with those of MODEL without the parts that are gone"
+    verify = (
+        "load what was written, and compare its logits with those of MODEL without the parts that are gone, and with "
+        "the fitted weights of --refit"
+    )
     parser.add_argument("--verify", action="store_true", help=verify)
     dry_run = "check everything, print what would be written, and stop"
     parser.add_argument("--dry-run", action="store_true", help=dry_run)

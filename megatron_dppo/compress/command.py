@@ -95,10 +95,21 @@ def _check_options(chosen: argparse.Namespace) -> None:
         problem = "has the policy answer prompts, and no settings say which, and how answers are scored"
         raise UserError("--score", score, problem, "Give --config, the configuration of a run")
     for option, given in (("--verify", chosen.verify), ("--refit", chosen.refit)):
-        if given and (chosen.layout is not None or chosen.config):
-            with_option = "--layout" if chosen.layout is not None else f"--score {score}"
-            problem = "loads the whole policy in one process"
-            raise UserError(option, "true", problem, f"Leave it out with {with_option}")
+        if given:
+            check_in_one_process(option, score, chosen.layout)
+
+
+def check_in_one_process(option: str, score: str, layout: str | None) -> None:
+    """Refuse an option that loads the whole policy, where a layout or rewards take ranks.
+
+    Raises:
+        UserError: naming the option.
+    """
+    if layout is not None or score == BY_REWARD:
+        with_option = "--layout" if layout is not None else f"--score {score}"
+        raise UserError(
+            option, "true", "loads the whole policy in one process", f"Leave {option} out with {with_option}"
+        )
 
 
 def _score(chosen: argparse.Namespace) -> str:

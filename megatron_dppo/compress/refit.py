@@ -1,16 +1,17 @@
 """Down projections fitted anew, so that a smaller policy's residual stream is again close to the larger one's.
 
-Behind a layer that stays the stream should be x, that of the larger policy there, or behind the layers that go next to
-it. It is x̂. The last weight in front is the layer's down projection W, which multiplies the activations h of its
-units. W + C gives what of x − x̂ is linear in h:
+The target x is the larger policy's stream behind a layer that stays, or behind the layers that go next to it. The
+smaller policy has x̂ there, and the error is x − x̂. The layer's down projection W multiplies the activations h of its
+units. W becomes W + C, where C h predicts the error:
 
     C = argmin Σ ‖x − x̂ − C h‖² / ‖x‖² + λ ‖C‖²   over all tokens, λ = RIDGE · mean of the diagonal of Σ h hᵀ / ‖x‖²
 
-Division by ‖x‖² is for what comes next, a norm. Layers are fitted from the first to the last, each on what the smaller
-policy computes with those before, so that a fit makes up for what they have left, too. Channel pruning of convolutions
-is repaired so (1707.06168, with the shortcut's error in the target). ReplaceMe (2505.02819) fits the layer in front of
-those that go, by a map T of the output of its feed-forward, C = T W. That is done here where a layer has experts, each
-of which then has W_e + T W_e.
+x, x̂, h and the norms are of the channels and units that stay. The next norm divides by the length of the stream, and so
+does the fit. Layers are fitted from the first to the last, each on what the smaller policy computes with the fits
+before it, so that a fit makes up for the error that those leave, too. Channel pruning of convolutions is repaired so
+(1707.06168, with the shortcut's error in the target). ReplaceMe (2505.02819) fits the layer in front of those that go,
+by a map T of the output of its feed-forward, C = T W. That is done here where a layer has experts, each of which then
+has W_e + T W_e.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from typing import Any
 import torch
 
 from megatron_dppo.compress.absence import as_cut
-from megatron_dppo.compress.calibration import Batch
+from megatron_dppo.compress.calibration import Batch, count_sequences
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.process.progress import Advance
 
 RIDGE = 1e-3
-"""Of 1e-4 to 1e-1, within 1% of the least loss on ten thousand tokens for 256 units, and within 5% on a thousand."""
+"""Its loss is within 1% of the best of 1e-4, 1e-3, 1e-2 and 1e-1 on ten thousand tokens for 256 units, and within 5% on
+a thousand (docs/compress.md#refits)."""
 
 
 @dataclass(slots=True)
@@ -46,7 +49,8 @@ class Refit:
     """[hidden, feed-forward width], of experts [experts, hidden, width], by layer of the larger policy, in its sizes:
     rows of channels that go, and columns of units that go, are as they were."""
     shares: dict[int, float] = field(default_factory=dict)
-    """What the fit of a layer explains on the batches: 1 − Σ ‖x − x̂ − C h‖² / ‖x‖² over Σ ‖x − x̂‖² / ‖x‖²."""
+    """What the fit of a layer explains of the error on the batches: 1 − Σ ‖x − x̂ − C h‖² / ‖x‖² over
+    Σ ‖x − x̂‖² / ‖x‖². 0 where the layer stays as it was: there is no error, or all of h is zero."""
 
     @property
     def of_output(self) -> bool:
@@ -54,52 +58,67 @@ class Refit:
         expert's units."""
         return self.shape.experts > 0
 
-    def fit(self, cut: Cut, *, say: Callable[[str], None]) -> None:
-        """Fit every layer that stays from the first change on. Each takes two reads of every sequence, to its depth.
+    def reads(self, cut: Cut) -> int:
+        """Sequences that all fits read, each as often as it is read: twice for each fit, up to that layer."""
+        return 2 * len(layers_to_fit(cut, self.shape)) * count_sequences(self.batches)
+
+    def fit(self, cut: Cut, *, say: Callable[[str], None], advance: Advance | None = None) -> None:
+        """Fit every layer that stays from the first change on.
 
         Args:
-            say: is told how well each is fitted.
+            say: is told what each fit explains.
+            advance: is told of the :meth:`reads`.
         """
         layers = layers_to_fit(cut, self.shape)
         for number, layer in enumerate(layers):
             behind = min((kept for kept in cut.layers if kept > layer), default=self.shape.num_layers) - 1
-            self.fit_layer(cut, layer, behind)
-            share = f"{self.shares[layer]:.0%} of what the stream lacks behind layer {behind}"
-            say(f"refit {number + 1} of {len(layers)}: the down projection of layer {layer} gives {share}")
+            self.fit_layer(cut, layer, behind, advance)
+            share = f"{self.shares[layer]:.0%} of the error behind layer {behind}"
+            say(f"refit {number + 1} of {len(layers)}: the down projection of layer {layer} explains {share}")
 
     @torch.no_grad()
-    def fit_layer(self, cut: Cut, layer: int, behind: int) -> None:
-        """Fit a layer's down projection, so that its stream is the larger policy's behind another."""
+    def fit_layer(self, cut: Cut, layer: int, behind: int, advance: Advance | None = None) -> None:
+        """Fit a layer's down projection to the larger policy's stream behind another layer."""
         layers, weight = self.model.model.layers, self._parameter(layer)
-        kept: Any = slice(None) if cut.channels is None else torch.tensor(cut.channels, device=weight.device)
-        hidden = self.shape.hidden if cut.channels is None else len(cut.channels)
-        width = hidden if self.of_output else self.shape.ffn
-        gram, cross, squares = (
-            torch.zeros(size, dtype=torch.float64, device=weight.device)
-            for size in ((width, width), (width, hidden), ())
-        )
+        channels = _numbers(cut.channels, self.shape.hidden, weight)
+        units = _numbers(cut.neurons[layer] if cut.neurons else None, self.shape.ffn, weight)
+        columns = channels if self.of_output else units
+        sums: Any = {"dtype": torch.float64, "device": weight.device}
+        gram, squares = torch.zeros(len(columns), len(columns), **sums), torch.zeros((), **sums)
+        cross = torch.zeros(len(columns), len(channels), **sums)
         for batch in self.batches:
-            with watched(layers[behind]) as aim:
+            with watched(layers[behind]) as larger:
                 self._read(batch, behind)
             mlp = layers[layer].mlp
             features = watched(mlp) if self.of_output else watched(mlp.down_proj, inputs=True)
-            with as_cut(self.model, cut), self.applied(), watched(layers[layer]) as stream, features as linear_in:
+            with as_cut(self.model, cut), self.applied(), watched(layers[layer]) as smaller, features as given:
                 self._read(batch, layer)
-            wanted, given, inputs = (seen[0][batch.valid].double() for seen in (aim, stream, linear_in))
-            wanted, given = wanted[:, kept], given[:, kept]
-            scale = 1 / wanted.norm(dim=-1, keepdim=True)
-            lacking, inputs = (wanted - given) * scale, (inputs[:, kept] if self.of_output else inputs) * scale
-            gram += inputs.T @ inputs
-            cross += inputs.T @ lacking
-            squares += lacking.square().sum()
+            target, stream, inputs = (
+                seen[0][batch.valid][:, kept].double()
+                for seen, kept in ((larger, channels), (smaller, channels), (given, columns))
+            )
+            scale = 1 / target.norm(dim=-1, keepdim=True)
+            error, inputs = (target - stream) * scale, inputs.mul_(scale)
+            gram.addmm_(inputs.T, inputs)
+            cross.addmm_(inputs.T, error)
+            squares += error.square().sum()
+            if advance:
+                advance(2 * len(batch.tokens))
+        if not (gram.diagonal().sum() > 0 and squares > 0):
+            self.shares[layer] = 0.0
+            return
         penalty = self.ridge * gram.diagonal().mean()
         gram.diagonal().add_(penalty)
-        change = torch.cholesky_solve(cross, torch.linalg.cholesky(gram)).T  # [hidden, width]
+        factor = torch.linalg.cholesky(gram)
+        del gram  # before the solver copies the factor
+        change = torch.cholesky_solve(cross, factor).T  # [channels, columns]
         explained = (change.T * cross).sum() + penalty * change.square().sum()
         self.shares[layer] = float(explained / squares)
         fitted = weight.detach().to(torch.float64, copy=True)
-        rows = fitted[..., kept, :]
-        fitted[..., kept, :] = rows + (change @ rows if self.of_output else change)
+        if self.of_output:
+            fitted[..., channels, :] += change @ fitted[..., channels, :]
+        else:
+            fitted[channels[:, None], units] += change
         self.weights[layer] = fitted.to(self.dtype).to(weight)
 
     def _read(self, batch: Batch, layer: int) -> None:
@@ -140,6 +159,11 @@ class Refit:
         mlp = self.model.model.layers[layer].mlp
         weight: torch.nn.Parameter = mlp.experts.down_proj if self.shape.experts else mlp.down_proj.weight
         return weight
+
+
+def _numbers(kept: Sequence[int] | None, count: int, like: torch.Tensor) -> torch.Tensor:
+    """[parts that stay] int64, on the same device; None: all."""
+    return torch.tensor(range(count) if kept is None else kept, device=like.device)
 
 
 class _ReachedError(Exception):

@@ -33,7 +33,7 @@ from megatron_dppo.bridge.safetensors_files import stored_tensors
 from megatron_dppo.compress.arguments import as_words, options_of_both
 from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
 from megatron_dppo.compress.choose import BY_REWARD, MEASURES, SCORES, Recipe
-from megatron_dppo.compress.command import check_in_shards, compress, device, load_whole
+from megatron_dppo.compress.command import check_in_one_process, check_in_shards, compress, device, load_whole
 from megatron_dppo.compress.passes import forget
 from megatron_dppo.compress.surgery import RECORD
 from megatron_dppo.data.prompts import WorkedAnswer
@@ -124,15 +124,16 @@ def _recipe(word: str, keep: float, chosen: Namespace, shape: PolicyShape) -> Re
     try:
         recipe.check(shape)
         recipe.sizes(shape)
-        if recipe.refit and (chosen.layout is not None or score == BY_REWARD):
-            raise UserError("--refit", "true", "loads the whole policy in one process", "Leave :refit out")
+        if recipe.refit:
+            check_in_one_process("--refit", score, chosen.layout)
         if chosen.layout is not None:
             check_in_shards(recipe.score, chosen.layout)
     except UserError as error:
         named = (
             ("--methods", word) if error.setting in ("--method", "--score", "--refit") else (error.setting, error.value)
         )
-        texts = [re.sub("--(method|score)", "--methods", str(text)) for text in (error.problem, error.remedy)]
+        texts = [str(text).replace("--refit", ":refit") for text in (error.problem, error.remedy)]
+        texts = [re.sub("--(method|score)", "--methods", text) for text in texts]
         raise UserError(*named, *texts) from error
     return recipe
 
@@ -199,7 +200,9 @@ class _Sweep:
         forget(folder / "policy")  # a kill may have come when they were of no use any more
         done = json.loads((folder / "policy" / RECORD).read_text())
         row |= {key: done[key] for key in ("method", "score", "keep", "loss_before", "loss_after")}
-        row["weights"] = done["weights_after"]
+        row |= {"weights": done["weights_after"], "refit": recipe.refit}
+        if recipe.refit:
+            row["loss_without_refit"] = done["loss_without_refit"]
         self.record["whole"] |= {"weights": done["weights_before"], "loss": done["loss_before"]}
         if "tokens_per_second" not in row and self.chosen.layout is None:
             _say(f"{name}: tokens per second")

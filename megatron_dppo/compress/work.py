@@ -140,8 +140,8 @@ class Work:
             asked: prompts that are answered in the place of sequences that are read; None: none are.
             refit: is fitted to what is kept. There is a third loss then, that without it.
         """
-        losses = 3 if refit else 2
-        read = self.recipe.passes(self.shape) * (asked or len(scored)) + losses * len(others or scored)
+        losses, of_fits = (3, refit.reads(self.recipe.sizes(self.shape))) if refit else (2, 0)
+        read = self.recipe.passes(self.shape) * (asked or len(scored)) + losses * len(others or scored) + of_fits
 
         def say(text: str) -> None:
             if ranks is None or ranks.rank == 0:
@@ -149,8 +149,9 @@ class Work:
 
         with scoring(self.chosen.out, depends_on, read, ranks) as passes:
             cut = choose(reader(scored, passes), self.shape, self.recipe, say=say)
-            if refit:
-                refit.fit(cut, say=say)
+            if refit and passes.advance:
+                passes.advance(0, to_do=refit.reads(cut) - of_fits)  # which depends on the layers that go
+                refit.fit(cut, say=say, advance=passes.advance)
             return cut, _losses(reader(others or scored, passes), cut, refit) if scored else {}
 
     def write(
@@ -190,9 +191,9 @@ class Work:
             if plain is not None and not after < plain:
                 print("the refit does not lower the loss: give more sequences, or leave --refit out")
         if apart is not None:
-            print(
-                f"its logits are those of the larger policy without these parts, up to {apart:.2g} of their deviation"
-            )
+            with_fits = " and with the fitted weights" if refit else ""
+            of = f"the larger policy without these parts{with_fits}"
+            print(f"its logits are those of {of}, up to {apart:.2g} of their deviation")
         print(f"{chosen.out}: train it as any policy, with model.path={chosen.out}")
 
 

@@ -16,9 +16,9 @@ Unit = Literal["count", "bytes", "share"]
 
 
 class Advance(Protocol):
-    """So much more is done; words on how it goes."""
+    """So much more is done; words on how it goes; so much more than ``total`` is to be done, as is known now."""
 
-    def __call__(self, count: float, said: str = "") -> None: ...
+    def __call__(self, count: float, said: str = "", *, to_do: float = 0) -> None: ...
 
 
 @contextmanager
@@ -50,9 +50,10 @@ def progress(what: str, total: float, *, unit: Unit = "count", done: int = 0, sh
     with bars.Progress(*columns, console=console, redirect_stdout=not to_file, disable=hidden) as bar:
         task = bar.add_task(what, total=total, completed=done, said="")
 
-        def advance(count: float, said: str = "") -> None:
-            nonlocal spoke
-            bar.update(task, advance=count, said=said)
+        def advance(count: float, said: str = "", *, to_do: float = 0) -> None:
+            nonlocal spoke, total
+            total += to_do
+            bar.update(task, advance=count, total=total, said=said)
             now, so_far = time.monotonic(), bar.tasks[0].completed
             if shown and not drawn and now - spoke >= SAY_EVERY_S and so_far > done:
                 spoke = now

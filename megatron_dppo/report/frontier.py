@@ -28,8 +28,9 @@ def frontier(runs: Sequence[Run]) -> list[Section]:
         if without:
             parts.append(Note(f"No budget was enough for {', '.join(without)}."))
     lead = (
-        "Each line is a method and a score. On the frontier is what no other policy beats: none is as small and "
-        "better, or smaller and as good. Speeds are of transformers' generate, over the whole policy's."
+        "Each line is a method and a score, with or without a refit. On the frontier is what no other policy beats: "
+        "none is as small and better, or smaller and as good. Speeds are of transformers' generate, over the whole "
+        "policy's."
     )
     return [Section("frontier", "Smaller policies", lead, parts)] if parts else []
 
@@ -38,6 +39,11 @@ def _best(row: Record) -> float | None:
     """The best accuracy after recovery, or before it."""
     found = [of.get("accuracy") for of in (row, *row.get("recovered", ()))]
     return max(filter(is_number, found), default=None)
+
+
+def _method(row: Record) -> str:
+    """What the rows of a line have in common."""
+    return f"{row.get('method')} {row.get('score')}" + (" refit" if row.get("refit") else "")
 
 
 def _plots(run: Run, rows: Sequence[Record], best: dict[str, float | None]) -> list[Plot]:
@@ -55,10 +61,9 @@ def _plots(run: Run, rows: Sequence[Record], best: dict[str, float | None]) -> l
         forms: tuple[Form, Form],
         to: str,
     ) -> Plot:
-        methods = list(dict.fromkeys(f"{row['method']} {row['score']}" for row in rows if "method" in row))
         lines = []
-        for number, method in enumerate(methods):
-            names = [row["name"] for row in rows if f"{row.get('method')} {row.get('score')}" == method]
+        for number, method in enumerate(dict.fromkeys(_method(row) for row in rows if "method" in row)):
+            names = [row["name"] for row in rows if _method(row) == method]
             points = sorted((x[name], y[name]) for name in names if x.get(name) is not None and y[name] is not None)
             at = np.array(points, dtype=np.float64).reshape(-1, 2)
             lines.append(Line(method, f"run{number % 6}", *at.T))

@@ -177,6 +177,7 @@ def test_what_ranks_cannot_do_is_refused(
         (by_reward, "--score"),
         (["--config", "configs/quickstart.yaml"], "--config"),
         ([*by_reward, "--config", "configs/quickstart.yaml", "--verify"], "--verify"),
+        ([*by_reward, "--config", "configs/quickstart.yaml", "--refit"], "--refit"),
     ):
         assert main([*command, *words]) == 2
         assert f"error: {named} = " in capsys.readouterr().err

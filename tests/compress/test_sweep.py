@@ -55,7 +55,7 @@ def short() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def swept(policy: Path, calibration: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sweep") / "out"
-    assert main(words(policy, out, calibration, "--keep", "0.75", "--methods", "depth", "width:magnitude")) == 0
+    assert main(words(policy, out, calibration, "--keep", "0.75", "--methods", "depth", "width:magnitude:refit")) == 0
     return out
 
 
@@ -71,10 +71,12 @@ def record(out: Path) -> dict[str, Any]:
 
 def test_what_is_there_is_not_made_again(swept: Path, policy: Path, calibration: Path, tmp_path: Path) -> None:
     before = record(swept)
-    assert [row["name"] for row in before["rows"]] == ["depth-shapley-loss-0.75", "width-magnitude-0.75"]
+    assert [row["name"] for row in before["rows"]] == ["depth-shapley-loss-0.75", "width-magnitude-0.75-refit"]
     for row in before["rows"]:
         made = json.loads((swept / row["name"] / "policy" / "compress.json").read_text())
         assert (row["weights"], row["loss_after"]) == (made["weights_after"], made["loss_after"])
+        assert row["refit"] == ("refitted" in made)
+        assert row.get("loss_without_refit") == made.get("loss_without_refit")
         assert row["tokens_per_second_ratio"] > 0
     out = shutil.copytree(swept, tmp_path / "out")
     sums = out / "depth-shapley-loss-0.75" / ".policy.scoring"
@@ -144,7 +146,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         ("2ssp", "0.6", "or --methods width or depth"),
         ("zig", "0.75", "Give of 2ssp"),
         ("depth:in-a-row", "0.75", "Give another --methods, or leave --layout out"),
-        ("depth::refit", "0.75", "Leave :refit out"),
+        ("depth::refit", "0.75", "Leave :refit out with --layout"),
         ("depth:greedy:redone", "0.75", "Leave out what is behind METHOD:SCORE"),
     ],
 )
@@ -220,7 +222,7 @@ def test_no_budget_was_enough_only_where_one_was_tried(swept: Path, tmp_path: Pa
         row |= {"accuracy": 0.0, "recovered": recovered, "recovery_tokens": None}
     (out / "sweep.json").write_text(json.dumps(found))
     shown = page(read_runs([out]))
-    assert "No budget was enough for width-magnitude-0.75." in shown
+    assert "No budget was enough for width-magnitude-0.75-refit." in shown
     assert "to 95% of the whole policy&#39;s accuracy" in shown
 
 
@@ -280,13 +282,13 @@ def test_on_the_frontier_is_what_no_other_beats() -> None:
     assert [row["name"] for row in rows if row["frontier"]] == ["large", "small", "twin"]
 
 
-@pytest.mark.parametrize(("method", "name"), [("depth", "depth-shapley-loss"), ("width", "width-magnitude")])
+@pytest.mark.parametrize(
+    ("method", "name"), [("depth", "depth-shapley-loss-0.75"), ("width", "width-magnitude-0.75-refit")]
+)
 def test_a_plan_says_of_a_smaller_policy_what_it_says_of_its_directory(
     swept: Path, policy: Path, method: str, name: str
 ) -> None:
-    whole, smaller = (
-        load_config(str(CONFIG), [f"model.path={path}"]) for path in (policy, swept / f"{name}-0.75" / "policy")
-    )
+    whole, smaller = (load_config(str(CONFIG), [f"model.path={path}"]) for path in (policy, swept / name / "policy"))
     assert whole.layout.tp == 2
     planned, known = plan_smaller(make_plan(whole, Assumptions()), 0.75, method, 8), make_plan(smaller, Assumptions())
     assert (planned.pruned, planned.actor, planned.server) == (known.pruned, known.actor, known.server)

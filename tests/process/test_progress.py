@@ -71,6 +71,15 @@ def test_elsewhere_lines_say_how_far_it_is(
     )
 
 
+def test_what_is_to_do_may_become_more(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("megatron_dppo.process.progress.SAY_EVERY_S", 0.0)
+    with progress("work", 2) as advance:
+        advance(0, to_do=2)
+        advance(4)
+    said, end = capsys.readouterr().err.splitlines()
+    assert said == "work: 4 of 4, 0 s left" and end.startswith("work: 4 in 0")
+
+
 def test_what_was_done_at_the_start_takes_no_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,9 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import read_metrics
 from megatron_dppo.observe.summary import print_summary, summarise
+from megatron_dppo.report.frontier import frontier
 from megatron_dppo.report.page import page, report
+from megatron_dppo.report.parts import Plots
 from megatron_dppo.report.plot import line_plot
 from megatron_dppo.report.run import read_runs
 from megatron_dppo.settings import load_config
@@ -71,6 +73,22 @@ def test_a_run_says_within_which_bounds_prompts_were_given_completions(tmp_path:
     settings = folder / "config.yaml"
     settings.write_text(settings.read_text().replace("    rule: equal", "    rule: neyman"))
     assert "64 prompts × 8 samples (4 to 16) · seed" in write(folder).text
+
+
+def test_policies_with_and_without_a_refit_are_lines_of_their_own(tmp_path: Path) -> None:
+    alike = {"method": "width", "score": "activation", "weights": 7.0}
+    rows = [{"name": "plain", **alike, "loss_after": 0.5}]  # as sweeps wrote it before there was a refit
+    rows.append({"name": "fitted", **alike, "loss_after": 0.25, "refit": True, "loss_without_refit": 0.5})
+    sweep = {"asked": {"model": "whole"}, "whole": {"weights": 10.0, "loss": 0.1}, "rows": rows}
+    (tmp_path / "sweep.json").write_text(json.dumps(sweep))
+    (section,) = frontier(read_runs([tmp_path]))
+    (plots,) = (part for part in section.parts if isinstance(part, Plots))
+    (losses,) = (plot for plot in plots.plots if plot.title == "Loss by size")
+    assert [key.name for key in losses.key] == ["width activation", "width activation refit"]
+    assert [(label.name, label.value) for label in losses.labels] == [
+        ("width activation", "0.5"),
+        ("width activation refit", "0.25"),
+    ]
 
 
 def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
