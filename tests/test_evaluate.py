@@ -161,7 +161,7 @@ def test_failures_are_held_against_a_whole_evaluation_and_not_against_one_batch_
     answers = ["raise one", "score 1", "score 1", "score 0", "score 1", "raise two"]
     evaluator, _ = evaluator_of(tokenizer, answers, world_of(1, 0), collect_config(max_failures=0.2))
     problems = problems_of({"": pool_of(6)})
-    first, second, third = (evaluator.answer(problems[i : i + 2], keep=0, of_all=6) for i in (0, 2, 4))
+    first, second, third = (evaluator.answer(problems[i : i + 2], keep=0, of_all=6).failures for i in (0, 2, 4))
     evaluator.check_failures([first, second], 6)
     with pytest.raises(UserError, match="2 of 6 completions"):
         evaluator.check_failures([first, second, third], 6)
