@@ -286,7 +286,7 @@ def test_conversations_have_the_rewards_of_the_environments_own_rollouts() -> No
     assert sum(each.finish_reason == "length" for each in completions) == 6
     with closing(RewardWorkers("verifiers", workers=1, timeout_s=30.0)) as pool:
         found = GroupScoring(pool, tokenizer, [prompt], most_failures=99).finish([tuple(completions)])
-    assert not found.tracebacks, found.tracebacks[0]
+    assert not found.failures.tracebacks, found.failures.tracebacks[0]
     said = [("1",) if texts == ("12",) else texts for texts, _ in group]
     assert [score and score.reward for score in found.scores[0]] == told_by_rubric(config, prompt, said)
 
