@@ -8,7 +8,7 @@ makes it smaller, scored on 256 worked answers of its training data; losses are 
 ``loss_over_random`` is the loss over that of ``random`` with the same method, a mean over five draws;
 ``loss_over_whole`` is the loss over that of the whole policy. ``depth:shapley-loss:16`` and the like are Shapley
 values over 16 pairs of random halves of the layers; for ``shapley-reward`` the policy answers 256 sums of its training
-data greedily, and is rewarded for right results.
+data greedily, and is rewarded for right results. One that has no held-out answer right is not asked.
 
 Then the policy that ``--recover`` names, unless that is ``none``, is trained on by ``sft`` for 1/16, 1/8, 1/4, 1/2 and
 all of the steps, each with its own schedule, and so is a fresh policy of the same shape. ``recovery_tokens`` is the
@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -88,22 +89,17 @@ def of_seed(folder: Path, arguments: argparse.Namespace, seed: int) -> dict[str,
     init(fresh, arguments.hidden, arguments.layers, 2 * arguments.hidden, seed)
     tokens = sft(fresh, whole, arguments.steps, seed)
     found: dict[str, Any] = {"accuracy": accuracy(whole, held_out), "tokens": tokens, "losses": {}}
-    for method, scores in SCORES.items():
-        if method in ("heads", "experts"):  # heads are too few for the share, and there are no experts
-            continue
-        for score in scores:
-            for pairs in (0, PAIRS) if score.startswith("shapley") else (0,):
-                name = f"{method}:{score}" + f":{pairs}" * (pairs > 0)
-                losses = []
-                for draw in range(DRAWS if score == "random" else 1):
-                    out = folder / (name + f"-{draw}" * (draw > 0))
-                    options = ["--subnetworks", pairs] if pairs else []
-                    options += rewarded(out, seed) if score == "shapley-reward" else []
-                    compress(whole, out, arguments.keep, method, score, *options, seed=1000 * draw + seed)
-                    record = json.loads((out / "compress.json").read_text())
-                    losses.append(record["loss_after"])
-                found["losses"][name] = mean(losses)
-                found.setdefault("loss_whole", record["loss_before"])
+    for name, method, score, pairs in ways(earns=found["accuracy"] > 0):
+        losses = []
+        for draw in range(DRAWS if score == "random" else 1):
+            out = folder / (name + f"-{draw}" * (draw > 0))
+            options = ["--subnetworks", pairs] if pairs else []
+            options += rewarded(out, seed) if score == "shapley-reward" else []
+            compress(whole, out, arguments.keep, method, score, *options, seed=1000 * draw + seed)
+            record = json.loads((out / "compress.json").read_text())
+            losses.append(record["loss_after"])
+        found["losses"][name] = mean(losses)
+        found.setdefault("loss_whole", record["loss_before"])
     if arguments.recover == "none":
         return found
     small = folder / arguments.recover
@@ -113,6 +109,21 @@ def of_seed(folder: Path, arguments: argparse.Namespace, seed: int) -> dict[str,
     found["scratch"] = curve(scratch, arguments, seed, held_out)
     found["tokens_per_second_ratio"] = speed(small, held_out) / speed(whole, held_out)
     return found
+
+
+def ways(*, earns: bool) -> Iterator[tuple[str, str, str, int]]:
+    """Name, method, score and pairs of halves (0: none) of what is tried.
+
+    Args:
+        earns: whether the policy has any answer right: rewards of one that has none tell nothing.
+    """
+    for method, score in ((method, score) for method, scores in SCORES.items() for score in scores):
+        if method in ("heads", "experts"):  # heads are too few for the share, and there are no experts
+            continue
+        if score != "shapley-reward" or earns:
+            yield f"{method}:{score}", method, score, 0
+            if score.startswith("shapley"):
+                yield f"{method}:{score}:{PAIRS}", method, score, PAIRS
 
 
 def curve(start: Path, arguments: argparse.Namespace, seed: int, held_out: list[Sum]) -> list[dict[str, float]]:
@@ -126,15 +137,11 @@ def curve(start: Path, arguments: argparse.Namespace, seed: int, held_out: list[
 
 
 def summary(seeds: list[dict[str, Any]], recovered: str) -> dict[str, Any]:
-    ratios = {
-        name: mean(seed["losses"][name] / seed["losses"][f"{name.partition(':')[0]}:random"] for seed in seeds)
-        for name in seeds[0]["losses"]
-    }
+    names = [name for name in seeds[0]["losses"] if all(name in seed["losses"] for seed in seeds)]
+    by_chance = {name: f"{name.partition(':')[0]}:random" for name in names}
     ratios_of_losses = {
-        "loss_over_random": ratios,
-        "loss_over_whole": {
-            name: mean(s["losses"][name] / s["loss_whole"] for s in seeds) for name in seeds[0]["losses"]
-        },
+        "loss_over_random": {n: mean(s["losses"][n] / s["losses"][by_chance[n]] for s in seeds) for n in names},
+        "loss_over_whole": {n: mean(s["losses"][n] / s["loss_whole"] for s in seeds) for n in names},
     }
     if recovered == "none":
         return ratios_of_losses
