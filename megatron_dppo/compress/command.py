@@ -16,7 +16,7 @@ from megatron_dppo.bridge.convert import LIMITS, TOKENS, logits_dtype
 from megatron_dppo.bridge.convert_commands import naming
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.compress.absence import as_cut
-from megatron_dppo.compress.calibration import BATCH_TOKENS, batches
+from megatron_dppo.compress.calibration import BATCH_TOKENS, Batch, batches
 from megatron_dppo.compress.choose import BY_REWARD, SCORES
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.passes import Passes, forget
@@ -68,13 +68,14 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     asked = work.recipe.score != "random" or scored or chosen.verify
     model: Any = load_whole(chosen.source, work.shape, work.plan.dtype) if asked else None
 
+    def read(answers: Sequence[WorkedAnswer]) -> list[Batch]:
+        return list(batches(answers, max_tokens=chosen.max_tokens, device=device()))
+
     def reader(answers: Sequence[WorkedAnswer], passes: Passes) -> Reader:
-        read = list(batches(answers, max_tokens=chosen.max_tokens, device=device()))
-        return Whole(model, work.shape, read, passes)
+        return Whole(model, work.shape, read(answers), passes)
 
     depends_on = work.depends_on(scored, others, model.dtype if asked else None)
-    read = list(batches(scored, max_tokens=chosen.max_tokens, device=device()))
-    refit = Refit(model, work.shape, read, work.plan.dtype) if work.recipe.refit else None
+    refit = Refit(model, work.shape, read(scored), work.plan.dtype) if work.recipe.refit else None
     cut, losses = work.score(reader, scored, others, depends_on, refit=refit)
     verify = partial(_verify, model, refit) if chosen.verify else None
     work.write(cut, losses, of_others=bool(others), refit=refit, verify=verify)
@@ -88,15 +89,23 @@ def _check_options(chosen: argparse.Namespace) -> None:
         UserError: for options that do not go together.
     """
     score = _score(chosen)
-    if (score == BY_REWARD) != bool(chosen.config):
-        if chosen.config:
-            problem = f"says how answers are asked for and scored, and --score {score} asks for none"
-            raise UserError("--config", " ".join(chosen.config), problem, f"Leave it out, or give --score {BY_REWARD}")
-        problem = "has the policy answer prompts, and no settings say which, and how answers are scored"
-        raise UserError("--score", score, problem, "Give --config, the configuration of a run")
+    check_asking(score, chosen.config)
+    if chosen.config and score != BY_REWARD:
+        problem = f"says how answers are asked for and scored, and --score {score} asks for none"
+        raise UserError("--config", " ".join(chosen.config), problem, f"Leave it out, or give --score {BY_REWARD}")
     for option, given in (("--verify", chosen.verify), ("--refit", chosen.refit)):
         if given:
             check_in_one_process(option, score, chosen.layout)
+
+
+def check_asking(score: str, config: Sequence[str] | None) -> None:
+    """
+    Raises:
+        UserError: naming ``--score``, if it has the policy answer and no configuration says what.
+    """
+    if score == BY_REWARD and not config:
+        problem = "has the policy answer prompts, and no settings say which, and how answers are scored"
+        raise UserError("--score", score, problem, "Give --config, the configuration of a run")
 
 
 def check_in_one_process(option: str, score: str, layout: str | None) -> None:

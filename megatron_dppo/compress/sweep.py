@@ -33,7 +33,14 @@ from megatron_dppo.bridge.safetensors_files import stored_tensors
 from megatron_dppo.compress.arguments import as_words, options_of_both
 from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
 from megatron_dppo.compress.choose import BY_REWARD, MEASURES, SCORES, Recipe
-from megatron_dppo.compress.command import check_in_one_process, check_in_shards, compress, device, load_whole
+from megatron_dppo.compress.command import (
+    check_asking,
+    check_in_one_process,
+    check_in_shards,
+    compress,
+    device,
+    load_whole,
+)
 from megatron_dppo.compress.passes import forget
 from megatron_dppo.compress.surgery import RECORD
 from megatron_dppo.data.prompts import WorkedAnswer
@@ -117,13 +124,11 @@ def _recipe(word: str, keep: float, chosen: Namespace, shape: PolicyShape) -> Re
     rest = {name: getattr(chosen, name) for name in ("multiple", "zero_attention", "seed")}
     if score in MEASURES:
         rest["subnetworks"] = chosen.subnetworks
-    if score == BY_REWARD and not chosen.config:
-        problem = "has the policy answer prompts, and no settings say which, and how answers are scored"
-        raise UserError("--methods", word, problem, "Give --config")
     recipe = Recipe(method, score, keep, refit=bool(refit), **rest)
     try:
         recipe.check(shape)
         recipe.sizes(shape)
+        check_asking(score, chosen.config)
         if recipe.refit:
             check_in_one_process("--refit", score, chosen.layout)
         if chosen.layout is not None:

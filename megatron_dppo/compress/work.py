@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,8 @@ class Work:
         with naming("MODEL"):
             shape = read_shape(chosen.source)
             stored = check_weights(chosen.source, shape)
-        names = {
-            name: getattr(chosen, name)
-            for name in ("method", "keep", "multiple", "zero_attention", "seed", "subnetworks", "refit")
-        }
-        recipe = Recipe(score=chosen.score or SCORES[chosen.method][0], **names)
+        given = {field.name: getattr(chosen, field.name) for field in fields(Recipe)}
+        recipe = Recipe(**{**given, "score": chosen.score or SCORES[chosen.method][0]})
         recipe.check(shape)
         tensors = stored_chunks({name: stored[name] for name in expected_tensors(shape)})
         dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
@@ -149,8 +146,9 @@ class Work:
 
         with scoring(self.chosen.out, depends_on, read, ranks) as passes:
             cut = choose(reader(scored, passes), self.shape, self.recipe, say=say)
-            if refit and passes.advance:
-                passes.advance(0, to_do=refit.reads(cut) - of_fits)  # which depends on the layers that go
+            if refit:
+                if passes.advance:
+                    passes.advance(0, to_do=refit.reads(cut) - of_fits)  # which depends on the layers that go
                 refit.fit(cut, say=say, advance=passes.advance)
             return cut, _losses(reader(others or scored, passes), cut, refit) if scored else {}
 
@@ -172,7 +170,7 @@ class Work:
             verify: compares what was written with what it comes from.
         """
         chosen, shape, recipe = self.chosen, self.shape, self.recipe
-        done = {name: getattr(recipe, name) for name in ("method", "score", "keep", "seed")}
+        done = {name: getattr(recipe, name) for name in ("method", "score", "keep", "seed", "subnetworks")}
         weights = {"weights_before": parameters(shape), "weights_after": parameters(cut.shape(shape))}
         parts = {"layers": cut.layers, "zero_attention": cut.silenced, **({"refitted": refit.shares} if refit else {})}
         record = {**done, "from": chosen.named, **parts, **weights, **losses}
