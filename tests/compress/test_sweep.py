@@ -148,6 +148,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         ("depth:in-a-row", "0.75", "Give another --methods, or leave --layout out"),
         ("depth::refit", "0.75", "Leave :refit out with --layout"),
         ("depth:greedy:redone", "0.75", "Leave out what is behind METHOD:SCORE"),
+        ("depth:shapley-reward", "0.75", "Give --config, the configuration of a run"),
     ],
 )
 def test_a_sweep_s_errors_name_its_own_options(
@@ -159,6 +160,14 @@ def test_a_sweep_s_errors_name_its_own_options(
     text = said(capsys)
     assert f"error: --methods = {methods}" in text and remedy in text
     assert "--method " not in text and "--score" not in text and not (tmp_path / "out").exists()
+
+
+def test_subnetworks_without_a_shapley_value_are_refused(
+    policy: Path, calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = words(policy, tmp_path / "out", calibration, "--keep", "0.75", "--methods", "width", "depth:greedy")
+    assert main([*command, "--subnetworks", "3"]) == 2
+    assert "error: --subnetworks = 3" in said(capsys) and not (tmp_path / "out").exists()
 
 
 def test_what_is_asked_is_known_before_anything_is_made(
