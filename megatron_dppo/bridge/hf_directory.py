@@ -93,9 +93,18 @@ def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) 
 
 
 COPIED_FILES = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
-    "added_tokens.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json", "LICENSE",
-)  # fmt: skip
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE",
+)
 """Files beside the weights that are copied as they are, where the source has them."""
 MODEL_FILES = ("config.json", "*.safetensors", INDEX, *COPIED_FILES, "sft.json", "compress.json")
 """Patterns of all that is written to such a directory, by ``sft`` and ``compress`` too."""

@@ -11,8 +11,16 @@ from megatron_dppo.report.parts import Note, Part, Plots, Section, Table
 from megatron_dppo.report.plot import Line, Plot, line_plot
 from megatron_dppo.report.run import Record, Run, is_number
 
-HEAD = ("policy", "weights", "loss", "accuracy", "recovered", "tokens to recover", "speed, over the whole policy's",
-        "frontier")  # fmt: skip
+HEAD = (
+    "policy",
+    "weights",
+    "loss",
+    "accuracy",
+    "recovered",
+    "tokens to recover",
+    "speed, over the whole policy's",
+    "frontier",
+)
 
 
 def frontier(runs: Sequence[Run]) -> list[Section]:

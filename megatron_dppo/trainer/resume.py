@@ -36,8 +36,18 @@ WARM_UP = "sft.json"
 """Beside a policy that ``sft`` has written: its settings then."""
 Settings = Mapping[str, Any]
 
-RESULTS = ("model.path", "model.checkpoint", "model.lora.", "data.", "reward.", "loss.", "pruning.",
-           "rollout.temperature", "rollout.roles", "run.seed")  # fmt: skip
+RESULTS = (
+    "model.path",
+    "model.checkpoint",
+    "model.lora.",
+    "data.",
+    "reward.",
+    "loss.",
+    "pruning.",
+    "rollout.temperature",
+    "rollout.roles",
+    "run.seed",
+)
 """Settings that decide what a result is a result of, all but ``LIMITS``."""
 LIMITS = ("reward.timeout_s", "reward.workers", "reward.memory_mib", "reward.max_failures")
 PROMPTS = ("data.", "run.seed")

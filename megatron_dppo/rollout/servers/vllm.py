@@ -58,8 +58,14 @@ NO_LOGPROB = -9999.0
 DEVELOPMENT = "the environment variable VLLM_SERVER_DEV_MODE=1"
 GIVEN_BY = {
     "/inference/v1/generate": "--enable-scale-out",
-    **dict.fromkeys(("/weight_info", "/update_weight_version", "/get_world_size", "/server_info"), DEVELOPMENT),
-    **dict.fromkeys(("/pause", "/resume", "/reset_prefix_cache", "/collective_rpc"), DEVELOPMENT),
+    "/weight_info": DEVELOPMENT,
+    "/get_world_size": DEVELOPMENT,
+    "/pause": DEVELOPMENT,
+    "/resume": DEVELOPMENT,
+    "/reset_prefix_cache": DEVELOPMENT,
+    "/collective_rpc": DEVELOPMENT,
+    "/server_info": DEVELOPMENT,
+    "/update_weight_version": DEVELOPMENT,
 }
 """Routes that we cannot do without, and what a server must be started with to have them."""
 
