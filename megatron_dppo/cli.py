@@ -1,4 +1,4 @@
-"""The command line: ``megatron-dppo train``, ``sft``, ``eval``, ``probe-tree``, ``compress``, ``plan`` and others.
+"""The command line: ``megatron-dppo`` with each command of :data:`COMMANDS`.
 
 Nothing heavy is imported before a command needs it: a mistake in the settings is answered at once.
 """
@@ -6,6 +6,7 @@ Nothing heavy is imported before a command needs it: a mistake in the settings i
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import itertools
 import json
@@ -20,52 +21,65 @@ from megatron_dppo.errors import MistakesError, UserError, error_text
 from megatron_dppo.process.streams import speak_plainly
 from megatron_dppo.settings import as_yaml, load_config, load_whole, nearest
 
-EVAL_FLAGS = {
-    "samples": ("eval.samples", "K", "answers to each problem (default: 1)"),
-    "temperature": ("eval.temperature", "T", "0 is greedy (default: greedy for one sample, else rollout.temperature)"),
-    "problems": ("eval.problems", "N", "ask the first N of each benchmark (default: all)"),
-    "data": ("eval.folder", "FOLDER", "where the benchmarks' files lie"),
-    "out": ("eval.out", "FOLDER", "where answers and scores go; run again, it goes on from what is there"),
-    "against": ("eval.against", "FOLDER", "an earlier evaluation's, to compare with, problem by problem"),
+COMMANDS = {
+    "Train": {
+        "train": "Train a policy. If run.dir has a checkpoint, training resumes from it.",
+        "sft": "Fine-tune a policy on worked answers, before reinforcement learning.",
+        "launch": "Train as a NeMo-Run experiment, on this machine or on Slurm.",
+        "serve": "Run this node's rollout server, in a Slurm job beside the trainer.",
+    },
+    "Evaluate": {
+        "eval": "Score a policy on benchmarks. If --out has answers, evaluation resumes from them.",
+        "report": "Write an HTML page about a run, or a comparison of several.",
+    },
+    "Plan": {
+        "plan": "Estimate memory, time and cost of a run.",
+        "doctor": "Print the installed packages and the hardware that runs will use.",
+        "probe-tree": "Estimate whether tree sampling would help, and where to branch.",
+    },
+    "Models": {
+        "init": "Create a small Qwen3 with random weights, and its tokenizer.",
+        "export": "Write a run's policy as a Hugging Face directory, with a model card.",
+        "compress": "Make a smaller policy from a larger one.",
+        "compress sweep": "Compare smaller policies of several sizes and methods.",
+        "compress fit": "Fit the law of recovery to training curves.",
+        "compress predict": "Predict a smaller policy's loss and its recovery by that law.",
+    },
 }
-"""Options of ``eval``: the setting that each is short for, what its value is called, and its meaning."""
+"""All commands with their descriptions, as ``--help`` groups them."""
+EXAMPLE = """\
+Example:
+  megatron-dppo train configs/quickstart.yaml run.dir=runs/second optimizer.lr=1e-4
+
+Next: `bash scripts/quickstart.sh` trains a small policy without a GPU; docs/index.md explains the rest.
+`megatron-dppo COMMAND --help` lists a command's options."""
+EVAL_FLAGS = {
+    "samples": ("eval.samples", "K", "answers per problem (default: 1)"),
+    "temperature": ("eval.temperature", "T", "0: greedy (default: 0 for one sample, else rollout.temperature)"),
+    "problems": ("eval.problems", "N", "use the first N problems of each benchmark (default: all)"),
+    "data": ("eval.folder", "FOLDER", "folder of the benchmarks' files"),
+    "out": ("eval.out", "FOLDER", "folder for answers and scores"),
+    "against": ("eval.against", "FOLDER", "folder of an earlier evaluation, for a paired comparison"),
+}
+"""Options of ``eval``: the setting that each option sets, the name of its value, and its meaning."""
 
 
 class OfModule(NamedTuple):
-    """A command whose options stand in a module that is slow to import. Functions are named as ``module:name``."""
+    """A command whose options are declared in a module that is slow to import. Functions are ``module:name``."""
 
-    help: str
     options: str
-    """Is given the command's parser."""
+    """Adds the options to the command's parser."""
     job: str
-    """Is given what was chosen."""
+    """Runs the command with the parsed options."""
 
 
 OF_MODULES = {
-    "init": OfModule(
-        "make a fresh Qwen3 model directory, tokenizer included", "init:add_init_arguments", "init:init_from_arguments"
-    ),
-    "compress": OfModule(
-        "make a smaller policy from a larger one",
-        "compress.arguments:add_compress_arguments",
-        "compress.command:compress",
-    ),
-    "compress sweep": OfModule(
-        "make smaller policies of several sizes and methods, and tell what each is worth",
-        "compress.arguments:add_sweep_arguments",
-        "compress.sweep:sweep",
-    ),
-    "compress fit": OfModule(
-        "fit the law of recovery to curves", "compress.law_command:add_fit_arguments", "compress.law_command:fit_law"
-    ),
-    "compress predict": OfModule(
-        "say by that law what a smaller policy will lose, and what recovers it",
-        "compress.law_command:add_predict_arguments",
-        "compress.law_command:predict",
-    ),
-    "export": OfModule(
-        "write a run's policy for Hugging Face, with a model card", "export:add_export_arguments", "export:export"
-    ),
+    "init": OfModule("init:add_init_arguments", "init:init_from_arguments"),
+    "compress": OfModule("compress.arguments:add_compress_arguments", "compress.command:compress"),
+    "compress sweep": OfModule("compress.arguments:add_sweep_arguments", "compress.sweep:sweep"),
+    "compress fit": OfModule("compress.law_command:add_fit_arguments", "compress.law_command:fit_law"),
+    "compress predict": OfModule("compress.law_command:add_predict_arguments", "compress.law_command:predict"),
+    "export": OfModule("export:add_export_arguments", "export:export"),
 }
 MODEL = "Hugging Face directory, id on the hub, run, or checkpoint of a run (default: the model of CONFIG)"
 
@@ -90,6 +104,10 @@ def _run(arguments: Sequence[str]) -> int:
     if " ".join(arguments[:2]) in OF_MODULES:  # a command of two words
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
     parser = _parser(options_of=arguments[:1])
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    _check_command(arguments[0])
     chosen, rest = parser.parse_known_args([*_with_a_number_of_ranks(arguments)])
     # argparse takes no positional after an option: overrides that stand there come back as the rest
     options = [word for word in rest if word.startswith("-")]
@@ -98,6 +116,16 @@ def _run(arguments: Sequence[str]) -> int:
     if rest and "settings" not in chosen:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return _run_settings(chosen, [*chosen.settings, *rest]) if "settings" in chosen else _run_alone(chosen, arguments)
+
+
+def _check_command(word: str) -> None:
+    """Refuse a command that does not exist, naming the nearest one."""
+    known = [command for commands in COMMANDS.values() for command in commands]
+    if word.startswith("-") or word in known:
+        return
+    near = difflib.get_close_matches(word, known, 1)
+    remedy = f"Did you mean {near[0]}?" if near else "`megatron-dppo --help` lists the commands"
+    raise UserError("command", word, "does not exist", remedy)
 
 
 def _no_option(word: str, command: str) -> UserError:
@@ -183,41 +211,39 @@ def _read(words: Sequence[str], load: Callable[[str | None, Sequence[str]], Conf
 
 
 def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
-    """Of all commands; the options of some, which are slow to import, for ``options_of`` alone."""
+    """The parser of all commands; options that are slow to import are added for ``options_of`` alone."""
+    groups = (
+        f"{group}:\n" + "\n".join(f"  {command:<18}{what}" for command, what in commands.items())
+        for group, commands in COMMANDS.items()
+    )
     parser = argparse.ArgumentParser(
         prog="megatron-dppo",
-        description="Reinforcement learning of Qwen3 policies with Dynamic Pruning Policy Optimization.",
+        usage="megatron-dppo COMMAND ...",
+        description="Reinforcement learning for Qwen3, with Dynamic Pruning Policy Optimization (DPPO).",
+        epilog="\n\n".join((*groups, EXAMPLE)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megatron-dppo {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_commands_with_settings(commands)
-    plan = commands.add_parser("plan", help="tell beforehand what a run needs, how long it takes and what it costs")
-    what = "as for train; cluster.* says on which machines, assume.* what to assume"
-    plan.add_argument("settings", nargs="*", metavar="CONFIG a.b=c", help=what)
-    plan.add_argument("--json", action="store_true", help="print JSON")
-    what = "say, too, what it saves to `megatron-dppo compress` the policy to this share of its layers' weights"
-    plan.add_argument("--keep", metavar="SHARE", type=float, help=what)
-    how = "in which way, as compress has it (default: width)"
-    plan.add_argument("--method", choices=("width", "depth", "heads", "experts", "hidden", "minitron"), help=how)
-    multiple = "units, channels or experts left are a multiple of N, as for compress (default: 128; experts: 8)"
-    plan.add_argument("--multiple", metavar="N", type=int, help=multiple)
-    report = commands.add_parser("report", help="write one page on a run, or on several compared")
+    added = parser.add_subparsers(dest="command", required=True, prog="megatron-dppo", help=argparse.SUPPRESS)
+    parsers = {
+        command: added.add_parser(command, description=what)
+        for commands in COMMANDS.values()
+        for command, what in commands.items()
+    }
+    for command in ("train", "sft", "eval", "probe-tree", "serve", "launch"):
+        _add_settings(command, parsers[command])
+    _add_eval_arguments(parsers["eval"])
+    _add_plan_arguments(parsers["plan"])
+    report = parsers["report"]
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run: its run.dir")
     report.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
-    report.add_argument("--png", type=Path, metavar="FOLDER", help="draw the runs' pictures there as well")
-    report.add_argument("--price", type=float, help="of a GPU for an hour, in place of cluster.price_per_gpu_hour")
+    report.add_argument("--png", type=Path, metavar="FOLDER", help="also draw the runs' pictures, in this folder")
+    what = "price of one GPU-hour; overrides cluster.price_per_gpu_hour"
+    report.add_argument("--price", type=float, help=what)
     for command, of_module in OF_MODULES.items():
-        of = _add_command(commands, command, of_module.help)
         if command in options_of:
-            _imported(of_module.options)(of)
-    doctor = commands.add_parser("doctor", help="show what is installed and what will be used")
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
-def _add_command(commands: Any, command: str, what: str) -> argparse.ArgumentParser:
-    sentence = what[0].upper() + what[1:] + "."
-    parser: argparse.ArgumentParser = commands.add_parser(command, help=what, description=sentence)
+            _imported(of_module.options)(parsers[command])
+    parsers["doctor"].add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -227,42 +253,41 @@ def _imported(function: str) -> Callable[..., Any]:
     return found
 
 
-def _add_commands_with_settings(commands: Any) -> None:
-    """Those that read a run's settings."""
-    for command, what in (
-        ("train", "train a policy; run again, it resumes from the last checkpoint in run.dir"),
-        ("sft", "warm a policy up on worked answers"),
-        ("eval", "score a policy on benchmarks; run again, it goes on from the answers that are there"),
-        (
-            "probe-tree",
-            "tell where, if at all, completions should fork into a tree (rollout.tree), by a policy's gradients",
-        ),
-        ("serve", "run the rollout server of this node, in a Slurm job beside the trainer's"),
-        ("launch", "train as a NeMo-Run experiment, here or on Slurm, on the machines that cluster.* names"),
-    ):
-        of = _add_command(commands, command, what)
-        what = "a YAML file, and settings that override what it says"
-        of.add_argument("settings", nargs="*", metavar="CONFIG a.b=c", help=what)
-        of.add_argument("--print-config", action="store_true", help="print every setting with its meaning, and stop")
-        if command in ("train", "sft"):
-            what = "look for all that can be known to be wrong, with so many ranks, say what is done already, and stop"
-            of.add_argument("--check", nargs="?", const=0, type=int, metavar="RANKS", help=what)
-        if command == "launch":
-            of.add_argument("--executor", choices=("local", "slurm"), default="local", help="where to run")
-            of.add_argument("--dry-run", action="store_true", help="print the job as a script that runs as it is")
-            of.add_argument("--detach", action="store_true", help="on Slurm, do not wait for the end")
-        if command == "eval":
-            _add_eval_arguments(of)
-        if command == "probe-tree":
-            of.add_argument("--model", metavar="FOLDER", help=MODEL)
-            what = "places, in shares of the mean response's length (default: probe.at)"
-            of.add_argument("--at", metavar="A,…", help=what)
+def _add_settings(command: str, parser: argparse.ArgumentParser) -> None:
+    """The arguments of a command that reads a run's settings."""
+    what = "a YAML file, and settings that override it"
+    parser.add_argument("settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=what)
+    parser.add_argument("--print-config", action="store_true", help="print every setting with its meaning, and exit")
+    if command in ("train", "sft"):
+        what = "validate settings, data and functions for RANKS ranks, print progress, and exit"
+        parser.add_argument("--check", nargs="?", const=0, type=int, metavar="RANKS", help=what)
+    if command == "launch":
+        what = "where to run (default: %(default)s)"
+        parser.add_argument("--executor", choices=("local", "slurm"), default="local", help=what)
+        parser.add_argument("--dry-run", action="store_true", help="print the job as a script that can be submitted")
+        parser.add_argument("--detach", action="store_true", help="do not wait for the end of a Slurm job")
+    if command == "probe-tree":
+        parser.add_argument("--model", metavar="FOLDER", help=MODEL)
+        what = "branching points, as fractions of the mean response length (default: probe.at)"
+        parser.add_argument("--at", metavar="A,…", help=what)
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    what = "as for train; cluster.* describes the machines, assume.* the assumptions"
+    parser.add_argument("settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=what)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    what = "also estimate the savings from compressing the policy to this fraction of its layers' weights"
+    parser.add_argument("--keep", metavar="FRACTION", type=float, help=what)
+    methods = ("width", "depth", "heads", "experts", "hidden", "minitron")
+    parser.add_argument("--method", choices=methods, help="method of compression (default: width)")
+    what = "keep a multiple of N units, channels or experts (default: 128; experts: 8)"
+    parser.add_argument("--multiple", metavar="N", type=int, help=what)
 
 
 def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     """The options beside CONFIG and overrides."""
     parser.add_argument("--model", metavar="FOLDER", help=MODEL)
-    what = "names with commas between, NAME=FILE for a file of your own (default: what CONFIG holds out)"
+    what = "comma-separated names; NAME=FILE for your own (default: data.eval and eval.benchmarks of CONFIG)"
     parser.add_argument("--benchmarks", metavar="NAME,…", help=what)
     for flag, (_, value, meaning) in EVAL_FLAGS.items():
         parser.add_argument(f"--{flag}", metavar=value, help=meaning)

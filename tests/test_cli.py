@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo import __version__
-from megatron_dppo.cli import OF_MODULES, _imported, main
+from megatron_dppo.cli import COMMANDS, OF_MODULES, _imported, main
 from megatron_dppo.config import Config
 from megatron_dppo.errors import WIDTH, UserError, error_text
 from megatron_dppo.settings import load_config
@@ -86,12 +87,39 @@ def test_a_mistake_ends_with_2_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [[], ["trian"], ["init", "a", "--stpes", "3"]])
-def test_a_wrong_command_line_shows_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_option_shows_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        main(["init", "a", "--stpes", "3"])
     assert ended.value.code == 2
     assert "usage: megatron-dppo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("word", "remedy"), [("trian", "Did you mean train?"), ("xyzzy", "lists the commands")])
+def test_an_unknown_command_names_the_nearest(word: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word, "configs/quickstart.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert f"error: command = {word}\n" in said and remedy in said
+
+
+def test_no_command_shows_what_help_shows_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    alone = capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == alone
+    shown = re.findall(r"^  ([a-z-]+(?: [a-z]+)?)  +[A-Z].*\.$", alone, re.MULTILINE)
+    assert shown == [command for commands in COMMANDS.values() for command in commands]
+
+
+@pytest.mark.parametrize("command", [command for commands in COMMANDS.values() for command in commands])
+def test_each_command_describes_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    assert said.startswith(f"usage: megatron-dppo {command} ")
+    assert next(commands[command] for commands in COMMANDS.values() if command in commands) in said
 
 
 def test_an_option_that_is_a_setting_elsewhere_is_answered_with_how_settings_are_written(
