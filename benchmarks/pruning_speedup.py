@@ -138,14 +138,14 @@ class Run:
         return self.phases["rollout"] / sum(self.phases.values())
 
 
-def train(name: str, seed: int, words: Sequence[str], folder: Path, *, accuracy: float) -> Run:
-    """One run, of ``words`` (a configuration and its overrides), in a folder that is gone afterwards."""
+def trained(words: Sequence[str], folder: Path, *, seed: int) -> list[dict[str, float]]:
+    """The rows of metrics of one run of ``words``, a configuration and its overrides; its folder is gone afterwards."""
     own = [f"run.dir={folder}", f"run.seed={seed}", "run.export=false", "run.checkpoint_every=0"]
     command = [sys.executable, "-m", "megatron_dppo", "train", *words, *own]
     subprocess.run(command, check=True, stdout=sys.stderr)
-    run = measure(name, seed, read_metrics(folder), accuracy)
+    rows = read_metrics(folder)
     shutil.rmtree(folder)
-    return run
+    return rows
 
 
 def measure(name: str, seed: int, rows: Sequence[dict[str, float]], accuracy: float) -> Run:
@@ -185,14 +185,14 @@ def crossing(rows: Sequence[dict[str, float]], accuracy: float) -> float | None:
     return None
 
 
-def ratio(runs: Sequence[Run], name: str, figure: str) -> dict[str, Any] | None:
-    """Unpruned over pruned, by seed: geometric mean, 95% interval, and how many seeds have the figure in both arms."""
+def ratio(runs: Sequence[Run], name: str, figure: str, *, baseline: str = BASELINE) -> dict[str, Any] | None:
+    """Baseline over arm, by seed: geometric mean, 95% interval, and how many seeds have the figure in both arms."""
     values = {(run.arm, run.seed): getattr(run, figure) for run in runs}
     seeds = sorted({run.seed for run in runs})
     logs = [
-        math.log(values[BASELINE, seed] / values[name, seed])
+        math.log(values[baseline, seed] / values[name, seed])
         for seed in seeds
-        if values.get((BASELINE, seed)) and values.get((name, seed))
+        if values.get((baseline, seed)) and values.get((name, seed))
     ]
     if not logs:
         return None
@@ -288,11 +288,11 @@ def main() -> None:
     words = [str(options.config), *task.settings, f"model.path={options.policy or task.policy}"]
     words += [f"eval.every={options.eval_every}"]
 
-    def trained(name: str, number: int) -> Run:
+    def run_of(name: str, number: int) -> Run:
         steps = options.steps if name == BASELINE else options.pruned_steps or options.steps
         settings = [*words, f"run.steps={steps}", *ARMS[name], *options.settings]
-        place = folder / f"{names.index(name)}-{number}"
-        run = train(name, options.first_seed + number, settings, place, accuracy=accuracy)
+        seed = options.first_seed + number
+        run = measure(name, seed, trained(settings, folder / f"{names.index(name)}-{number}", seed=seed), accuracy)
         if not options.json:
             print(run, flush=True)
         return run
@@ -300,7 +300,7 @@ def main() -> None:
     try:
         with ThreadPoolExecutor(options.jobs) as pool:
             wanted = [(name, number) for number in range(options.seeds) for name in names]
-            runs = list(pool.map(lambda each: trained(*each), wanted))
+            runs = list(pool.map(lambda each: run_of(*each), wanted))
     finally:
         shutil.rmtree(folder)
     report = {"task": options.task, **compare(runs, accuracy)}

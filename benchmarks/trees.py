@@ -267,12 +267,15 @@ def trainings(
     branches = json.dumps([{"at": at, "children": m} for at, m in forks])
     arms = {pruning_speedup.BASELINE: [], best: [f"rollout.tree.branches={branches}"]}
     runs = [
-        pruning_speedup.train(
+        pruning_speedup.measure(
             name,
             seed,
-            ["configs/quickstart.yaml", *words, *more, f"run.steps={options.steps}", "eval.every=4"],
-            folder / "training",
-            accuracy=ACCURACY[task],
+            pruning_speedup.trained(
+                ["configs/quickstart.yaml", *words, *more, f"run.steps={options.steps}", "eval.every=4"],
+                folder / "training",
+                seed=seed,
+            ),
+            ACCURACY[task],
         )
         for seed in range(1, options.seeds + 1)
         for name, more in arms.items()
