@@ -72,11 +72,12 @@ WAYS = (
     Way(r"ruff check \. && ruff format --check \.", "elsewhere", by=("scripts/test.sh", "ruff format --check .")),
     Way(r"pip install \"\.\[wandb,mlflow,trackio\]\"", "elsewhere", by=(CI, ",wandb,mlflow,trackio")),
     Way(r"mypy", "elsewhere", by=("scripts/test.sh", "mypy")),
+    Way(r"source \.venv/bin/activate", "elsewhere", by=("scripts/quickstart.sh", "source $(printf")),
     # Looking, planning, checking.
     Way(r"megatron-dppo doctor"),
     Way(r"megatron-dppo plan CONFIG", replace=PLACEHOLDERS),
     Way(r"megatron-dppo plan configs/\S+ --keep .*"),
-    Way(r"megatron-dppo plan configs/\S+ .*cluster.*"),
+    Way(r"megatron-dppo plan configs/\S+( .*cluster.*)?"),
     Way(r"megatron-dppo train configs/quickstart\.yaml --(check|print-config)"),
     Way(r"megatron-dppo train CONFIG", replace=PLACEHOLDERS, append="--check"),
     Way(r"megatron-dppo train CONFIG --check RANKS", replace={**PLACEHOLDERS, "RANKS": "2"}),

@@ -1,0 +1,86 @@
+"""The README is short and plain, and its figures are those of the stored measurements and of the planner."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from megatron_dppo.estimate.assumptions import GIB, read_assumptions
+from megatron_dppo.estimate.plan import make_plan
+from megatron_dppo.settings import load_config
+from tests.docs.documents import ROOT, prose, text_of
+
+README = "README.md"
+CURVE: dict[str, Any] = json.loads((ROOT / "benchmarks/results/speed_curve.json").read_text())
+ROW = re.compile(r"^.*\|.*$", re.MULTILINE)
+LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+
+
+def _cells() -> list[str]:
+    rows = [row.strip("| ") for row in ROW.findall(prose(README)) if not re.fullmatch(r"[-| :]+", row)]
+    return [LINK.sub(r"\1", cell).strip() for row in rows for cell in row.split("|")]
+
+
+def _sentences() -> list[str]:
+    """Those of paragraphs and of lists; a picture's text alternative is one paragraph."""
+    text = LINK.sub(r"\1", ROW.sub("", prose(README)))
+    blocks = re.split(r"\n\s*\n|\n(?=[-#>] )", text)
+    return [part for block in blocks for part in re.split(r"(?<=[.?!:])\**\s+", " ".join(block.split())) if part]
+
+
+def test_it_is_short_and_plain() -> None:
+    assert len(text_of(README).split()) <= 900
+    assert [sentence for sentence in _sentences() if len(sentence.split()) > 30] == []
+    assert [cell for cell in _cells() if len(cell.split()) > 20] == []
+    assert [text for text in (*_sentences(), *_cells()) if re.match(r"\W*(Of|What) ", text)] == []
+
+
+def _said_of_the_curve() -> list[str]:
+    """What a page that shows the picture has to say of it."""
+    arms, smaller = CURVE["arms"], CURVE["smaller"]
+    strong, default = arms["pruned, strong"], arms["pruned, default"]
+    prompts = re.search(r"\d+", smaller)
+    assert prompts is not None
+    return [
+        f"{default['step_time_ratio']['ratio']:.1f} to {strong['step_time_ratio']['ratio']:.1f} times",
+        f"{strong['time_ratio']['ratio']:.1f} times as fast as 64 unpruned prompts",
+        f"{prompts[0]} unpruned prompts a step were as fast as pruning",
+        *(f"{arm['seconds_to_accuracy']:.0f} s" for arm in arms.values()),
+    ]
+
+
+def test_the_smaller_batch_is_within_the_noise_of_pruning() -> None:
+    for arm in ("pruned, default", "pruned, strong"):
+        low, high = CURVE["arms"][arm]["time_ratio_to_smaller"]["interval"]
+        assert low < 1 < high
+
+
+@pytest.mark.parametrize("said", _said_of_the_curve())
+def test_the_curve_s_figures_are_those_that_are_stored(said: str) -> None:
+    assert said in " ".join(text_of(README).split())
+
+
+def test_every_run_of_the_curve_is_stored_with_its_origin() -> None:
+    assert {"command", "commit", "processor", "date"} <= CURVE.keys()
+    runs = [(run["arm"], run["seed"]) for run in CURVE["runs"]]
+    assert sorted(runs) == sorted((arm, seed) for arm in CURVE["arms"] for seed in range(1, CURVE["seeds"] + 1))
+
+
+def test_planned_figures_are_the_planner_s() -> None:
+    rows = dict(re.findall(r"^\[[\w.-]+\]\(configs/(\S+)\) \| (.*) \| \S+$", text_of(README), re.MULTILINE))
+    assert rows.keys() == {file.name for file in (ROOT / "configs").glob("qwen3_*.yaml")}
+    for name, shown in rows.items():
+        made = make_plan(load_config(str(ROOT / "configs" / name), []), read_assumptions([]))
+        gpus = f"{made.placement.ranks}+{sum(made.placement.servers)}"
+        seconds = f"{made.unpruned.seconds:.0f} | {made.pruned.seconds:.0f}"
+        assert shown == f"{gpus} | {made.actor.total / GIB:.0f} | {seconds}", name
+
+
+def test_each_result_stands_on_the_page_that_it_links_to() -> None:
+    rows = re.findall(r"^\[[^\]]+\]\((docs/[\w.]+\.md)[^)]*\)[^|\n]*\| (.+)$", text_of(README), re.MULTILINE)
+    assert 4 <= len(rows) <= 8
+    for page, figure in rows:
+        assert figure in text_of(page), f"{figure} is not on {page}"
