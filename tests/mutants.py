@@ -406,6 +406,18 @@ MUTANTS = [
         "rl/test_objectives.py",
     ),
     Mutant(
+        "loss/rounding of double precision alone",
+        "ROUNDING = 2.0**-21",
+        "ROUNDING = 2.0**-50",
+        "rl/test_rounding.py",
+    ),
+    Mutant(
+        "loss/rounding at one scale alone",
+        "np.abs(rewards)).max(axis=1, keepdims=True, initial=0.0)",
+        "1.0).max(axis=1, keepdims=True, initial=0.0)",
+        "rl/test_rounding.py",
+    ),
+    Mutant(
         "loss/normaliser of what was rolled out",
         "return float(prompts * group_size)",
         "return float(len(sampled_lengths) * group_size)",
@@ -1633,7 +1645,7 @@ MUTANTS = [
     ),
     Mutant(
         "rewards/half right is correct",
-        "reward >= 1.0 if accuracy is None",
+        "is_right(reward) if accuracy is None",
         "reward > 0.0 if accuracy is None",
         "rewards/test_functions.py",
     ),

@@ -24,6 +24,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import PromptPool, offline_prompts
 from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import Tokenizer
+from megatron_dppo.rl.rounding import is_right
 from megatron_dppo.rl.types import Bools, Completion, Ints, Score, VersionSpan
 
 OFFLINE = -1
@@ -148,4 +149,4 @@ def _score(given: Mapping[str, Any]) -> Score:
     reward, correct = given.get("reward"), given.get("correct")
     if not isinstance(reward, int | float) or not abs(reward) <= LARGEST_REWARD:  # NaN is none
         raise _BadError(f"has the reward {reward!r:.60}", f"Give a number within ±{LARGEST_REWARD:g}")
-    return Score(float(reward), reward >= 1.0 if correct is None else bool(correct))
+    return Score(float(reward), is_right(reward) if correct is None else bool(correct))

@@ -25,6 +25,7 @@ from megatron_dppo.rewards.adapters import (
     columns_wanted,
 )
 from megatron_dppo.rewards.math.completion import stated_answer
+from megatron_dppo.rl.rounding import is_right
 
 SETTING = "reward.function"
 BUILTIN = {
@@ -156,7 +157,7 @@ def to_score(returned: object) -> tuple[float, bool]:
     reward = _number(score, returned)
     if accuracy != accuracy:
         raise InvalidScoreError("an 'acc' that is not a number", returned)
-    return reward, reward >= 1.0 if accuracy is None else bool(accuracy)
+    return reward, is_right(reward) if accuracy is None else bool(accuracy)
 
 
 def role_rewards(returned: object) -> dict[str, float]:
@@ -227,4 +228,4 @@ def reasoning_gym_score(
         score = float(verify(answer, entry))
     except (ArithmeticError, AssertionError, AttributeError, LookupError, SyntaxError, TypeError, ValueError):
         score = 0.0
-    return {"score": score, "acc": score >= 1.0, "pred": answer}
+    return {"score": score, "acc": is_right(score), "pred": answer}

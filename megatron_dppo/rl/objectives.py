@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Bools, Floats, Ints
 
 if TYPE_CHECKING:  # prune() is used where there is neither pydantic nor torch
@@ -116,9 +117,9 @@ def objective_for(loss: LossConfig) -> Objective:
 def advantages(rewards: Floats, *, normalise: bool) -> Floats:
     """How much better each completion was than its group: r − mean, or (r − mean)/std of the group.
 
-    DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO (arXiv:2503.20783). Whether a group is
-    mixed is decided on the rewards themselves: the mean of equal numbers need not equal them in floating point, and
-    rounding errors divided by their own standard deviation would be of size one.
+    DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO (arXiv:2503.20783). Rewards that
+    differ by rounding are equal, see ``without_rounding``. Whether a group is mixed is decided on the rewards: the mean
+    of equal numbers need not equal them in floating point.
 
     Args:
         rewards: [Q, G].
@@ -127,6 +128,7 @@ def advantages(rewards: Floats, *, normalise: bool) -> Floats:
     Returns:
         [Q, G]; exactly 0.0 in every group whose rewards are all equal.
     """
+    rewards = without_rounding(rewards)
     mixed = (rewards != rewards[:, :1]).any(axis=1, keepdims=True)
     deviation = np.where(mixed, rewards - rewards.mean(axis=1, keepdims=True), 0.0)
     if not normalise:

@@ -93,6 +93,7 @@ def test_file_that_fails_while_it_is_imported_is_refused(tmp_path: Path) -> None
         ({"score": 0.5, "acc": True}, (0.5, True)),
         ({"score": 1.5, "acc": False, "pred": "7"}, (1.5, False)),
         ({"score": 1.0}, (1.0, True)),
+        (0.7 + 0.2 + 0.1, (0.7 + 0.2 + 0.1, True)),
         (OrderedDict(score=-1, acc=None), (-1.0, False)),
     ],
 )
