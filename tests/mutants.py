@@ -1638,6 +1638,24 @@ MUTANTS = [
         "rewards/test_workers.py::test_completion_whose_worker_was_killed_once_is_scored_by_another",
     ),
     Mutant(
+        "rewards/a box in thoughts that were cut off",
+        "opening in answer or (not closed",
+        "(not closed",
+        "rewards/test_thoughts.py",
+    ),
+    Mutant(
+        "rewards/thoughts that the prompt opens",
+        "and prompt.rstrip().endswith(opening)",
+        "and opening in prompt",
+        "rewards/test_thoughts.py",
+    ),
+    Mutant(
+        "rewards/tags are left out with the special tokens",
+        "if not special.keys() & self._tags:",
+        "if True:",
+        "rewards/test_thoughts.py",
+    ),
+    Mutant(
         "rewards/not a number",
         "if not math.isfinite(reward):",
         "if False:",

@@ -19,12 +19,13 @@ from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.rewards.adapters import (
     GroupScorer,
     RewardFunction,
+    ScoreItem,
     Scorer,
     UnfitFunctionError,
     adapted,
     columns_wanted,
 )
-from megatron_dppo.rewards.math.completion import stated_answer
+from megatron_dppo.rewards.math.completion import THINKING_TAGS, after_thoughts, stated_answer
 from megatron_dppo.rl.rounding import is_right
 
 SETTING = "reward.function"
@@ -54,12 +55,16 @@ class InvalidScoreError(ValueError):
         super().__init__(f"the reward function returned {kind}: {value!r:.200}")
 
 
-def resolve(spec: str) -> Scorer | GroupScorer:
+def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer | GroupScorer:
     """The function that ``reward.function`` names: ``math``, ``exact``, ``module:function`` or ``file.py:function``.
 
     Modules are looked for in the working directory too; a file can import its neighbours. What is returned takes one
     :class:`~megatron_dppo.rewards.adapters.ScoreItem`, whichever trainer the function was written for, or those of all
     completions of a prompt.
+
+    Args:
+        spec: ``reward.function``.
+        thinking_tags: ``reward.thinking_tags``, for ``math`` and ``exact``.
 
     Raises:
         UserError: if it cannot be found, imported or called so.
@@ -73,8 +78,10 @@ def resolve(spec: str) -> Scorer | GroupScorer:
     function = load_function(SETTING, BUILTIN.get(spec, spec))
     if spec == "verifiers":
         return GroupScorer(function)
+    if spec in OF_TEXT:
+        return _of_text(function, thinking_tags)
     try:
-        return adapted(_of_text(function) if spec in OF_TEXT else function)
+        return adapted(function)
     except UnfitFunctionError as error:
         remedy = "Give it verl's four parameters, or slime's (args, sample), or TRL's (completions, **columns)"
         raise UserError(SETTING, spec, str(error), remedy) from error
@@ -134,10 +141,10 @@ def label_text(label: object) -> str:
     return as_text(label)
 
 
-def _of_text(function: RewardFunction) -> RewardFunction:
-    @functools.wraps(function)
-    def compare(*, ground_truth: object, **rest: Any) -> Any:
-        return function(ground_truth=label_text(ground_truth), **rest)
+def _of_text(function: RewardFunction, tags: Sequence[str]) -> Scorer:
+    def compare(item: ScoreItem) -> Any:
+        label = label_text(item.label)
+        return function(item.data_source, item.solution, label, prompt=item.rendered, thinking_tags=tags)
 
     return compare
 
@@ -195,8 +202,18 @@ def details(returned: object) -> tuple[str | None, tuple[str, ...]]:
     return None if answer is None else str(answer), tuple(map(str, by)) if isinstance(by, tuple | list) else ()
 
 
-def exact_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """1 if the text after the last number sign, or the whole answer where there is none, is the label; else 0."""
+def exact_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Any = None,
+    *,
+    prompt: str = "",
+    thinking_tags: Sequence[str] = THINKING_TAGS,
+) -> float:
+    """1 if the text after the last number sign, or the whole text if there is none, is the label; else 0. The thoughts
+    are no part of the text, see :func:`~megatron_dppo.rewards.math.completion.after_thoughts`."""
+    solution_str = after_thoughts(solution_str, prompt, thinking_tags)
     return float(solution_str.rpartition("#")[2].strip() == ground_truth.rpartition("#")[2].strip())
 
 

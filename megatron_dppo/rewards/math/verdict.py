@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dppo.rewards.math.algebra import same_algebra, same_real_set
-from megatron_dppo.rewards.math.completion import plain_number, said_answer, stated_answer, stated_boxes
+from megatron_dppo.rewards.math.completion import (
+    THINKING_TAGS,
+    after_thoughts,
+    plain_number,
+    said_answer,
+    stated_answer,
+    stated_boxes,
+)
 from megatron_dppo.rewards.math.notation import (
     OPEN_SET,
     Bracketed,
@@ -269,18 +276,27 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def math_verdict(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+def math_verdict(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Any = None,
+    *,
+    prompt: str = "",
+    thinking_tags: Sequence[str] = THINKING_TAGS,
+) -> dict[str, Any]:
     r"""``score``: 1 if the answer equals the label as mathematics, else 0; ``pred``: the answer; ``by``: why it is.
 
-    The answer is what stands in the last ``\boxed{}`` (in all of them, where several are listed), else after the last
-    ``####`` or ``#``, else what :func:`~megatron_dppo.rewards.math.completion.said_answer` finds. The label may be
-    marked in the same way, or be the bare answer. This function has no time limit: the process that it runs in is
-    killed when the time is over.
+    The answer stands after the thoughts, see :func:`~megatron_dppo.rewards.math.completion.after_thoughts`: in the last
+    ``\boxed{}`` (in all of them, where several are listed), else after the last ``####`` or ``#``, else what
+    :func:`~megatron_dppo.rewards.math.completion.said_answer` finds. The label may be marked in the same way, or be the
+    bare answer. This function has no time limit: the process that it runs in is killed when the time is over.
 
     Raises:
         ValueError: if the label is empty: a fault of the data, not of the answer.
     """
     label = stated_answer(ground_truth) or ground_truth
+    solution_str = after_thoughts(solution_str, prompt, thinking_tags)
     answer = stated_answer(solution_str)
     if answer is None:
         answer = said_answer(solution_str)
