@@ -1656,6 +1656,24 @@ MUTANTS = [
         "rewards/test_thoughts.py",
     ),
     Mutant(
+        "rewards/a word is true",
+        "return bool(number) if number in (0.0, 1.0) else None",
+        "return bool(value)",
+        "rl/test_given.py",
+    ),
+    Mutant(
+        "teacher/likelier than certain",
+        "(logprobs <= LOGPROB_ROUNDING)",
+        "(logprobs <= np.inf)",
+        "rollout/test_teachers.py -k log_probabilities_are_none",
+    ),
+    Mutant(
+        "offline/half a token is trained on",
+        "if not np.isin(mask, (0, 1)).all():",
+        "if False:",
+        "test_offline.py -k bad_row",
+    ),
+    Mutant(
         "rewards/not a number",
         "if not math.isfinite(reward):",
         "if False:",
@@ -1663,8 +1681,8 @@ MUTANTS = [
     ),
     Mutant(
         "rewards/half right is correct",
-        "is_right(reward) if accuracy is None",
-        "reward > 0.0 if accuracy is None",
+        "return reward, is_right(reward)\n",
+        "return reward, reward > 0.0\n",
         "rewards/test_functions.py",
     ),
     Mutant(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -26,6 +25,7 @@ from megatron_dppo.rewards.adapters import (
     columns_wanted,
 )
 from megatron_dppo.rewards.math.completion import THINKING_TAGS, after_thoughts, stated_answer
+from megatron_dppo.rl.given import as_number, as_truth
 from megatron_dppo.rl.rounding import is_right
 
 SETTING = "reward.function"
@@ -153,18 +153,20 @@ def to_score(returned: object) -> tuple[float, bool]:
     """The reward, and whether the completion is correct: ``acc`` where there is one, else a score of 1 or more.
 
     Raises:
-        InvalidScoreError: for anything but a number within ±``LARGEST``, or a mapping with one under ``score``.
+        InvalidScoreError: for anything but a number within ±``LARGEST``, or a mapping with one under ``score``; for an
+            ``acc`` that is neither true nor false, 1 nor 0.
     """
-    accuracy: object = None
-    score = returned
+    score, accuracy = returned, None
     if isinstance(returned, Mapping):
         if "score" not in returned:
             raise InvalidScoreError("a mapping without 'score'", returned)
         score, accuracy = returned["score"], returned.get("acc")
     reward = _number(score, returned)
-    if accuracy != accuracy:
-        raise InvalidScoreError("an 'acc' that is not a number", returned)
-    return reward, is_right(reward) if accuracy is None else bool(accuracy)
+    if accuracy is None:
+        return reward, is_right(reward)
+    if (correct := as_truth(accuracy)) is None:
+        raise InvalidScoreError("an 'acc' that is neither true nor false", returned)
+    return reward, correct
 
 
 def role_rewards(returned: object) -> dict[str, float]:
@@ -180,12 +182,8 @@ def role_rewards(returned: object) -> dict[str, float]:
 
 
 def _number(score: object, returned: object) -> float:
-    if not isinstance(score, numbers.Real):
+    if (reward := as_number(score)) is None:
         raise InvalidScoreError(f"a {type(score).__name__} for a score", returned)
-    try:
-        reward = float(score)
-    except OverflowError:  # an integer of 400 digits
-        reward = math.inf
     if not math.isfinite(reward):
         raise InvalidScoreError("a score that is not finite", returned)
     if abs(reward) > LARGEST:
