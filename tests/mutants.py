@@ -311,9 +311,21 @@ MUTANTS = [
     ),
     Mutant(
         "loss/sequence ratio without a gradient",
-        "torch.exp(self.sequences.sums(log_ratio, mean=True) + self.logprobs - self.logprobs.detach())",
-        "torch.exp(self.sequences.sums(log_ratio, mean=True) + 0.0 * self.logprobs)",
+        "ratio_of(self.sequences.sums(log_ratio, mean=True) + self.logprobs - self.logprobs.detach())",
+        "ratio_of(self.sequences.sums(log_ratio, mean=True) + 0.0 * self.logprobs)",
         "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/an infinite ratio",
+        "return torch.exp(capped) * (1.0 + (log_ratio - capped))",
+        "return torch.exp(log_ratio)",
+        "rl/test_losses.py -k overflow",
+    ),
+    Mutant(
+        "loss/ratios that stop growing",
+        "return torch.exp(capped) * (1.0 + (log_ratio - capped))",
+        "return torch.exp(capped)",
+        "rl/test_losses.py -k overflow",
     ),
     Mutant(
         "loss/cispo's clip has a gradient",
