@@ -412,6 +412,12 @@ MUTANTS = [
         "rl/test_objectives.py",
     ),
     Mutant(
+        "loss/sample deviation of a group's own size",
+        "size = np.full_like(samples, as_of) if as_of else samples",
+        "size = samples",
+        "rl/test_objectives.py -k subgroups",
+    ),
+    Mutant(
         "loss/mixed groups by rounded advantages",
         "mixed = (rewards != rewards[:, :1]).any(axis=1, keepdims=True)",
         "mixed = (rewards != rewards.mean(axis=1, keepdims=True)).any(axis=1, keepdims=True)",

@@ -85,6 +85,9 @@ def minibatch_advantages(
     else:
         as_of = compared_size(rollout, objective)
         result = group_advantages(rewards, samples, normalise=objective.normalise, as_of=as_of)
+        if objective.normalise and objective.deviation == "sample":
+            size = np.full_like(samples, as_of) if as_of else samples
+            result *= np.sqrt((size - 1) / size)[:, None]
     if objective.whiten and (largest := np.abs(deviation).max()) > 0.0:  # squares of tiny ones would vanish
         result = result / largest
         result = result / np.sqrt((weight * result * (deviation / largest)).sum())

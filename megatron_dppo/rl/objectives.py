@@ -46,6 +46,8 @@ class Objective:
     """What a reward is held against: the mean of its group, of the others in its group, or of the whole minibatch."""
     normalise: bool = True
     """Whether advantages are divided by the group's standard deviation."""
+    deviation: Literal["population", "sample"] = "population"
+    """The group's standard deviation: over its G rewards, or over G − 1."""
     whiten: bool = False
     """Whether advantages are divided by their standard deviation over the whole minibatch."""
     surrogate: Surrogate | Callable[..., tuple[Tensor, Tensor]] = "clipped"
@@ -106,6 +108,7 @@ def objective_for(loss: LossConfig) -> Objective:
         usual = replace(usual, surrogate=loss.trust_region, clip_low=bound, clip_high=bound)
     return replace(
         usual,
+        deviation=loss.deviation,
         tis_level=loss.tis_level,
         mask_below=usual.mask_below if loss.mask_below is None else loss.mask_below,
         mask_above=usual.mask_above if loss.mask_above is None else loss.mask_above,
