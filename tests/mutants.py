@@ -1704,6 +1704,24 @@ MUTANTS = [
         "rewards/test_functions.py",
     ),
     Mutant(
+        "rewards/a logarithm of numbers above zero alone",
+        "if _signs_matter(one, other):",
+        "if False:",
+        "rewards/test_verdicts.py -k public_sets",
+    ),
+    Mutant(
+        "rewards/any decimal is an approximation",
+        "abs(_fraction(value) - number.value) < Fraction(1, 10**number.decimals)",
+        "True",
+        "rewards/test_verdicts.py -k public_sets",
+    ),
+    Mutant(
+        "rewards/another text of the same letter",
+        "expected[0] == found[0] and self.same(expected[1], found[1])",
+        "expected[0] == found[0]",
+        "rewards/test_verdicts.py -k public_sets",
+    ),
+    Mutant(
         "rewards/a tuple in any order",
         "return len(expected) == len(found) and all(map(self.same, expected, found))",
         "return len(expected) == len(found) and all(any(self.same(a, b) for b in found) for a in expected)",

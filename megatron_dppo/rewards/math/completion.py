@@ -18,6 +18,8 @@ SENTENCE_END = re.compile(r"\n|\.\s|,\s+(?=[a-z]{2})|\s+(?:because|since|as|whic
 """A full stop before a space ends a sentence, a decimal point does not."""
 FORMULA = re.compile(r"\$([^$\n]+)\$|\\\(([^\n]+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 LOOSE = re.compile(r"(?<![\w.,])[-+]?\$?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+|\s?\\?%)?")
+TOLD = re.compile(rf"\s+(?:is|are|equals)\s+(?:exactly\s+)?({LOOSE.pattern})[.!]?\s*")
+"""A number that a sentence gives to the formula before it: ``the largest $n$ is 34.``"""
 BETWEEN = re.compile(
     r"(?:[\s$,;.*]|\\[()\[\],; ]|\\quad|\\q?quad|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|\b[a-zA-Z](?:_\w)?\s*=)*+"
 )
@@ -96,6 +98,8 @@ def said_answer(text: str) -> str:
         subject = SUBJECT.match(answer)
         return answer[subject.end() :].strip(" *") if subject and not NEGATED.search(subject[0]) else answer
     formulas = list(FORMULA.finditer(text))
+    if formulas and (told := TOLD.fullmatch(text, formulas[-1].end())):
+        return told[1].rstrip(",")
     if formulas:
         return next(group for group in formulas[-1].groups() if group is not None).strip()
     numbers = LOOSE.findall(text)

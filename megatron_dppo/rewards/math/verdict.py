@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.rewards.math.algebra import same_algebra, same_real_set
+from megatron_dppo.rewards.math.algebra import same_algebra, same_real_set, without_approximation
 from megatron_dppo.rewards.math.completion import (
+    NEGATED,
+    SUBJECT,
     THINKING_TAGS,
     after_thoughts,
     plain_number,
@@ -29,6 +31,8 @@ from megatron_dppo.rewards.math.notation import (
     sides,
     spelled,
     split,
+    told_choice,
+    united,
     unpacked,
     unspaced,
     words_of,
@@ -43,8 +47,12 @@ MOST_MEMBERS = 64
 LETTER = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]")
 PRODUCT = re.compile(r"(?:[a-z](?:_\{?\w+\}?)?){2,}")
 """A name that is a product: ``xy = 6`` is an equation."""
+NAMED = re.compile(r"the (?!.*\b(?:negative|inverse|reciprocal|opposite|half|twice)\b)", re.IGNORECASE)
+"""How a sentence begins whose subject is what was asked for: the largest n is 34."""
 OPERATORS = r"\\(?:cup|cap|setminus)(?![a-zA-Z])"
 SETS = rf"{OPERATORS}|\\ne(?![a-zA-Z])"
+BUILT = re.compile(r":|\\mid(?![a-zA-Z])|^[^|]*(?:\|[^|]*\|[^|]*)*\|[^|]*$")
+"""A set that is told by what its members have in common: by a colon, or a bar that closes no absolute value."""
 Member = tuple[str | None, str]
 """Name and value."""
 
@@ -70,12 +78,15 @@ def judge(label: str, answer: str) -> Verdict:
         return Verdict(True)
     if len(answer) > LONGEST or not answer.strip() or _depth(answer) > DEEPEST:
         return Verdict(False)
-    expected, found = spelled(label), spelled(answer)
+    expected, found = (without_approximation(spelled(text)) for text in (label, answer))
     if answer.count("{") != answer.count("}"):  # something was left out
         right = unspaced(expected) == unspaced(found)
         return Verdict(right, ("spelling",) if right else ())
     comparison = _Comparison()
     right = comparison.same(expected, found)
+    subject = SUBJECT.match(found)
+    if not right and subject and NAMED.match(subject[0]) and not NEGATED.search(subject[0]):
+        right = comparison.same(expected, found[subject.end() :])
     return Verdict(right, tuple(dict.fromkeys(comparison.used)) if right else ())
 
 
@@ -108,8 +119,18 @@ class _Comparison:
     def by_choice(self, label: str, answer: str) -> bool | None:
         expected = choice_of(label, bare=True)
         if expected is None:
-            return None
+            return self.told_choice(label, answer)
         return expected == (choice_of(answer) or choice_of(sides(answer)[1]))
+
+    def told_choice(self, label: str, answer: str) -> bool | None:
+        """A label with the text of its choice: the letter is enough, and so is the text."""
+        expected, found = told_choice(label), told_choice(answer)
+        if expected is None:
+            return None
+        if found is not None:
+            return expected[0] == found[0] and self.same(expected[1], found[1])
+        letters = choice_of(answer, bare=True)
+        return letters == {expected[0]} if letters is not None else self.same(expected[1], answer)
 
     def by_words(self, label: str, answer: str) -> bool | None:
         expected, said = words_of(label), words_of(answer)
@@ -145,7 +166,8 @@ class _Comparison:
     def matched_sets(self, expected: str, found: str) -> bool:
         """Unions of the same sets, and differences or intersections of the same in one order."""
         for operator in ("setminus", "cup", "cap"):
-            ones, others = (split(text, rf"\\{operator}(?![a-zA-Z])") for text in (expected, found))
+            parted = united if operator == "cup" else split
+            ones, others = (parted(text, rf"\\{operator}(?![a-zA-Z])") for text in (expected, found))
             if max(len(ones), len(others)) > 1:
                 if operator == "setminus":
                     return self.all_same(ones, others)
@@ -156,7 +178,7 @@ class _Comparison:
         (expected, braces), (found, others) = members(label), members(answer)
         if (len(expected) == len(found) == 1 and not (braces or others)) or (bracketed(label) and bracketed(answer)):
             return None
-        if any(text.startswith(OPEN_SET) and re.search(r"\||:|\\mid", text) for text in (label, answer)):
+        if any(text.startswith(OPEN_SET) and BUILT.search(text) for text in (label, answer)):
             return None
         if max(len(expected), len(found)) > MOST_MEMBERS:
             return False
