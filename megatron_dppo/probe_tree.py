@@ -41,11 +41,7 @@ def probe_tree(config: Config) -> None:
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     console = Console(0) if world.leads else None
     with ExitStack() as to_close:
-        reward = config.reward
-        workers = RewardWorkers(
-            reward.function, workers=reward.workers, timeout_s=reward.timeout_s, memory_mib=reward.memory_mib
-        )
-        to_close.enter_context(closing(workers))
+        workers = to_close.enter_context(closing(RewardWorkers.of(config.reward)))
         world.together(workers.wait_ready)
         parts = assemble_policy(config, world, temperature=config.rollout.temperature)
         engine = to_close.enter_context(closing(parts.engine()))

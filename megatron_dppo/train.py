@@ -53,12 +53,9 @@ def train(config: Config) -> None:
         StoppedError: on every rank, once the run is saved, because one of them was asked to stop.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
-    reward = config.reward
     with ExitStack() as to_close:  # also when the run fails
-        workers = RewardWorkers(
-            reward.function, workers=reward.workers, timeout_s=reward.timeout_s, memory_mib=reward.memory_mib
-        )
-        Trainer(config, world, to_close.enter_context(closing(workers)), to_close).run()
+        workers = to_close.enter_context(closing(RewardWorkers.of(config.reward)))
+        Trainer(config, world, workers, to_close).run()
     shut_down()
 
 

@@ -311,9 +311,21 @@ MUTANTS = [
     ),
     Mutant(
         "loss/sequence ratio without a gradient",
-        "torch.exp(self.sequences.sums(log_ratio, mean=True) + self.logprobs - self.logprobs.detach())",
-        "torch.exp(self.sequences.sums(log_ratio, mean=True) + 0.0 * self.logprobs)",
+        "ratio_of(self.sequences.sums(log_ratio, mean=True) + self.logprobs - self.logprobs.detach())",
+        "ratio_of(self.sequences.sums(log_ratio, mean=True) + 0.0 * self.logprobs)",
         "rl/test_losses.py",
+    ),
+    Mutant(
+        "loss/an infinite ratio",
+        "return torch.exp(capped) * (1.0 + (log_ratio - capped))",
+        "return torch.exp(log_ratio)",
+        "rl/test_losses.py -k overflow",
+    ),
+    Mutant(
+        "loss/ratios that stop growing",
+        "return torch.exp(capped) * (1.0 + (log_ratio - capped))",
+        "return torch.exp(capped)",
+        "rl/test_losses.py -k overflow",
     ),
     Mutant(
         "loss/cispo's clip has a gradient",
@@ -400,10 +412,28 @@ MUTANTS = [
         "rl/test_objectives.py",
     ),
     Mutant(
+        "loss/sample deviation of a group's own size",
+        "size = np.full_like(samples, as_of) if as_of else samples",
+        "size = samples",
+        "rl/test_objectives.py -k subgroups",
+    ),
+    Mutant(
         "loss/mixed groups by rounded advantages",
         "mixed = (rewards != rewards[:, :1]).any(axis=1, keepdims=True)",
         "mixed = (rewards != rewards.mean(axis=1, keepdims=True)).any(axis=1, keepdims=True)",
         "rl/test_objectives.py",
+    ),
+    Mutant(
+        "loss/rounding of double precision alone",
+        "ROUNDING = 2.0**-21",
+        "ROUNDING = 2.0**-50",
+        "rl/test_rounding.py",
+    ),
+    Mutant(
+        "loss/rounding at one scale alone",
+        "np.abs(rewards)).max(axis=1, keepdims=True, initial=0.0)",
+        "1.0).max(axis=1, keepdims=True, initial=0.0)",
+        "rl/test_rounding.py",
     ),
     Mutant(
         "loss/normaliser of what was rolled out",
@@ -1626,6 +1656,42 @@ MUTANTS = [
         "rewards/test_workers.py::test_completion_whose_worker_was_killed_once_is_scored_by_another",
     ),
     Mutant(
+        "rewards/a box in thoughts that were cut off",
+        "opening in answer or (not closed",
+        "(not closed",
+        "rewards/test_thoughts.py",
+    ),
+    Mutant(
+        "rewards/thoughts that the prompt opens",
+        "and prompt.rstrip().endswith(opening)",
+        "and opening in prompt",
+        "rewards/test_thoughts.py",
+    ),
+    Mutant(
+        "rewards/tags are left out with the special tokens",
+        "if not special.keys() & self._tags:",
+        "if True:",
+        "rewards/test_thoughts.py",
+    ),
+    Mutant(
+        "rewards/a word is true",
+        "return bool(number) if number in (0.0, 1.0) else None",
+        "return bool(value)",
+        "rl/test_given.py",
+    ),
+    Mutant(
+        "teacher/likelier than certain",
+        "(logprobs <= LOGPROB_ROUNDING)",
+        "(logprobs <= np.inf)",
+        "rollout/test_teachers.py -k log_probabilities_are_none",
+    ),
+    Mutant(
+        "offline/half a token is trained on",
+        "if not np.isin(mask, (0, 1)).all():",
+        "if False:",
+        "test_offline.py -k bad_row",
+    ),
+    Mutant(
         "rewards/not a number",
         "if not math.isfinite(reward):",
         "if False:",
@@ -1633,9 +1699,27 @@ MUTANTS = [
     ),
     Mutant(
         "rewards/half right is correct",
-        "reward >= 1.0 if accuracy is None",
-        "reward > 0.0 if accuracy is None",
+        "return reward, is_right(reward)\n",
+        "return reward, reward > 0.0\n",
         "rewards/test_functions.py",
+    ),
+    Mutant(
+        "rewards/a logarithm of numbers above zero alone",
+        "if _signs_matter(one, other):",
+        "if False:",
+        "rewards/test_verdicts.py -k public_sets",
+    ),
+    Mutant(
+        "rewards/any decimal is an approximation",
+        "abs(_fraction(value) - number.value) < Fraction(1, 10**number.decimals)",
+        "True",
+        "rewards/test_verdicts.py -k public_sets",
+    ),
+    Mutant(
+        "rewards/another text of the same letter",
+        "expected[0] == found[0] and self.same(expected[1], found[1])",
+        "expected[0] == found[0]",
+        "rewards/test_verdicts.py -k public_sets",
     ),
     Mutant(
         "rewards/a tuple in any order",

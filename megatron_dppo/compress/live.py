@@ -30,6 +30,7 @@ from megatron_dppo.models.actor import Policy
 from megatron_dppo.models.context import held_positions
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.rl.pack import TrainingSample
+from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Pack
 from megatron_dppo.trainer.assemble import PolicyParts
 
@@ -116,7 +117,7 @@ class Live:
         if measure == "reward":
             assert self._asking is not None
             rewards = [self._asking.reward(blocks, self._passes) for blocks in absent]
-            if len(rewards) > len(set(rewards)) == 1:
+            if len(rewards) > len(np.unique(without_rounding(np.array([rewards])))) == 1:
                 problem = f"tells nothing: with and without layers the mean reward is {rewards[0]:.4g}"
                 raise UserError("--score", "shapley-reward", problem, "Give another --score, or more --sequences")
             return [-reward for reward in rewards]

@@ -129,6 +129,10 @@ class RewardConfig(Section):
     """Worker processes per rank that generates."""
     memory_mib: Positive = 4096
     """What scoring may take more than the reward function's imports did, in MiB; past it the completion fails."""
+    thinking_tags: tuple[str, ...] = ("<think>", "</think>")
+    """The opening and the closing tag of the policy's thoughts. ``math`` and ``exact`` read the answer after the last
+    closing tag. Thoughts without an end leave no answer, and reward 0, also if the chat template opens them in the
+    prompt. []: the answer is read from the whole completion."""
     max_failures: Share = 0.1
     """Share of a step's completions whose scoring may fail (hang, raise, NaN) before the run stops."""
     overlong_buffer: Count | None = None
@@ -136,6 +140,10 @@ class RewardConfig(Section):
     the objective's (dapo a fifth of the limit, grpo none)."""
 
     def check(self, max_response_tokens: int) -> None:
+        tags = self.thinking_tags
+        if tags and (len(tags) != 2 or not all(tags) or tags[0] == tags[1]):
+            remedy = "Give the opening and the closing tag, or none: []"
+            raise UserError("reward.thinking_tags", list(tags), "is not two different tags", remedy)
         buffer = self.overlong_buffer
         if buffer is not None and buffer > max_response_tokens:
             problem = f"is more than rollout.max_response_tokens = {max_response_tokens}"

@@ -114,6 +114,10 @@ class LossConfig(Section):
     """An objective of your own, ``file.py:function`` or ``module:function``: what is made of each token's ratio and
     advantage, in place of what ``name`` makes of them. All else stays as ``name`` has it: how rewards become
     advantages, the ratio, the clips and the mean. null: none."""
+    deviation: Literal["population", "sample"] = "population"
+    """The standard deviation of a group that grpo, dapo, gspo, cispo, gmpo and sapo divide advantages by. population:
+    of G rewards over G, as in the paper; sample: over G - 1, as in verl, TRL, slime and SkyRL, which gives advantages
+    sqrt((G - 1)/G) times as large."""
     clip_low: NonNegative | None = None
     """Clip of the ratio below 1; null: the objective's (0.2; gspo 3e-4; gmpo 0.33; cispo and rloo none). With a
     trust_region how far a token may diverge where its advantage is negative; null: 0.15 for tv, 0.05 for kl."""

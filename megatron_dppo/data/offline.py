@@ -16,14 +16,18 @@ from __future__ import annotations
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import PromptPool, offline_prompts
 from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import Tokenizer
+from megatron_dppo.rl.given import as_logprobs, as_mask, as_number, as_truth
+from megatron_dppo.rl.rounding import is_right
 from megatron_dppo.rl.types import Bools, Completion, Ints, Score, VersionSpan
 
 OFFLINE = -1
@@ -102,13 +106,10 @@ def _completion(
         if len(tokens) > limit:
             raise _BadError(f"has {len(tokens)} tokens, over rollout.max_response_tokens = {limit}", "Raise the limit")
         mask = given.get("loss_mask")
-        sampled = np.ones(len(tokens), bool) if mask is None else np.array(_numbers(given, "loss_mask", tokens), bool)
+        sampled = np.ones(len(tokens), bool) if mask is None else _mask(_numbers(given, "loss_mask", tokens))
         if not sampled.any():
             raise _BadError("has a loss_mask without a token that the policy sampled", "Leave the row out")
-        logprobs = np.array(_numbers(given, "logprobs", tokens), np.float32)
-        if not (np.isfinite(logprobs) & (logprobs <= 0))[sampled].all():
-            remedy = "Give natural logarithms of probabilities, at rollout.temperature"
-            raise _BadError("has logprobs that are above 0 or not finite", remedy)
+        logprobs = _logprobs(_numbers(given, "logprobs", tokens), sampled)
         reason = given.get("finish_reason") or ("stop" if tokens[-1] in stops else "length")
         if reason not in ("stop", "length"):
             raise _BadError(f"has the finish_reason {reason!r:.60}", "Write stop or length, or leave it out")
@@ -137,15 +138,33 @@ def _tokens(given: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> 
 
 def _numbers(given: Mapping[str, Any], key: str, tokens: Sequence[int]) -> list[Any]:
     values = given.get(key)
-    if not isinstance(values, list) or not all(isinstance(value, numbers.Real) for value in values):
+    if not isinstance(values, list) or not all(isinstance(value, numbers.Real | Decimal) for value in values):
         raise _BadError(f"has no list of numbers under {key!r}", "Give one for each token")
     if len(values) != len(tokens):
         raise _BadError(f"has {len(values)} {key} for {len(tokens)} tokens", "Give one for each token")
     return values
 
 
+def _mask(values: list[Any]) -> Bools:
+    try:
+        return as_mask(values)
+    except ValueError as error:
+        raise _BadError(f"has {error}", "Give true for each token that the policy sampled") from error
+
+
+def _logprobs(values: list[Any], sampled: Bools) -> NDArray[np.float32]:
+    try:
+        return as_logprobs(values, sampled)
+    except ValueError as error:
+        remedy = "Give natural logarithms of probabilities, at rollout.temperature"
+        raise _BadError(f"has {error}", remedy) from error
+
+
 def _score(given: Mapping[str, Any]) -> Score:
-    reward, correct = given.get("reward"), given.get("correct")
-    if not isinstance(reward, int | float) or not abs(reward) <= LARGEST_REWARD:  # NaN is none
-        raise _BadError(f"has the reward {reward!r:.60}", f"Give a number within ±{LARGEST_REWARD:g}")
-    return Score(float(reward), reward >= 1.0 if correct is None else bool(correct))
+    reward, correct = as_number(given.get("reward")), given.get("correct")
+    if reward is None or not abs(reward) <= LARGEST_REWARD:  # NaN is none
+        raise _BadError(f"has the reward {given.get('reward')!r:.60}", f"Give a number within ±{LARGEST_REWARD:g}")
+    right = is_right(reward) if correct is None else as_truth(correct)
+    if right is None:
+        raise _BadError(f"has {correct!r:.60} under 'correct'", "Give true or false, or leave it out")
+    return Score(reward, right)

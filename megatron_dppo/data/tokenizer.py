@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -26,6 +26,9 @@ class Tokenizer(Protocol):
     pad_token_id: int | None
     name_or_path: str
     """The folder that it was read from."""
+
+    added_tokens_decoder: Mapping[int, Any]
+    """By id, each with ``content``, and ``special`` if decoding can leave it out."""
 
     def __len__(self) -> int: ...
 

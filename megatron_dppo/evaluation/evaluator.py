@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from typing import Literal
 
@@ -26,7 +25,7 @@ from megatron_dppo.evaluation.benchmarks import SETTING, HeldOut, rows_of, sourc
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.functions import check_labels
-from megatron_dppo.rewards.math.completion import said_answer, stated_answer
+from megatron_dppo.rewards.math.completion import after_thoughts, said_answer, stated_answer
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Prompt, Score
@@ -196,9 +195,12 @@ class Evaluator:
 
     def _share(self, indices: Sequence[int], answers: Answers, verifier: str, keep: int) -> Answered:
         """What this rank tells the others of its problems."""
+        tags = self._config.reward.thinking_tags
         groups = [
-            [_answer(*each) for each in zip(completions, texts, scores, strict=True)]
-            for completions, texts, scores in zip(answers.completions, answers.texts, answers.scores, strict=True)
+            [_answer(*each, prompt.text, tags) for each in zip(completions, texts, scores, strict=True)]
+            for prompt, completions, texts, scores in zip(
+                answers.prompts, answers.completions, answers.texts, answers.scores, strict=True
+            )
         ]
         told = [
             group if index < keep else [dataclasses.replace(answer, text=None) for answer in group]
@@ -272,10 +274,8 @@ def open_verifiers(
     config: Config, world: World, problems: Sequence[Problem], to_close: ExitStack, known: Mapping[str, RewardWorkers]
 ) -> dict[str, RewardWorkers]:
     """Workers of every verifier that the problems want, started where they are not ``known`` already. Collective."""
-    reward = config.reward
-    start = partial(RewardWorkers, workers=reward.workers, timeout_s=reward.timeout_s, memory_mib=reward.memory_mib)
     workers = {
-        verifier: known.get(verifier) or to_close.enter_context(closing(start(verifier)))
+        verifier: known.get(verifier) or to_close.enter_context(closing(RewardWorkers.of(config.reward, verifier)))
         for verifier in dict.fromkeys(problem.verifier for problem in problems)
     }
     for each in workers.values():
@@ -283,10 +283,11 @@ def open_verifiers(
     return workers
 
 
-def _answer(completion: Completion, text: str, score: Score | None) -> Answer:
+def _answer(completion: Completion, text: str, score: Score | None, prompt: str, tags: Sequence[str]) -> Answer:
+    said = after_thoughts(text, prompt, tags)
     extracted = score.answer if score is not None else None
     if extracted is None:
-        extracted = stated_answer(text)
+        extracted = stated_answer(said)
     if extracted is None:
-        extracted = said_answer(text)
+        extracted = said_answer(said)
     return Answer(text, extracted, score, len(completion.token_ids), completion.finish_reason)

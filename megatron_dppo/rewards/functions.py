@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -19,12 +18,15 @@ from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.rewards.adapters import (
     GroupScorer,
     RewardFunction,
+    ScoreItem,
     Scorer,
     UnfitFunctionError,
     adapted,
     columns_wanted,
 )
-from megatron_dppo.rewards.math.completion import stated_answer
+from megatron_dppo.rewards.math.completion import THINKING_TAGS, after_thoughts, stated_answer
+from megatron_dppo.rl.given import as_number, as_truth
+from megatron_dppo.rl.rounding import is_right
 
 SETTING = "reward.function"
 BUILTIN = {
@@ -53,12 +55,16 @@ class InvalidScoreError(ValueError):
         super().__init__(f"the reward function returned {kind}: {value!r:.200}")
 
 
-def resolve(spec: str) -> Scorer | GroupScorer:
+def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer | GroupScorer:
     """The function that ``reward.function`` names: ``math``, ``exact``, ``module:function`` or ``file.py:function``.
 
     Modules are looked for in the working directory too; a file can import its neighbours. What is returned takes one
     :class:`~megatron_dppo.rewards.adapters.ScoreItem`, whichever trainer the function was written for, or those of all
     completions of a prompt.
+
+    Args:
+        spec: ``reward.function``.
+        thinking_tags: ``reward.thinking_tags``, for ``math`` and ``exact``.
 
     Raises:
         UserError: if it cannot be found, imported or called so.
@@ -72,8 +78,10 @@ def resolve(spec: str) -> Scorer | GroupScorer:
     function = load_function(SETTING, BUILTIN.get(spec, spec))
     if spec == "verifiers":
         return GroupScorer(function)
+    if spec in OF_TEXT:
+        return _of_text(function, thinking_tags)
     try:
-        return adapted(_of_text(function) if spec in OF_TEXT else function)
+        return adapted(function)
     except UnfitFunctionError as error:
         remedy = "Give it verl's four parameters, or slime's (args, sample), or TRL's (completions, **columns)"
         raise UserError(SETTING, spec, str(error), remedy) from error
@@ -133,10 +141,10 @@ def label_text(label: object) -> str:
     return as_text(label)
 
 
-def _of_text(function: RewardFunction) -> RewardFunction:
-    @functools.wraps(function)
-    def compare(*, ground_truth: object, **rest: Any) -> Any:
-        return function(ground_truth=label_text(ground_truth), **rest)
+def _of_text(function: RewardFunction, tags: Sequence[str]) -> Scorer:
+    def compare(item: ScoreItem) -> Any:
+        label = label_text(item.label)
+        return function(item.data_source, item.solution, label, prompt=item.rendered, thinking_tags=tags)
 
     return compare
 
@@ -145,18 +153,20 @@ def to_score(returned: object) -> tuple[float, bool]:
     """The reward, and whether the completion is correct: ``acc`` where there is one, else a score of 1 or more.
 
     Raises:
-        InvalidScoreError: for anything but a number within ±``LARGEST``, or a mapping with one under ``score``.
+        InvalidScoreError: for anything but a number within ±``LARGEST``, or a mapping with one under ``score``; for an
+            ``acc`` that is neither true nor false, 1 nor 0.
     """
-    accuracy: object = None
-    score = returned
+    score, accuracy = returned, None
     if isinstance(returned, Mapping):
         if "score" not in returned:
             raise InvalidScoreError("a mapping without 'score'", returned)
         score, accuracy = returned["score"], returned.get("acc")
     reward = _number(score, returned)
-    if accuracy != accuracy:
-        raise InvalidScoreError("an 'acc' that is not a number", returned)
-    return reward, reward >= 1.0 if accuracy is None else bool(accuracy)
+    if accuracy is None:
+        return reward, is_right(reward)
+    if (correct := as_truth(accuracy)) is None:
+        raise InvalidScoreError("an 'acc' that is neither true nor false", returned)
+    return reward, correct
 
 
 def role_rewards(returned: object) -> dict[str, float]:
@@ -172,12 +182,8 @@ def role_rewards(returned: object) -> dict[str, float]:
 
 
 def _number(score: object, returned: object) -> float:
-    if not isinstance(score, numbers.Real):
+    if (reward := as_number(score)) is None:
         raise InvalidScoreError(f"a {type(score).__name__} for a score", returned)
-    try:
-        reward = float(score)
-    except OverflowError:  # an integer of 400 digits
-        reward = math.inf
     if not math.isfinite(reward):
         raise InvalidScoreError("a score that is not finite", returned)
     if abs(reward) > LARGEST:
@@ -194,8 +200,18 @@ def details(returned: object) -> tuple[str | None, tuple[str, ...]]:
     return None if answer is None else str(answer), tuple(map(str, by)) if isinstance(by, tuple | list) else ()
 
 
-def exact_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """1 if the text after the last number sign, or the whole answer where there is none, is the label; else 0."""
+def exact_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Any = None,
+    *,
+    prompt: str = "",
+    thinking_tags: Sequence[str] = THINKING_TAGS,
+) -> float:
+    """1 if the text after the last number sign, or the whole text if there is none, is the label; else 0. The thoughts
+    are no part of the text, see :func:`~megatron_dppo.rewards.math.completion.after_thoughts`."""
+    solution_str = after_thoughts(solution_str, prompt, thinking_tags)
     return float(solution_str.rpartition("#")[2].strip() == ground_truth.rpartition("#")[2].strip())
 
 
@@ -227,4 +243,4 @@ def reasoning_gym_score(
         score = float(verify(answer, entry))
     except (ArithmeticError, AssertionError, AttributeError, LookupError, SyntaxError, TypeError, ValueError):
         score = 0.0
-    return {"score": score, "acc": score >= 1.0, "pred": answer}
+    return {"score": score, "acc": is_right(score), "pred": answer}

@@ -1,4 +1,4 @@
-"""A scoring process: ``python -m megatron_dppo.rewards.worker FD PARENT MEMORY TIMEOUT SPEC``, of ``RewardWorkers``.
+"""A scoring process of ``RewardWorkers``: ``-m megatron_dppo.rewards.worker FD PARENT MEMORY TIMEOUT SPEC TAGS``.
 
 Two processes. The one that scores imports the reward function and what that needs, and nothing else: neither torch nor
 the trainer's main module. The keeper, which forks it and runs nothing of the user's, inherits whatever processes the
@@ -37,7 +37,7 @@ class _EndedError(BaseException):
     """The keeper was told to end."""
 
 
-def main(descriptor: int, parent: int, memory_mib: int, timeout_s: float, spec: str) -> None:
+def main(descriptor: int, parent: int, memory_mib: int, timeout_s: float, spec: str, tags: Sequence[str]) -> None:
     """Keep a process that scores what comes, until the pipe closes."""
     # Ctrl-C, and Slurm's word that time is short, are the trainer's to answer; it closes the pipe.
     for number in (signal.SIGINT, signal.SIGUSR1):
@@ -47,7 +47,7 @@ def main(descriptor: int, parent: int, memory_mib: int, timeout_s: float, spec: 
     adopt_orphans()
     keeper, scorer = os.getpid(), os.fork()
     if scorer == 0:
-        _be_the_scorer(keeper, Connection(descriptor), memory_mib, timeout_s, spec)
+        _be_the_scorer(keeper, Connection(descriptor), memory_mib, timeout_s, spec, tags)
     os.close(descriptor)  # so that the trainer sees the scorer's end
     try:
         status = _wait_for(scorer)
@@ -89,14 +89,16 @@ def _end_as(status: int) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-def _be_the_scorer(keeper: int, pipe: Connection, memory_mib: int, timeout_s: float, spec: str) -> NoReturn:
+def _be_the_scorer(
+    keeper: int, pipe: Connection, memory_mib: int, timeout_s: float, spec: str, tags: Sequence[str]
+) -> NoReturn:
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()  # a function that ends its process group ends no trainer
         die_with(keeper, signal.SIGKILL)
         outlive_readers()  # a function that prints has not failed where nobody reads it
-        _score_all(pipe, memory_mib, timeout_s, spec)
+        _score_all(pipe, memory_mib, timeout_s, spec, tags)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -109,9 +111,9 @@ def _be_the_scorer(keeper: int, pipe: Connection, memory_mib: int, timeout_s: fl
         os._exit(code)
 
 
-def _score_all(pipe: Connection, memory_mib: int, timeout_s: float, spec: str) -> None:
+def _score_all(pipe: Connection, memory_mib: int, timeout_s: float, spec: str, tags: Sequence[str]) -> None:
     try:
-        function = resolve(spec)
+        function = resolve(spec, tags)
     except UserError as error:
         pipe.send(("refused", error))
         return
@@ -169,6 +171,6 @@ def _limit_memory(most_mib: int) -> None:
 
 if __name__ == "__main__":
     try:
-        main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5])
+        main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5], sys.argv[6:])
     except _EndedError:  # before there was anything to end
         os._exit(1)

@@ -25,8 +25,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.config import RewardConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rewards.math.completion import THINKING_TAGS
 from megatron_dppo.rl.types import Score
 
 START_LIMIT_S = 300.0
@@ -57,11 +59,13 @@ class Scored:
 class _Worker:
     """One process and what it has been given to do."""
 
-    def __init__(self, spec: str, memory_mib: int, timeout_s: float, *, again: bool = False) -> None:
+    def __init__(
+        self, spec: str, tags: Sequence[str], memory_mib: int, timeout_s: float, *, again: bool = False
+    ) -> None:
         self.again = again
         """Whether one before it was killed while it imported."""
         self.pipe, theirs = Pipe()
-        arguments = [str(theirs.fileno()), str(os.getpid()), str(memory_mib), str(timeout_s), spec]
+        arguments = [str(theirs.fileno()), str(os.getpid()), str(memory_mib), str(timeout_s), spec, *tags]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron_dppo.rewards.worker", *arguments],
             env=_environment(),
@@ -92,7 +96,15 @@ class RewardWorkers:
     Make it on a thread that lives as long as the workers shall: on Linux they end with the thread that started them.
     """
 
-    def __init__(self, spec: str, *, workers: int, timeout_s: float, memory_mib: int = 4096) -> None:
+    def __init__(
+        self,
+        spec: str,
+        *,
+        workers: int,
+        timeout_s: float,
+        memory_mib: int = 4096,
+        thinking_tags: Sequence[str] = THINKING_TAGS,
+    ) -> None:
         """Start the workers, without waiting for their imports.
 
         Args:
@@ -101,9 +113,11 @@ class RewardWorkers:
             timeout_s: processor time for one completion, in seconds; a tenth of what it may take on the clock. A
                 function of groups has as much for each completion of a group.
             memory_mib: what scoring may take more than the function's imports did, in MiB; past it a completion fails.
+            thinking_tags: ``reward.thinking_tags``.
         """
         self._spec, self._timeout_s, self._memory_mib = spec, timeout_s, memory_mib
-        self._workers = [_Worker(spec, memory_mib, timeout_s) for _ in range(workers)]
+        self.thinking_tags = thinking_tags
+        self._workers = [_Worker(spec, thinking_tags, memory_mib, timeout_s) for _ in range(workers)]
         self._reported: set[str] = set()
 
     def wait_ready(self) -> None:
@@ -140,6 +154,17 @@ class RewardWorkers:
         """
         return Scoring(self, most_failures)
 
+    @classmethod
+    def of(cls, reward: RewardConfig, function: str | None = None) -> RewardWorkers:
+        """The workers that a run's settings ask for, of their function or another one."""
+        return cls(
+            function or reward.function,
+            workers=reward.workers,
+            timeout_s=reward.timeout_s,
+            memory_mib=reward.memory_mib,
+            thinking_tags=reward.thinking_tags,
+        )
+
     def close(self) -> None:
         """Kill the workers, and all that they have started. Safe to call twice."""
         for worker in self._workers:
@@ -170,7 +195,7 @@ class RewardWorkers:
 
     def _replace(self, worker: _Worker, *, again: bool = False) -> None:
         worker.end()
-        new = _Worker(self._spec, self._memory_mib, self._timeout_s, again=again)
+        new = _Worker(self._spec, self.thinking_tags, self._memory_mib, self._timeout_s, again=again)
         self._workers[self._workers.index(worker)] = new
 
 

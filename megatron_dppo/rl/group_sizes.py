@@ -23,6 +23,7 @@ import numpy as np
 
 from megatron_dppo.config.rollout import RolloutConfig
 from megatron_dppo.rl.objectives import Objective, advantages, shares
+from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Bools, Floats, Ints
 
 SHUFFLES = 32
@@ -75,6 +76,7 @@ def minibatch_advantages(
     weight /= weight.sum()
     deviation = group_advantages(rewards, samples, normalise=False, as_of=None)
     if objective.baseline == "batch":
+        rewards = without_rounding(rewards.reshape(1, -1), present.reshape(1, -1)).reshape(rewards.shape)
         mixed = (rewards[present] != rewards[0, 0]).any()
         deviation = np.where(present & mixed, rewards - (weight * rewards).sum(), 0.0)
         result = deviation
@@ -83,6 +85,9 @@ def minibatch_advantages(
     else:
         as_of = compared_size(rollout, objective)
         result = group_advantages(rewards, samples, normalise=objective.normalise, as_of=as_of)
+        if objective.normalise and objective.deviation == "sample":
+            size = np.full_like(samples, as_of) if as_of else samples
+            result *= np.sqrt((size - 1) / size)[:, None]
     if objective.whiten and (largest := np.abs(deviation).max()) > 0.0:  # squares of tiny ones would vanish
         result = result / largest
         result = result / np.sqrt((weight * result * (deviation / largest)).sum())
@@ -122,6 +127,7 @@ def _of_one_size(rewards: Floats, normalise: bool, m: int) -> Floats:
         return advantages(rewards, normalise=False) * ((m - 1) / m) / ((n - 1) / n)
     if n < m:
         raise ValueError(f"A group of {n} completions has no sub-groups of {m}.")
+    rewards = without_rounding(rewards)
     lowest, highest = rewards.min(axis=1, keepdims=True), rewards.max(axis=1, keepdims=True)
     high: Bools = rewards == highest
     of_low, of_high = two_rewards(n, m)

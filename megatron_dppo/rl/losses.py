@@ -21,7 +21,7 @@ FRESH_TOKENS = "fresh_tokens"
 SAPO_TEMPERATURES = (1.0, 1.05)
 """Of SAPO's gate, for tokens whose advantage is positive and for the others (arXiv:2511.20347)."""
 LARGEST_LOG_RATIO = 20.0
-"""A ratio to the engine above e^20 has no gradient: one of infinity, of a token that is masked, would make it NaN."""
+"""Log-ratio from which a ratio grows linearly, see ``ratio_of``. In a trust region larger ratios have no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,16 @@ def _mismatch_sums(mismatch: Tensor, fresh: Tensor | None) -> dict[str, Tensor]:
     }
 
 
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """e^x, continued by its tangent above ``LARGEST_LOG_RATIO``. [R] in, [R] out.
+
+    In single precision e^x is infinite from x = 89 on. A token that is clipped would have the gradient 0·∞ = NaN, not
+    0. The tangent keeps values and gradients finite, with their sign, and exceeds every clip and mask as e^x does.
+    """
+    capped = log_ratio.clamp(max=LARGEST_LOG_RATIO)
+    return torch.exp(capped) * (1.0 + (log_ratio - capped))
+
+
 @dataclass(frozen=True, slots=True)
 class Sequences:
     """Which of a pack's samples each of its R tokens belongs to."""
@@ -172,8 +182,8 @@ class Tokens:
         """
         log_ratio = self.logprobs - self.old
         if self.objective.ratio == "token":
-            return torch.exp(log_ratio)
-        return torch.exp(self.sequences.sums(log_ratio, mean=True) + self.logprobs - self.logprobs.detach())
+            return ratio_of(log_ratio)
+        return ratio_of(self.sequences.sums(log_ratio, mean=True) + self.logprobs - self.logprobs.detach())
 
 
 def _clipped(tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -206,7 +216,7 @@ def _geometric(tokens: Tokens) -> tuple[Tensor, Tensor]:
     low, high = (math.log(limit) for limit in tokens.limits)
     log_ratio, positive = tokens.logprobs - tokens.old, tokens.advantage > 0.0
     clipped = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
-    mean = torch.exp(tokens.sequences.sums(clipped, mean=True) + clipped - clipped.detach())
+    mean = ratio_of(tokens.sequences.sums(clipped, mean=True) + clipped - clipped.detach())
     return mean * tokens.advantage, clipped != log_ratio
 
 
@@ -270,7 +280,7 @@ def _engine_weight(
         w [R], and which tokens [R] were truncated or masked.
     """
     log_ratio = sequences.sums(log_ratio) if objective.tis_level == "sequence" else log_ratio.detach()
-    ratio = torch.exp(log_ratio)
+    ratio = ratio_of(log_ratio)
     masked = (ratio < objective.mask_below) | (ratio > objective.mask_above)
     weight = torch.where(masked, 0.0, ratio if cap is None else ratio.clamp(max=cap))
     return weight, weight != ratio
@@ -280,7 +290,7 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Schulman's estimate of KL(policy ‖ reference) from one sample: d = log p_ref − log p, and e^d − d − 1.
 
     Never negative, zero where both agree, and differentiable through ``logprobs``: that is GRPO's KL term
-    (arXiv:2402.03300, equation 4). [R] in, [R] out.
+    (arXiv:2402.03300, equation 4). ``ratio_of`` keeps it finite. [R] in, [R] out.
     """
     difference = reference_logprobs - logprobs
-    return torch.exp(difference) - difference - 1.0
+    return ratio_of(difference) - difference - 1.0

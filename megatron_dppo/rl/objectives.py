@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Bools, Floats, Ints
 
 if TYPE_CHECKING:  # prune() is used where there is neither pydantic nor torch
@@ -45,6 +46,8 @@ class Objective:
     """What a reward is held against: the mean of its group, of the others in its group, or of the whole minibatch."""
     normalise: bool = True
     """Whether advantages are divided by the group's standard deviation."""
+    deviation: Literal["population", "sample"] = "population"
+    """The group's standard deviation: over its G rewards, or over G − 1."""
     whiten: bool = False
     """Whether advantages are divided by their standard deviation over the whole minibatch."""
     surrogate: Surrogate | Callable[..., tuple[Tensor, Tensor]] = "clipped"
@@ -105,6 +108,7 @@ def objective_for(loss: LossConfig) -> Objective:
         usual = replace(usual, surrogate=loss.trust_region, clip_low=bound, clip_high=bound)
     return replace(
         usual,
+        deviation=loss.deviation,
         tis_level=loss.tis_level,
         mask_below=usual.mask_below if loss.mask_below is None else loss.mask_below,
         mask_above=usual.mask_above if loss.mask_above is None else loss.mask_above,
@@ -116,9 +120,9 @@ def objective_for(loss: LossConfig) -> Objective:
 def advantages(rewards: Floats, *, normalise: bool) -> Floats:
     """How much better each completion was than its group: r − mean, or (r − mean)/std of the group.
 
-    DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO (arXiv:2503.20783). Whether a group is
-    mixed is decided on the rewards themselves: the mean of equal numbers need not equal them in floating point, and
-    rounding errors divided by their own standard deviation would be of size one.
+    DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO (arXiv:2503.20783). Rewards that
+    differ by rounding are equal, see ``without_rounding``. Whether a group is mixed is decided on the rewards: the mean
+    of equal numbers need not equal them in floating point.
 
     Args:
         rewards: [Q, G].
@@ -127,6 +131,7 @@ def advantages(rewards: Floats, *, normalise: bool) -> Floats:
     Returns:
         [Q, G]; exactly 0.0 in every group whose rewards are all equal.
     """
+    rewards = without_rounding(rewards)
     mixed = (rewards != rewards[:, :1]).any(axis=1, keepdims=True)
     deviation = np.where(mixed, rewards - rewards.mean(axis=1, keepdims=True), 0.0)
     if not normalise:

@@ -58,6 +58,18 @@ def prune(
 
         mask, weights = prune([[12, 30, 18, 25]], [[1.0, 0.0, 0.0, 0.0]], budget=0.5)
 
+    A trainer that sees only the kept completions divides by its own count of them. Multiply the weights by that count
+    over the count of the whole batch:
+
+    - completions kept over completions, for means over rows: ``grpo``, ``sapo``, ``dr_grpo`` and ``luspo`` of TRL,
+      ``seq-mean-…`` of verl;
+    - tokens kept over tokens, for means over the tokens of the kept rows: ``bnpo`` of TRL, ``token-mean`` of verl;
+    - 1, if the divisor was counted before the draw: ``dapo`` and ``cispo`` of TRL.
+
+    The product multiplies the whole loss of a completion. A KL term β·KL that the trainer adds to the loss needs the
+    same factor, weights·factor·β in place of β. It then counts the completions of groups whose rewards differ:
+    completions of equal reward are never kept, and their KL is left out.
+
     Args:
         lengths: [Q, G], tokens of each response; G completions of each of Q prompts.
         rewards: [Q, G].

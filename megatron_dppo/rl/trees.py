@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.config import TreeConfig
 from megatron_dppo.rl.objectives import whole_advantage
+from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Floats, Forks, Ints
 
 Number = TypeVar("Number", np.int64, np.float64)
@@ -86,6 +87,7 @@ def segment_advantages(rewards: Floats, lengths: Ints, forks: Forks, tree: TreeC
         [Q, G, B + 1]. Exactly 0 for a segment without tokens or of another depth, and where V(u) and b(u) differ by
         rounding only.
     """
+    rewards = without_rounding(rewards)
     spread = np.ptp(rewards, axis=1, keepdims=True)[..., None]
     tokens = segment_lengths(lengths, forks)
     by_node = node_values(rewards - rewards[:, :1], forks, tree)

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
+from megatron_dppo.rl.given import as_logprobs, as_mask
 from megatron_dppo.rl.sequences import malformed
 from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
 
@@ -300,11 +301,15 @@ def _of_turns(turns: Sequence[Turn], before: list[int], generated: Generated, ro
 
 def _cut_off(returned: Completion, before: int, limit: int, roles: Sequence[str]) -> Completion:
     """A sequence that comes after so many tokens, checked; one put together by the function may be several."""
+    try:
+        mask = as_mask(returned.loss_mask)
+    except ValueError as error:
+        raise UnusableError(f"returned {error}") from None
     whole = replace(
         returned,
         token_ids=np.asarray(returned.token_ids, np.int32),
         logprobs=np.asarray(returned.logprobs, np.float32),
-        loss_mask=np.asarray(returned.loss_mask, bool),
+        loss_mask=mask,
         starts=tuple(map(int, returned.starts)),
     )
     _check(whole, limit)
@@ -356,8 +361,10 @@ def _check(completion: Completion, limit: int) -> None:
             raise UnusableError(f"returned {len(values)} of {name} for a response of {length} tokens")
     if not completion.loss_mask[:limit].any():
         raise UnusableError("returned a response none of whose tokens the policy sampled")
-    if not np.isfinite(completion.logprobs[completion.loss_mask]).all():
-        raise UnusableError("returned log-probabilities of sampled tokens that are not finite")
+    try:
+        as_logprobs(completion.logprobs, completion.loss_mask)
+    except ValueError as error:
+        raise UnusableError(f"returned {error}") from None
     if (count := sum(span.count for span in completion.versions)) != length:
         raise UnusableError(f"returned the versions of {count} tokens for a response of {length}")
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_dppo.config import RewardConfig
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
@@ -53,6 +56,7 @@ class GroupScoring:
         self, workers: RewardWorkers, tokenizer: Tokenizer, prompts: Sequence[Prompt], most_failures: int
     ) -> None:
         self._scoring, self._tokenizer, self._prompts = workers.begin(most_failures), tokenizer, prompts
+        self._tags = frozenset(workers.thinking_tags)
         self._texts: dict[int, list[str]] = {}
         """By the place of the prompt, in the order in which they are scored."""
         self._failure: Exception | None = None
@@ -102,9 +106,17 @@ class GroupScoring:
         """The groups will not be complete: nobody needs their scores."""
         self._scoring.abandon()
 
+    def _decoded(self, token_ids: Sequence[NDArray[np.int32]]) -> list[str]:
+        """Texts without special tokens, except the tags of thoughts."""
+        special = {token.content: id_ for id_, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        if not special.keys() & self._tags:
+            return self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        left_out = [special[content] for content in special.keys() - self._tags]
+        return self._tokenizer.batch_decode([ids[~np.isin(ids, left_out)] for ids in token_ids])
+
     def _add(self, place: int, group: Sequence[Completion]) -> None:
         shown = [spoken(completion) for completion in group]
-        texts = self._tokenizer.batch_decode([token_ids for token_ids, _ in shown], skip_special_tokens=True)
+        texts = self._decoded([token_ids for token_ids, _ in shown])
         self._texts[place] = texts
         policy, items = self._tokenizer.name_or_path, []
         for text, (token_ids, loss_mask), completion in zip(texts, shown, group, strict=True):

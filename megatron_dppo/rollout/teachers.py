@@ -23,6 +23,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
+from megatron_dppo.rl.given import as_logprobs
 from megatron_dppo.rl.sequences import prompt_and_response, sequences
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.engine import Completions
@@ -65,6 +66,7 @@ class TeacherServer:
 
         Raises:
             ServerError: it speaks of other tokens.
+            ValueError: it gives no log-probabilities.
         """
         asked = response.tolist()
         if self.sglang:
@@ -78,7 +80,7 @@ class TeacherServer:
             told = [(t, entry[str(t)]["logprob"]) for t, entry in zip(asked, entries, strict=True) if str(t) in entry]
         if len(told) != len(response) or [token for token, _ in told] != asked:
             raise ServerError(self.url, f"spoke of other tokens than the {len(response)} that it was asked", alive=True)
-        return np.array([logprob for _, logprob in told], np.float32)
+        return as_logprobs([logprob for _, logprob in told])
 
 
 class TeacherServers:

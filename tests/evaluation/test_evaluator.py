@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.config import Config, EvalConfig, RolloutConfig
+from megatron_dppo.config import Config, EvalConfig, RewardConfig, RolloutConfig
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.evaluation.evaluator import Answered, Evaluator, Pair, Problem, vote, votes
@@ -22,11 +23,13 @@ from megatron_dppo.rl.types import Prompt
 from megatron_dppo.trainer.assemble import PolicyParts
 from tests.rollout.scripted import Said, ScriptedEngine, as_ranks
 
+MATHEMATICS = RewardConfig()
 HALF, QUARTERS = "so #1/2", ("#3/4", "#6/8", "#9/12")
 SCRIPT = {
     0: [HALF, "#2/4", QUARTERS[0], QUARTERS[1]],  # two right, and two wrong that are one
     1: [HALF, *QUARTERS],  # outvoted, though no two texts are the same
     2: [HALF, "#7", "#8", "none"],
+    3: ["x #1/2 y #7", "x #8 y #7", "x #7", "#1/2"],
 }
 
 
@@ -49,8 +52,14 @@ def problem(place: int, verifier: str) -> Problem:
     return Problem("here", place, Prompt(place, np.arange(3, dtype=np.int32), f"prompt {place}", "1/2"), verifier)
 
 
-def answered(tokenizer: Tokenizer, workers: dict[str, RewardWorkers], verifiers: list[str], keep: int) -> Answered:
-    config = Config(eval=EvalConfig(samples=4), rollout=RolloutConfig(max_response_tokens=16))
+def answered(
+    tokenizer: Tokenizer,
+    workers: dict[str, RewardWorkers],
+    verifiers: list[str],
+    keep: int,
+    reward: RewardConfig = MATHEMATICS,
+) -> Answered:
+    config = Config(eval=EvalConfig(samples=4), rollout=RolloutConfig(max_response_tokens=16), reward=reward)
 
     def on_a_rank(world: World) -> Answered:
         engine = ScriptedEngine(tokenizer, {i: [Said(text) for text in texts] for i, texts in SCRIPT.items()})
@@ -84,6 +93,16 @@ def test_equal_wrong_answers_vote_together_where_the_verifier_can_tell(
     np.testing.assert_allclose(by_mathematics.votes, [1 / 2, 0.0, 1 / 3])
     by_text = answered(tokenizer, workers, ["exact"] * 3, keep=0)
     np.testing.assert_allclose(by_text.votes, [1 / 4, 1 / 4, 1 / 3])
+
+
+@pytest.mark.parametrize("verifier", ["math", "exact"])
+def test_an_answer_is_read_after_its_thoughts(tokenizer: Tokenizer, verifier: str) -> None:
+    reward = RewardConfig(function=verifier, timeout_s=20.0, thinking_tags=("x", "y"))
+    with closing(RewardWorkers.of(reward)) as pool:
+        last = answered(tokenizer, {verifier: pool}, [verifier] * 4, keep=0, reward=reward).answers[3]
+    assert [(answer.extracted, bool(answer.score and answer.score.correct)) for answer in last] == [
+        ("7", False), ("7", False), ("", False), ("1/2", True)
+    ]  # fmt: skip
 
 
 def test_each_problem_has_its_own_verifier_and_all_stay_in_their_order(

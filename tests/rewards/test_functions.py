@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.adapters import ScoreItem
@@ -93,7 +95,15 @@ def test_file_that_fails_while_it_is_imported_is_refused(tmp_path: Path) -> None
         ({"score": 0.5, "acc": True}, (0.5, True)),
         ({"score": 1.5, "acc": False, "pred": "7"}, (1.5, False)),
         ({"score": 1.0}, (1.0, True)),
+        (0.7 + 0.2 + 0.1, (0.7 + 0.2 + 0.1, True)),
         (OrderedDict(score=-1, acc=None), (-1.0, False)),
+        (np.bool_(True), (1.0, True)),
+        (np.array(0.5), (0.5, False)),
+        (torch.tensor(0.5), (0.5, False)),
+        (Decimal("0.25"), (0.25, False)),
+        ({"score": torch.tensor(0.0), "acc": np.bool_(True)}, (0.0, True)),
+        ({"score": Decimal(1), "acc": torch.tensor(False)}, (1.0, False)),
+        ({"score": 1.0, "acc": 0}, (1.0, False)),
     ],
 )
 def test_scores_and_correctness_are_told_apart(returned: object, expected: tuple[float, bool]) -> None:
@@ -103,7 +113,8 @@ def test_scores_and_correctness_are_told_apart(returned: object, expected: tuple
 @pytest.mark.parametrize(
     "returned",
     [float("nan"), float("inf"), 1e308, -1e308, 2e9, 10**400, 1j, None, "1.0", {}, {"acc": True}, {"score": None},
-     [1.0], {"score": 1.0, "acc": float("nan")}],
+     [1.0], {"score": 1.0, "acc": float("nan")}, {"score": 0.0, "acc": "false"}, {"score": 1.0, "acc": 0.5},
+     np.array([1.0]), Decimal("sNaN"), {"score": 1.0, "acc": []}],
 )  # fmt: skip
 def test_what_is_no_number_to_train_on_is_an_error(returned: object) -> None:
     with pytest.raises(InvalidScoreError):

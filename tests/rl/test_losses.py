@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dppo.config import LossConfig
-from megatron_dppo.rl.losses import TokenLosses, token_losses
+from megatron_dppo.rl.losses import TokenLosses, k3, token_losses
 from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
 
 GRPO, DAPO, GSPO = OBJECTIVES["grpo"], OBJECTIVES["dapo"], OBJECTIVES["gspo"]
@@ -303,3 +303,58 @@ def test_a_run_may_set_its_own_clips():
     assert objective_for(LossConfig(name="dapo")) == DAPO
     objective = objective_for(LossConfig(name="dapo", clip_low=0.0, clip_high=0.5))
     assert (objective.clip_low, objective.clip_high, objective.aggregation) == (0.0, 0.5, "token_mean")
+
+
+FAR = torch.tensor([95.0, 400.0, 30.0, 0.1, -200.0])
+"""Log-ratios, of which e^x overflows in single precision for two."""
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0, 0.0])
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_an_overflow_of_a_ratio_is_no_nan(name: str, advantage: float):
+    """Each token is a sequence by itself, so that ratios of sequences are as far apart."""
+    policy = (-1.0 - torch.zeros(5)).requires_grad_()
+    result = token_losses(
+        OBJECTIVES[name],
+        logprobs=policy,
+        old_logprobs=policy.detach() - FAR,
+        engine_logprobs=policy.detach() - 2 * FAR,
+        reference_logprobs=None,
+        advantage=torch.full((5,), advantage),
+        kl_coef=0.0,
+        tis_cap=2.0,
+        sample=torch.arange(5),
+    )
+    (gradient,) = torch.autograd.grad(result.loss.sum(), policy)
+    assert result.loss.isfinite().all() and gradient.isfinite().all()
+    assert all(value.isfinite() for value in result.sums.values())
+    clipped = name not in ("cispo", "rloo", "sapo")
+    if advantage > 0.0 and clipped:
+        assert (gradient[:3] == 0.0).all() and gradient[3] == (0.0 if name == "gspo" else pytest.approx(-2.4428, 1e-3))
+    if advantage < 0.0 and clipped:
+        assert (gradient[:3] >= 1e8).all(), "not clipped from above: the formula's sign, and finite"
+    assert advantage or (gradient == 0.0).all()
+
+
+def test_a_weight_of_an_overflowing_ratio_is_a_number_without_a_cap():
+    masked = replace(GRPO, mask_below=0.5)
+    for level in ("token", "sequence"):
+        result, gradient = evaluate(
+            (0.5,),
+            1.0,
+            replace(masked, tis_level=level),
+            engine_logprobs=log(0.5) - 800,
+            sample=torch.zeros(1, dtype=int),
+        )
+        assert result.loss.isfinite().all() and np.isfinite(gradient).all()
+
+
+def test_k3_of_an_overflow_is_finite_and_pulls_toward_the_reference():
+    policy = torch.full((4,), -100.0).requires_grad_()
+    values = k3(policy, torch.tensor([-5.0, -0.1, -81.0, -300.0]))
+    (gradient,) = torch.autograd.grad(values.sum(), policy)
+    assert values.isfinite().all() and (values > 0.0).all()
+    assert values[2].item() == pytest.approx(np.exp(19.0) - 20.0, rel=1e-5)
+    assert gradient[:2].tolist() == pytest.approx([1.0 - np.exp(20.0)] * 2, rel=1e-5)
+    assert gradient[3] == pytest.approx(1.0)
+    assert values[1] > values[0]

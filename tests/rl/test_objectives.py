@@ -1,16 +1,25 @@
+import itertools
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dppo.config import AllocationConfig, Config, LossConfig, RolloutConfig
+from megatron_dppo.rl.group_sizes import minibatch_advantages
 from megatron_dppo.rl.objectives import (
+    OBJECTIVES,
     Aggregation,
     advantages,
     coefficient,
     kept_share,
     normaliser,
+    objective_for,
     soft_overlong_penalty,
 )
+
+UNEQUAL = RolloutConfig(samples_per_prompt=4, allocation=AllocationConfig(rule="neyman", least=3, most=6))
 
 
 def test_rewards_of_zero_and_one_give_the_textbook_advantages():
@@ -107,3 +116,33 @@ def test_unrolled_prompts_count_in_every_normaliser():
         for aggregation in ("seq_mean", "token_mean", "constant")
     }
     assert z == {"seq_mean": 20.0, "token_mean": pytest.approx(6 / 0.5 + 15 / 0.1), "constant": 320.0}
+
+
+@pytest.mark.parametrize("name", list(OBJECTIVES))
+def test_the_sample_deviation_is_that_of_the_other_trainers(name: str):
+    """torch's, which divides by one less than the rewards of a group; where advantages are divided by a group's."""
+    rewards = np.array([[1.0, 0.0, 0.0, 0.5, 0.0], [0.2, 0.9, 0.4, 0.0, 0.0]])
+    samples, rollout = np.array([5, 3]), RolloutConfig()
+    population, sample = (
+        minibatch_advantages(rewards, samples, np.ones(2), rollout, objective_for(LossConfig(name=name, **given)))
+        for given in ({}, {"deviation": "sample"})
+    )
+    if not OBJECTIVES[name].normalise:
+        np.testing.assert_array_equal(population, sample)
+        return
+    for row, size in enumerate(samples):
+        group = torch.from_numpy(rewards[row, :size])
+        np.testing.assert_allclose(sample[row, :size], (group - group.mean()) / group.std(), rtol=1e-12)
+        np.testing.assert_allclose(population[row, :size], (group - group.mean()) / group.std(correction=0), rtol=1e-12)
+
+
+def test_in_groups_of_unequal_size_the_sample_deviation_is_that_of_their_subgroups():
+    """The mean over all sub-groups of three of four, each with its own deviation."""
+    rewards, config = np.array([[1.0, 0.0, 0.0, 1.0]]), Config(rollout=UNEQUAL, loss=LossConfig(deviation="sample"))
+    found = minibatch_advantages(rewards, np.array([4]), np.ones(1), config.rollout, objective_for(config.loss))
+    total, count = np.zeros(4), np.zeros(4)
+    for members in itertools.combinations(range(4), 3):
+        group = rewards[0, list(members)]
+        total[list(members)] += (group - group.mean()) / group.std(ddof=1)
+        count[list(members)] += 1
+    np.testing.assert_allclose(found[0], total / count, rtol=1e-12)

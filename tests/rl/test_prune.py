@@ -9,6 +9,7 @@ import pytest
 
 import megatron_dppo
 from megatron_dppo import prune
+from megatron_dppo.rl.objectives import advantages
 from tests.rl.integration import FixedOffset
 
 DRAWS = 1024
@@ -88,3 +89,48 @@ def test_log_probabilities_may_be_padded():
 def test_what_is_wrong_is_named(change: dict[str, object], said: str):
     with pytest.raises(ValueError, match=said):
         prune(**{**batch(), **change})
+
+
+DIVISORS = {
+    "grpo": lambda lengths, mask, longest: mask.sum(),
+    "dr_grpo": lambda lengths, mask, longest: mask.sum() * longest,
+    "luspo": lambda lengths, mask, longest: mask.sum(),
+    "bnpo": lambda lengths, mask, longest: lengths[mask].sum(),
+    "dapo": lambda lengths, mask, longest: lengths.sum(),
+}
+"""What other trainers divide the sum over rows by, of the rows that they see."""
+
+
+@pytest.mark.parametrize("name", DIVISORS)
+@pytest.mark.parametrize("kl", [0.0, 0.5])
+def test_with_the_factor_of_its_loss_another_trainer_has_the_gradient_of_the_whole_batch(
+    name: str, kl: float, monkeypatch: pytest.MonkeyPatch
+):
+    """Over an even grid of the draw's offset; a completion's gradients of policy and KL are two numbers."""
+    given, longest = batch(), 60
+    monkeypatch.setattr(np.random, "default_rng", FixedOffset)
+    lengths, rewards = given["lengths"], given["rewards"].astype(float)
+    advantage = advantages(rewards, normalise=name != "dr_grpo")
+    policy, divergence = np.random.RandomState(0).rand(2, *lengths.shape) * np.sqrt(lengths)
+    policy *= np.sign(advantage)  # all terms are positive: nothing cancels out
+    whole, mixed = np.ones_like(lengths, bool), advantage != 0.0
+    own = 1.0 / lengths if name == "grpo" else np.ones(lengths.shape)
+    count = DIVISORS[name]
+    full = (own * (advantage * policy + kl * divergence))[mixed].sum() / count(lengths, whole, longest)
+    found, unscaled = [], []
+    for draw in range(DRAWS):
+        mask, weights = prune(
+            **given, budget=0.4, normalise=name != "dr_grpo", sequence_mean=name == "grpo", seed=(draw + 0.5) / DRAWS
+        )
+        factor = {"bnpo": lengths[mask].sum() / lengths.sum(), "dapo": 1.0}.get(name, mask.sum() / mask.size)
+        terms = (weights * own * (advantage * policy + kl * divergence))[mask].sum() / count(lengths, mask, longest)
+        found.append(factor * terms)
+        unscaled.append(terms)
+    assert np.mean(found) == pytest.approx(full, rel=0.02)
+    assert name == "dapo" or np.mean(unscaled) > 1.5 * full
+
+
+def test_the_factors_are_told_where_the_function_is():
+    recipe = (Path(__file__).parents[2] / "docs" / "recipes" / "other_trainers.md").read_text(encoding="utf-8")
+    for name in DIVISORS:
+        assert f"``{name}``" in str(prune.__doc__) and f"`{name}`" in recipe

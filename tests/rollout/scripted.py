@@ -93,6 +93,8 @@ class ScriptedEngine(RolloutEngine[Completions]):
 class ScriptedWorkers:
     """Scores "score 1", times out at "sleep" and raises at all else, where processes would cost more than they show."""
 
+    thinking_tags = ()
+
     def begin(self, most_failures: int) -> ScriptedScoring:
         return ScriptedScoring(most_failures)
 

@@ -105,7 +105,10 @@ def test_a_completion_of_the_functions_own_is_taken_if_it_can_be_trained_on() ->
     assert (taken.token_ids.tolist(), taken.loss_mask.tolist()) == ([1, 2], [True, False])
     assert (taken.token_ids.dtype, taken.logprobs.dtype) == (np.int32, np.float32), "as ranks send them to each other"
     for wrong, words in (
-        ({"loss_mask": np.ones(2, bool)}, "log-probabilities of sampled tokens that are not finite"),
+        ({"loss_mask": np.ones(2, bool)}, "log-probabilities that are above 0, null or not finite"),
+        ({"logprobs": np.array([0.5, np.nan], np.float32)}, "log-probabilities that are above 0, null or not finite"),
+        ({"loss_mask": [0.5, 1]}, "a loss_mask of other values than true and false"),
+        ({"loss_mask": ["yes", "no"]}, "a loss_mask of other values than true and false"),
         ({"loss_mask": np.ones(3, bool)}, "3 of loss_mask for a response of 2 tokens"),
         ({"logprobs": np.zeros(1, np.float32)}, "1 of logprobs for a response of 2 tokens"),
         ({"versions": ()}, "versions of 0 tokens for a response of 2"),

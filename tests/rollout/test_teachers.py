@@ -83,8 +83,8 @@ class Teaching(ThreadingHTTPServer):
             return {"meta_info": {"input_token_logprobs": [[None, *told[0][1:]], *told[1:]]}}
         assert path == "/v1/completions" and (body["model"], body["max_tokens"]) == (self.folder, 1)
         pairs = zip(self.logprobs(body["prompt"]), body["prompt"], strict=True)
-        told = [p and {str(t + self.shift): {"logprob": p, "rank": 1}} for p, t in pairs]
-        return {"choices": [{"prompt_logprobs": told}]}
+        told = [{str(t + self.shift): {"logprob": p, "rank": 1}} for p, t in pairs]
+        return {"choices": [{"prompt_logprobs": [None, *told[1:]]}]}
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -236,6 +236,18 @@ def test_a_server_that_dies_is_asked_again_and_one_that_speaks_of_other_tokens_s
         with pytest.raises(UserError, match="other tokens") as error:
             Reading(servers, prompts).finish(groups, world_of(1, 0))
         assert (error.value.setting, error.value.value) == ("loss.distillation.teacher", server.url)
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@pytest.mark.parametrize("told", [0.7, None])
+def test_a_server_whose_log_probabilities_are_none_stops_the_run(kind: Kind, told: float | None, policy: Path) -> None:
+    prompts, groups = groups_of(np.random.default_rng(1), "a")
+    with teaching(kind, policy) as server, opened(config_of(server.url), policy) as servers:
+        right = server.logprobs
+        server.logprobs = lambda tokens: [*right(tokens)[:-1], told]  # type: ignore[method-assign]
+        with pytest.raises(UserError, match="above 0, null or not finite") as error:
+            Reading(servers, prompts).finish(groups, world_of(1, 0))
+    assert (error.value.setting, error.value.value) == ("loss.distillation.teacher", server.url)
 
 
 def test_a_server_that_cannot_teach_is_named_before_the_first_step(policy: Path, tmp_path: Path) -> None:

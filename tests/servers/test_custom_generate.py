@@ -182,5 +182,9 @@ def test_several_samples_are_the_sequences_of_one_completion() -> None:
     for wrong, words in (([both[1], both[0]], "begin with the prompt"), ([both[0], 3], "a int")):
         with pytest.raises(UnusableError, match=words):
             _read_all(wrong, [7, 8], limit=2)
+    masked = sample([7, 8, 1, 2], 2)
+    masked.loss_mask = [1, 0.5]  # type: ignore[list-item]
+    with pytest.raises(UnusableError, match="a loss_mask of other values than true and false"):
+        _read_all(masked, [7, 8], limit=2)
     with pytest.raises(UnusableError, match="1 tokens for a prompt of 0 and a response of 1"):
         _read_all([both[0], sample([3], 1)], [7, 8], limit=2)

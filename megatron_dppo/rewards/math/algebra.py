@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_dppo.rewards.math.expressions import MINUS_ONE, Node, UnreadableError, product, read
-from megatron_dppo.rewards.math.notation import OPEN_SET, bracketed, enclosed, parts, split
+from megatron_dppo.rewards.math.notation import OPEN_SET, UNION, bracketed, enclosed, parts, split, united
 from megatron_dppo.rewards.math.quantities import Number, number_of
 from megatron_dppo.rewards.math.values import (
     DIGITS,
@@ -48,6 +48,10 @@ CLOSE = 30
 """Digits that two ends have in common that are one."""
 
 
+class NarrowerError(Exception):
+    """An answer has no value at a point where its label has one."""
+
+
 def same_algebra(label: str, answer: str) -> bool:
     """Whether two whole texts in ``spelled``'s spelling are one expression, equation, inequality or ratio."""
     if any(CLOCK.fullmatch(text) for text in (label, answer)):
@@ -61,8 +65,20 @@ def same_algebra(label: str, answer: str) -> bool:
         sides = read(*(text for _, text in (*expected, *found)))
         signs = [[sign for sign, _ in chain[1:]] for chain in (expected, found)]
         return _same_chain(signs[0], sides[: len(expected)], signs[1], sides[len(expected) :], label)
-    except (UnreadableError, TooLargeError):
+    except (UnreadableError, TooLargeError, NarrowerError):
         return False
+
+
+def without_approximation(text: str) -> str:
+    r"""The exact value of ``2\pi \approx 6.28``, if the decimal is its value, rounded or cut off. In any other text an
+    approximate equality is an equality."""
+    exact, *others = split(text, r"\\approx(?![a-zA-Z])")
+    number = number_of(others[0]) if len(others) == 1 else None
+    if number is not None and number.decimals is not None:
+        value = constant(split(exact, "=")[-1])
+        if value is not None and abs(_fraction(value) - number.value) < Fraction(1, 10**number.decimals):
+            return exact
+    return re.sub(r"\\approx(?![a-zA-Z])", "=", text).strip(" =")
 
 
 def constant(text: str) -> Value | None:
@@ -208,25 +224,48 @@ def _values(one: Node, other: Node, seed: str, *, imaginary: bool = False) -> It
             yield _at(one, other, Point(f"{seed}{number}", sign, Fraction(size), imaginary=imaginary))
         except UndefinedError:
             continue
+        except NarrowerError:
+            if _signs_matter(one, other):
+                raise
         except TooLargeError:
             if size == 1:
                 raise
 
 
+def _signs_matter(label: Node, answer: Node) -> bool:
+    """Whether the label may have the logarithm of an unknown below zero: it is of one unknown, or of an absolute value.
+
+    The unknowns in ln(a/b) are taken to be positive, so that ln a − ln b is the same.
+    """
+    logarithms = [
+        [n for n in subexpressions(of) if n[:2] in (("call", "ln"), ("call", "log"))] for of in (label, answer)
+    ]
+    absolute = any(n[:2] == ("call", "abs") for log in logarithms[0] for n in subexpressions(log))
+    return absolute or (bool(logarithms[0]) and len(symbols(("sum", *logarithms[0], *logarithms[1]))) == 1)
+
+
 def _at(one: Node, other: Node, point: Point) -> Pair:
     """The values at a point; worked out again with more digits, where terms of unlike sizes took too many."""
     try:
-        values = point.value(one), point.value(other)
+        values = _pair(one, other, point)
         if point.unlike <= SPARE_BITS or all(isinstance(value, Fraction) for value in values):
             return (*values, point)
-    except UndefinedError:
+    except (UndefinedError, NarrowerError):
         if point.unlike <= SPARE_BITS:
             raise
     digits = DIGITS + int(point.unlike * 0.302)
     if digits > MOST_DIGITS:
         raise TooLargeError
     finer = point.with_digits(digits)
-    return finer.value(one), finer.value(other), finer
+    return (*_pair(one, other, finer), finer)
+
+
+def _pair(label: Node, answer: Node, point: Point) -> tuple[Value, Value]:
+    expected = point.value(label)
+    try:
+        return expected, point.value(answer)
+    except UndefinedError as error:
+        raise NarrowerError from error
 
 
 def _equal(one: Value, other: Value, point: Point) -> bool:
@@ -272,7 +311,7 @@ def _intervals(text: str) -> tuple[list[Interval], str | None] | None:
     """The intervals of a set, and the name of its unknown."""
     intervals: list[Interval] = []
     unknowns: set[str] = set()
-    members = split(text, r"\\cup(?![a-zA-Z])|,")
+    members = united(text, UNION + "|,")
     unequal = [found for member in members if (found := UNEQUAL.fullmatch(member))]
     if unequal and len(members) > 1:  # x ≠ 1, x ≠ 2 leaves both out, and is no union
         same = len(unequal) == len(members) and len({found[1] for found in unequal}) == 1

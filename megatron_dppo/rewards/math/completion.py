@@ -1,10 +1,13 @@
-"""The answer in a completion: the last box, the last number signs, and in their absence the declared fallbacks."""
+"""The answer in a completion, after its thoughts: the last box, the last number signs, else the declared fallbacks."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
+THINKING_TAGS = ("<think>", "</think>")
+"""The default of ``reward.thinking_tags``."""
 MARKED = re.compile(r"^.*#[ \t]*+([^#\n]+)$", re.MULTILINE)
 """What follows number signs on a line: ``#### 72`` as GSM8K has it, ``#72`` as the arithmetic generator has it."""
 NUMBER = re.compile(r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
@@ -15,6 +18,8 @@ SENTENCE_END = re.compile(r"\n|\.\s|,\s+(?=[a-z]{2})|\s+(?:because|since|as|whic
 """A full stop before a space ends a sentence, a decimal point does not."""
 FORMULA = re.compile(r"\$([^$\n]+)\$|\\\(([^\n]+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 LOOSE = re.compile(r"(?<![\w.,])[-+]?\$?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+|\s?\\?%)?")
+TOLD = re.compile(rf"\s+(?:is|are|equals)\s+(?:exactly\s+)?({LOOSE.pattern})[.!]?\s*")
+"""A number that a sentence gives to the formula before it: ``the largest $n$ is 34.``"""
 BETWEEN = re.compile(
     r"(?:[\s$,;.*]|\\[()\[\],; ]|\\quad|\\q?quad|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|\b[a-zA-Z](?:_\w)?\s*=)*+"
 )
@@ -27,6 +32,22 @@ MOST_BOXES = 64
 NEGATED = re.compile(r"\b(?:not|never|neither|nor|no|if|unless|or|and)\b", re.IGNORECASE)
 TAIL = 2000
 """Characters at the end of a text in which the fallbacks look for an answer."""
+
+
+def after_thoughts(text: str, prompt: str = "", tags: Sequence[str] = THINKING_TAGS) -> str:
+    """The text of a completion after the last of its thoughts; empty if they have no end.
+
+    Args:
+        text: the completion.
+        prompt: as the policy read it. A chat template may end the prompt with the opening tag.
+        tags: ``reward.thinking_tags``.
+    """
+    if not tags:
+        return text
+    opening, closing = tags
+    _, closed, answer = text.rpartition(closing)
+    open_still = opening in answer or (not closed and prompt.rstrip().endswith(opening))
+    return "" if open_still else answer
 
 
 def stated_answer(text: str) -> str | None:
@@ -77,6 +98,8 @@ def said_answer(text: str) -> str:
         subject = SUBJECT.match(answer)
         return answer[subject.end() :].strip(" *") if subject and not NEGATED.search(subject[0]) else answer
     formulas = list(FORMULA.finditer(text))
+    if formulas and (told := TOLD.fullmatch(text, formulas[-1].end())):
+        return told[1].rstrip(",")
     if formulas:
         return next(group for group in formulas[-1].groups() if group is not None).strip()
     numbers = LOOSE.findall(text)

@@ -179,7 +179,8 @@ class _Reader:
         factors = [self.factor()]
         while self.begins_factor() and (calls or self.peek().removeprefix("\\") not in FUNCTIONS):
             start, before = self.place, self.tokens[self.place - 1][0]
-            if self.kind() == "number" and self.tokens[self.place - 1][1] != ")":
+            power = before != "number" and self.tokens[self.place + 1][1] == "^"  # 2x 3^x, and not 2 3^x
+            if self.kind() == "number" and self.tokens[self.place - 1][1] != ")" and not power:
                 raise UnreadableError("a number behind another factor")
             right = self.factor()
             mixed = factors[-1][0] == before == "number" and self.tokens[start][1] == r"\frac" and len(factors) == 1

@@ -13,7 +13,7 @@ SIGNS = {
     "±": r"\pm ", "∓": r"\mp ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ",
     "∖": r"\setminus ", "∈": r"\in ", "∅": r"\emptyset ", "∠": r"\angle ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
     "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "′": "'", "º": "°", "µm": "um", "μm": "um",
-    "≈": "=",
+    "≈": r"\approx ",
 }  # fmt: skip
 GREEK = re.compile(
     "GREEK (SMALL|CAPITAL) LETTER (ALPHA|BETA|GAMMA|DELTA|EPSILON|ZETA|ETA|THETA|IOTA|KAPPA|LAMDA|MU|NU|XI|PI|RHO"
@@ -24,7 +24,7 @@ OPEN_SET, CLOSE_SET = "⦃", "⦄"
 
 COMMANDS = {
     "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "leq": r"\le ", "leqslant": r"\le ", "geq": r"\ge ",
-    "geqslant": r"\ge ", "lt": "<", "gt": ">", "neq": r"\ne ", "approx": "=", "simeq": "=", "vert": "|", "lvert": "|",
+    "geqslant": r"\ge ", "lt": "<", "gt": ">", "neq": r"\ne ", "simeq": r"\approx ", "vert": "|", "lvert": "|",
     "rvert": "|", "langle": "⟨", "rangle": "⟩", "backslash": r"\setminus ", "smallsetminus": r"\setminus ",
     "varnothing": r"\emptyset ",
 }  # fmt: skip
@@ -53,6 +53,7 @@ REWRITINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\s*\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![a-zA-Z]))", "°"),
     (r"\\degree(?![a-zA-Z])|\s+degrees?\b|\\text\{\s*degrees?\}", "°"),
     (r"\\%|\b(?:per ?cent|pct)\b|\\text\{\s*(?:per ?cent|pct)\}", "%"),
+    (r"(?<=\s)!=", r"\\ne "),
     (r"<=", r"\\le "),
     (r">=", r"\\ge "),
     (r"(?i)(?<![a-zA-Z\\])(?:infinity|infty)(?![a-zA-Z])", r"\\infty "),
@@ -136,7 +137,7 @@ def _trimmed(text: str) -> str:
 
 OPENING, CLOSING = "([{⟨" + OPEN_SET, ")]}⟩" + CLOSE_SET
 NAME = (
-    r"(?:\\text\{[^{}]*\}|\\(?!(?:in|log|ln|sqrt|lg|not)(?![a-zA-Z]))[a-zA-Z]++(?!\{)|[a-zA-Z](?:_\{?\w++\}?)?'*+"
+    r"(?:(?:\\?P|\\?Pr)\([^()]*\)|\\text\{[^{}]*\}|\\(?!(?:in|log|ln|sqrt|lg|not)(?![a-zA-Z]))[a-zA-Z]++(?!\{)|[a-zA-Z](?:_\{?\w++\}?)?'*+"
     r"|\([a-zA-Z, \\]+\)|(?<=[a-zA-Z])\([^()=]*\)|\|[a-zA-Z]+\||(?<=[a-zA-Z ]):(?=\s*[a-zA-Z])|\s)++"
 )
 GIVEN = r"(?:=|\\in(?![a-zA-Z]))"
@@ -144,6 +145,7 @@ SIDE = re.compile(rf"({NAME}){GIVEN}(.+)")
 RELATION = re.compile(r"<|>|\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])")
 UNKNOWN = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?")
 BUILDER = re.compile(rf"{OPEN_SET}([^|:]*?)(?:\||:|\\mid)(.*){CLOSE_SET}")
+UNION = r"\\cup(?![a-zA-Z])"
 COMMA = r"(?:(?<![0-9]),|,(?!0[0-9]{2}(?![0-9]))|;)"
 """Parts members of a list; in 12,000 it parts none."""
 MATRIX = re.compile(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}")
@@ -193,6 +195,16 @@ def enclosed(text: str) -> tuple[str, str, str] | None:
         if depth == 0:
             return (text[0], text[1:-1], text[-1]) if place == len(text) - 1 else None
     return None
+
+
+def united(text: str, separator: str) -> list[str]:
+    """The parts of a union between separators; parts in round brackets that are unions themselves are taken apart."""
+    found = []
+    for part in split(text, separator):
+        whole = enclosed(part)
+        inside = whole[1] if whole and whole[0] == "(" else ""
+        found += united(inside, UNION) if len(split(inside, UNION)) > 1 else [part]
+    return found
 
 
 def sides(text: str) -> tuple[str | None, str]:
@@ -289,6 +301,8 @@ def _solutions(text: str) -> Bracketed | None:
     return None
 
 
+TOLD = re.compile(r"\\text\{\s*\(([A-J])\)\s*\}\s*(.+)|\(([A-J])\) ([0-9.,]+)")
+"""A choice that stands before its text."""
 BARE = re.compile(r"\(\s*([A-J])\s*\)|([A-J])\s*\)?")
 CHOSEN = re.compile(
     r"(?:(?:option|choice|answer)\s+)?(?:\(([A-J])\)|([A-J])(?:[.):]|$))(?:[\s:.)](?!\s*[,;]).*|$|[^\s+\-*/^=,;].*)",
@@ -319,6 +333,12 @@ def choice_of(text: str, *, bare: bool = False) -> frozenset[str] | None:
         return None
     letter = found and (found[1] or found[2])
     return frozenset(letter) if letter and letter.isupper() else None
+
+
+def told_choice(text: str) -> tuple[str, str] | None:
+    """Letter and text of a choice such as ``\\text{(C)} 24``; None for any other text."""
+    found = TOLD.fullmatch(text)
+    return (found[1] or found[3], found[2] or found[4]) if found else None
 
 
 def words_of(text: str) -> str | None:

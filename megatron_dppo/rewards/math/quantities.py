@@ -123,10 +123,15 @@ TABLE: dict[str, dict[str, str]] = {
     "pound sterling": {"1": "£"},
     "share": {"1/100": "%"},
     "energy": {"1": "J joule", "1000": "kJ kilojoule"},
+    "magnetic field": {"1": "T tesla"},
+    "resistance": {"1": "ohm", "1000": "kohm kiloohm", "1000000": "Mohm megaohm"},
+    "pressure": {"1": "Pa pascal", "1000": "kPa"},
     "power": {"1": "W watt", "1000": "kW kilowatt"},
     "force": {"1": "N newton"},
     "voltage": {"1": "V volt"},
     "temperature": {"1": "K kelvin"},
+    "celsius": {"1": "degC celsius"},
+    "fahrenheit": {"1": "degF fahrenheit"},
     "electronvolt": {"1": "eV"},
     "frequency": {"1": "Hz hertz"},
     "quantity": {"1": "mol mole"},
@@ -159,6 +164,8 @@ def unit_of(text: str) -> Unit | None:
     r"""The unit that ``text`` names (``cm^2``, ``\text{km}/\text{h}``, ``miles per hour``); None if it is none."""
     text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
     text = re.sub(r"\s*\^\s*\{?\s*(-?[1-9])\s*\}?", r"^\1", text.replace(r"\cdot", " ").replace(r"\mu ", "u"))
+    text = re.sub(r"([kM]?)\s*\\Omega(?![a-zA-Z])", r" \1ohm", text)
+    text = re.sub(r"°\s*([CF])(?![a-zA-Z])", r" deg\1", text)
     text = re.sub(r"\bper\b", "/", text).strip(" .")
     text = re.sub(r"\b(square|sq\.?|cubic)\s+([a-zA-Z]+)", lambda m: f"{m[2]}^{3 if m[1] == 'cubic' else 2}", text)
     text = re.sub(r"\b([a-zA-Z]+)\s+(squared|cubed)\b", lambda m: f"{m[1]}^{3 if m[2] == 'cubed' else 2}", text)
@@ -205,7 +212,9 @@ def _named(word: str) -> tuple[str, Fraction]:
     return word.lower().removesuffix("s"), Fraction(1)
 
 
-START = re.compile(r"\\text\{|[°%¢€£]|\\\$|(?<![a-zA-Z\\{_])[a-zA-Z]+")
+START = re.compile(r"\\text\{|\\Omega(?![a-zA-Z])|[°%¢€£]|\\\$|(?<![a-zA-Z\\{_])[a-zA-Z]+")
+CLOCK = re.compile(r"([0-9]{1,2})\s*:\s*([0-5][0-9])\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
+"""A time of day, whose half may be missing from the answer."""
 CURRENCY = re.compile(r"(-?)\s*(\\\$|€|£)\s*(-?.+)")
 NO_NOUN = re.compile(
     r"^(?:\\text\{\s*)?(?:squared|cubed)\b"
@@ -258,6 +267,11 @@ def same_share(label: str, answer: str, same: Same) -> bool | None:
 
 def same_amount(label: str, answer: str, same: Same) -> bool | None:
     """Whether two texts are the same amount of the same; None if neither names a unit."""
+    clocks = [CLOCK.fullmatch(re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip()) for text in (label, answer)]
+    if clocks[0] and clocks[1]:
+        (hour, minute, half), (other_hour, other_minute, other_half) = (clock.groups() for clock in clocks if clock)
+        same_half = other_half is None or (half or "").lower() == other_half.lower()
+        return int(hour) == int(other_hour) and minute == other_minute and same_half
     one, other = quantity_of(label), quantity_of(answer)
     if one.unit is None and other.unit is None:
         multiple = one.number is not None and other.number is not None

@@ -7,8 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.rewards.math.algebra import same_algebra, same_real_set
-from megatron_dppo.rewards.math.completion import plain_number, said_answer, stated_answer, stated_boxes
+from megatron_dppo.rewards.math.algebra import same_algebra, same_real_set, without_approximation
+from megatron_dppo.rewards.math.completion import (
+    NEGATED,
+    SUBJECT,
+    THINKING_TAGS,
+    after_thoughts,
+    plain_number,
+    said_answer,
+    stated_answer,
+    stated_boxes,
+)
 from megatron_dppo.rewards.math.notation import (
     OPEN_SET,
     Bracketed,
@@ -22,6 +31,8 @@ from megatron_dppo.rewards.math.notation import (
     sides,
     spelled,
     split,
+    told_choice,
+    united,
     unpacked,
     unspaced,
     words_of,
@@ -36,8 +47,12 @@ MOST_MEMBERS = 64
 LETTER = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]")
 PRODUCT = re.compile(r"(?:[a-z](?:_\{?\w+\}?)?){2,}")
 """A name that is a product: ``xy = 6`` is an equation."""
+NAMED = re.compile(r"the (?!.*\b(?:negative|inverse|reciprocal|opposite|half|twice)\b)", re.IGNORECASE)
+"""How a sentence begins whose subject is what was asked for: the largest n is 34."""
 OPERATORS = r"\\(?:cup|cap|setminus)(?![a-zA-Z])"
 SETS = rf"{OPERATORS}|\\ne(?![a-zA-Z])"
+BUILT = re.compile(r":|\\mid(?![a-zA-Z])|^[^|]*(?:\|[^|]*\|[^|]*)*\|[^|]*$")
+"""A set that is told by what its members have in common: by a colon, or a bar that closes no absolute value."""
 Member = tuple[str | None, str]
 """Name and value."""
 
@@ -63,12 +78,15 @@ def judge(label: str, answer: str) -> Verdict:
         return Verdict(True)
     if len(answer) > LONGEST or not answer.strip() or _depth(answer) > DEEPEST:
         return Verdict(False)
-    expected, found = spelled(label), spelled(answer)
+    expected, found = (without_approximation(spelled(text)) for text in (label, answer))
     if answer.count("{") != answer.count("}"):  # something was left out
         right = unspaced(expected) == unspaced(found)
         return Verdict(right, ("spelling",) if right else ())
     comparison = _Comparison()
     right = comparison.same(expected, found)
+    subject = SUBJECT.match(found)
+    if not right and subject and NAMED.match(subject[0]) and not NEGATED.search(subject[0]):
+        right = comparison.same(expected, found[subject.end() :])
     return Verdict(right, tuple(dict.fromkeys(comparison.used)) if right else ())
 
 
@@ -101,8 +119,18 @@ class _Comparison:
     def by_choice(self, label: str, answer: str) -> bool | None:
         expected = choice_of(label, bare=True)
         if expected is None:
-            return None
+            return self.told_choice(label, answer)
         return expected == (choice_of(answer) or choice_of(sides(answer)[1]))
+
+    def told_choice(self, label: str, answer: str) -> bool | None:
+        """A label with the text of its choice: the letter is enough, and so is the text."""
+        expected, found = told_choice(label), told_choice(answer)
+        if expected is None:
+            return None
+        if found is not None:
+            return expected[0] == found[0] and self.same(expected[1], found[1])
+        letters = choice_of(answer, bare=True)
+        return letters == {expected[0]} if letters is not None else self.same(expected[1], answer)
 
     def by_words(self, label: str, answer: str) -> bool | None:
         expected, said = words_of(label), words_of(answer)
@@ -138,7 +166,8 @@ class _Comparison:
     def matched_sets(self, expected: str, found: str) -> bool:
         """Unions of the same sets, and differences or intersections of the same in one order."""
         for operator in ("setminus", "cup", "cap"):
-            ones, others = (split(text, rf"\\{operator}(?![a-zA-Z])") for text in (expected, found))
+            parted = united if operator == "cup" else split
+            ones, others = (parted(text, rf"\\{operator}(?![a-zA-Z])") for text in (expected, found))
             if max(len(ones), len(others)) > 1:
                 if operator == "setminus":
                     return self.all_same(ones, others)
@@ -149,7 +178,7 @@ class _Comparison:
         (expected, braces), (found, others) = members(label), members(answer)
         if (len(expected) == len(found) == 1 and not (braces or others)) or (bracketed(label) and bracketed(answer)):
             return None
-        if any(text.startswith(OPEN_SET) and re.search(r"\||:|\\mid", text) for text in (label, answer)):
+        if any(text.startswith(OPEN_SET) and BUILT.search(text) for text in (label, answer)):
             return None
         if max(len(expected), len(found)) > MOST_MEMBERS:
             return False
@@ -269,18 +298,27 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def math_verdict(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+def math_verdict(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Any = None,
+    *,
+    prompt: str = "",
+    thinking_tags: Sequence[str] = THINKING_TAGS,
+) -> dict[str, Any]:
     r"""``score``: 1 if the answer equals the label as mathematics, else 0; ``pred``: the answer; ``by``: why it is.
 
-    The answer is what stands in the last ``\boxed{}`` (in all of them, where several are listed), else after the last
-    ``####`` or ``#``, else what :func:`~megatron_dppo.rewards.math.completion.said_answer` finds. The label may be
-    marked in the same way, or be the bare answer. This function has no time limit: the process that it runs in is
-    killed when the time is over.
+    The answer stands after the thoughts, see :func:`~megatron_dppo.rewards.math.completion.after_thoughts`: in the last
+    ``\boxed{}`` (in all of them, where several are listed), else after the last ``####`` or ``#``, else what
+    :func:`~megatron_dppo.rewards.math.completion.said_answer` finds. The label may be marked in the same way, or be the
+    bare answer. This function has no time limit: the process that it runs in is killed when the time is over.
 
     Raises:
         ValueError: if the label is empty: a fault of the data, not of the answer.
     """
     label = stated_answer(ground_truth) or ground_truth
+    solution_str = after_thoughts(solution_str, prompt, thinking_tags)
     answer = stated_answer(solution_str)
     if answer is None:
         answer = said_answer(solution_str)

@@ -17,6 +17,7 @@ from megatron_dppo.rl.objectives import Baseline
 from megatron_dppo.rl.pruning.features import PromptFeatures
 from megatron_dppo.rl.pruning.history import PromptHistory, is_binary
 from megatron_dppo.rl.pruning.success_model import SizeModel, SuccessModel
+from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Floats, Ints, StepPlan
 
 Predictor = Literal["auto", "record", "model"]
@@ -146,6 +147,8 @@ class PromptForecast(PromptHistory):
         """Hold the predictions against a step's groups; only then learn of them."""
         if not len(visits.prompt_ids):
             return Judgement({}, (), ())
+        present = np.arange(visits.rewards.shape[1]) < visits.samples[:, None]
+        visits = replace(visits, rewards=without_rounding(visits.rewards, present))
         if self.binary and not is_binary(visits.rewards):
             self.binary = False  # from now on what is predicted is whether a group's rewards differ
             self._start()

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_dppo.rl.objectives import Baseline
 from megatron_dppo.rl.pruning.prompt_table import PromptTable
+from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Floats, Ints
 
 PRIOR_COUNT = 2.0
@@ -99,6 +100,7 @@ class PromptHistory:
             advantages: [Q, G], of the full groups.
             counts_as: G of the group that Σ A² is to be that of; None: of these.
         """
+        rewards = without_rounding(rewards)
         self.binary = self.binary and is_binary(rewards)
         right = (rewards == 1.0).sum(axis=1)
         square, magnitude = (advantages**2).sum(axis=1), np.abs(advantages).mean(axis=1)

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.rl.census import Cell, Census
+from megatron_dppo.rl.group_sizes import group_advantages
 from megatron_dppo.rl.pruning.minibatch import Pruned
+from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 # The coordinates of the census's tables are rounded, so that the tables stay small.
@@ -192,6 +194,8 @@ def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
     def table(x: Floats, y: Floats) -> tuple[Cell, ...]:
         return _table(x[has_advantage], y[has_advantage], inclusion[has_advantage], kept[has_advantage])
 
+    rewards = without_rounding(rewards, present)
+    deviations = group_advantages(rewards, present.sum(axis=1), normalise=True, as_of=None)
     low = np.where(present, rewards, np.inf).min(axis=1, keepdims=True)
     high = np.where(present, rewards, -np.inf).max(axis=1, keepdims=True)
     side, samples = np.sign(advantage), present.sum(axis=1, keepdims=True)
@@ -204,7 +208,7 @@ def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
         zero_advantage=total(~kept & zero_advantage & present),
         binary=bool(((rewards == low) | (rewards == high) | ~present).all()),
         by_group=table(_rounded(better, min(int(samples.max(initial=1)), PER_GROUP)), side),
-        by_reward=table(_rounded(_deviations(rewards, present), PER_DEVIATION), side),
+        by_reward=table(_rounded(deviations, PER_DEVIATION), side),
         by_cause=table(_rounded(_log2(lengths), PER_OCTAVE_OF_LENGTH), _rounded(octaves, PER_OCTAVE_OF_SCORE)),
     )
 
@@ -219,15 +223,6 @@ def _table(x: Floats, y: Floats, inclusion: Floats, kept: Bools) -> tuple[Cell, 
         (float(x), float(y), int(count), round(float(pi), 6), int(keep))
         for (x, y), count, pi, keep in zip(places, counts, expected, drawn, strict=True)
     )
-
-
-def _deviations(rewards: Floats, present: Bools) -> Floats:
-    """[Q, G], (r − mean) / std of its group; 0 where its rewards are equal. Whatever the objective normalises by."""
-    samples = present.sum(axis=1, keepdims=True)
-    mean = np.where(present, rewards, 0.0).sum(axis=1, keepdims=True) / samples
-    centred = np.where(present, rewards - mean, 0.0)
-    spread = np.sqrt((centred**2).sum(axis=1, keepdims=True) / samples)
-    return np.divide(centred, spread, out=np.zeros_like(centred), where=spread > 0.0)
 
 
 def _log2(values: Floats) -> Floats:

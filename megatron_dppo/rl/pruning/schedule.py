@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_dppo.config import Config, PruningConfig, ScheduleConfig
+from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Floats, Ints, StepMetadata
 
 
@@ -95,7 +96,8 @@ def in_rounds(pruning: PruningConfig) -> bool:
 
 def mixed(metadata: StepMetadata) -> Ints:
     """The groups, by their index, whose rewards differ."""
-    differs = metadata.rewards != metadata.rewards[:, :1]
+    rewards = without_rounding(metadata.rewards, metadata.present)
+    differs = rewards != rewards[:, :1]
     return np.flatnonzero((differs & metadata.present).any(axis=1))
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.plugins.slime import Arguments, Sample, Status, poster
+from megatron_dppo.rl.given import as_mask
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import ConversationFunction, TryAgainError, UnusableError, load_coroutine
 from megatron_dppo.rollout.engine import Sampling
@@ -149,11 +150,11 @@ def _read(sample: Any, prompt: Sequence[int], limit: int) -> _Read:
     if context < 1 or (prompt and context != start):
         raise UnusableError(f"returned {len(sample.tokens)} tokens for a prompt of {start} and a response of {length}")
     try:
+        loss_mask: NDArray[Any] = as_mask([1] * length if sample.loss_mask is None else sample.loss_mask)
         tokens = np.array(sample.tokens[start:], np.int32)
-        loss_mask = np.array([1] * length if sample.loss_mask is None else sample.loss_mask, bool)
         logprobs = np.array(() if sample.rollout_log_probs is None else sample.rollout_log_probs, np.float32)
     except (TypeError, ValueError, OverflowError) as error:
-        raise UnusableError(f"returned a sample whose lists hold no numbers ({error})") from None
+        raise UnusableError(f"returned a sample whose lists cannot be used ({error})") from None
     for name, values in (("loss_mask", loss_mask), ("rollout_log_probs", logprobs)):
         if len(values) != length:
             raise UnusableError(f"returned {len(values)} of sample.{name} for a response of {length} tokens")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_dppo.rl.given import as_logprobs
 from megatron_dppo.rollout.servers.client import (
     ADAPTER,
     INCOMPLETE,
@@ -221,7 +222,7 @@ class SglangClient(ServerClient):
         routing = None if told is None else np.frombuffer(base64.b64decode(told), np.int32)
         return GenerateResult(
             token_ids=np.array(tokens, np.int32),
-            logprobs=np.array(logprobs, np.float32),
+            logprobs=as_logprobs(logprobs),
             versions=tuple((str(s["version"]), s["end"] - s["start"]) for s in spans if s["end"] > s["start"]),
             reason=reason,
             routing=self.routing(request, len(tokens), reason, routing),

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.rl.given import as_logprobs
 from megatron_dppo.rollout.servers.client import (
     ADAPTER,
     CONTROL_S,
@@ -317,7 +318,7 @@ class VllmClient(ServerClient):
         routing = None if told is None else np.load(BytesIO(base64.b64decode(told)))  # which unpickles nothing
         return GenerateResult(
             token_ids=np.array(tokens, np.int32),
-            logprobs=np.array(logprobs, np.float32),
+            logprobs=as_logprobs(logprobs),
             versions=tuple((str(span["version"]), count) for span, count in zip(spans, counts, strict=True)),
             reason=reason,
             routing=self.routing(request, len(tokens), reason, routing),
