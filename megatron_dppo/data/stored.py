@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import numpy as np
 
 from megatron_dppo.data.rows import Row, read_batches, row_of_line, row_of_record
 from megatron_dppo.errors import UserError
+from megatron_dppo.process.files import file_digest
 from megatron_dppo.process.progress import progress
 
 LARGE = 16 * 2**20
@@ -33,7 +33,7 @@ LARGE = 16 * 2**20
 STORED = (".jsonl", ".ndjson", ".parquet")
 CACHE = "MEGATRON_DPPO_CACHE"
 """Environment variable with the cache folder; without it: $XDG_CACHE_HOME/megatron_dppo or ~/.cache/megatron_dppo."""
-FORM = 3
+FORM = 4
 """Of what is stored. What another version of this package has stored in another form is made anew."""
 BATCH = 1024
 """Rows that are in memory at a time."""
@@ -105,7 +105,7 @@ def store(
     Raises:
         UserError: as ``read_rows`` and ``encode``; and where the cache folder cannot be written to.
     """
-    contents = [(file.suffix, _hash(file)) for file in files]
+    contents = [(file.suffix, file_digest(file)) for file in files]
     known = [FORM, version("transformers"), contents, _hash_of_tokenizer(tokenizer), dict(depends_on)]
     folder = cache_folder() / hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
     try:
@@ -177,20 +177,14 @@ def _lists(rows: Sequence[list[int]]) -> Any:
     return pyarrow.ListArray.from_arrays(pyarrow.array(starts, pyarrow.int32()), pyarrow.array(tokens))
 
 
-def _hash(file: Path) -> str:
-    stat = file.stat()
-    return _hash_of(file, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-
-
-@cache
-def _hash_of(file: Path, *state: int) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "blake2b").hexdigest()
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files that a tokenizer and its chat template are read from."""
+    return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
 
 
 def _hash_of_tokenizer(folder: Path) -> str:
-    files = sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
-    return hashlib.sha256("".join(file.name + _hash(file) for file in files).encode()).hexdigest()
+    files = tokenizer_files(folder)
+    return hashlib.sha256("".join(file.name + file_digest(file) for file in files).encode()).hexdigest()
 
 
 @contextmanager

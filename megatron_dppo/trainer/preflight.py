@@ -79,6 +79,8 @@ def _checks(config: Config, command: Command) -> Iterator[Check]:
     for shape in found:
         yield from _checks_of_policy(config, shape, command)
     yield from _checks_of_surroundings(config, command)
+    if command in TRAINING and found:  # last, since it reads files that the others have looked at
+        yield partial(check_resume if command == "train" else check_warm_up, config)
 
 
 def check_config(config: Config, command: Command = "train") -> None:
@@ -109,7 +111,6 @@ def _checks_of_policy(config: Config, shape: PolicyShape, command: Command) -> I
     if command != "sft":
         yield partial(check_servers, config, shape)
     if command in TRAINING:
-        yield partial(check_resume if command == "train" else check_warm_up, config)
         yield partial(_check_room, config, shape, command)
 
 
