@@ -127,6 +127,18 @@ MUTANTS = [
         "test_api.py::test_a_run_with_ones_own_functions_tells_of_every_step_and_is_evaluated",
     ),
     Mutant(
+        "resume/other files of the same name are not noticed",
+        "now = fingerprints(config) if before else {}",
+        "now = before",
+        "trainer/test_fingerprints.py",
+    ),
+    Mutant(
+        "resume/a value from Python is read as a word",
+        "_lay, tree, key, _plain_value(value))",
+        "_apply, tree, f'{key}={value}')",
+        "test_settings.py -k python",
+    ),
+    Mutant(
         "export/adapters are merged without their scale",
         "alpha=lora.alpha / lora.rank).to(dtype)",
         "alpha=1.0).to(dtype)",
@@ -2256,7 +2268,7 @@ MUTANTS = [
     ),
     Mutant(
         "data/what is stored depends on the file's name",
-        "[(file.suffix, _hash(file)) for file in files]",
+        "[(file.suffix, file_digest(file)) for file in files]",
         "[(file.suffix, str(file)) for file in files]",
         "data/test_stored.py",
     ),
