@@ -31,7 +31,8 @@ INVISIBLE = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One record of a file."""
+    """One record of a file. Fields of null within its values are left out, as of objects that never had them: parquet
+    gives every object of a column the fields of all others."""
 
     values: Mapping[str, Any]
     setting: str
@@ -217,7 +218,14 @@ def _as_row(values: Any, place: str, setting: str) -> Row:
         raise UserError(setting, place, f"is a {type(values).__name__}, no object", "Give one JSON object for each row")
     if is_too_deep(values):
         raise _too_deep(setting, place)
-    return Row(values, setting, place)
+    return Row({name: without_nulls(value) for name, value in values.items()}, setting, place)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the fields of its objects, at any depth, that hold null."""
+    if isinstance(value, dict):
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _too_deep(setting: str, place: str) -> UserError:
