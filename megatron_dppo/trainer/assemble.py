@@ -233,10 +233,10 @@ def assemble_frozen(config: Config, world: World, *, temperature: float) -> Poli
 def _assemble(config: Config, world: World, make: Callable[[PolicyShape], P_co]) -> PolicyParts[P_co]:
     shape = world.together(lambda: read_shape(config.model.folder))
     tokenizer = world.together(lambda: load_tokenizer(config.model.folder))
+    stops = config.rollout.stop_token_ids or stop_token_ids(config.model.folder, tokenizer)
     policy = make(shape)
     if config.loss.replay_routing != "none":
         policy.replay_routing()
-    stops = config.rollout.stop_token_ids or stop_token_ids(config.model.folder, tokenizer)
     return PolicyParts(config, world, shape, policy, tokenizer, pad_token_id(tokenizer), tuple(stops))
 
 
