@@ -267,6 +267,10 @@ def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem], dict
         train, offline = world.together(load)
         world.together(lambda: config.loss.distillation.check_sources(train.data_sources))
     problems = world.together(lambda: held_out(config, tokenizer, max_positions=shape.max_positions))
+    if world.leads and (repeated := train.repeats([problem.prompt for problem in problems]))[0]:
+        count, where = repeated
+        of = f"{count} of {len(problems)} held-out problems stand in the training data as well: {where}"
+        Console(config.run.steps).note(f"{of}; their accuracy says nothing of problems that were never seen")
     return train, problems, offline
 
 
