@@ -139,6 +139,48 @@ MUTANTS = [
         "test_settings.py -k python",
     ),
     Mutant(
+        "settings/numbers are read by YAML 1.1",
+        'return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))',
+        'return int(text, 8 if text.startswith("0") else 10)',
+        "test_settings.py -k type",
+    ),
+    Mutant(
+        "data/nulls of parquet reach the prompt",
+        "Row({name: without_nulls(value) for name, value in values.items()}, setting, place)",
+        "Row(values, setting, place)",
+        "data/test_rows_of_others.py -k parquet",
+    ),
+    Mutant(
+        "data/tokens beyond the embedding are taken",
+        "if not 0 <= token < rows]:",
+        "if token < 0]:",
+        "data/test_tokenizer.py",
+    ),
+    Mutant(
+        "bridge/another output layer is dropped",
+        "if name in found and not _are_equal(found[name], found[embedding]):",
+        "if False:",
+        "bridge/test_safetensors_files.py",
+    ),
+    Mutant(
+        "data/stored rows are not checked",
+        "return bool(crc32 == _crc32(folder / ROWS, summary))",
+        "return True",
+        "data/test_stored.py",
+    ),
+    Mutant(
+        "data/drafts of running processes are removed",
+        "fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            shutil",
+        "shutil",
+        "data/test_stored.py -k drafts",
+    ),
+    Mutant(
+        "data/white space hides what is held out",
+        'words = " ".join(" ".join(said).split())',
+        'words = " ".join(said)',
+        "data/test_stored.py -k held_out",
+    ),
+    Mutant(
         "export/adapters are merged without their scale",
         "alpha=lora.alpha / lora.rank).to(dtype)",
         "alpha=1.0).to(dtype)",

@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -39,23 +39,45 @@ WARM_UP = "sft.json"
 """Beside a policy that ``sft`` has written: its settings then."""
 Settings = Mapping[str, Any]
 
-RESULTS = (
-    "model.path",
-    "model.checkpoint",
-    "model.lora.",
-    "data.",
-    "reward.",
-    "loss.",
-    "pruning.",
-    "rollout.temperature",
-    "rollout.roles",
-    "rollout.conversation",
-    "rollout.custom_generate",
-    "rollout.prompts_per_step",
-    "run.seed",
-)
-"""Settings that decide what a result is a result of, all but ``LIMITS``."""
-LIMITS = ("reward.timeout_s", "reward.workers", "reward.memory_mib", "reward.max_failures")
+Rule = Literal["kept", "free", "by the checkpoint"]
+RULES: Mapping[str, Rule] = {
+    "run.": "free",
+    "run.seed": "kept",
+    "model.path": "kept",
+    "model.checkpoint": "kept",
+    "model.lora.": "kept",
+    "model.dtype": "by the checkpoint",
+    "model.": "free",
+    "layout.": "free",
+    "data.": "kept",
+    "rollout.": "free",
+    "rollout.temperature": "kept",
+    "rollout.roles": "kept",
+    "rollout.conversation": "kept",
+    "rollout.custom_generate": "kept",
+    "rollout.prompts_per_step": "kept",
+    "reward.": "kept",
+    "reward.timeout_s": "free",
+    "reward.workers": "free",
+    "reward.memory_mib": "free",
+    "reward.max_failures": "free",
+    "loss.": "kept",
+    "pruning.": "kept",
+    "pack.": "free",
+    "optimizer.": "free",
+    "optimizer.distributed": "by the checkpoint",
+    "eval.": "free",
+    "sft.": "free",
+    "probe.": "free",
+    "cluster.": "free",
+}
+"""What a resume may change, by the beginnings of settings' names, of which the longest decides.
+
+- ``kept``: decides what a result is a result of, and changes with ``run.resume=anyway`` alone.
+- ``free``: how long, how fast and where.
+- ``by the checkpoint``: :func:`~megatron_dppo.trainer.writer.read_state` refuses a value that the stored weights or the
+  optimizer's state do not fit. It refuses another cut by ``layout.`` as well if ``optimizer.checkpoint_format`` was
+  dp_reshardable."""
 PROMPTS = ("data.", "run.seed", *(f"model.path: {pattern.rstrip('*')}" for pattern in TOKENIZER_FILES))
 """What the order of the prompts depends on, and what is known of each of them."""
 PLACES = ("model.path", "model.checkpoint", "loss.distillation.teacher", "data.train", "data.rollouts", "data.eval")
@@ -83,12 +105,21 @@ class Change:
 
     @property
     def of_results(self) -> bool:
-        return self.key.startswith(RESULTS) and self.key not in LIMITS
+        return rule_of(self.key) == "kept"
 
     def __str__(self) -> str:
         if ": " in self.key:
             return difference(self.key, self.before, self.now)
         return f"{self.key} = {short(self.now)} (was {short(self.before)})"
+
+
+def rule_of(key: str) -> Rule:
+    """Whether a resume may change a setting, or a file that it names.
+
+    Raises:
+        ValueError: the table does not say.
+    """
+    return RULES[max((start for start in RULES if key.startswith(start)), key=len)]
 
 
 def flat(config: Config) -> dict[str, Any]:
@@ -134,7 +165,13 @@ def changed_since(folder: Path, step: int, config: Config) -> list[Change]:
     now = fingerprints(config) if before else {}
     files = [Change(name, before.get(name), now.get(name)) for name in sorted(before.keys() | now.keys())]
     settings_of = tuple(change.key for change in found)  # which name other files now
-    return found + [file for file in files if file.before != file.now and not file.key.startswith(settings_of)]
+    return found + [file for file in files if _differs(file) and not file.key.startswith(settings_of)]
+
+
+def _differs(file: Change) -> bool:
+    """Held-out problems are read or not as ``eval.problems`` has it, which may change."""
+    unread = file.key.startswith("data.eval") and None in (file.before, file.now)
+    return bool(file.before != file.now) and not unread
 
 
 def same_prompts(folder: Path, step: int, config: Config) -> bool:

@@ -276,7 +276,9 @@ def test_rows_of_jsonl_and_of_parquet_are_the_same_prompts_labels_and_columns(
     shutil.copytree(model, policy)
     (policy / "chat_template.jinja").write_text("{{ tools }} {% for m in messages %}{{ m | tojson }}{% endfor %}")
     plain = jsonl(tmp_path, *map(json.dumps, DIFFERENT))
-    columns = {name: [row.get(name) for row in DIFFERENT] for name in ("prompt", "label", "extra_info", "tools", "hint")}
+    columns = {
+        name: [row.get(name) for row in DIFFERENT] for name in ("prompt", "label", "extra_info", "tools", "hint")
+    }
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
     one, other = (load(load_tokenizer(policy), file) for file in (plain, tmp_path / "rows.parquet"))
     assert [prompt.text for prompt in one] == [prompt.text for prompt in other]

@@ -123,6 +123,7 @@ def test_the_same_files_in_another_place_or_written_again_are_the_same(config: C
     (tmp_path / "copy").rename(tmp_path / "policy")
     write(tmp_path / "train.jsonl", ROWS)
     check_resume(config)
+    check_resume(replace(config, eval=replace(config.eval, problems=0)))  # which then reads no held-out file
 
 
 def test_a_package_that_makes_problems_is_known_by_its_version(policy: Path) -> None:
