@@ -44,7 +44,6 @@ from megatron_dppo.process.stop import SAVED
 from megatron_dppo.rl import plan
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rl.types import StepMetadata, StepPlan
-from megatron_dppo.settings import flattened
 from megatron_dppo.settings import load_config as load_words
 from megatron_dppo.trainer.preflight import check_run_dir
 from megatron_dppo.trainer.resume import IN_FORCE, check_resume
@@ -126,8 +125,7 @@ def load_config(path: str | Path | None = None, **sections: Mapping[str, Any]) -
     Raises:
         UserError: as for the command line.
     """
-    words = [f"{key}={json.dumps(value, default=str)}" for key, value in flattened(sections)]
-    return load_words(None if path is None else str(path), words)
+    return load_words(None if path is None else str(path), (), sections)
 
 
 def step_metadata(

@@ -203,11 +203,18 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
 
 def _read(words: Sequence[str], load: Callable[[str | None, Sequence[str]], Config] = load_config) -> Config:
     """CONFIG and overrides; CONFIG may be left out, and is the one word that is no ``a.b=c``."""
-    files = [word for word in words if "=" not in word or Path(word).is_file()]
+    files = [word for word in words if "=" not in word or _is_file(word)]
     if len(files) > 1:
         remedy = "Give one, and write overrides as section.setting=value"
         raise UserError("CONFIG", " ".join(files), "is more than one file", remedy)
     return load(files[0] if files else None, [word for word in words if word not in files])
+
+
+def _is_file(word: str) -> bool:
+    try:
+        return Path(word).is_file()
+    except OSError:  # an override may be longer than any file's name
+        return False
 
 
 def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:

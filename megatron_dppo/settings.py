@@ -6,10 +6,11 @@ Needs neither torch nor Megatron, so that a file can be checked on any machine, 
 from __future__ import annotations
 
 import difflib
+import os
 import textwrap
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -21,6 +22,7 @@ from pydantic_core import ErrorDetails
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
 from megatron_dppo.config.types import Section
+from megatron_dppo.config.yaml_core import Dumper, Loader
 from megatron_dppo.errors import MistakesError, UserError
 
 
@@ -51,20 +53,25 @@ class Setting:
         return type(None) in get_args(self.type)
 
 
-def load_config(path: str | None, overrides: Sequence[str]) -> Config:
+def load_config(path: str | None, overrides: Sequence[str], values: Mapping[str, Any] | None = None) -> Config:
     """The configuration in the file at ``path`` (defaults if None), with the overrides ``a.b=c`` laid over it.
+
+    Args:
+        path: of a YAML file.
+        overrides: as they are typed.
+        values: nested sections with values from Python, which are taken as they are.
 
     Raises:
         UserError: for a file that cannot be read, an unknown key (naming the nearest one), a value of the wrong type
             or beyond its limits.
     """
     try:
-        return load_whole(path, overrides)
+        return load_whole(path, overrides, values)
     except MistakesError as found:
         raise found.errors[0] from None
 
 
-def load_whole(path: str | None, overrides: Sequence[str]) -> Config:
+def load_whole(path: str | None, overrides: Sequence[str], values: Mapping[str, Any] | None = None) -> Config:
     """As :func:`load_config`, but for the error.
 
     Raises:
@@ -76,9 +83,10 @@ def load_whole(path: str | None, overrides: Sequence[str]) -> Config:
         tree = {} if path is None else _read(path)
     except UserError as error:
         mistakes.append(error)
-    for override in overrides:
+    given = [partial(_lay, tree, key, _plain_value(value)) for key, value in flattened(values or {})]
+    for apply in (*(partial(_apply, tree, override) for override in overrides), *given):
         try:
-            _apply(tree, override)
+            apply()
         except UserError as error:
             mistakes.append(error)
     tree = _checked(tree, "", mistakes)
@@ -122,18 +130,6 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield key, value
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key that stands twice in a section is an error: the first one would be lost in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if str(key.value) in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} stands twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
 def _read(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -141,8 +137,8 @@ def _read(path: str) -> dict[str, Any]:
         reason = error.strerror or type(error).__name__ if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError("CONFIG", path, f"cannot be read: {reason}", "give the path of a YAML file") from None
     try:
-        tree = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+        tree = yaml.load(text, Loader=Loader)
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError("CONFIG", path, f"is not YAML: {_where(error)}", "mend that line") from None
     if tree is None:
         return {}
@@ -151,7 +147,7 @@ def _read(path: str) -> dict[str, Any]:
     return tree
 
 
-def _where(error: yaml.YAMLError) -> str:
+def _where(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
     return " ".join(str(error).split())
@@ -160,8 +156,9 @@ def _where(error: yaml.YAMLError) -> str:
 def _checked(tree: Mapping[Any, Any], prefix: str, mistakes: list[UserError]) -> dict[Any, Any]:
     """The tree with ``{}`` for null sections, which are those all of whose lines are commented out.
 
-    Leaves out what it adds to ``mistakes``: keys that are no settings, and booleans for anything else: pydantic reads
-    ``true`` as 1, and a file that says ``steps: yes`` is a mistake. Sections that hold no mapping are left to pydantic.
+    Leaves out what it adds to ``mistakes``: keys that are no settings, text that no file can hold, booleans for
+    anything else and anything else for booleans: pydantic reads ``true`` as 1, and ``yes`` as true. Sections that hold
+    no mapping are left to pydantic.
     """
     checked: dict[Any, Any] = {}
     for name, value in tree.items():
@@ -171,8 +168,12 @@ def _checked(tree: Mapping[Any, Any], prefix: str, mistakes: list[UserError]) ->
             checked[name] = {} if value is None else value if whole else _checked(value, key + ".", mistakes)
         elif key not in settings():
             mistakes.append(_unknown(key, value))
-        elif isinstance(value, bool) and settings()[key].type is not bool:
-            mistakes.append(_wrong(settings()[key], value, "is true or false"))
+        elif isinstance(value, bool) != (settings()[key].type is bool):
+            problem = "is true or false" if isinstance(value, bool) else "is neither true nor false"
+            mistakes.append(_wrong(settings()[key], value, problem))
+        elif not _is_writable(value):
+            problem = "holds a character that no file can hold, null or half of another one"
+            mistakes.append(UserError(key, short(ascii(value)), problem, "take it out"))
         else:
             checked[name] = _listed(settings()[key], value)
     return checked
@@ -235,20 +236,43 @@ def _first_in(section: str) -> str:
 
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    key = key.strip()
     if not equals:
         raise UserError("override", override, "has no value", "write it as section.setting=value")
+    setting = settings().get(key.strip())
+    _lay(tree, key.strip(), _value(setting, text) if setting else text)
+
+
+def _lay(tree: dict[str, Any], key: str, value: Any) -> None:
     if key not in settings():
         if key in sections():
             remedy = f"override {_first_in(key)} and so on, one by one"
-            raise UserError(key, text, "is a section, not a setting", remedy)
-        raise _unknown(key, text)
+            raise UserError(key, short(value), "is a section, not a setting", remedy)
+        raise _unknown(key, value)
     *path, leaf = key.split(".")
     for name in path:
         inner = tree.get(name)
         tree[name] = inner = dict(inner) if isinstance(inner, Mapping) else {}
         tree = inner
-    tree[leaf] = _value(settings()[key], text)
+    tree[leaf] = value
+
+
+def _plain_value(value: Any) -> Any:
+    """A value from Python in the types of YAML, as far as it has one of NumPy's or a path."""
+    if isinstance(value, Mapping):
+        return {name: _plain_value(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_value(part) for part in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if hasattr(value, "item") else value
+
+
+def _is_writable(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_writable, [*value, *value.values()]))
+    if isinstance(value, list | tuple):
+        return all(map(_is_writable, value))
+    return not isinstance(value, str) or ("\0" not in value and value == value.encode(errors="ignore").decode())
 
 
 def _value(setting: Setting, text: str) -> Any:
@@ -265,8 +289,8 @@ def _value(setting: Setting, text: str) -> Any:
         if str in kinds or any(isinstance(choice, str) for choice in get_args(setting.type)):
             quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
             return text[1:-1] if quoted else text
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return yaml.load(text, Loader=Loader)
+    except (yaml.YAMLError, ValueError):
         return text
 
 
@@ -360,5 +384,6 @@ def _section(section: Section, prefix: str) -> Iterator[str]:
         yield from textwrap.wrap(meaning, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         many = isinstance(value, tuple | dict)
         plain = {name: section.model_dump(mode="json", include={name}, exclude_none=True)[name] if many else value}
-        written = yaml.safe_dump(plain, default_flow_style=None if many else False, allow_unicode=True, width=10**6)
-        yield from (indent + line for line in written.splitlines())
+        flow = None if many else False
+        written = yaml.dump(plain, Dumper=Dumper, default_flow_style=flow, allow_unicode=True, width=10**6)
+        yield from (indent + line for line in written.removesuffix("\n").split("\n"))

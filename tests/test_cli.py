@@ -46,6 +46,11 @@ def test_an_unknown_key_is_one_block_on_stderr_and_exit_code_2() -> None:
     )
 
 
+def test_an_override_may_be_longer_than_a_file_s_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", f"data.system={'long ' * 999}", "--print-config"]) == 0
+    assert "long " * 99 in capsys.readouterr().out
+
+
 def test_what_is_printed_can_be_run(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("run: {steps: 4}\n")
     said = _type("train", "a.yaml", "--print-config", "layout.tp=2", cwd=tmp_path)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -41,10 +43,22 @@ def test_overrides_win_over_the_file_and_leave_its_other_settings(tmp_path: Path
     assert (config.run.steps, config.layout.tp) == (7, 2)
 
 
+CORE = [12, 31, 15, "1_0", 3, "1:30", True, 0.5, math.inf, None]
+
+
 @pytest.mark.parametrize(
     ("override", "value"),
     [
-        ("optimizer.lr=1e-6", 1e-6),  # YAML reads this as a string
+        ("optimizer.lr=1e-6", 1e-6),  # YAML 1.1 reads this as a string
+        (
+            "data.reasoning_gym.tasks={a: {p: 1e-3, on: yes, day: 2024-01-01}}",
+            {"a": {"p": 1e-3, "on": "yes", "day": "2024-01-01"}},
+        ),
+        ("data.reasoning_gym.tasks={a: {n: [012, 0x1f, 0o17, 1_0, +3, 1:30, TRUE, .5, .inf, ~]}}", {"a": {"n": CORE}}),
+        ("run.steps=012", 12),
+        ("run.profile=[010, 3]", (10, 3)),
+        ("rollout.launch.count=0o10", 8),
+        ("run.export=True", True),
         ("layout.dp=null", None),
         ("data.eval=", None),
         ("rollout.stop_token_ids=[3, 4]", (3, 4)),
@@ -100,6 +114,46 @@ def test_everything_printed_reads_back_as_the_same_configuration(tmp_path: Path)
     assert load_config(_write(tmp_path, as_yaml(Config())), []) == Config()
 
 
+WORDS = [
+    "a\nb", "é", "'", "\"", "\\", "\\n", "\t", " a ", "a\r\nb\n", "\u2028", "\x85", "\x07", "\U0001f600", "a: b",
+    "# c", "", "yes", "on", "null", "~", "true", "1e-3", "012", "0o17", "1:30", "1_0", "2024-01-01", ".inf", "<<",
+    "=", "-", "[]", "{a}", "@", "%", "a,b", "a=b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", WORDS, ids=ascii)
+def test_a_value_from_python_is_what_it_is_and_reads_back_the_same(word: str, tmp_path: Path) -> None:
+    given = {
+        "data": {
+            "system": word,
+            "prompt_key": word,
+            "eval": {"x" + word: word},
+            "verifiers": {"arguments": {"a": word}},
+        },
+        "rollout": {"launch": {"flags": [word, "--b"]}},
+    }
+    config = load_config(None, [], given)
+    assert (config.data.system, config.data.prompt_key, config.data.eval) == (word, word, {"x" + word: word})
+    assert config.data.verifiers.arguments == {"a": word}
+    assert config.rollout.launch.flags == (word, "--b")
+    assert load_config(_write(tmp_path, as_yaml(config)), []) == config
+
+
+def test_numbers_of_python_and_numpy_are_taken_as_they_are() -> None:
+    config = load_config(
+        None, [], {"optimizer": {"lr": np.float32(0.5)}, "run": {"steps": np.int64(3), "dir": Path("a")}}
+    )
+    assert (config.optimizer.lr, config.run.steps, config.run.dir) == (0.5, 3, "a")
+    for given, setting in (
+        ({"run": {"dir": "\0"}}, "run.dir"),
+        ({"run": 3}, "run"),
+        ({"run": {"export": 1}}, "run.export"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load_config(None, [], given)
+        assert caught.value.setting == setting
+
+
 def test_every_setting_is_printed_under_its_meaning() -> None:
     text = as_yaml(Config())
     for setting in settings().values():
@@ -149,6 +203,13 @@ def test_an_unknown_key_in_a_file_is_named_in_full(tmp_path: Path) -> None:
         ("run.steps=0", "run.steps", "at least 1"),
         ("run.steps=2.5", "run.steps", "a whole number"),
         ("run.steps=true", "run.steps", "a whole number"),
+        ("run.steps=1:30", "run.steps", "a whole number"),
+        ("run.steps=yes", "run.steps", "a whole number"),
+        ("run.export=yes", "run.export", "true or false"),
+        ("run.export=on", "run.export", "true or false"),
+        ("run.export=1", "run.export", "true or false"),
+        ("data.system=a\0b", "data.system", "take it out"),
+        ("rollout.launch.flags=[--a, '\ud800']", "rollout.launch.flags", "take it out"),
         ("optimizer.lr=0", "optimizer.lr", "above 0"),
         ("optimizer.lr=.nan", "optimizer.lr", "above 0"),
         ("optimizer.beta1=1", "optimizer.beta1", "at least 0 and below 1"),
@@ -284,7 +345,11 @@ def test_a_tree_is_of_no_concern_where_nothing_is_trained() -> None:
         ("run: [", "CONFIG", "line 1"),
         ("- run\n", "CONFIG", "no sections"),
         ("run: 3\n", "run", "is a section"),
-        ("run: {steps: yes}\n", "run.steps", "true or false"),
+        ("run: {steps: true}\n", "run.steps", "true or false"),
+        ("run: {steps: 1:30}\n", "run.steps", "integer"),
+        ("run: {export: yes}\n", "run.export", "neither true nor false"),
+        ("run: {seed: !!int a}\n", "CONFIG", "invalid literal"),
+        ('data: {system: "a\\0b"}\n', "data.system", "null"),
         ("1: 2\n", "1", "no such setting"),
     ],
 )

@@ -298,7 +298,7 @@ def expected_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
 
 
 def redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
-    """Tensors that a directory may hold besides, and that nothing reads: an output layer that is tied to the embedding.
+    """Tensors that a directory may hold besides: a copy of the embedding, as the output layer that is tied to it.
 
     Qwen3's own small models come with it.
     """

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.bridge.mapping import expected_tensors, redundant_tensors
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dppo.bridge.mapping import EMBEDDING, expected_tensors, redundant_tensors
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DTYPES = ("F64", "F32", "F16", "BF16")
-"""The types of weights that can be read."""
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""The types of weights that can be read, by NumPy's names; for BF16, which it lacks, that of the same size."""
 LONGEST_HEADER = 100_000_000
 """The format's own limit, in bytes. A Git LFS pointer, read as a header's length, is far beyond it."""
 
@@ -100,7 +104,8 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
     """Where the weights of ``shape`` lie; a directory that does not have them is refused, before anything is started.
 
     Raises:
-        UserError: for a file or tensor that is missing, truncated, unexpected, or of another shape or type.
+        UserError: for a file or tensor that is missing, truncated, unexpected, or of another shape or type; and for an
+            output layer of its own in a policy that has none.
     """
     found = stored_tensors(path)
     expected = expected_tensors(shape)
@@ -122,7 +127,30 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
         if tensor.dtype not in DTYPES:
             problem = f"{name} is stored as {tensor.dtype}, which is none of {', '.join(DTYPES)}"
             raise _unreadable(path, problem, "take weights that are not quantized")
+    for name in redundant_tensors(shape):
+        embedding = EMBEDDING.tensors[0]
+        if name in found and not _are_equal(found[name], found[embedding]):
+            problem = f"{name} differs from {embedding}, and config.json makes them one (tie_word_embeddings = true)"
+            remedy = f"set tie_word_embeddings to false in its config.json, or take {name} out of its files"
+            raise _unreadable(path, problem, remedy)
     return found
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors of one shape hold the same numbers, be it in different types."""
+    pieces = zip(_numbers(one), _numbers(other), strict=True)
+    return all(np.array_equal(first, second) for first, second in pieces)
+
+
+def _numbers(tensor: StoredTensor) -> Iterator[NDArray[Any]]:
+    """Some millions at a time."""
+    kind, left = np.dtype(DTYPES[tensor.dtype]), prod(tensor.shape)
+    with tensor.file.open("rb") as opened:
+        opened.seek(tensor.start)
+        while left > 0:
+            numbers = np.frombuffer(opened.read(min(left, 2**22) * kind.itemsize), kind)
+            left -= len(numbers)
+            yield (numbers.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else numbers
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:

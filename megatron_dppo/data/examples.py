@@ -6,6 +6,7 @@ that a bad one is known before a rank starts.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 from megatron_dppo.config import DataConfig, replace
 from megatron_dppo.data.generators import GENERATORS, TOOLS, Split
-from megatron_dppo.data.rows import Row, as_text, is_blank, is_too_deep, read_rows
+from megatron_dppo.data.rows import Row, as_text, is_blank, is_too_deep, read_rows, without_nulls
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.data.turns import Tools
 from megatron_dppo.errors import UserError
@@ -121,7 +122,8 @@ def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Exampl
     if responses and is_blank(answer):
         raise row.error(f"has an empty answer in column {key!r}", "Remove the row")
     if not isinstance(extra, Mapping):
-        extra = {name: value for name, value in row.values.items() if name != "completions" or not unlabelled}
+        left_out = {"completions"} if unlabelled else set()
+        extra = {name: value for name, value in row.values.items() if value is not None and name not in left_out}
     tools = _read_tools(row) if data.chat_template else ()
     return Example(row, prompt, answer, data_source, extra, tools)
 
@@ -166,6 +168,13 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
     return prompt
 
 
+def prompt_key(prompt: str | Messages) -> int:
+    """A 64-bit hash of what a prompt asks: of its text, or of its user's messages, whatever the white space."""
+    said = [prompt] if isinstance(prompt, str) else [str(m["content"]) for m in prompt if m["role"] == "user"]
+    words = " ".join(" ".join(said).split())
+    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), signed=True)
+
+
 def _read_tools(row: Row) -> Tools:
     """The column ``tools``, as TRL has it: a list of functions by their JSON schemas, or JSON text of one."""
     given = row.values.get(TOOLS)
@@ -173,7 +182,7 @@ def _read_tools(row: Row) -> Tools:
         return ()
     row.check_strings(given, TOOLS)
     try:
-        tools = json.loads(given) if isinstance(given, str) else _without_nulls(given)
+        tools = without_nulls(json.loads(given)) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         tools = None
     if not isinstance(tools, list) or not all(isinstance(t, dict) and ("function" in t or "name" in t) for t in tools):
@@ -183,18 +192,11 @@ def _read_tools(row: Row) -> Tools:
     return tools
 
 
-def _without_nulls(value: Any) -> Any:
-    """Without the fields that parquet adds to an object since others of its column have them."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
-
-
 def _read_text(row: Row, text: str, key: str) -> str | Messages:
     """The messages that a text writes down, or the text where it is none of those."""
     if text.lstrip().startswith(("[", "{")):
         try:
-            value = json.loads(text)
+            value = without_nulls(json.loads(text))
         except (ValueError, RecursionError):
             value = None
         if _is_chat(value) and not is_too_deep(value):

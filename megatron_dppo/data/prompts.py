@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -23,7 +23,9 @@ from megatron_dppo.data.examples import (
     Source,
     example_of,
     is_within_limit,
+    prompt_key,
     read_examples,
+    read_prompt,
     rendered,
     sources_of,
     texts_of,
@@ -36,6 +38,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Label, Prompt
 
 T = TypeVar("T")
+NO_KEYS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class SourcePool(Generic[T]):
     """The most tokens of an item."""
     data_sources: frozenset[str] = frozenset()
     """Of prompts: whose they say that they are."""
+    keys: NDArray[np.int64] = field(default_factory=lambda: NO_KEYS)
+    """[N], of prompts: ``prompt_key``."""
 
 
 class Pool(Sequence[T]):
@@ -97,6 +102,15 @@ class PromptPool(Pool[Prompt]):
         """As of a source."""
         return frozenset[str]().union(*(source.data_sources for source in self.sources))
 
+    def repeats(self, held_out: Sequence[Prompt]) -> tuple[int, str]:
+        """How many held-out prompts are among these, but for white space; and the first, with its place in both."""
+        keys = np.concatenate([NO_KEYS, *(source.keys for source in self.sources)])
+        found = np.flatnonzero(np.isin(known := np.array([prompt_key(p.asked) for p in held_out], np.int64), keys))
+        if not len(found):
+            return 0, ""
+        first = held_out[found[0]]
+        return len(found), f"{first.place} is {self[int(np.flatnonzero(keys == known[found[0]])[0])].place}"
+
     def _at(self, index: int) -> Prompt:
         prompt = super()._at(index)
         return prompt if prompt.id == index else dataclasses.replace(prompt, id=index)
@@ -138,7 +152,8 @@ def load_prompts(data: DataConfig, tokenizer: Tokenizer, *, split: Split, check:
         if are_stored(source):
             stored = _stored(source, data, Path(tokenizer.name_or_path), lambda: tokenizer, check=check)
             prompts = _StoredPrompts(stored, source, data, tokenizer)
-            return SourcePool(prompts, source.weight, stored.dropped, data_sources=stored.data_sources)
+            whose, keys = stored.data_sources, stored.keys
+            return SourcePool(prompts, source.weight, stored.dropped, data_sources=whose, keys=keys)
         kept, dropped = _read(source, data, tokenizer, split, check=check)
         return _in_memory(kept, source, dropped)
 
@@ -225,7 +240,10 @@ def _stored(
             for r in rendered(examples, data, tokenizer(), responses=responses)
         ]
 
-    return store(source.files(), source.setting, depends_on, policy, encode)
+    def key(row: Row) -> int:
+        return prompt_key(read_prompt(row, data))
+
+    return store(source.files(), source.setting, depends_on, policy, encode, key)
 
 
 def _read(
@@ -252,7 +270,8 @@ def _read(
 def _in_memory(kept: Sequence[Rendered], source: Source, dropped: int) -> SourcePool[Prompt]:
     prompts = [_prompt(number, each) for number, each in enumerate(kept)]
     data_sources = frozenset(prompt.data_source for prompt in prompts)
-    return SourcePool(prompts, source.weight, dropped, data_sources=data_sources)
+    keys = np.array([prompt_key(each.example.prompt) for each in kept], np.int64)
+    return SourcePool(prompts, source.weight, dropped, data_sources=data_sources, keys=keys)
 
 
 def _prompt(number: int, of: Rendered) -> Prompt:

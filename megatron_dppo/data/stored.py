@@ -2,7 +2,7 @@
 
 What is made lies in the user's cache folder, under a hash of all that it depends on: the file's content, the tokenizer,
 and the settings that its reader names. One process makes it, and others wait. It is one Arrow file, and its pages are
-shared by all ranks of a machine.
+shared by all ranks of a machine. Its checksum lies beside it; what is damaged is made again.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import shutil
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_dppo.data.rows import Row, read_batches, row_of_line, row_of_record
 from megatron_dppo.errors import UserError
+from megatron_dppo.process.files import file_digest
 from megatron_dppo.process.progress import progress
 
 LARGE = 16 * 2**20
@@ -33,7 +35,7 @@ LARGE = 16 * 2**20
 STORED = (".jsonl", ".ndjson", ".parquet")
 CACHE = "MEGATRON_DPPO_CACHE"
 """Environment variable with the cache folder; without it: $XDG_CACHE_HOME/megatron_dppo or ~/.cache/megatron_dppo."""
-FORM = 3
+FORM = 5
 """Of what is stored. What another version of this package has stored in another form is made anew."""
 BATCH = 1024
 """Rows that are in memory at a time."""
@@ -41,6 +43,8 @@ TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_toke
 ROWS, SUMMARY = "rows.arrow", "summary.json"
 Columns = tuple[list[int], ...]
 """The token ids of a row: those of its prompt, and of its worked answer where that is wanted."""
+Key = Callable[[Row], int]
+"""A hash of a row's prompt."""
 Encode = Callable[[list[Row]], list[Columns | None]]
 """The token ids of some rows; None for a row that is to be left out. Raises UserError for one that is wrong."""
 
@@ -80,6 +84,11 @@ class StoredRows:
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
+    @property
+    def keys(self) -> NDArray[np.int64]:
+        """[N], of the prompts."""
+        return np.asarray(self._table["key"], np.int64)
+
     def row(self, index: int) -> Row:
         """What the file says there."""
         file, number, values = (self._table[name][index].as_py() for name in ("file", "number", "values"))
@@ -91,7 +100,7 @@ class StoredRows:
 
 
 def store(
-    files: Sequence[Path], setting: str, depends_on: Mapping[str, Any], tokenizer: Path, encode: Encode
+    files: Sequence[Path], setting: str, depends_on: Mapping[str, Any], tokenizer: Path, encode: Encode, key: Key
 ) -> StoredRows:
     """The rows of some files with their token ids: those that are stored already, or that are made now.
 
@@ -101,30 +110,66 @@ def store(
         depends_on: what the result depends on besides the files and the tokenizer; JSON-able.
         tokenizer: the folder that it is read from.
         encode: called for some rows at a time, and not at all where all is there.
+        key: called for each row that ``encode`` keeps.
 
     Raises:
         UserError: as ``read_rows`` and ``encode``; and where the cache folder cannot be written to.
     """
-    contents = [(file.suffix, _hash(file)) for file in files]
-    known = [FORM, version("transformers"), contents, _hash_of_tokenizer(tokenizer), dict(depends_on)]
-    folder = cache_folder() / hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
     try:
-        if not folder.is_dir():
+        contents = [(file.suffix, file_digest(file)) for file in files]
+        known = [FORM, version("transformers"), contents, _hash_of_tokenizer(tokenizer), dict(depends_on)]
+        folder = cache_folder() / hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+        if not _is_whole(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
+            _remove_drafts(folder.parent)
             with _alone(folder.with_suffix(".lock"), files[0]):
-                if not folder.is_dir():
-                    _make(folder, files, setting, encode)
+                if not _is_whole(folder):
+                    _make(folder, files, setting, encode, key)
         return StoredRows(folder, files, setting)
     except OSError as error:
+        if error.filename in map(str, files):
+            raise UserError(
+                setting, error.filename, f"cannot be read ({error.strerror})", "Make it readable"
+            ) from error
         problem = f"cannot keep what is made of {files[0]} ({error.strerror or error})"
         remedy = f"Free some room there, or name another folder in the environment variable {CACHE}"
         raise UserError(CACHE, cache_folder(), problem, remedy) from error
 
 
-def _make(folder: Path, files: Sequence[Path], setting: str, encode: Encode) -> None:
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder has what was written there, by its checksum."""
+    try:
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        crc32 = summary.pop("crc32")
+        return bool(crc32 == _crc32(folder / ROWS, summary))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _crc32(rows: Path, summary: Mapping[str, Any]) -> int:
+    crc32 = zlib.crc32(json.dumps(summary, sort_keys=True).encode())
+    with rows.open("rb") as opened:
+        while part := opened.read(2**20):
+            crc32 = zlib.crc32(part, crc32)
+    return crc32
+
+
+def _remove_drafts(cache: Path) -> None:
+    """Remove what killed processes have left. The lock of a draft that is still being written is held."""
+    for draft in [entry for entry in cache.glob("*.*") if entry.is_dir()]:
+        with draft.with_suffix(".lock").open("ab") as opened, suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _make(folder: Path, files: Sequence[Path], setting: str, encode: Encode, key: Key) -> None:
+    if folder.exists():
+        print(f"note: {folder} is damaged, and is made again", file=sys.stderr, flush=True)
+        shutil.rmtree(folder)
     draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        summary = _write(draft / ROWS, files, setting, encode)
+        summary = _write(draft / ROWS, files, setting, encode, key)
+        summary["crc32"] = _crc32(draft / ROWS, summary)
         (draft / SUMMARY).write_text(json.dumps(summary), encoding="utf-8")
         with suppress(OSError):  # where a file system has no locks, another process may have been faster
             draft.rename(folder)
@@ -132,7 +177,7 @@ def _make(folder: Path, files: Sequence[Path], setting: str, encode: Encode) -> 
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _write(out: Path, files: Sequence[Path], setting: str, encode: Encode) -> dict[str, Any]:
+def _write(out: Path, files: Sequence[Path], setting: str, encode: Encode, key: Key) -> dict[str, Any]:
     import pyarrow
 
     rows, stored, longest, share, writer = 0, 0, 0, 0.0, None
@@ -151,6 +196,7 @@ def _write(out: Path, files: Sequence[Path], setting: str, encode: Encode) -> di
                         "file": pyarrow.array([number] * len(kept), pyarrow.int32()),
                         "number": pyarrow.array(batch.numbers, pyarrow.int64()).take(kept),
                         "values": batch.values.take(kept),
+                        "key": pyarrow.array([key(batch.rows[index]) for index in kept], pyarrow.int64()),
                         **{f"tokens{i}": _lists(each) for i, each in enumerate(zip(*columns, strict=True))},
                     }
                     part = pyarrow.RecordBatch.from_pydict(arrays)
@@ -177,20 +223,14 @@ def _lists(rows: Sequence[list[int]]) -> Any:
     return pyarrow.ListArray.from_arrays(pyarrow.array(starts, pyarrow.int32()), pyarrow.array(tokens))
 
 
-def _hash(file: Path) -> str:
-    stat = file.stat()
-    return _hash_of(file, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-
-
-@cache
-def _hash_of(file: Path, *state: int) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "blake2b").hexdigest()
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files that a tokenizer and its chat template are read from."""
+    return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
 
 
 def _hash_of_tokenizer(folder: Path) -> str:
-    files = sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
-    return hashlib.sha256("".join(file.name + _hash(file) for file in files).encode()).hexdigest()
+    files = tokenizer_files(folder)
+    return hashlib.sha256("".join(file.name + file_digest(file) for file in files).encode()).hexdigest()
 
 
 @contextmanager

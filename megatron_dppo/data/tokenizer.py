@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -47,7 +47,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a Hugging Face directory, from its files alone: nothing is fetched.
 
     Raises:
-        UserError: if the directory or its tokenizer files are missing or unreadable.
+        UserError: if the directory or its tokenizer files are missing or unreadable, or a token has no row in the
+            embedding.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -58,10 +59,30 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     from transformers import AutoTokenizer  # which takes seconds to import
 
     try:
-        return cast(Tokenizer, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for malformed files
         remedy = "Copy the tokenizer files again"
         raise UserError("model.path", path, f"its tokenizer cannot be read ({_first_line(error)})", remedy) from error
+    check_embedded(tokenizer.get_vocab().values(), folder, "its tokenizer")  # added tokens, of padding and so on, too
+    return cast(Tokenizer, tokenizer)
+
+
+def check_embedded(tokens: Iterable[int], folder: Path, whose: str, setting: str = "model.path") -> None:
+    """Check that token ids have a row in the embedding of the policy in ``folder``, as far as it has a config.json.
+
+    Raises:
+        UserError: naming ``setting``, for the first id that has none.
+    """
+    file = folder / "config.json"
+    try:
+        rows = int(json.loads(file.read_text(encoding="utf-8"))["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return  # its reader says what is wrong with it
+    if beyond := [token for token in tokens if not 0 <= token < rows]:
+        problem = f"{whose} has the token id {min(beyond)}, and the embedding has {rows} rows ({file})"
+        remedy = "Give the tokenizer and the config.json of one model, whose embedding has a row for each token"
+        value = folder if setting == "model.path" else beyond
+        raise UserError(setting, value, problem, remedy)
 
 
 def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -85,6 +106,7 @@ def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
         stops = listed if isinstance(listed, list) else [listed]
         if not stops or not all(isinstance(token, int) and not isinstance(token, bool) for token in stops):
             raise UserError("model.path", file, f"has no token's id in eos_token_id ({listed!r:.60})", "Copy it again")
+        check_embedded(stops, Path(path), f"eos_token_id in {name}")
         return tuple(stops)
     return (end_token_id(tokenizer),)
 

@@ -28,9 +28,14 @@ def on_one_machine(environ: Mapping[str, str]) -> bool:
     return world in ("1", environ.get("LOCAL_WORLD_SIZE")) or environ.get("SLURM_STEP_NUM_NODES") == "1"
 
 
+def is_loopback(address: str) -> bool:
+    """Whether no other machine reaches an address of IPv4 or IPv6."""
+    return address.startswith("127.") or address == "::1"
+
+
 def listen(host: str, port: int = 0) -> socket.socket:
     """A socket that listens on one address; at any free port unless one is named."""
-    listener = socket.socket(socket.AF_INET)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
     listener.listen(2048)
@@ -41,7 +46,7 @@ def open_store(host: str, timeout: timedelta, size: int | None = None) -> dist.T
     """A store in this process for those who reach it at ``host``: on loopback for them alone, else on all addresses."""
     import torch.distributed as dist
 
-    if not host.startswith("127."):
+    if not is_loopback(host):
         return dist.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
     return _store_at(listen(host), timeout, size)
 
@@ -73,7 +78,7 @@ def loopback_interface() -> str | None:
 def _store_at(listener: socket.socket, timeout: timedelta, size: int | None) -> dist.TCPStore:
     import torch.distributed as dist
 
-    host, port = listener.getsockname()
+    host, port, *_ = listener.getsockname()
     os.set_inheritable(listener.fileno(), False)
     return dist.TCPStore(
         host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()

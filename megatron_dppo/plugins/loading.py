@@ -38,6 +38,17 @@ def load_function(setting: str, spec: str) -> Callable[..., Any]:
     return function
 
 
+def file_of(spec: str | None) -> Path | None:
+    """The file of the function that a setting names, found without importing anything; None if there is none."""
+    where = (spec or "").rpartition(":")[0]
+    if where.endswith(".py"):
+        places = [Path(where)]
+    else:
+        modules = [Path(folder, *where.split(".")) for folder in ("", *sys.path)] if where else []
+        places = [place for module in modules for place in (module.with_suffix(".py"), module / "__init__.py")]
+    return next((place for place in places if place.is_file()), None)
+
+
 def _from_file(where: str, setting: str, spec: str) -> ModuleType:
     path = Path(where).resolve()
     if not path.is_file():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 from megatron_dppo.errors import UserError
@@ -29,6 +31,23 @@ def replace_text(file: Path, text: str) -> None:
     """Write a text file, or leave the old one as it is."""
     with replacing_file(file) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def file_digest(file: Path) -> str:
+    """BLAKE2 of a file's bytes. A process reads a file once, unless it changes."""
+    return _digest(file, *state_of(file))
+
+
+def state_of(file: Path) -> tuple[int, int, int]:
+    """What changes when a file is replaced or written to."""
+    stat = file.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@cache
+def _digest(file: Path, *state: int) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "blake2b").hexdigest()
 
 
 @contextmanager

@@ -233,10 +233,10 @@ def assemble_frozen(config: Config, world: World, *, temperature: float) -> Poli
 def _assemble(config: Config, world: World, make: Callable[[PolicyShape], P_co]) -> PolicyParts[P_co]:
     shape = world.together(lambda: read_shape(config.model.folder))
     tokenizer = world.together(lambda: load_tokenizer(config.model.folder))
+    stops = config.rollout.stop_token_ids or stop_token_ids(config.model.folder, tokenizer)
     policy = make(shape)
     if config.loss.replay_routing != "none":
         policy.replay_routing()
-    stops = config.rollout.stop_token_ids or stop_token_ids(config.model.folder, tokenizer)
     return PolicyParts(config, world, shape, policy, tokenizer, pad_token_id(tokenizer), tuple(stops))
 
 
@@ -267,6 +267,10 @@ def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem], dict
         train, offline = world.together(load)
         world.together(lambda: config.loss.distillation.check_sources(train.data_sources))
     problems = world.together(lambda: held_out(config, tokenizer, max_positions=shape.max_positions))
+    if world.leads and (repeated := train.repeats([problem.prompt for problem in problems]))[0]:
+        count, where = repeated
+        of = f"{count} of {len(problems)} held-out problems stand in the training data as well: {where}"
+        Console(config.run.steps).note(f"{of}; their accuracy says nothing of problems that were never seen")
     return train, problems, offline
 
 

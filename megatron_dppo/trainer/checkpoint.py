@@ -49,8 +49,9 @@ from megatron_dppo.models.optimizer_state import optimizer_parts
 from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replacing_directory, replacing_file
+from megatron_dppo.trainer.fingerprints import fingerprints
 from megatron_dppo.trainer.shard_writer import ShardWriter
-from megatron_dppo.trainer.writer import Writer, read_state, write_state
+from megatron_dppo.trainer.writer import FILES, Writer, read_state, write_state
 
 _UNFINISHED = re.compile(r"\.iter_\d{7,}\.(partial|old)")
 
@@ -76,6 +77,7 @@ class Checkpoints:
         self._background, self._durable = config.run.checkpoint_in_background, config.run.checkpoint_durable
         self._dtype = DTYPES[config.model.dtype]
         self._writer = world.from_leader(lambda: Writer.of(config, choose_spec(config.model)))
+        self._files = world.from_leader(lambda: fingerprints(config))
         self._unfinished: _Unfinished | None = None
 
     def save(
@@ -219,7 +221,7 @@ class Checkpoints:
                     copy_config_and_tokenizer(self._source, draft, self._dtype)
                     self._flush_tree(draft)
             _keep_common_state(partial)
-            write_state(partial, written.trainer_state, self._writer)
+            write_state(partial, {**written.trainer_state, FILES: self._files}, self._writer)
             Checksums(partial, shards).write()
             self._flush_tree(partial)
             partial.rename(self.path(step))

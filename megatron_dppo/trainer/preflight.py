@@ -21,6 +21,7 @@ from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.data.examples import Example, Source, example_of, read_examples, sources_of
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM, VERIFIERS
 from megatron_dppo.data.prompts import NO_CHECK, LabelCheck, are_stored, prepare
+from megatron_dppo.data.tokenizer import check_embedded
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
 from megatron_dppo.hub import is_id, policy_folder
@@ -79,6 +80,8 @@ def _checks(config: Config, command: Command) -> Iterator[Check]:
     for shape in found:
         yield from _checks_of_policy(config, shape, command)
     yield from _checks_of_surroundings(config, command)
+    if command in TRAINING and found:  # last, since it reads files that the others have looked at
+        yield partial(check_resume if command == "train" else check_warm_up, config)
 
 
 def check_config(config: Config, command: Command = "train") -> None:
@@ -101,6 +104,7 @@ def _checks_of_policy(config: Config, shape: PolicyShape, command: Command) -> I
     yield partial(check_layout, shape, config.layout)
     yield partial(_check_routing, config, shape)
     yield partial(_check_weights, config, shape, command)
+    yield partial(_check_tokens, config)
     if command == "train":
         for teacher in config.loss.distillation.models:
             yield partial(_check_teacher, config, shape, teacher, config.loss.distillation.setting_of(teacher))
@@ -109,7 +113,6 @@ def _checks_of_policy(config: Config, shape: PolicyShape, command: Command) -> I
     if command != "sft":
         yield partial(check_servers, config, shape)
     if command in TRAINING:
-        yield partial(check_resume if command == "train" else check_warm_up, config)
         yield partial(_check_room, config, shape, command)
 
 
@@ -171,6 +174,13 @@ def _check_weights(config: Config, shape: PolicyShape, command: Command) -> None
     place = find_checkpoint(Path(config.model.checkpoint))
     if command in TRAINING:
         _check_own(place, "model.checkpoint", Path(config.model.checkpoint), Path(config.run.dir))
+
+
+def _check_tokens(config: Config) -> None:
+    """As far as one can without the tokenizer itself, which may add tokens."""
+    folder, stops = config.model.folder, config.rollout.stop_token_ids or ()
+    check_embedded(_tokens(folder), folder, "its tokenizer.json")
+    check_embedded(stops, folder, "the setting", "rollout.stop_token_ids")
 
 
 def _check_routing(config: Config, shape: PolicyShape) -> None:

@@ -9,7 +9,8 @@ Needs no torch, so that it can be asked before any rank starts.
 
 says that steps 1 to 40 were taken by the first, and those from 41 on by the second. The policy, the data, the reward,
 the loss, the pruning and the seed decide what a result is a result of. They do not change on the way unless
-``run.resume`` says so, since the old result would bear a new name.
+``run.resume`` says so, since the old result would bear a new name. Neither do the files that these settings name, of
+which each checkpoint has the fingerprints.
 """
 
 from __future__ import annotations
@@ -18,39 +19,66 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from megatron_dppo import __version__
-from megatron_dppo.bridge.checkpoint_folder import latest_checkpoint, step_of
+from megatron_dppo.bridge.checkpoint_folder import iteration_name, latest_checkpoint, step_of
 from megatron_dppo.config import Config
 from megatron_dppo.config.loss import is_server
+from megatron_dppo.data.stored import TOKENIZER_FILES
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import replace_text
 from megatron_dppo.settings import as_yaml, flattened, settings, short
-from megatron_dppo.trainer.writer import Writer, read_state
+from megatron_dppo.trainer.fingerprints import difference, fingerprints
+from megatron_dppo.trainer.writer import Writer, files_of, read_state
 
 HISTORY, IN_FORCE = "config_history.jsonl", "config.yaml"
 WARM_UP = "sft.json"
 """Beside a policy that ``sft`` has written: its settings then."""
 Settings = Mapping[str, Any]
 
-RESULTS = (
-    "model.path",
-    "model.checkpoint",
-    "model.lora.",
-    "data.",
-    "reward.",
-    "loss.",
-    "pruning.",
-    "rollout.temperature",
-    "rollout.roles",
-    "run.seed",
-)
-"""Settings that decide what a result is a result of, all but ``LIMITS``."""
-LIMITS = ("reward.timeout_s", "reward.workers", "reward.memory_mib", "reward.max_failures")
-PROMPTS = ("data.", "run.seed")
+Rule = Literal["kept", "free", "by the checkpoint"]
+RULES: Mapping[str, Rule] = {
+    "run.": "free",
+    "run.seed": "kept",
+    "model.path": "kept",
+    "model.checkpoint": "kept",
+    "model.lora.": "kept",
+    "model.dtype": "by the checkpoint",
+    "model.": "free",
+    "layout.": "free",
+    "data.": "kept",
+    "rollout.": "free",
+    "rollout.temperature": "kept",
+    "rollout.roles": "kept",
+    "rollout.conversation": "kept",
+    "rollout.custom_generate": "kept",
+    "rollout.prompts_per_step": "kept",
+    "reward.": "kept",
+    "reward.timeout_s": "free",
+    "reward.workers": "free",
+    "reward.memory_mib": "free",
+    "reward.max_failures": "free",
+    "loss.": "kept",
+    "pruning.": "kept",
+    "pack.": "free",
+    "optimizer.": "free",
+    "optimizer.distributed": "by the checkpoint",
+    "eval.": "free",
+    "sft.": "free",
+    "probe.": "free",
+    "cluster.": "free",
+}
+"""What a resume may change, by the beginnings of settings' names, of which the longest decides.
+
+- ``kept``: decides what a result is a result of, and changes with ``run.resume=anyway`` alone.
+- ``free``: how long, how fast and where.
+- ``by the checkpoint``: :func:`~megatron_dppo.trainer.writer.read_state` refuses a value that the stored weights or the
+  optimizer's state do not fit. It refuses another cut by ``layout.`` as well if ``optimizer.checkpoint_format`` was
+  dp_reshardable."""
+PROMPTS = ("data.", "run.seed", *(f"model.path: {pattern.rstrip('*')}" for pattern in TOKENIZER_FILES))
 """What the order of the prompts depends on, and what is known of each of them."""
 PLACES = ("model.path", "model.checkpoint", "loss.distillation.teacher", "data.train", "data.rollouts", "data.eval")
 """What settings begin with that name files and folders, which have several names."""
@@ -68,18 +96,30 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A setting that is another one than before."""
+    """A setting that is another one than before, or a file of the same name with other content."""
 
     key: str
+    """Of a setting; or of a file, as :func:`fingerprints` names it."""
     before: Any
     now: Any
 
     @property
     def of_results(self) -> bool:
-        return self.key.startswith(RESULTS) and self.key not in LIMITS
+        return rule_of(self.key) == "kept"
 
     def __str__(self) -> str:
+        if ": " in self.key:
+            return difference(self.key, self.before, self.now)
         return f"{self.key} = {short(self.now)} (was {short(self.before)})"
+
+
+def rule_of(key: str) -> Rule:
+    """Whether a resume may change a setting, or a file that it names.
+
+    Raises:
+        ValueError: the table does not say.
+    """
+    return RULES[max((start for start in RULES if key.startswith(start)), key=len)]
 
 
 def flat(config: Config) -> dict[str, Any]:
@@ -117,9 +157,21 @@ def changes(before: Settings, now: Settings) -> list[Change]:
 
 
 def changed_since(folder: Path, step: int, config: Config) -> list[Change]:
-    """Settings that differ from those by which the folder's run has taken its steps up to ``step``."""
+    """Settings that differ from those by which the folder's run has taken its steps up to ``step``, and files that
+    differ from those that it has read."""
     entries = [entry for entry in read_history(folder) if entry.step < step]
-    return changes(entries[-1].settings, flat(config)) if entries else []
+    found = changes(entries[-1].settings, flat(config)) if entries else []
+    before = files_of(folder / "checkpoints" / iteration_name(step))
+    now = fingerprints(config) if before else {}
+    files = [Change(name, before.get(name), now.get(name)) for name in sorted(before.keys() | now.keys())]
+    settings_of = tuple(change.key for change in found)  # which name other files now
+    return found + [file for file in files if _differs(file) and not file.key.startswith(settings_of)]
+
+
+def _differs(file: Change) -> bool:
+    """Held-out problems are read or not as ``eval.problems`` has it, which may change."""
+    unread = file.key.startswith("data.eval") and None in (file.before, file.now)
+    return bool(file.before != file.now) and not unread
 
 
 def same_prompts(folder: Path, step: int, config: Config) -> bool:
@@ -140,10 +192,10 @@ def check_resume(config: Config) -> None:
     read_state(place, Writer.of(config))
     other = [change for change in changed_since(folder, step, config) if change.of_results]
     if other and config.run.resume != "anyway":
-        problem = "\n".join([f"holds {step} steps that were taken with other settings:", *map(str, other)])
+        problem = "\n".join([f"holds {step} steps that were taken with other settings or files:", *map(str, other)])
         remedy = (
-            "Name another run.dir; or give those settings as they were; or set run.resume=anyway to go on with the new "
-            "ones, which reports then tell"
+            "Name another run.dir; or give those settings and files as they were; or set run.resume=anyway to resume "
+            "with the new ones, which the log then names"
         )
         raise UserError("run.dir", folder, problem, remedy)
 

@@ -23,6 +23,8 @@ from megatron_dppo.errors import UserError
 STATE = "trainer_state.json"
 """The trainer's own file in a checkpoint: its state, and the writer."""
 _KEY = "written_by"
+FILES = "files"
+"""In the state: fingerprints of the files that the run has read."""
 CUT = ("tp", "pp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
 """Settings of the layout that say which parameters a rank has."""
 
@@ -139,7 +141,19 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
         raise refused("optimizer.distributed", is_now, problem, f"Resume with optimizer.distributed={was}")
     if written.optimizer == "dp_reshardable":
         _check_cut(place, written, now)
-    return {name: value for name, value in state.items() if name != _KEY}, written
+    return {name: value for name, value in state.items() if name not in (_KEY, FILES)}, written
+
+
+def files_of(place: Path) -> dict[str, str]:
+    """The fingerprints in a checkpoint; none where there is no checkpoint.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    if not (place / STATE).is_file():
+        return {}
+    with refusing_damage(place, "run.dir"):
+        return dict(_parse(place).get(FILES, {}))
 
 
 def writer_in(place: Path) -> Writer | None:

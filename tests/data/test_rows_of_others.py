@@ -7,6 +7,7 @@ import datetime
 import decimal
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.config import DataConfig
+from megatron_dppo.data import stored
 from megatron_dppo.data.prompts import load_prompts, load_worked_answers
 from megatron_dppo.data.rows import DEEPEST
-from megatron_dppo.data.tokenizer import Tokenizer
+from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dppo.data.vocabulary import train_bpe
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Prompt
@@ -65,7 +67,7 @@ def parquet(folder: Path, label: pyarrow.Array, prompt: pyarrow.Array | None = N
         ({"prompt": json.dumps([USER, {"role": "assistant", "content": "4"}])}, ["ends with an answer"]),
         ({"prompt": [{"role": "system", "content": "Be brief."}]}, ["without a message of the user"]),
         ({"prompt": [{"role": "human", "content": "Hi"}]}, ["role 'human'", "user"]),
-        ({"prompt": [{"role": None, "content": "Hi"}]}, ["role None"]),
+        ({"prompt": [{"role": None, "content": "Hi"}]}, ["neither a string nor a list of messages"]),
         ({"prompt": [{"role": "user", "content": ""}]}, ["an empty message of the user"]),
         ({"prompt": [{"role": "system", "content": " "}, USER]}, ["an empty message of the system"]),
         ({"prompt": [USER, {"role": "assistant", "content": None}, USER]}, ["the assistant that has no content"]),
@@ -248,3 +250,41 @@ def test_any_parquet_renders_or_names_its_row(
     except Exception:
         return  # no parquet file holds such a value
     renders_or_names_its_row(tokenizer, file, label)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+FIND = {"type": "function", "function": {"name": "find", "arguments": {"q": {"deep": [{"x": "y"}, {"z": "w"}]}}}}
+DIFFERENT: list[dict[str, Any]] = [
+    {"prompt": [USER], "label": {"answer": "1"}, "extra_info": {"index": 1}},
+    {
+        "prompt": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL, FIND]}, {**USER, "name": "Ann"}],
+        "label": {"unit": "m", "parts": [{"a": "1"}, {"b": "2"}]},
+        "extra_info": {"more": {"b": 2}},
+    },
+    {"prompt": [{**USER, "tool_calls": None}], "label": {"answer": "3"}, "tools": [CALL], "hint": "none"},
+]
+
+
+@pytest.mark.parametrize("size", [stored.LARGE, 0], ids=["in memory", "stored"])
+def test_rows_of_jsonl_and_of_parquet_are_the_same_prompts_labels_and_columns(
+    size: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parquet has a null wherever an object lacks what another object of its column has; this template prints it."""
+    monkeypatch.setattr(stored, "LARGE", size)
+    monkeypatch.setenv(stored.CACHE, str(tmp_path / "cache"))
+    policy = tmp_path / "policy"
+    shutil.copytree(model, policy)
+    (policy / "chat_template.jinja").write_text("{{ tools }} {% for m in messages %}{{ m | tojson }}{% endfor %}")
+    plain = jsonl(tmp_path, *map(json.dumps, DIFFERENT))
+    columns = {
+        name: [row.get(name) for row in DIFFERENT] for name in ("prompt", "label", "extra_info", "tools", "hint")
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+    one, other = (load(load_tokenizer(policy), file) for file in (plain, tmp_path / "rows.parquet"))
+    assert [prompt.text for prompt in one] == [prompt.text for prompt in other]
+    assert "null" not in "".join(prompt.text for prompt in other)
+    for ours, theirs in zip(one, other, strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert (ours.label, ours.extra) == (theirs.label, theirs.extra)
+    assert other[0].label == {"answer": "1"} and other[1].extra == {"more": {"b": 2}}
+    assert other[2].extra.keys() == {"prompt", "label", "tools", "hint"}

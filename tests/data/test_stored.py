@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -196,7 +197,7 @@ def test_one_process_makes_what_another_waits_for(
     found: dict[str, list[int]] = {}
 
     def read() -> None:
-        rows = stored.store([file], "data.train", {}, model, encode)
+        rows = stored.store([file], "data.train", {}, model, encode, lambda row: 0)
         found[threading.current_thread().name] = rows.tokens(0)
 
     first, second = threading.Thread(target=read, name="first"), threading.Thread(target=read, name="second")
@@ -216,6 +217,69 @@ def entries_whole(cache: Path) -> list[Path]:
     return [entry for entry in entries(cache) if "." not in entry.name]
 
 
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def empty(file: Path) -> None:
+    file.write_text("{}")
+
+
+def miscount(file: Path) -> None:
+    file.write_text(file.read_text().replace('"dropped": 0', '"dropped": 3'))
+
+
+def exchange(file: Path) -> None:
+    """By whole rows of another file."""
+    other = file.with_name("other.arrow")
+    with pyarrow.memory_map(str(file)) as mapped:
+        table = pyarrow.ipc.open_file(mapped).read_all()
+    with pyarrow.ipc.new_file(str(other), table.schema) as writer:
+        writer.write_table(table.slice(1))
+    other.replace(file)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [(cut, stored.ROWS), (exchange, stored.ROWS), (Path.unlink, stored.ROWS), (cut, stored.SUMMARY),
+     (empty, stored.SUMMARY), (miscount, stored.SUMMARY)],
+)  # fmt: skip
+def test_what_is_damaged_is_made_again(
+    tokenizer: Tokenizer, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str], damage: Any, name: str
+) -> None:
+    data = DataConfig(train=write(tmp_path / "rows.jsonl", ROWS), max_prompt_tokens=999)
+    before = fields(pool := load_prompts(data, tokenizer, split="train"))
+    (folder,) = entries(cache)
+    damage(folder / name)
+    assert fields(again := load_prompts(data, tokenizer, split="train")) == before and again.dropped == pool.dropped
+    assert f"note: {folder} is damaged, and is made again" in capsys.readouterr().err
+    load_prompts(data, tokenizer, split="train")
+    assert "damaged" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("large")
+def test_drafts_of_killed_processes_are_removed_and_those_of_others_stay(
+    tokenizer: Tokenizer, tmp_path: Path, cache: Path
+) -> None:
+    left, written = cache / "a.draft", cache / "b.draft"
+    for draft in (left, written):
+        draft.mkdir(parents=True)
+        (draft / stored.ROWS).touch()
+    with (cache / "b.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        load_prompts(DataConfig(train=write(tmp_path / "rows.jsonl", ROWS[:2])), tokenizer, split="train")
+    assert not left.exists() and written.exists()
+
+
+def test_a_file_that_has_gone_is_named_and_not_the_cache(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read") as caught:
+        stored.store(
+            [tmp_path / "gone.jsonl"], "data.train", {}, model, lambda rows: [None for _ in rows], lambda row: 0
+        )
+    assert (caught.value.setting, caught.value.value) == ("data.train", str(tmp_path / "gone.jsonl"))
+
+
 @pytest.mark.usefixtures("large")
 def test_a_cache_that_cannot_be_written_to_is_named(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +290,22 @@ def test_a_cache_that_cannot_be_written_to_is_named(
     with pytest.raises(UserError, match="cannot keep what is made of") as caught:
         load_prompts(data, tokenizer, split="train")
     assert caught.value.setting == stored.CACHE and stored.CACHE in caught.value.remedy
+
+
+@pytest.mark.parametrize("size", [stored.LARGE, 0], ids=["in memory", "stored"])
+def test_held_out_problems_that_stand_in_the_training_data_are_counted(
+    size: int, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "LARGE", size)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How  many?\n"}]
+    train = write(tmp_path / "train.jsonl", [{"prompt": each, "label": "1"} for each in ("a", "b", "c d")])
+    other = write(tmp_path / "other.jsonl", [{"prompt": chat, "label": "1"}])
+    asked = ["c", " How many? ", "c\n d", "A"]
+    held_out = write(tmp_path / "eval.jsonl", [{"prompt": each, "label": "1"} for each in asked])
+    data = DataConfig(train=(SourceConfig(path=train), SourceConfig(path=other)), eval=held_out)
+    pools = [load_prompts(data, tokenizer, split=split) for split in ("train", "eval")]
+    assert pools[0].repeats(list(pools[1])) == (2, f"{held_out}, line 3 is {other}, line 2")
+    assert pools[0].repeats(list(pools[1])[:1]) == (0, "")
 
 
 def test_several_sources_follow_one_another_in_the_pool(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from megatron_dppo.data.tokenizer import Tokenizer, pad_token_id, stop_token_ids, without_chat_marks
+from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_token_ids, without_chat_marks
 from megatron_dppo.errors import UserError
 
 
@@ -19,6 +20,32 @@ def test_generation_config_names_the_stops_before_config(tmp_path: Path, tokeniz
     assert stop_token_ids(tmp_path, tokenizer) == (7,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9], "pad_token_id": 3}))
     assert stop_token_ids(tmp_path, tokenizer) == (8, 9)
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "problem"),
+    [
+        ("config.json", {"vocab_size": 100}, "its tokenizer has the token id 100, and the embedding has 100 rows"),
+        ("tokenizer_config.json", {"pad_token": "<pad>"}, "its tokenizer has the token id "),
+        ("generation_config.json", {"eos_token_id": [2, 10**6]}, "has the token id 1000000, and"),
+        ("config.json", {"eos_token_id": -1}, "eos_token_id in config.json has the token id -1, and"),
+    ],
+)
+def test_a_token_without_a_row_in_the_embedding_is_refused(
+    tmp_path: Path, model: Path, file: str, settings: dict[str, object], problem: str
+) -> None:
+    """The tokenizer has as many tokens as there are rows; transformers adds a padding token that it does not know."""
+    folder = tmp_path / "policy"
+    shutil.copytree(model, folder)
+    stop_token_ids(folder, tokenizer := load_tokenizer(folder))
+    written = json.loads((folder / "config.json").read_text()) | {"vocab_size": len(tokenizer)}
+    (folder / "config.json").write_text(json.dumps(written))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    before = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps(before | settings))
+    with pytest.raises(UserError) as caught:
+        stop_token_ids(folder, load_tokenizer(folder))
+    assert caught.value.setting == "model.path" and problem in caught.value.problem
 
 
 def test_people_are_shown_a_prompt_without_the_marks_of_its_template() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.parallel.meeting import listen, open_store
 from megatron_dppo.rollout.servers.launch import (
     HOSTS,
     NODES,
@@ -19,6 +22,8 @@ from megatron_dppo.rollout.servers.launch import (
     server_urls,
     visible_gpus,
 )
+from megatron_dppo.rollout.servers.processes import ServerProcess, _is_free
+from megatron_dppo.rollout.servers.sender import address_towards
 from megatron_dppo.settings import load_config
 
 
@@ -36,6 +41,25 @@ def test_given_urls_are_brought_into_one_form() -> None:
     given = "rollout.servers=[http://Node1:30000/,https://10.0.0.2:8, 'http://[::1]:9']"
     assert _urls(given) == ("http://node1:30000", "https://10.0.0.2:8", "http://[::1]:9")
     assert _urls() == ()
+
+
+def test_servers_at_addresses_of_ipv6_are_reached_and_weights_come_from_loopback_to_them() -> None:
+    assert _urls("rollout.servers=slurm", **{HOSTS: "::1,10.0.0.2,::1"}) == (
+        "http://[::1]:30000",
+        "http://10.0.0.2:30000",
+        "http://[::1]:30001",
+    )
+    with listen("::1") as listener:
+        port = listener.getsockname()[1]
+        assert address_towards([f"http://[::1]:{port}"]) == "::1"
+        assert not _is_free("::1", port)
+        server = ServerProcess(load_config(None, []), 0, host="::1", secret="", gpus=None)
+        assert server.url.startswith("http://[::1]:")
+    store = open_store("::1", timedelta(seconds=9))
+    store.set("a", "b")
+    assert store.get("a") == b"b" and not [
+        c for c in psutil.Process().net_connections() if c.laddr == ("::", store.port)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,18 @@ import pytest
 
 from megatron_dppo.config import replace
 from megatron_dppo.errors import UserError
-from megatron_dppo.settings import as_yaml, load_config
+from megatron_dppo.settings import as_yaml, load_config, settings
 from megatron_dppo.trainer.resume import (
     HISTORY,
     IN_FORCE,
+    RULES,
     WARM_UP,
     changed_since,
     check_resume,
     check_warm_up,
     read_history,
     record,
+    rule_of,
     same_prompts,
 )
 from megatron_dppo.trainer.writer import Writer, write_state
@@ -41,7 +43,7 @@ def with_checkpoint(folder: Path, step: int) -> None:
     "override",
     ["model.path=other", "data.train=other.jsonl", "data.arithmetic.seed=5", "reward.function=exact", "loss.name=gspo",
      "loss.kl_coef=0.1", "pruning.completions.keep=0.3", "pruning.prompts.schedule.ramp=0.4", "rollout.temperature=0.7",
-     "run.seed=2"],
+     "run.seed=2", "rollout.prompts_per_step=16", "rollout.conversation=a:b"],
 )  # fmt: skip
 def test_what_results_are_of_changes_only_where_that_is_asked_for(override: str, tmp_path: Path) -> None:
     record(tmp_path, 0, load_config(None, words(tmp_path)))
@@ -54,6 +56,13 @@ def test_what_results_are_of_changes_only_where_that_is_asked_for(override: str,
     assert "holds 3 steps" in caught.value.problem and f"{key} = {value} (was " in caught.value.problem
     assert "run.resume=anyway" in caught.value.remedy
     check_resume(replace(other, run=replace(other.run, resume="anyway")))
+
+
+def test_the_table_says_of_every_setting_whether_a_resume_may_change_it() -> None:
+    """And has no line that no setting needs."""
+    longest = {key: max((start for start in RULES if key.startswith(start)), key=len) for key in settings()}
+    assert set(longest.values()) == set(RULES) and not any(rule_of(key) != RULES[longest[key]] for key in settings())
+    assert rule_of("reward.workers") == "free" and rule_of("reward.function: reward.py") == "kept"
 
 
 def test_what_is_given_from_python_may_be_called_otherwise(tmp_path: Path) -> None:

@@ -312,3 +312,17 @@ def test_adapters_that_peft_could_not_load_are_refused_before_the_run(tmp_path: 
     error = _refusal(_config(tmp_path / "policy", tmp_path, *asked))
     assert (error.setting, error.value) == ("model.lora.targets", "q_proj, up_proj")
     preflight(_config(tmp_path / "policy", tmp_path, *asked, "run.export=false"), "train")
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval", "probe-tree"])
+def test_tokens_that_the_embedding_has_no_row_for_are_refused_for_every_command(
+    command: str, policy: Path, tmp_path: Path
+) -> None:
+    stops = _refusal(_config(policy, tmp_path, "rollout.stop_token_ids=[3, 64]", "eval.benchmarks=arithmetic"), command)
+    assert stops.setting == "rollout.stop_token_ids" and "token id 64, and the embedding has 64 rows" in stops.problem
+    other = tmp_path / "other"
+    shutil.copytree(policy, other)
+    added = [{"content": "<last>", "id": 70}]
+    (other / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 63}}, "added_tokens": added}))
+    refused = _refusal(_config(other, tmp_path, "eval.benchmarks=arithmetic"), command)
+    assert refused.setting == "model.path" and "tokenizer.json has the token id 70" in refused.problem

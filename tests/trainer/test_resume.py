@@ -173,14 +173,20 @@ def test_a_finished_run_is_shown_and_not_rewritten_and_never_under_other_setting
     def written() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
 
-    before = written()
-    assert run_alone(policy, run, "loss.name=gspo", "pruning.completions.keep=0.3") == 2
-    said = (tmp_path / "run.log").read_text()
-    assert "holds 6 steps" in said and "loss.name = gspo (was grpo)" in said and "keep = 0.3 (was 0.5)" in said
-    assert "run.resume=anyway" in said and "Traceback" not in said
-    assert run_alone(policy, run, "loss.name=gspo", "run.resume=anyway") == 0
+    before, reward = written(), policy / "reward.py"
+    try:
+        reward.write_text(REWARD + "# another")
+        assert run_alone(policy, run, "loss.name=gspo", "pruning.completions.keep=0.3") == 2
+        said = (tmp_path / "run.log").read_text()
+        assert "holds 6 steps" in said and "loss.name = gspo (was grpo)" in said and "keep = 0.3 (was 0.5)" in said
+        assert "reward.function: reward.py has changed" in said
+        assert "run.resume=anyway" in said and "Traceback" not in said
+        assert run_alone(policy, run, "loss.name=gspo", "run.resume=anyway") == 0
+    finally:
+        reward.write_text(REWARD)
     said = (tmp_path / "run.log").read_text()
     assert "changed since step 6: loss.name = gspo (was grpo)" in said and "nothing is left to train" in said
+    assert "changed since step 6: reward.function: reward.py has changed" in said
     assert "held-out accuracy" in said, "what it came to is shown"
     assert written() == before
 

@@ -24,6 +24,7 @@ from megatron_dppo.rollout.conversation import ConversationFunction, TryAgainErr
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.environment import conversation_of
 from megatron_dppo.rollout.servers.conversations import ConversationClient, Conversations
+from megatron_dppo.rollout.servers.http import in_url
 
 
 def conversations_of(config: Config) -> Conversations | None:
@@ -67,7 +68,7 @@ class _SlimesFunction:
         poster.set(client.post)
         address = urlsplit(client.server.url)
         arguments = Arguments(
-            sglang_router_ip=f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname,
+            sglang_router_ip=in_url(address.hostname),
             sglang_router_port=address.port,
             sglang_api_key=client.server.secret,
             **self._options,

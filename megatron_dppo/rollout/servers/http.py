@@ -27,6 +27,11 @@ MOST_SAID = 600
 """Characters of a server's error that are repeated."""
 
 
+def in_url(host: str | None) -> str:
+    """A host as URLs have it: addresses of IPv6 in brackets."""
+    return f"[{host}]" if host and ":" in host else host or ""
+
+
 class ServerError(Exception):
     """A server did not do what it was asked to: it refused, broke off, or said nothing in time.
 

@@ -16,6 +16,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine
 from megatron_dppo.rollout.servers import vllm
 from megatron_dppo.rollout.servers.client import ROUTING_FLAG
+from megatron_dppo.rollout.servers.http import in_url
 
 OVERRIDE = "MEGATRON_DPPO_SERVERS"
 """Environment variable with URLs, separated by commas, that take the place of what Slurm says."""
@@ -76,7 +77,7 @@ def server_urls(config: Config, environ: Mapping[str, str] = os.environ) -> tupl
 
 
 def _one_port_each(hosts: Sequence[str], first_port: int) -> list[str]:
-    return [f"http://{host}:{first_port + hosts[:i].count(host)}" for i, host in enumerate(hosts)]
+    return [f"http://{in_url(host)}:{first_port + hosts[:i].count(host)}" for i, host in enumerate(hosts)]
 
 
 def normal_urls(origin: str, urls: Iterable[str]) -> tuple[str, ...]:
@@ -109,8 +110,7 @@ def _normal(given: str) -> str | None:
     plain = parts.path in ("", "/") and not parts.query and not parts.fragment and parts.username is None
     if parts.scheme not in ("http", "https") or not parts.hostname or not port or not plain or " " in given:
         return None
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{parts.scheme}://{host}:{port}"
+    return f"{parts.scheme}://{in_url(parts.hostname)}:{port}"
 
 
 def _expand(nodes: str) -> list[str]:

@@ -22,7 +22,7 @@ import psutil
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.process import lifetime
-from megatron_dppo.rollout.servers.http import ServerError
+from megatron_dppo.rollout.servers.http import ServerError, in_url
 from megatron_dppo.rollout.servers.launch import (
     ALLOCATOR,
     gpu_shares,
@@ -90,7 +90,7 @@ class ServerProcess:
     @property
     def url(self) -> str:
         """Where it listens, or will. A server that is started again may be elsewhere."""
-        return f"http://{self.host}:{self._port}"
+        return f"http://{in_url(self.host)}:{self._port}"
 
     @property
     def pid(self) -> int:
@@ -292,7 +292,7 @@ def _write_secret(place: Path, text: str) -> None:
 
 
 def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as trial:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do; closed connections linger
         try:
             trial.bind((host, port))

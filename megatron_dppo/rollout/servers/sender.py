@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-from megatron_dppo.parallel.meeting import open_store
+from megatron_dppo.parallel.meeting import is_loopback, open_store
 from megatron_dppo.rollout.engine import Bucket
 from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.client import Manifest, ServerClient, WeightGroup
@@ -297,10 +297,11 @@ def address_towards(urls: Iterable[str]) -> str:
     found = []
     for url in urls:
         parts = urlsplit(url)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((parts.hostname, parts.port or 80))  # sends nothing
+        family, *_, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
             found.append(probe.getsockname()[0])
-    return next((address for address in found if not address.startswith("127.")), found[0])
+    return next((address for address in found if not is_loopback(address)), found[0])
 
 
 def outcomes(replies: Mapping[str, Future[None]], timeout_s: float, *, refusals: bool = True) -> dict[str, str]:

@@ -76,7 +76,8 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
     check_rollout(config)
     check_servers(config, read_shape(config.model.folder), environ)
     # A machine's own name may mean loopback on itself, and an address that others reach elsewhere.
-    host = url.hostname if url.hostname.replace(".", "").isdigit() else "0.0.0.0"
+    is_address = ":" in url.hostname or url.hostname.replace(".", "").isdigit()
+    host = url.hostname if is_address else "0.0.0.0"
     node = environ.get("SLURMD_NODENAME") or socket.gethostname()
     name = f"{node}.{local}" if local else node
     return ServerProcess(config, 0, host=host, secret=environ[SECRET], gpus=_gpus(config, local, environ), name=name)

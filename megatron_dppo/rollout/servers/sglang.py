@@ -39,7 +39,7 @@ from megatron_dppo.rollout.servers.client import (
     WeightGroup,
     least_entropies,
 )
-from megatron_dppo.rollout.servers.http import ServerError
+from megatron_dppo.rollout.servers.http import ServerError, in_url
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +126,7 @@ class SglangClient(ServerClient):
 
     async def join(self, group: WeightGroup) -> None:
         body = {
-            "master_address": group.host,
+            "master_address": in_url(group.host),
             "master_port": group.port,
             "rank_offset": group.offset,
             "world_size": group.size,

@@ -1,0 +1,116 @@
+"""Fingerprints of the files that a run reads: a resume compares them with those in the checkpoint. Needs no torch.
+
+A checkpoint keeps one dictionary from ``SETTING: FILE`` to a digest::
+
+    {"data.train: train.jsonl": "5c1f09d2e0a7b3c4…", "model.path: model.safetensors": "91f0…", …}
+
+The digest of a data file is one CRC-32 for each row, so that an error can name the first row that differs. Rows of
+JSONL are compared as they are written, without white space around them. Files of weights are sampled, see
+``bridge/fingerprint.py``; all other files are read whole.
+
+Not covered: functions that were given from Python, modules that a function's file imports, teachers behind a URL, files
+of ``eval.benchmarks``, and the problems of a verifiers environment, of which only the version of verifiers is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import version
+from operator import attrgetter
+from pathlib import Path
+
+from megatron_dppo.bridge.fingerprint import weight_digests
+from megatron_dppo.config import Config
+from megatron_dppo.data.examples import Source, sources_of
+from megatron_dppo.data.generators import GENERATORS, REASONING_GYM, VERIFIERS
+from megatron_dppo.data.rows import ROW_DIGITS, row_digests
+from megatron_dppo.data.stored import tokenizer_files
+from megatron_dppo.errors import UserError
+from megatron_dppo.evaluation.benchmarks import sources
+from megatron_dppo.hub import policy_folder
+from megatron_dppo.plugins.loading import file_of
+from megatron_dppo.process.files import file_digest, state_of
+
+FUNCTIONS = (
+    "reward.function",
+    "loss.objective",
+    "pruning.prompts.function",
+    "pruning.completions.function",
+    "rollout.conversation",
+    "rollout.custom_generate",
+)
+"""Settings that name functions of the user which results depend on."""
+RELEASES = {REASONING_GYM: "reasoning-gym", VERIFIERS: "verifiers"}
+"""Generators whose problems depend on a package, and the package."""
+
+
+def fingerprints(config: Config) -> dict[str, str]:
+    """Digests of the data, the policy, the teachers and the user's functions, by ``SETTING: FILE``.
+
+    Raises:
+        UserError: a file is absent or cannot be read.
+    """
+    try:
+        found = {name: digest for setting, source in _data(config) for name, digest in _rows(setting, source)}
+        for setting, folder, checkpoint in _models(config):
+            found |= {f"{setting}: {name}": digest for name, digest in _policy(folder, checkpoint).items()}
+        for setting in FUNCTIONS:
+            file = file_of(attrgetter(setting)(config))
+            if file is not None and not file.with_suffix(".pkl").is_file():
+                found[f"{setting}: {file.name}"] = file_digest(file)
+    except (OSError, ValueError) as error:
+        problem = f"the files of its settings cannot be compared with those of its checkpoint ({error})"
+        raise UserError("run.dir", config.run.dir, problem, "Make that file readable") from error
+    return found
+
+
+def difference(name: str, before: str | None, now: str | None) -> str:
+    """What distinguishes two digests of one name; None is that of an absent file."""
+    if before is None or now is None:
+        return f"{name} was not there" if before is None else f"{name} is not there any more"
+    if not name.startswith("data.") or name.endswith(tuple(RELEASES)):
+        return f"{name} has changed"
+    rows = range(0, max(len(before), len(now)), ROW_DIGITS)
+    first = next(at for at in rows if before[at : at + ROW_DIGITS] != now[at : at + ROW_DIGITS]) // ROW_DIGITS
+    return f"{name} has changed, and row {first + 1} is the first that differs"
+
+
+def _data(config: Config) -> Iterator[tuple[str, Source]]:
+    training = sources_of(config.data, "train")
+    for number, source in enumerate(training):
+        yield source.setting if len(training) == 1 else f"{source.setting}[{number}]", source
+    for held_out in sources(config) if config.eval.problems != 0 else ():
+        if held_out.setting == "data.eval":
+            yield f"data.eval.{held_out.name}".rstrip("."), Source(held_out.file, "data.eval")
+
+
+def _rows(setting: str, source: Source) -> Iterator[tuple[str, str]]:
+    if source.name in RELEASES:
+        yield f"{setting}: {source.name}", version(RELEASES[source.name])
+    elif source.name not in GENERATORS:  # arithmetic depends on settings alone
+        for file in source.files():
+            yield f"{setting}: {file.name}", _of_rows(file, source.setting, *state_of(file))
+
+
+@cache
+def _of_rows(file: Path, setting: str, *state: int) -> str:
+    return row_digests(file, setting)
+
+
+def _models(config: Config) -> Iterator[tuple[str, Path, str | None]]:
+    """The policy and the teachers that the trainer runs: setting, folder and checkpoint."""
+    yield "model.path", config.model.folder, config.model.checkpoint
+    given = config.loss.distillation
+    of_sources = {f"teachers.{source}": teacher for source, teacher in given.teachers.items()}
+    for name, teacher in {"teacher": given.teacher, **of_sources}.items():
+        if teacher is not None and teacher in given.models:
+            setting = f"loss.distillation.{name}"
+            checkpoint = given.teacher_checkpoint if teacher == given.teacher else None
+            yield setting, policy_folder(teacher, setting, weights=checkpoint is None), checkpoint
+
+
+def _policy(folder: Path, checkpoint: str | None) -> dict[str, str]:
+    settings = [file for name in ("config.json", "generation_config.json") if (file := folder / name).is_file()]
+    digests = {file.name: file_digest(file) for file in (*settings, *tokenizer_files(folder))}
+    return digests | weight_digests(folder, Path(checkpoint) if checkpoint else None)

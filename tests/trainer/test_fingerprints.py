@@ -1,0 +1,152 @@
+"""A resume finds out that a file of the same name holds something else, and names it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from safetensors.torch import load_file, save_file
+
+from megatron_dppo.bridge.fingerprint import SAMPLE_BYTES, SAMPLES, weight_digests
+from megatron_dppo.config import Config, replace
+from megatron_dppo.errors import UserError
+from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.fingerprints import fingerprints
+from megatron_dppo.trainer.resume import check_resume, record, same_prompts
+from megatron_dppo.trainer.writer import FILES, Writer, write_state
+from tests.policies import write_policy
+
+ROWS: list[dict[str, Any]] = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("policy") / "hf", layers=1)
+
+
+@pytest.fixture
+def config(policy: Path, tmp_path: Path) -> Config:
+    """A run that has saved step 3."""
+    for name in ("policy", "teacher"):
+        shutil.copytree(policy, tmp_path / name)
+    write(tmp_path / "train.jsonl", ROWS)
+    write(tmp_path / "more.parquet", ROWS)
+    write(tmp_path / "eval.json", ROWS)
+    (tmp_path / "reward.py").write_text("def reward(completions): return [0.0 for _ in completions]\n")
+    settings = [
+        f"run.dir={tmp_path / 'run'}",
+        f"model.path={tmp_path / 'policy'}",
+        f"data.train=[{{path: {tmp_path / 'train.jsonl'}}}, {{path: {tmp_path / 'more.parquet'}}}]",
+        f"data.eval={{held out: {tmp_path / 'eval.json'}}}",
+        f"reward.function={tmp_path / 'reward.py'}:reward",
+        f"loss.distillation.teacher={tmp_path / 'teacher'}",
+    ]
+    config = load_config(None, settings)
+    place = tmp_path / "run" / "checkpoints" / "iter_0000003"
+    place.mkdir(parents=True)
+    record(tmp_path / "run", 0, config)
+    (place / "common.pt").touch()
+    (place / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    write_state(place, {FILES: fingerprints(config)}, Writer.of(config))
+    (place.parent / "latest_checkpointed_iteration.txt").write_text("3\n")
+    check_resume(config)
+    return config
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        lines = [json.dumps(row) for row in rows]
+        file.write_text(f"[{', '.join(lines)}]" if file.suffix == ".json" else "\n".join(lines) + "\n")
+
+
+def reorder(file: Path) -> None:
+    write(file, [*ROWS[:2], ROWS[3], ROWS[2]])
+
+
+def relabel(file: Path) -> None:
+    write(file, [ROWS[0], {**ROWS[1], "label": "7"}, *ROWS[2:]])
+
+
+def shorten(file: Path) -> None:
+    write(file, ROWS[:3])
+
+
+def lengthen(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\n")
+
+
+def train(file: Path) -> None:
+    weights = load_file(file)
+    weights["model.norm.weight"][3] += 0.01
+    save_file(weights, file)
+
+
+@pytest.mark.parametrize(
+    ("change", "file", "said", "prompts"),
+    [
+        (reorder, "train.jsonl", "data.train[0]: train.jsonl has changed, and row 3 is the first that differs", True),
+        (relabel, "more.parquet", "data.train[1]: more.parquet has changed, and row 2 is the first that differs", True),
+        (shorten, "eval.json", "data.eval.held out: eval.json has changed, and row 4 is the first that differs", True),
+        (lengthen, "reward.py", "reward.function: reward.py has changed", False),
+        (train, "policy/model.safetensors", "model.path: model.safetensors has changed", False),
+        (lengthen, "policy/config.json", "model.path: config.json has changed", False),
+        (lengthen, "policy/chat_template.jinja", "model.path: chat_template.jinja has changed", True),
+        (Path.unlink, "policy/chat_template.jinja", "model.path: chat_template.jinja is not there any more", True),
+        (Path.touch, "policy/added_tokens.json", "model.path: added_tokens.json was not there", True),
+        (train, "teacher/model.safetensors", "loss.distillation.teacher: model.safetensors has changed", False),
+    ],
+)
+def test_another_file_of_the_same_name_is_refused_and_named(
+    change: Callable[[Path], None], file: str, said: str, prompts: bool, config: Config, tmp_path: Path
+) -> None:
+    change(tmp_path / file)
+    with pytest.raises(UserError) as caught:
+        check_resume(config)
+    assert caught.value.setting == "run.dir" and "run.resume=anyway" in caught.value.remedy
+    assert caught.value.problem.splitlines()[1:] == [said]
+    anyway = replace(config, run=replace(config.run, resume="anyway"))
+    check_resume(anyway)
+    assert same_prompts(tmp_path / "run", 3, anyway) is not prompts, "other prompts begin a new order"
+
+
+def test_the_same_files_in_another_place_or_written_again_are_the_same(config: Config, tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "policy", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "policy")
+    (tmp_path / "copy").rename(tmp_path / "policy")
+    write(tmp_path / "train.jsonl", ROWS)
+    check_resume(config)
+    check_resume(replace(config, eval=replace(config.eval, problems=0)))  # which then reads no held-out file
+
+
+def test_a_package_that_makes_problems_is_known_by_its_version(policy: Path) -> None:
+    found = fingerprints(load_config(None, [f"model.path={policy}", "data.train=reasoning_gym"]))
+    assert found.keys() >= {"data.train: reasoning_gym"}
+
+
+def test_a_file_that_cannot_be_read_is_an_error_for_the_user(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(UserError, match=r"cannot be compared .*train\.jsonl"):
+        check_resume(config)
+
+
+def test_of_large_weights_a_bounded_part_is_read(tmp_path: Path) -> None:
+    """Eight times what is read in all: the header, both ends and stretches between are compared, the rest is not."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2**21], "data_offsets": [0, 2**23]}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2**23))
+    seen = {weight_digests(tmp_path, None)[file.name]}
+    step = file.stat().st_size // SAMPLES
+    for at in (8 + len(header), step + 1, 40 * step + SAMPLE_BYTES - 1, 63 * step):
+        with file.open("r+b") as opened:
+            opened.seek(at)
+            opened.write(b"x")
+        seen.add(weight_digests(tmp_path, None)[file.name])
+    assert len(seen) == 5
