@@ -1,8 +1,9 @@
 """One rank of a run: ``python -m megatron_dppo.launch.rank JOB CONFIG``, started by the launcher, torchrun or srun.
 
 However a rank fails, one message is seen, every rank ends, and the exit code says which kind it was: 2 for what the
-user can mend, 1 for a crash, 75 for a run that was asked to stop and has saved. A rank that a signal ends says nothing:
-the launcher, torchrun or srun names it.
+user can mend, 1 for a crash, 75 for a run that was asked to stop and has saved. Only a job that reached its end exits
+with 0: code that calls ``sys.exit`` or ``os._exit`` on the way is a crash, whatever code it gives. A rank that a signal
+ends says nothing: the launcher, torchrun or srun names it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, error_text
@@ -68,18 +71,39 @@ def rank_main(job: str | Callable[[Config], None], config: Config, *, first: Cal
     failure = FirstFailure(marker_for(Path(config.run.dir), os.environ))
     code = 0
     try:
-        if first is not None:
-            first()
-        _function(job)(config)
-    except (SystemExit, KeyboardInterrupt):
+        with _exits_reported(failure):
+            if first is not None:
+                first()
+            _function(job)(config)
+    except KeyboardInterrupt:
         raise
-    except BaseException as error:  # torch's errors of distributed checkpoints are no Exceptions
+    except BaseException as error:  # torch's errors of distributed checkpoints, and SystemExit, are no Exceptions
         code = _report(config, error, failure)
     sys.stdout.flush()
     sys.stderr.flush()
     if code and int(os.environ["WORLD_SIZE"]) > 1:
         os._exit(code)
     return code
+
+
+@contextmanager
+def _exits_reported(failure: FirstFailure) -> Iterator[None]:
+    """Within it ``os._exit`` in this process, by whatever code, is reported as a crash. Forked copies keep theirs."""
+    rank, leave = os.getpid(), os._exit
+
+    def report(code: int) -> NoReturn:
+        if os.getpid() == rank:
+            asked, (speaks, code) = code, failure.claim(1)
+            if speaks:
+                stack = "".join(traceback.format_stack(sys._getframe(1))).rstrip()
+                print(f"{_name()} was ended by os._exit({asked}), called at:\n{stack}", file=sys.stderr, flush=True)
+        leave(code)
+
+    os._exit = report
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _function(job: str | Callable[[Config], None]) -> Callable[[Config], None]:

@@ -23,6 +23,7 @@ which: ``[("solver", attempt), told, ("critic", review)]``. See ``rl/roles.py``.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import operator
@@ -134,7 +135,10 @@ class ConversationFunction:
             raise
         except UnusableError as error:
             raise UserError(self.setting, self.spec, f"for prompt {prompt.id} it {error}", self.remedy) from None
-        except Exception as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the run cancelled the conversation
             problem = f"raised for prompt {prompt.id}:\n{traceback.format_exc(limit=-4)}"
             raise UserError(self.setting, self.spec, problem, "Mend it") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,14 @@ async def forget_what_was_told(client: Client, prompt: Prompt) -> list[Turn]:
 
 async def stumble(client: Client, prompt: Prompt) -> list[Turn]:
     return [await client.generate(prompt.token_ids), prompt.no_such_thing]
+
+
+async def end_the_program(client: Client, prompt: Prompt) -> list[Turn]:
+    sys.exit(0)
+
+
+async def cancel_itself(client: Client, prompt: Prompt) -> list[Turn]:
+    raise asyncio.CancelledError("no more of this")
 
 
 async def go_on_from_nothing(client: Client, prompt: Prompt) -> list[Turn]:
@@ -196,6 +205,8 @@ def test_a_conversation_that_gives_up_is_had_again(engines: Any) -> None:
     [
         (forget_what_was_told, "rollout.conversation", "turn 1 that was generated after other tokens"),
         (stumble, "rollout.conversation", "AttributeError: 'Prompt' object has no attribute 'no_such_thing'"),
+        (end_the_program, "rollout.conversation", "SystemExit: 0"),
+        (cancel_itself, "rollout.conversation", "CancelledError: no more of this"),
         (go_on_from_nothing, "rollout.conversation", "no token to go on from"),
         (
             give_up,
