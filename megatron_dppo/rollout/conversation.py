@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins.loading import load_function
+from megatron_dppo.plugins.loading import FAILURES, load_function
 from megatron_dppo.rl.sequences import malformed
 from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
 
@@ -135,7 +135,7 @@ class ConversationFunction:
             raise
         except UnusableError as error:
             raise UserError(self.setting, self.spec, f"for prompt {prompt.id} it {error}", self.remedy) from None
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except (*FAILURES, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the run cancelled the conversation

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_dppo.config import Config, LossConfig, PruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins.loading import load_function
+from megatron_dppo.plugins.loading import FAILURES, load_function
 from megatron_dppo.rl.losses import Tokens, token_losses
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
@@ -138,7 +138,7 @@ def _try_out(own: Objective) -> None:
         halves = slice(first), slice(first, None)
         apart = torch.cat([_gradient(own, sample, advantage, half) for half in halves])
         without = _gradient(own, sample, torch.where(sample == 0, 0.0, -0.5))
-    except Exception as error:  # whatever a user's function raises
+    except FAILURES as error:
         remedy = "Mend it; it is given Tokens of megatron_dppo.rl.losses, and returns a tensor with a value for each"
         raise UserError(SETTING, own.name, f"cannot be used ({type(error).__name__}: {error})", remedy) from error
     if not torch.isfinite(whole).all():
