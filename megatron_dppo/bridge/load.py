@@ -31,6 +31,7 @@ from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.layout import stage_layers
 from megatron_dppo.parallel.world import World
+from megatron_dppo.process.progress import moved
 
 _OF_EXPERTS = (r"local_experts\.", r"linear_fc[12]\.weight", r"linear_fc[12]\.lora\.")
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
@@ -147,6 +148,7 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
             return tensors[name][start:stop] if axis == 0 else tensors[name][:, start:stop]
 
         for entry, parameter in bind(chunks, world).items():
+            moved()
             fill_parameter(entry, parameter, read, part_of(entry, world), entry.parts(world.layout))
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.process.progress import moved
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rl.types import Score
 
@@ -225,7 +226,7 @@ class Scoring:
             UserError: as ``advance``.
         """
         while self.advance(math.inf):
-            pass
+            moved()
         self.abandon()
         return self._scored
 

@@ -16,7 +16,8 @@ from megatron_dppo.data.turns import CALL, OTHER_CALL, NothingLeftError, Turns, 
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import FAILURES
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.conversation import Client, ConversationFunction, Part, TryAgainError, UnusableError
+from megatron_dppo.rollout.conversation import Client, ConversationFunction, Part, TryAgainError
+from megatron_dppo.rollout.conversation_checks import UnusableError
 
 SETTING = "rollout.conversation"
 REMEDY = "Write the turns as a function of your own (rollout.conversation=FILE.py:NAME), and the reward, too"

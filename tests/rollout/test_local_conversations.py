@@ -95,6 +95,12 @@ async def never_end(client: Client, prompt: Prompt) -> list[Turn]:
     return await once(client, prompt)
 
 
+async def ask_for_ever(client: Client, prompt: Prompt) -> list[Turn]:
+    while prompt.id == 1:
+        await client.generate(prompt.token_ids, max_tokens=1)
+    return await once(client, prompt)
+
+
 async def give_up(client: Client, prompt: Prompt) -> list[Turn]:
     raise TryAgainError("the tool is down")
 
@@ -120,9 +126,9 @@ def engines(policy: Qwen3ForCausalLM, tmp_path: Path) -> Iterator[Any]:
     made: list[LocalEngine] = []
     policy.config.save_pretrained(tmp_path)
 
-    def make(function: Any, max_batch: int = 64, path: Path = tmp_path) -> LocalEngine:
+    def make(function: Any, max_batch: int = 64, path: Path = tmp_path, **limits: float) -> LocalEngine:
         named = function and ConversationFunction("rollout.conversation", f"f.py:{function.__name__}", function, "Mend")
-        talks = named and LocalConversations(named, tokenizer=None, timeout_s=0.5, attempts=2)
+        talks = named and LocalConversations(named, tokenizer=None, attempts=2, **{"timeout_s": 0.5, **limits})
         made.append(
             LocalEngine(path, device=torch.device("cpu"), dtype=torch.float32, max_batch=max_batch, conversations=talks)
         )
@@ -132,6 +138,20 @@ def engines(policy: Qwen3ForCausalLM, tmp_path: Path) -> Iterator[Any]:
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.mark.parametrize("function", [never_end, ask_for_ever])
+def test_a_conversation_that_does_not_return_is_named_and_ended(
+    engines: Any, function: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = engines(function, timeout_s=60.0, late_s=0.3, end_s=1.0)
+    with pytest.raises(UserError) as raised:
+        generate(engine, make_prompts(3, 6), sampling_of(samples=2))
+    who = f"2 conversations of f.py:{function.__name__}, the first of them about prompt 1"
+    assert (
+        raised.value.setting == "rollout.timeout_s" and raised.value.problem == f"passed in which none ended of {who}"
+    )
+    assert capsys.readouterr().err == f"late: none has ended for 0 s of {who}\n"
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:
