@@ -178,7 +178,7 @@ done
 wait "$actors"
 code=$?
 # Saved it has, though a rank was killed on its way out.
-[ ! -s "$MEGATRON_DPPO_FAILURE" ] || [ "$(<"$MEGATRON_DPPO_FAILURE")" != 75 ] || code=75
+[ ! -s "$MEGATRON_DPPO_FAILURE" ] || [ "$(head -n 1 "$MEGATRON_DPPO_FAILURE")" != 75 ] || code=75
 rm -f "$MEGATRON_DPPO_FAILURE"
 say "actors: ended with exit code $code"
 stop_servers

@@ -91,12 +91,14 @@ def _exits_reported(failure: FirstFailure) -> Iterator[None]:
     """Within it ``os._exit`` in this process, by whatever code, is reported as a crash. Forked copies keep theirs."""
     rank, leave = os.getpid(), os._exit
 
-    def report(code: int) -> NoReturn:
+    def report(status: int) -> NoReturn:
+        code = status
         if os.getpid() == rank:
-            asked, (speaks, code) = code, failure.claim(1)
+            stack = "".join(traceback.format_stack(sys._getframe(1))).rstrip()
+            text = f"{_name()} was ended by os._exit({status}), called at:\n{stack}"
+            speaks, code = failure.claim(1, text)
             if speaks:
-                stack = "".join(traceback.format_stack(sys._getframe(1))).rstrip()
-                print(f"{_name()} was ended by os._exit({asked}), called at:\n{stack}", file=sys.stderr, flush=True)
+                print(text, file=sys.stderr, flush=True)
         leave(code)
 
     os._exit = report
@@ -146,7 +148,7 @@ def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
             failure.wait(HOLD_BACK_S)
             hint = ", perhaps because another rank had ended"
         code, text = 1, f"{_name()} crashed{hint}:\n{traceback.format_exc().rstrip()}"
-    speaks, code = failure.claim(code)
+    speaks, code = failure.claim(code, text)
     if speaks:
         print(text, file=sys.stderr)
     return code

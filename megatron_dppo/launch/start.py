@@ -124,7 +124,13 @@ def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
     return ranks
 
 
-def start_ranks(job: str, config: Config, ranks: int, meanwhile: Callable[[], None] = lambda: None) -> int:
+def start_ranks(
+    job: str,
+    config: Config,
+    ranks: int,
+    meanwhile: Callable[[], None] = lambda: None,
+    failed: Callable[[str], object] = lambda text: None,
+) -> int:
     """Run a job on so many ranks of this machine; returns when all of them have ended.
 
     A rank that fails takes the others with it, and so does a signal to this process, but for the one that asks a run to
@@ -135,6 +141,7 @@ def start_ranks(job: str, config: Config, ranks: int, meanwhile: Callable[[], No
         config: as the ranks will read it.
         ranks: processes, with LOCAL_RANK 0, 1, …
         meanwhile: called here, several times a second, while they run.
+        failed: called with the reason, as it was printed, if a rank fails.
 
     Returns:
         0; or the exit code of the rank that failed first; or 128 + the signal that ended a rank or this process.
@@ -144,7 +151,9 @@ def start_ranks(job: str, config: Config, ranks: int, meanwhile: Callable[[], No
         settings.write_text(as_yaml(config), encoding="utf-8")
         command = [sys.executable, "-m", "megatron_dppo.launch.rank", job, str(settings)]
         environ = {**os.environ, **_for_ranks(ranks, marker)}
-        code = run_ranks(command, environ, ranks, FirstFailure(marker), meanwhile)
+        code = run_ranks(command, environ, ranks, failure := FirstFailure(marker), meanwhile)
+        if code:
+            failed(failure.said())
     if code == 128 + signal.SIGINT:
         _say_what_is_left(job, config)
     return code

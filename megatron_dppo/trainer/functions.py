@@ -15,6 +15,7 @@ probabilities, one for each candidate, is tried out before a run begins.
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -90,7 +91,12 @@ def engine_maker(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
         raise UserError(ENGINE, own, f"cannot be called with {form} ({error})", f"Give it {form}") from error
 
     def made(*arguments: Any, **named: Any) -> RolloutEngine[Any]:
-        engine = make(*arguments, **named)
+        try:
+            engine = make(*arguments, **named)
+        except UserError:
+            raise
+        except FAILURES as error:
+            raise UserError(ENGINE, own, f"raised:\n{traceback.format_exc(limit=-4)}", "Mend it") from error
         of = type(engine)
         if missing := [name for name in METHODS if getattr(of, name, None) in (None, getattr(RolloutEngine, name))]:
             problem = f"made a {of.__name__}, which lacks {', '.join(missing)}"
@@ -112,7 +118,19 @@ def objective_of(loss: LossConfig) -> Objective:
     function = load_function(SETTING, loss.objective)
     own = replace(objective, name=loss.objective, surrogate=partial(_both, function))
     _try_out(own)
-    return own
+    return replace(own, surrogate=partial(_or_named, loss.objective, function))
+
+
+def _or_named(name: str, function: Callable[[Tokens], Any], tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """
+    Raises:
+        UserError: the function raised.
+    """
+    try:
+        return _both(function, tokens)
+    except FAILURES as error:
+        problem = f"raised for {len(tokens.advantage)} tokens:\n{traceback.format_exc(limit=-4)}"
+        raise UserError(SETTING, name, problem, "Mend it") from error
 
 
 def _both(function: Callable[[Tokens], Any], tokens: Tokens) -> tuple[Tensor, Tensor]:
