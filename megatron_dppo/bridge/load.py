@@ -26,6 +26,7 @@ from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy, find_foreign_pickle, plain_values_only, read_metadata
 from megatron_dppo.bridge.torch_dist import COMMON, WRITTEN_BY
 from megatron_dppo.config import LoraConfig
+from megatron_dppo.errors import UserError
 from megatron_dppo.models.lora import NAME
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
@@ -150,6 +151,9 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
         for entry, parameter in bind(chunks, world).items():
             moved()
             fill_parameter(entry, parameter, read, part_of(entry, world), entry.parts(world.layout))
+            if not torch.isfinite(parameter).all():
+                problem = f"{entry.key} holds values that are not finite"
+                raise UserError("model.path", path, problem, "fetch the model again")
 
 
 def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -> None:

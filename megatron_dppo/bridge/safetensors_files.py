@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron_dppo.bridge.mapping import expected_tensors, redundant_tensors
 from megatron_dppo.errors import UserError
@@ -20,7 +23,8 @@ from megatron_dppo.models.shape import PolicyShape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DTYPES = ("F64", "F32", "F16", "BF16")
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+DTYPES = tuple(BYTES)
 """The types of weights that can be read."""
 LONGEST_HEADER = 100_000_000
 """The format's own limit, in bytes. A Git LFS pointer, read as a header's length, is far beyond it."""
@@ -84,16 +88,51 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         try:
             header: dict[str, Any] = json.loads(opened.read(length))
             header.pop("__metadata__", None)
+            for name, entry in header.items():
+                _check_entry(name, entry)
             end = data + max((entry["data_offsets"][1] for entry in header.values()), default=0)
             tensors = {
                 name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), data + entry["data_offsets"][0])
                 for name, entry in header.items()
             }
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise _unreadable(file.parent, f"{file.name} is no safetensors file ({error})", "fetch it again") from None
     if size < end:
         raise _truncated(file, size, end)
     return tensors
+
+
+def _check_entry(name: str, entry: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: the entry of a tensor in a header contradicts itself.
+        TypeError, KeyError: it is no such entry.
+    """
+    (start, end), shape, dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
+    if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
+        raise ValueError(f"{name} has sizes that are no counts")
+    size = BYTES.get(str(dtype))
+    if end < start or (size is not None and end - start != size * math.prod(shape)):
+        raise ValueError(f"{name} of shape {shape} and type {dtype} cannot lie in bytes {start:,} to {end:,}")
+
+
+def check_finite(tensors: Mapping[str, StoredTensor], path: Path, *, most_bytes: int) -> None:
+    """Look for infinities and NaN, unless all tensors together have more than ``most_bytes``.
+
+    Raises:
+        UserError: naming the first tensor with such a value.
+    """
+    sizes = {name: BYTES[tensor.dtype] * math.prod(tensor.shape) for name, tensor in tensors.items()}
+    if sum(sizes.values()) > most_bytes:
+        return
+    for name, tensor in tensors.items():
+        if not sizes[name]:
+            continue
+        bits = "<u2" if tensor.dtype == "BF16" else f"<f{BYTES[tensor.dtype]}"
+        values = np.memmap(tensor.file, bits, "r", tensor.start, (math.prod(tensor.shape),))
+        finite = (values & 0x7F80) != 0x7F80 if tensor.dtype == "BF16" else np.isfinite(values)
+        if not finite.all():
+            raise _unreadable(path, f"{name} holds values that are not finite", "fetch the model again")
 
 
 def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
