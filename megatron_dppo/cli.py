@@ -6,6 +6,7 @@ Nothing heavy is imported before a command needs it: a mistake in the settings i
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import itertools
 import json
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
 from megatron_dppo.errors import MistakesError, UserError, error_text
+from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.streams import speak_plainly
 from megatron_dppo.settings import as_yaml, load_config, load_whole, nearest
 
@@ -84,6 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, `head` perhaps, has gone
         sys.stderr.close()
         return 1
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        print(error_text(too_few_files(error)), file=sys.stderr)
+        return 2
 
 
 def _run(arguments: Sequence[str]) -> int:

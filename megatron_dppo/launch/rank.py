@@ -25,6 +25,7 @@ from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.launch.processes import FirstFailure, marker_for
 from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_one_machine
 from megatron_dppo.process import stop
+from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.lifetime import die_with
 from megatron_dppo.process.streams import outlive_readers, quieten
 from megatron_dppo.rollout.servers.nccl import rank_environment
@@ -42,6 +43,7 @@ JOBS = {
 """What a rank can be told to run, besides any ``module:function`` that takes a Config."""
 
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+TOO_MANY_FILES = os.strerror(errno.EMFILE)
 HOLD_BACK_S = 10.0
 """How long a rank that has lost another one keeps it to itself: whoever failed first may speak, and a launcher that
 sees a rank killed names it, and ends the others, long before."""
@@ -136,7 +138,9 @@ def lost_contact(error: BaseException) -> bool:
 
 def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
     """Say why the job has failed, unless another rank has. Returns the exit code of the run."""
-    if isinstance(error, OSError):
+    if TOO_MANY_FILES in f"{error!r} {error.__cause__!r} {error.__context__!r}":  # libraries have errors of their own
+        error = too_few_files(error)
+    elif isinstance(error, OSError):
         error = _disk_error(config, error) or error
     if isinstance(error, UserError):
         code, text = 2, error_text(error)

@@ -21,6 +21,7 @@ from megatron_dppo.launch.processes import MARKER, FirstFailure, run_ranks
 from megatron_dppo.launch.rank import LAUNCHER, obey_launcher, rank_main, set_environment
 from megatron_dppo.parallel.layout import layout_text, resolve_layout
 from megatron_dppo.parallel.meeting import LOOPBACK
+from megatron_dppo.process.files import open_more_files
 from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.streams import outlive_readers
 from megatron_dppo.rollout.servers.launch import gpus_to_reserve
@@ -75,6 +76,7 @@ def run_again(words: Sequence[str], config: Config, job: Callable[[Config], None
 def prepare_environment(config: Config) -> None:
     """Of a process that is a rank, or may become one, before anything asks CUDA how many GPUs there are."""
     outlive_readers()
+    open_more_files()
     if srun_started(os.environ):
         os.environ.update(torch_environment(os.environ))
     set_environment(config)
