@@ -103,7 +103,7 @@ def test_a_bad_checkpoint_is_refused(
     (checkpoint / "release" / checksums.FILE).unlink()
     out = tmp_path / "out"
     assert to_hf(checkpoint, out) == 0
-    assert "has no checksums, as an earlier version wrote it" in capsys.readouterr().err
+    assert "has no checksums.json, as its writer left one" in capsys.readouterr().err
     before = contents(out)
     damage, problem = BAD_CHECKPOINTS[bad]
     damage(checkpoint)

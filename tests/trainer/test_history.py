@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.bridge.checksums import FILE, Checksums
 from megatron_dppo.config import replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import as_yaml, load_config
@@ -34,6 +35,7 @@ def with_checkpoint(folder: Path, step: int) -> None:
     (place / "common.pt").touch()
     (place / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     write_state(place, {}, Writer.of(load_config(None, words(folder))))
+    Checksums(place, {}).write()
     (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(f"{step}\n")
 
 
@@ -54,6 +56,15 @@ def test_what_results_are_of_changes_only_where_that_is_asked_for(override: str,
     assert "holds 3 steps" in caught.value.problem and f"{key} = {value} (was " in caught.value.problem
     assert "run.resume=anyway" in caught.value.remedy
     check_resume(replace(other, run=replace(other.run, resume="anyway")))
+
+
+def test_a_run_does_not_resume_where_its_checksums_were_removed(tmp_path: Path) -> None:
+    record(tmp_path, 0, load_config(None, words(tmp_path)))
+    with_checkpoint(tmp_path, 3)
+    check_resume(load_config(None, words(tmp_path)))
+    (tmp_path / "checkpoints" / "iter_0000003" / FILE).unlink()
+    with pytest.raises(UserError, match=r"checksums\.json is missing"):
+        check_resume(load_config(None, words(tmp_path)))
 
 
 def test_what_is_given_from_python_may_be_called_otherwise(tmp_path: Path) -> None:
