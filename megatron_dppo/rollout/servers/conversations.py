@@ -140,7 +140,7 @@ class ConversationClient:
         base, path = f"{parts.scheme}://{parts.netloc}", url.partition(parts.netloc)[2]
         if _host(url) != _host(server.url):
             try:
-                return await server.http.call("POST", base, path, body=payload, timeout_s=self._timeout_s)
+                return await server.http.call_patiently("POST", base, path, body=payload, timeout_s=self._timeout_s)
             except ServerError as error:
                 raise ConversationError(error.url, error.problem, alive=error.alive) from None
         answer = await server.post(path, payload, timeout_s=self._timeout_s)

@@ -161,8 +161,8 @@ class ServerEngine:
             elif min(report.idle_s for report in reports) > self._config.rollout.timeout_s:
                 problem = f"no prompt was answered for so long; unanswered: {_by_rank(left)}{late and '; '}{late}"
                 timeout_s = f"{self._config.rollout.timeout_s:g}"
-                look = "Look for what it waits for" if late else "Look into the servers' logs"
-                raise UserError("rollout.timeout_s", timeout_s, problem, f"{look}, or raise it")
+                where = "Look for what it waits for" if late else "Look into the servers' logs"
+                raise UserError("rollout.timeout_s", timeout_s, problem, f"{where}, or raise it")
 
     def pause(self) -> None:
         """Have servers that share the trainer's GPUs give their memory back, until the next update."""
