@@ -172,7 +172,7 @@ def _checked(tree: Mapping[Any, Any], prefix: str, mistakes: list[UserError]) ->
         elif key not in settings():
             mistakes.append(_unknown(key, value))
         elif isinstance(value, bool) and settings()[key].type is not bool:
-            mistakes.append(_wrong(settings()[key], value, "is true or false"))
+            mistakes.append(_wrong(settings()[key], value, f"is {short(value)}, which is true or false"))
         else:
             checked[name] = _listed(settings()[key], value)
     return checked

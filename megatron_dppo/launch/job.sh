@@ -95,14 +95,15 @@ check() { # prints how far the run is: RUN.DIR: 30 of 100 steps are done
 
 # --- what can be seen to be missing ---------------------------------------------------------------------------------
 
-for image in "${CONTAINER:-}" "${SERVER_CONTAINER:-}"; do
+for name in CONTAINER SERVER_CONTAINER; do
+    image=${!name:-}
     [ -n "$image" ] || continue
-    case $image in /* | ./* | ../*) [ -e "$image" ] || end_with 2 "error: CONTAINER = $image: there is no such file" ;; esac
+    case $image in /* | ./* | ../*) [ -e "$image" ] || end_with 2 "error: $name = $image: there is no such file" ;; esac
     srun --help | grep -q container-image ||
-        end_with 2 "error: CONTAINER = $image: this cluster's srun knows no --container-image, since it lacks Pyxis"
+        end_with 2 "error: $name = $image: this cluster's srun knows no --container-image, since it lacks Pyxis"
 done
 if [ -z "${CONTAINER:-}" ] && ! "$python" -c 'import megatron_dppo.settings'; then
-    end_with 2 "error: PYTHON = $python: cannot import megatron_dppo: run scripts/install.sh, or set PYTHON or CONTAINER"
+    end_with 2 "error: PYTHON = $python: cannot import megatron_dppo: set PYTHON to an interpreter that can, or CONTAINER (docs/gpu.md installs both)"
 fi
 
 # --- the run --------------------------------------------------------------------------------------------------------
