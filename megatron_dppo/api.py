@@ -15,6 +15,7 @@ itself, is its pruning for other trainers.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -72,15 +73,19 @@ from pathlib import Path
 
 
 class RunFailedError(RuntimeError):
-    """A run ended before its last step. What was wrong stands on standard error.
+    """A run ended before its last step.
 
     Args:
         code: the exit code of ``megatron-dppo train``: 2 for what the user can mend, 1 for a crash, 128 + a signal.
+        reason: as the run printed it; a notebook does not show the standard error of other processes.
     """
 
-    def __init__(self, code: int) -> None:
-        self.code = code
-        super().__init__(f"the run ended with exit code {code}; what was wrong stands on standard error")
+    def __init__(self, code: int, reason: str = "") -> None:
+        self.code, self.reason = code, reason
+        super().__init__(f"the run ended with exit code {code}:\n{reason or 'no rank said why'}")
+
+    def __reduce__(self) -> tuple[type[RunFailedError], tuple[int, str]]:
+        return type(self), (self.code, self.reason)
 
 
 @dataclass(frozen=True)
@@ -226,7 +231,10 @@ def train(
         conversation=conversation,
         engine=engine,
     )
-    callbacks = [*register.registered["callback"].values(), *([on_step] if on_step else [])]
+    named = register.registered["callback"] | ({"on_step": on_step} if on_step is not None else {})
+    for name, callback in named.items():
+        _check_call(name, callback, 1)
+    callbacks = list(named.values())
     follower = _Follower(folder, callbacks)
     code = _run("train", config, follower.look)
     follower.look()
@@ -269,11 +277,12 @@ def _refuse_to_be_a_rank(function: str) -> None:
 
 def _run(command: Command, config: Config, meanwhile: Callable[[], None] = lambda: None) -> int:
     """Start the ranks of a command, and wait for their end. Returns 0, or ``SAVED``."""
-    code = start_ranks(command, config, ranks_to_start(command, config), meanwhile)
+    reasons: list[str] = []
+    code = start_ranks(command, config, ranks_to_start(command, config), meanwhile, reasons.append)
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code not in (0, SAVED):
-        raise RunFailedError(code)
+        raise RunFailedError(code, *reasons)
     return code
 
 
@@ -293,13 +302,16 @@ def _with_functions(
     given: dict[str, Callable[..., Any]] = {}
     for what, setting in register.SETTINGS.items():
         named = register.registered[what].get(attrgetter(setting)(config))
-        if (function := functions.get(what) or named) is not None:
+        function = functions.get(what)
+        if (function := named if function is None else function) is not None:
+            _check_call(what, function, None)
             given[what] = function
     names: dict[str, str] = {}
     for what, function in given.items():
         own = hasattr(function, "__name__") and function.__name__.isidentifier()  # a lambda is called <lambda>
         names[what] = function.__name__ if own else what
         config = _with_settings(config, register.SETTINGS[what].split("."), f"{folder / what}.py:{names[what]}")
+    pickled = {what: _pickled(what, function) for what, function in given.items()}
     if given:
         check_run_dir(folder)
         check(config)
@@ -307,9 +319,44 @@ def _with_functions(
         folder.mkdir(parents=True, exist_ok=True)
     for what, function in given.items():
         with replacing_file(folder / f"{what}.pkl") as draft:
-            draft.write_bytes(cloudpickle.dumps(function))
+            draft.write_bytes(pickled[what])
         replace_text(folder / f"{what}.py", _LOADS.format(what=what, name=names[what], module=function.__module__))
     return config
+
+
+def _check_call(name: str, function: object, arguments: int | None) -> None:
+    """
+    Raises:
+        UserError: it is no function, or cannot be called with so many arguments; None: not looked at.
+    """
+    if not callable(function):
+        raise UserError(name, repr(function), "is no function", "Give a function, or leave it out")
+    if arguments is None:
+        return
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError as error:
+        problem = f"cannot be called with {arguments} argument ({error})"
+        raise UserError(name, _name_of(function), problem, "Give it one parameter, the row of a step") from error
+    except ValueError:  # built into Python, which does not tell its parameters
+        return
+
+
+def _pickled(what: str, function: Callable[..., Any]) -> bytes:
+    """
+    Raises:
+        UserError: the function uses something that cannot be written to a file.
+    """
+    try:
+        return bytes(cloudpickle.dumps(function))
+    except Exception as error:  # of whatever it refers to
+        problem = f"cannot be sent to the ranks ({type(error).__name__}: {error})"
+        remedy = "Open files, locks and connections within the function, or name it in a file: FILE.py:FUNCTION"
+        raise UserError(what, _name_of(function), problem, remedy) from error
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
 
 
 def _with_settings(section: AnySection, path: Sequence[str], value: str) -> AnySection:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import itertools
 import json
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
 from megatron_dppo.errors import MistakesError, UserError, error_text
+from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.streams import speak_plainly
 from megatron_dppo.settings import as_yaml, load_config, load_whole, nearest
 
@@ -98,6 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, `head` perhaps, has gone
         sys.stderr.close()
         return 1
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        print(error_text(too_few_files(error)), file=sys.stderr)
+        return 2
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -42,6 +42,8 @@ from megatron_dppo.evaluation.evaluator import (
 from megatron_dppo.evaluation.scores import by_benchmark, compare, score, table
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.observe.console import Console
+from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.process.progress import SAY_EVERY_S, Advance, progress_bar
 from megatron_dppo.rollout.scoring import Failures
@@ -56,6 +58,12 @@ def evaluate_model(config: Config) -> None:
         UserError: on every rank, for what the user can mend.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
+    with closing(Watchdog.of(config, world, PhaseTimers())):
+        _evaluate(config, world)
+    shut_down()
+
+
+def _evaluate(config: Config, world: World) -> None:
     tokenizer = world.together(lambda: load_tokenizer(config.model.folder))
     positions = world.together(lambda: read_shape(config.model.folder)).max_positions
     found = world.together(lambda: held_out(config, tokenizer, max_positions=positions))
@@ -77,7 +85,6 @@ def evaluate_model(config: Config) -> None:
         if left:
             _answer(config, world, problems, left, log, to_close)
         world.from_leader(lambda: _report(config, folder, list(indices), log.rows() if log else ()))
-    shut_down()
 
 
 def _answer(

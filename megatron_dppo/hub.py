@@ -32,8 +32,14 @@ Kind = Literal["model", "dataset"]
 
 
 def is_id(name: str) -> bool:
-    """Whether this may be an id of the hub. What is here, or would lie in a folder that is here, is no id."""
-    return bool(ID.fullmatch(name.partition(":")[0])) and not Path(name).exists() and not Path(name).parent.exists()
+    """Whether this may be an id of the hub. What is here, or would lie in a folder that is here, is no id, nor is the
+    name of a file of data."""
+    return (
+        not name.endswith(DATA_SUFFIXES)
+        and bool(ID.fullmatch(name.partition(":")[0]))
+        and not Path(name).exists()
+        and not Path(name).parent.exists()
+    )
 
 
 def policy_folder(path: str, setting: str = "model.path", *, weights: bool = True) -> Path:
@@ -131,7 +137,10 @@ def _unfetched(repo: str, kind: Kind, setting: str, reason: Exception | str) -> 
     what = "folder" if kind == "model" else "file"
     problem = f"is no {what} here, is not whole in the hub's cache ({constants.HF_HUB_CACHE}), and was not fetched"
     of = " --repo-type dataset" if kind == "dataset" else ""
-    remedy = f"Fetch it where there is a network, with `hf download {repo}{of}`, or name a {what} that is here"
+    fetch = f"hf download {repo}{of}"
+    if kind == "model" and (published := Path(repo).name).startswith("Qwen") and not repo.startswith("Qwen/"):
+        fetch = f"hf download Qwen/{published} --local-dir {repo}"  # a folder, as the shipped configurations name it
+    remedy = f"Fetch it where there is a network, with `{fetch}`, or name a {what} that is here"
     return UserError(setting, repo, f"{problem}: {reason}", remedy)
 
 

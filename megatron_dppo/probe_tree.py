@@ -18,6 +18,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor, Sums
 from megatron_dppo.models.microbatch import Microbatch, Responses
 from megatron_dppo.observe.console import Console
+from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.pack import TrainingSample
@@ -41,6 +43,7 @@ def probe_tree(config: Config) -> None:
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     console = Console(0) if world.leads else None
     with ExitStack() as to_close:
+        to_close.enter_context(closing(Watchdog.of(config, world, PhaseTimers())))
         workers = to_close.enter_context(closing(RewardWorkers.of(config.reward)))
         world.together(workers.wait_ready)
         parts = assemble_policy(config, world, temperature=config.rollout.temperature)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from megatron_dppo.models.actor import Microbatch, Responses, Sums, learning_rat
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import MetricsLog
 from megatron_dppo.observe.timers import PhaseTimers
+from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.process.progress import progress_bar
 from megatron_dppo.rl.pack import TrainingSample
@@ -34,6 +35,7 @@ def sft(config: Config) -> None:
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     with ExitStack() as to_close:
         check_lock = lock_run(config, world, to_close)
+        to_close.enter_context(closing(Watchdog.of(config, world, PhaseTimers())))
         _warm_up(config, world, check_lock)
     shut_down()
 

@@ -68,9 +68,7 @@ class Trainer:
         on_cuda = world.device.type == "cuda"
         self.profile = Profiler(self.folder, config.run.profile, rank=world.rank, on_cuda=on_cuda, timers=self.timers)
         self.check_lock = lock_run(config, world, to_close)
-        # Half of what collectives wait: the names of those that hang are to come before the end.
-        watchdog = Watchdog(world, self.timers, config.run.late_s, stuck_s=config.layout.timeout_s / 2)
-        to_close.enter_context(closing(watchdog))
+        to_close.enter_context(closing(Watchdog.of(config, world, self.timers)))
         world.together(workers.wait_ready)
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
         # A bad row is named before any server is started.

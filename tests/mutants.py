@@ -92,8 +92,8 @@ MUTANTS = [
     ),
     Mutant(
         "own/what is registered is not looked up",
-        "functions.get(what) or named) is not None",
-        "functions.get(what)) is not None",
+        "(function := named if function is None else function) is not None",
+        "function is not None",
         "test_api.py::test_registered_functions_are_named_in_settings",
     ),
     Mutant(
@@ -1223,7 +1223,7 @@ MUTANTS = [
     ),
     Mutant(
         "stream/the next gather waits for the consumer",
-        "            gather = gathers.start(following)\n        yield tensors\n",
+        "            gather = gathers.start(following)\n        moved()\n        yield tensors\n",
         "            yield tensors\n            gather = gathers.start(following)\n"
         "        else:\n            yield tensors\n",
         "bridge/test_stream.py::test_the_next_gather_has_begun_when_a_bucket_is_handed_out",
@@ -1839,7 +1839,7 @@ MUTANTS = [
     ),
     Mutant(
         "export/a card shows paths",
-        'return _name(value) if named or ("/" in value and " " not in value) else value',
+        'return _name(value) if named or ("/" in value and (" " not in value or Path(value).exists())) else value',
         "return value",
         "test_export.py -k tells_nothing",
     ),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -36,6 +39,7 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.processes import FirstFailure, run_ranks
+from megatron_dppo.launch.start import start_ranks
 from megatron_dppo.rl.losses import Tokens
 from megatron_dppo.rl.pruning.completion_rules import CompletionCandidates
 from megatron_dppo.rl.pruning.prompt_rules import PromptCandidates
@@ -145,6 +149,38 @@ def test_what_is_wrong_is_raised_before_a_rank_starts(tmp_path: Path, monkeypatc
     with pytest.raises(UserError, match="RANK"):
         train(Config())
     assert RunFailedError(1).code == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "problem"),
+    [
+        ({"reward": 5}, "reward", "5: is no function"),
+        ({"reward": 0}, "reward", "0: is no function"),
+        ({"on_step": lambda: None}, "on_step", "cannot be called with 1 argument (too many positional arguments)"),
+        ({"on_step": 3}, "on_step", "3: is no function"),
+        ({"reward": partial(print, Lock())}, "reward", "cannot be sent to the ranks (TypeError: cannot pickle"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_named(tmp_path: Path, given: dict[str, Any], name: str, problem: str):
+    with pytest.raises(UserError) as raised:
+        train(load_config(run={"dir": str(tmp_path / "run")}), **given)
+    assert raised.value.setting == name and problem in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_fails_says_why_to_the_process_that_calls(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """From a thread, as some notebooks run their cells."""
+    reasons: list[str] = []
+    config = load_config(run={"dir": str(tmp_path)})
+    with ThreadPoolExecutor() as pool:
+        code = pool.submit(start_ranks, "tests.launch.jobs:fail_everywhere", config, 2, failed=reasons.append).result()
+    said = "error: layout.tp = 3\n  problem  is a mistake seen everywhere\n  remedy   Mend it"
+    assert (code, reasons) == (2, [said]) and capfd.readouterr().err == f"{said}\n"
+    failed = RunFailedError(code, *reasons)
+    assert str(failed) == f"the run ended with exit code 2:\n{said}"
+    assert pickle.loads(pickle.dumps(failed)).reason == said
+    code = start_ranks("tests.launch.jobs:killed_on_rank_one", config, 2, failed=reasons.append)
+    assert code == 137 and reasons[1] == "error: rank 1 was ended by SIGKILL (was the machine out of memory?)"
 
 
 def test_settings_are_given_section_by_section(tmp_path: Path):

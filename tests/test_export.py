@@ -9,7 +9,11 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from megatron_dppo.bridge.hf_directory import adapter_config
 from megatron_dppo.cli import main
+from megatron_dppo.config.model import LoraConfig
+from megatron_dppo.report.card import model_card
+from megatron_dppo.report.run import read_run
 from megatron_dppo.settings import as_yaml, load_config
 from tests.bridge.conversions import same, to_megatron, weights
 from tests.report.made_up import write_run
@@ -103,3 +107,29 @@ def test_a_hub_that_is_not_reached_is_said_before_anything_is_written(
     assert said.startswith("error: --push = me/sums\n"), said
     assert "leave --push out" in " ".join(said.split()) and "hf_abc" not in said
     assert not (tmp_path / "out").exists()
+
+
+def test_names_on_a_card_are_words_and_no_places(tmp_path: Path) -> None:
+    """Paths with a space, and names that Markdown or HTML would take for their own."""
+    folder = write_run(tmp_path / "run")
+    words = ["data.train=my problems/<b>new|er</b>.jsonl", "model.path=my models/`x`\n# y"]
+    (folder / "config.yaml").write_text(as_yaml(load_config(None, [*words, f"run.dir={folder}", "run.steps=6"])))
+    _, head, text = model_card(read_run(folder, "run"), step=4, name="a\n<script>_b_").split("---\n", 2)
+    assert text.startswith("# a \\<script\\>\\_b\\_\n") and "my problems" not in text and "my models" not in text
+    assert [line for line in text.splitlines() if line.startswith("# ")] == ["# a \\<script\\>\\_b\\_"]
+    (result,) = yaml.safe_load(head)["model-index"][0]["results"]
+    assert result["metrics"] == [{"type": "accuracy", "name": "held-out accuracy", "value": 0.583333}]
+    (folder / "config.yaml").write_text(as_yaml(load_config(None, ["model.path=models/policy", f"run.dir={folder}"])))
+    assert (
+        yaml.safe_load(model_card(read_run(folder, "r"), step=4, name="r").split("---\n")[1])["base_model"]
+        == "models/policy"
+    )
+
+
+def test_an_adapter_names_its_base_by_a_path_that_holds_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "policy").mkdir(parents=True)
+    named = [adapter_config(base, LoraConfig(rank=4))["base_model_name_or_path"] for base in ("models/policy", "a/b")]
+    assert named == [str(tmp_path / "models" / "policy"), "a/b"]

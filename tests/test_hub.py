@@ -93,6 +93,17 @@ def test_a_policy_is_what_its_id_its_folder_or_its_run_names(
     )
 
 
+def test_a_folder_that_is_not_there_is_fetched_by_a_command_that_works(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the shipped configurations name them; a file of data is no data set of the hub."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        policy_folder("models/Qwen3-4B")
+    assert "`hf download Qwen/Qwen3-4B --local-dir models/Qwen3-4B`" in caught.value.remedy
+    assert not is_id("data/dapo-math-17k.jsonl") and not is_id("data/rows.parquet") and is_id("openai/gsm8k")
+
+
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_a_policy_that_was_not_fetched_to_its_end_is_named_with_what_fetches_it(
     cache: Path, model_files: dict[str, bytes], missing: str

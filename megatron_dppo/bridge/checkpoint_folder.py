@@ -138,7 +138,7 @@ def refusing_damage(checkpoint: Path, setting: str) -> Iterator[None]:
 @cache
 def warn_unchecked(checkpoint: Path) -> None:
     """Say once of a checkpoint that its files cannot be checked."""
-    text = f"note: {checkpoint} has no checksums, as an earlier version wrote it: damage to it may go unnoticed"
+    text = f"note: {checkpoint} has no checksums.json, as its writer left one: damage to it may go unnoticed"
     print(text, file=sys.stderr, flush=True)
 
 

@@ -85,7 +85,7 @@ class Checksums:
 
     @classmethod
     def read(cls, folder: Path) -> Checksums | None:
-        """None for a checkpoint of an earlier version, which has none.
+        """None for a folder that has none.
 
         Raises:
             DamagedError: if they cannot be read.

@@ -128,7 +128,8 @@ def adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        # A folder by a path that holds from anywhere; what is no folder here is an id of the hub.
+        "base_model_name_or_path": str(Path(base).resolve()) if Path(base).is_dir() else base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": list(lora.targets),

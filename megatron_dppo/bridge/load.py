@@ -26,11 +26,13 @@ from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy, find_foreign_pickle, plain_values_only, read_metadata
 from megatron_dppo.bridge.torch_dist import COMMON, WRITTEN_BY
 from megatron_dppo.config import LoraConfig
+from megatron_dppo.errors import UserError
 from megatron_dppo.models.lora import NAME
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.layout import stage_layers
 from megatron_dppo.parallel.world import World
+from megatron_dppo.process.progress import moved
 
 _OF_EXPERTS = (r"local_experts\.", r"linear_fc[12]\.weight", r"linear_fc[12]\.lora\.")
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
@@ -147,7 +149,11 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
             return tensors[name][start:stop] if axis == 0 else tensors[name][:, start:stop]
 
         for entry, parameter in bind(chunks, world).items():
+            moved()
             fill_parameter(entry, parameter, read, part_of(entry, world), entry.parts(world.layout))
+            if not torch.isfinite(parameter).all():
+                problem = f"{entry.key} holds values that are not finite"
+                raise UserError("model.path", path, problem, "fetch the model again")
 
 
 def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -> None:

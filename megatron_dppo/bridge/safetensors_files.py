@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +88,50 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         try:
             header: dict[str, Any] = json.loads(opened.read(length))
             header.pop("__metadata__", None)
+            for name, entry in header.items():
+                _check_entry(name, entry)
             end = data + max((entry["data_offsets"][1] for entry in header.values()), default=0)
             tensors = {
                 name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), data + entry["data_offsets"][0])
                 for name, entry in header.items()
             }
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise _unreadable(file.parent, f"{file.name} is no safetensors file ({error})", "fetch it again") from None
     if size < end:
         raise _truncated(file, size, end)
     return tensors
+
+
+def _check_entry(name: str, entry: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: the entry of a tensor in a header contradicts itself.
+        TypeError, KeyError: it is no such entry.
+    """
+    (start, end), shape, dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
+    if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
+        raise ValueError(f"{name} has sizes that are no counts")
+    kind = DTYPES.get(str(dtype))
+    if end < start or (kind is not None and end - start != np.dtype(kind).itemsize * math.prod(shape)):
+        raise ValueError(f"{name} of shape {shape} and type {dtype} cannot lie in bytes {start:,} to {end:,}")
+
+
+def check_finite(tensors: Mapping[str, StoredTensor], path: Path, *, most_bytes: int) -> None:
+    """Look for infinities and NaN, unless all tensors together have more than ``most_bytes``.
+
+    Raises:
+        UserError: naming the first tensor with such a value.
+    """
+    elements = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
+    if sum(np.dtype(DTYPES[tensor.dtype]).itemsize * elements[name] for name, tensor in tensors.items()) > most_bytes:
+        return
+    for name, tensor in tensors.items():
+        if not elements[name]:
+            continue
+        values = np.memmap(tensor.file, DTYPES[tensor.dtype], "r", tensor.start, (elements[name],))
+        finite = (values & 0x7F80) != 0x7F80 if tensor.dtype == "BF16" else np.isfinite(values)
+        if not finite.all():
+            raise _unreadable(path, f"{name} holds values that are not finite", "fetch the model again")
 
 
 def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
@@ -144,7 +178,7 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 def _numbers(tensor: StoredTensor) -> Iterator[NDArray[Any]]:
     """Some millions at a time."""
-    kind, left = np.dtype(DTYPES[tensor.dtype]), prod(tensor.shape)
+    kind, left = np.dtype(DTYPES[tensor.dtype]), math.prod(tensor.shape)
     with tensor.file.open("rb") as opened:
         opened.seek(tensor.start)
         while left > 0:

@@ -26,6 +26,7 @@ from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.layout import stage_layers
 from megatron_dppo.parallel.world import World
+from megatron_dppo.process.progress import moved
 
 Tensors = dict[str, torch.Tensor]
 
@@ -100,6 +101,7 @@ def _stream(
         tensors = gathers.finish(gather)
         if following is not None:
             gather = gathers.start(following)
+        moved()
         yield tensors
 
 

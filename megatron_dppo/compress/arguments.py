@@ -67,6 +67,12 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _seed(text: str) -> int:
+    if not 0 <= (seed := int(text)) < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 2^63 - 1")
+    return seed
+
+
 def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that ``compress`` and ``compress sweep`` share."""
     calibrate = "prompts with responses that parts are scored on: the --out folder of `megatron-dppo eval`, or a file"
@@ -88,7 +94,7 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--multiple", metavar="N", type=positive(int), help=multiple)
     zeros = "write attention that 2ssp removes as zeros, which keep their size: config.json cannot say that it is gone"
     parser.add_argument("--zero-attention", action="store_true", help=zeros)
-    parser.add_argument("--seed", type=int, default=1, help="of what is drawn: sequences, subnetworks, random scores")
+    parser.add_argument("--seed", type=_seed, default=1, help="of what is drawn: sequences, subnetworks, random scores")
     workers = min(4, os.cpu_count() or 1)
     parser.add_argument(
         "--workers", type=positive(int), default=workers, help="threads that write (default: %(default)s)"

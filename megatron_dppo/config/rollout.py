@@ -238,7 +238,8 @@ class RolloutConfig(Section):
     max_in_flight: Positive = 64
     """Prompts that a rank has under way at each server."""
     timeout_s: Seconds = 1800.0
-    """How long ranks wait, without progress, for rollouts or for a server that can generate, before the run stops."""
+    """How long ranks wait, without progress, for rollouts or for a server that can generate, before the run stops; also
+    how long a user's code may hang in rollouts and evaluations, on one rank too."""
     request_timeout_s: Seconds = 1800.0
     """How long one prompt may take at a server before it is sent to another."""
     health_timeout_s: Seconds = 30.0

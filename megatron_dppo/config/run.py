@@ -38,7 +38,8 @@ class RunConfig(Section):
     crash of the machine may damage the last ones, which their checksums then tell."""
     late_s: Seconds = 120.0
     """Seconds that ranks wait for another one before the log names it, with the place in the code where it stands; all
-    are named where none has moved for half of layout.timeout_s."""
+    are named where none has moved for half of layout.timeout_s. Also seconds without progress in rollouts and
+    evaluations, after which the code or the conversation that hangs is named."""
     max_idle_steps: Count = 20
     """Steps in a row without anything to train on, after which the run is saved and ends with an error: where all
     rewards of every group are equal, as after a collapse, no further step changes the policy. 0: go on whatever

@@ -31,6 +31,10 @@ COUNTED = {
 """What the report says of a step's work, by the fields of :class:`Work`."""
 
 
+MEASURED_ON = "measured on sums, with a policy of a million parameters"
+"""The only task and size for which it is known what pruning costs in steps (``estimate/levers.py``)."""
+
+
 def plan(
     config: Config,
     assumed: Sequence[str],
@@ -167,12 +171,15 @@ def _times(made: Plan) -> Iterator[str]:
 
 def _levers(made: Plan) -> Iterator[str]:
     if made.speed_up_to_accuracy is not None and made.steps_ratio is not None:
-        steps = f"pruned, it takes {1 / made.steps_ratio:.2f} times as many steps"
-        yield f"to the same accuracy {made.speed_up_to_accuracy:.2f}x as fast: {steps}"
+        steps = f"if pruning takes {1 / made.steps_ratio:.2f} times as many steps here, too"
+        yield f"to the same accuracy {made.speed_up_to_accuracy:.2f}x as fast, {steps}"
+        if made.assumptions.steps_ratio is None:
+            yield f"  {MEASURED_ON}; assume.steps_ratio has your own"
     yield "What a lever brings over a step that prunes nothing and generates before it trains, by the share of that"
     yield "step that rollouts take. The first number: how many times as many steps in the same time. The second: how"
     yield "many times as fast to the same accuracy, which is the first times the steps ratio (steps without pruning"
-    yield "over steps with it, to the same accuracy, as measured)."
+    yield "over steps with it, to the same accuracy)."
+    yield f"Steps ratios were {MEASURED_ON}."
     (own, _), *others = made.lever_shares
     heads = [f"this run {own:.0%}", *(f"{share:.0%}" for share, _ in others)]
     yield f"{'':<50}{'steps ratio':>11}" + "".join(f"{head:>15}" for head in heads)
@@ -200,7 +207,7 @@ def _costs(made: Plan) -> Iterator[str]:
         yield "Set cluster.price_per_gpu_hour to see what they cost."
         return
     saved = off.money - on.money
-    outcome = f"pruning saves {saved:,.0f}" if saved >= 0 else f"pruning costs {-saved:,.0f} more"
+    outcome = f"as many pruned steps cost {abs(saved):,.0f} {'less' if saved >= 0 else 'more'}"
     rate = f"At {cluster.price_per_gpu_hour:,.2f} for an hour of a GPU"
     yield f"{rate} they cost {on.money:,.0f}, and {off.money:,.0f} without pruning: {outcome}."
 

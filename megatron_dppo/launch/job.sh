@@ -95,14 +95,15 @@ check() { # prints how far the run is: RUN.DIR: 30 of 100 steps are done
 
 # --- what can be seen to be missing ---------------------------------------------------------------------------------
 
-for image in "${CONTAINER:-}" "${SERVER_CONTAINER:-}"; do
+for name in CONTAINER SERVER_CONTAINER; do
+    image=${!name:-}
     [ -n "$image" ] || continue
-    case $image in /* | ./* | ../*) [ -e "$image" ] || end_with 2 "error: CONTAINER = $image: there is no such file" ;; esac
+    case $image in /* | ./* | ../*) [ -e "$image" ] || end_with 2 "error: $name = $image: there is no such file" ;; esac
     srun --help | grep -q container-image ||
-        end_with 2 "error: CONTAINER = $image: this cluster's srun knows no --container-image, since it lacks Pyxis"
+        end_with 2 "error: $name = $image: this cluster's srun knows no --container-image, since it lacks Pyxis"
 done
 if [ -z "${CONTAINER:-}" ] && ! "$python" -c 'import megatron_dppo.settings'; then
-    end_with 2 "error: PYTHON = $python: cannot import megatron_dppo: run scripts/install.sh, or set PYTHON or CONTAINER"
+    end_with 2 "error: PYTHON = $python: cannot import megatron_dppo: set PYTHON to an interpreter that can, or CONTAINER (docs/gpu.md installs both)"
 fi
 
 # --- the run --------------------------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ done
 wait "$actors"
 code=$?
 # Saved it has, though a rank was killed on its way out.
-[ ! -s "$MEGATRON_DPPO_FAILURE" ] || [ "$(<"$MEGATRON_DPPO_FAILURE")" != 75 ] || code=75
+[ ! -s "$MEGATRON_DPPO_FAILURE" ] || [ "$(head -n 1 "$MEGATRON_DPPO_FAILURE")" != 75 ] || code=75
 rm -f "$MEGATRON_DPPO_FAILURE"
 say "actors: ended with exit code $code"
 stop_servers

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -121,11 +122,11 @@ def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, all_lived:
     killed = {rank: number for rank, number in killed.items() if number != signal.SIGABRT} or killed
     for rank, number in killed.items():
         hint = " (was the machine out of memory?)" if number == signal.SIGKILL else ""
-        print(f"error: rank {rank} was ended by {signal.Signals(number).name}{hint}", file=sys.stderr)
+        failure.say(f"error: rank {rank} was ended by {signal.Signals(number).name}{hint}")
     if killed:
         return 128 + next(iter(killed.values()))
     rank, code = next(iter(failed.items()))
-    print(f"error: rank {rank} ended with exit code {code}, and did not say why", file=sys.stderr)
+    failure.say(f"error: rank {rank} ended with exit code {code}, and did not say why")
     return code
 
 
@@ -148,7 +149,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 @contextmanager
 def _ending_signals() -> Iterator[Callable[[], None]]:
     """Within it the first signal that ends this process raises, until what it gives is called. What was ignored, SIGHUP
-    under nohup, stays so."""
+    under nohup, stays so. Signals are the main thread's: another one, as of a notebook's kernel, is left without."""
 
     def ignore_them() -> None:
         for each in before:
@@ -158,7 +159,8 @@ def _ending_signals() -> Iterator[Callable[[], None]]:
         ignore_them()
         raise _EndedError(number)
 
-    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    ours = ENDING if threading.current_thread() is threading.main_thread() else ()
+    heard = [number for number in ours if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, raise_once) for number in heard}
     try:
         yield ignore_them
@@ -175,7 +177,7 @@ CLOCK_S = 1.0
 
 
 class FirstFailure:
-    """A marker file that the first failing rank makes, with the exit code of the run in it.
+    """A marker file that the first failing rank makes. Its first line is the exit code of the run; the reason follows.
 
     A file works even if a rank can do no more than that, and if others hang in a collective.
 
@@ -185,9 +187,19 @@ class FirstFailure:
 
     def __init__(self, marker: Path) -> None:
         self._marker, self._start = marker, time.time()
+        self._said: list[str] = []
 
-    def claim(self, code: int) -> tuple[bool, int]:
-        """Whether this rank is the first to fail and should say why; and the exit code of the run."""
+    def say(self, text: str) -> None:
+        """Print why a rank failed that could not say it itself."""
+        self._said.append(text)
+        print(text, file=sys.stderr)
+
+    def said(self) -> str:
+        """Why the run failed, as it was printed; empty where nobody knows."""
+        return "\n".join(self._said) or self._read().partition("\n")[2]
+
+    def claim(self, code: int, text: str = "") -> tuple[bool, int]:
+        """Whether this rank is the first to fail and should print ``text``; and the exit code of the run."""
         try:
             self._remove_stale()
             descriptor = os.open(self._marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -195,20 +207,24 @@ class FirstFailure:
             return False, self.code() or code
         except OSError:
             return True, code  # better said twice than not at all
-        os.write(descriptor, str(code).encode())
+        os.write(descriptor, f"{code}\n{text}".encode(errors="backslashreplace"))
         os.close(descriptor)
         return True, code
 
     def code(self) -> int | None:
         """The exit code of the first failure; None if no rank has failed."""
         for _ in range(20):  # the file exists a moment before its content does
-            try:
-                if text := self._marker.read_text():
-                    return int(text)
-            except FileNotFoundError:
+            if not self._marker.exists():
                 return None
+            if "\n" in (text := self._read()):
+                return int(text.partition("\n")[0])
             time.sleep(0.01)
         return 1
+
+    def _read(self) -> str:
+        with suppress(FileNotFoundError):
+            return self._marker.read_text(encoding="utf-8", errors="replace")
+        return ""
 
     def made_before(self, moment: float) -> bool:
         """Whether a rank had failed by then, in seconds since the epoch."""

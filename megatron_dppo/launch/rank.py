@@ -1,8 +1,9 @@
 """One rank of a run: ``python -m megatron_dppo.launch.rank JOB CONFIG``, started by the launcher, torchrun or srun.
 
 However a rank fails, one message is seen, every rank ends, and the exit code says which kind it was: 2 for what the
-user can mend, 1 for a crash, 75 for a run that was asked to stop and has saved. A rank that a signal ends says nothing:
-the launcher, torchrun or srun names it.
+user can mend, 1 for a crash, 75 for a run that was asked to stop and has saved. Only a job that reached its end exits
+with 0: code that calls ``sys.exit`` or ``os._exit`` on the way is a crash, whatever code it gives. A rank that a signal
+ends says nothing: the launcher, torchrun or srun names it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.launch.processes import FirstFailure, marker_for
 from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_one_machine
 from megatron_dppo.process import stop
+from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.lifetime import die_with
 from megatron_dppo.process.streams import outlive_readers, quieten
 from megatron_dppo.rollout.servers.nccl import rank_environment
@@ -39,6 +43,7 @@ JOBS = {
 """What a rank can be told to run, besides any ``module:function`` that takes a Config."""
 
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+TOO_MANY_FILES = os.strerror(errno.EMFILE)
 HOLD_BACK_S = 10.0
 """How long a rank that has lost another one keeps it to itself: whoever failed first may speak, and a launcher that
 sees a rank killed names it, and ends the others, long before."""
@@ -68,18 +73,41 @@ def rank_main(job: str | Callable[[Config], None], config: Config, *, first: Cal
     failure = FirstFailure(marker_for(Path(config.run.dir), os.environ))
     code = 0
     try:
-        if first is not None:
-            first()
-        _function(job)(config)
-    except (SystemExit, KeyboardInterrupt):
+        with _exits_reported(failure):
+            if first is not None:
+                first()
+            _function(job)(config)
+    except KeyboardInterrupt:
         raise
-    except BaseException as error:  # torch's errors of distributed checkpoints are no Exceptions
+    except BaseException as error:  # torch's errors of distributed checkpoints, and SystemExit, are no Exceptions
         code = _report(config, error, failure)
     sys.stdout.flush()
     sys.stderr.flush()
     if code and int(os.environ["WORLD_SIZE"]) > 1:
         os._exit(code)
     return code
+
+
+@contextmanager
+def _exits_reported(failure: FirstFailure) -> Iterator[None]:
+    """Within it ``os._exit`` in this process, by whatever code, is reported as a crash. Forked copies keep theirs."""
+    rank, leave = os.getpid(), os._exit
+
+    def report(status: int) -> NoReturn:
+        code = status
+        if os.getpid() == rank:
+            stack = "".join(traceback.format_stack(sys._getframe(1))).rstrip()
+            text = f"{_name()} was ended by os._exit({status}), called at:\n{stack}"
+            speaks, code = failure.claim(1, text)
+            if speaks:
+                print(text, file=sys.stderr, flush=True)
+        leave(code)
+
+    os._exit = report
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _function(job: str | Callable[[Config], None]) -> Callable[[Config], None]:
@@ -110,7 +138,9 @@ def lost_contact(error: BaseException) -> bool:
 
 def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
     """Say why the job has failed, unless another rank has. Returns the exit code of the run."""
-    if isinstance(error, OSError):
+    if TOO_MANY_FILES in f"{error!r} {error.__cause__!r} {error.__context__!r}":  # libraries have errors of their own
+        error = too_few_files(error)
+    elif isinstance(error, OSError):
         error = _disk_error(config, error) or error
     if isinstance(error, UserError):
         code, text = 2, error_text(error)
@@ -122,7 +152,7 @@ def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
             failure.wait(HOLD_BACK_S)
             hint = ", perhaps because another rank had ended"
         code, text = 1, f"{_name()} crashed{hint}:\n{traceback.format_exc().rstrip()}"
-    speaks, code = failure.claim(code)
+    speaks, code = failure.claim(code, text)
     if speaks:
         print(text, file=sys.stderr)
     return code

@@ -21,6 +21,7 @@ from megatron_dppo.launch.processes import MARKER, FirstFailure, run_ranks
 from megatron_dppo.launch.rank import LAUNCHER, obey_launcher, rank_main, set_environment
 from megatron_dppo.parallel.layout import layout_text, resolve_layout
 from megatron_dppo.parallel.meeting import LOOPBACK
+from megatron_dppo.process.files import open_more_files
 from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.streams import outlive_readers
 from megatron_dppo.rollout.servers.launch import gpus_to_reserve
@@ -75,6 +76,7 @@ def run_again(words: Sequence[str], config: Config, job: Callable[[Config], None
 def prepare_environment(config: Config) -> None:
     """Of a process that is a rank, or may become one, before anything asks CUDA how many GPUs there are."""
     outlive_readers()
+    open_more_files()
     if srun_started(os.environ):
         os.environ.update(torch_environment(os.environ))
     set_environment(config)
@@ -124,7 +126,13 @@ def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
     return ranks
 
 
-def start_ranks(job: str, config: Config, ranks: int, meanwhile: Callable[[], None] = lambda: None) -> int:
+def start_ranks(
+    job: str,
+    config: Config,
+    ranks: int,
+    meanwhile: Callable[[], None] = lambda: None,
+    failed: Callable[[str], object] = lambda text: None,
+) -> int:
     """Run a job on so many ranks of this machine; returns when all of them have ended.
 
     A rank that fails takes the others with it, and so does a signal to this process, but for the one that asks a run to
@@ -135,6 +143,7 @@ def start_ranks(job: str, config: Config, ranks: int, meanwhile: Callable[[], No
         config: as the ranks will read it.
         ranks: processes, with LOCAL_RANK 0, 1, …
         meanwhile: called here, several times a second, while they run.
+        failed: called with the reason, as it was printed, if a rank fails.
 
     Returns:
         0; or the exit code of the rank that failed first; or 128 + the signal that ended a rank or this process.
@@ -144,7 +153,9 @@ def start_ranks(job: str, config: Config, ranks: int, meanwhile: Callable[[], No
         settings.write_text(as_yaml(config), encoding="utf-8")
         command = [sys.executable, "-m", "megatron_dppo.launch.rank", job, str(settings)]
         environ = {**os.environ, **_for_ranks(ranks, marker)}
-        code = run_ranks(command, environ, ranks, FirstFailure(marker), meanwhile)
+        code = run_ranks(command, environ, ranks, failure := FirstFailure(marker), meanwhile)
+        if code:
+            failed(failure.said())
     if code == 128 + signal.SIGINT:
         _say_what_is_left(job, config)
     return code

@@ -20,6 +20,8 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
 }
 """What can be read, as config.json names it, with its ``model_type``. Qwen2.5 goes by Qwen2's name."""
+LARGEST = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
+"""Most of what names of tensors are made for; of anything else there may be 10⁹."""
 ROPE_THETA = 10000.0
 """transformers' own, for a config.json that names none."""
 
@@ -139,6 +141,7 @@ def read_shape(path: str | Path) -> PolicyShape:
 def _shape(config: dict[str, Any]) -> PolicyShape:
     heads, (architecture,) = _count(config, "num_attention_heads"), config["architectures"]
     moe, dense_qwen3 = architecture == "Qwen3MoeForCausalLM", architecture == "Qwen3ForCausalLM"
+    thetas = _rope(config).get("rope_theta"), config.get("rope_theta")
     # Only the dense Qwen3's files never leave it out.
     head_dim_given = dense_qwen3 or config.get("head_dim") is not None
     return PolicyShape(
@@ -150,7 +153,7 @@ def _shape(config: dict[str, Any]) -> PolicyShape:
         ffn=_count(config, "moe_intermediate_size" if moe else "intermediate_size"),
         vocab_size=_count(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        rope_theta=_number("rope_theta", _rope(config).get("rope_theta") or config.get("rope_theta") or ROPE_THETA),
+        rope_theta=_number("rope_theta", next((each for each in thetas if each is not None), ROPE_THETA)),
         rms_eps=_number("rms_norm_eps", config["rms_norm_eps"]),
         max_positions=_count(config, "max_position_embeddings"),
         architecture=architecture,
@@ -165,6 +168,8 @@ def _count(config: dict[str, Any], key: str) -> int:
     value = config[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} = {json.dumps(value):.60}, which is no count")
+    if value > (most := LARGEST.get(key, 10**9)):
+        raise ValueError(f"{key} = {value:.6g}, which is more than {most:,}")
     return value
 
 
@@ -191,6 +196,10 @@ def _refuse_other_models(path: str | Path, config: dict[str, Any]) -> None:
         found = ", ".join(architectures) or config.get("model_type") or "of no named kind"
         known = " or ".join(ARCHITECTURES)
         raise UserError("model.path", path, f"holds a model that is {found}", f"give one that is {known}")
+    known = ARCHITECTURES[architectures[0]]
+    if (kind := config.get("model_type", known)) != known:
+        problem = f"its config.json says that {architectures[0]} is of model_type {json.dumps(kind):.60}"
+        raise UserError("model.path", path, problem, f"set it to {known}, or fetch the model again")
     rope = _rope(config)
     scaling = rope.get("rope_type", rope.get("type", "default"))
     unsupported = {

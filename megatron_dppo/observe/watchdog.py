@@ -1,13 +1,18 @@
-"""Names the rank that others wait for, with the place in the code where it stands.
+"""Names the rank that others wait for, with the place in the code where it stands, and ends code that hangs.
 
 If one rank never enters a collective, the others wait until a timeout that names no rank. Here a thread of each rank
 sends heartbeats, even while its main thread is blocked, and the leader compares them.
+
+Each rank also watches itself, also if it is the only one. Rollouts and evaluations run code of the user's, which may
+never return. A main thread that stands still there, and waits for no other rank, is named after ``run.late_s``. After
+``rollout.timeout_s`` the thread sends it a signal, whose handler raises ``UserError`` where the code stands.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -16,18 +21,26 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from types import FrameType
 
 import torch.distributed as dist
 
+from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine, open_store
-from megatron_dppo.parallel.world import World
+from megatron_dppo.parallel.world import WAITED, World
+from megatron_dppo.process import progress
 
 FRAMES = 8
 """Innermost frames of a stack that the log shows."""
 UNLIMITED = ("", "rollout", "eval")
 """Phases that may take long on all ranks: rollouts and evaluations, which report their own progress, and the time
 between phases, in which a run loads its weights and waits for servers."""
+WAKE = signal.SIGUSR2
+"""Interrupts a main thread that hangs, also within a call such as ``time.sleep``."""
+OF_RANKS = "torch/distributed/"
+"""In the path of the code in which a rank waits for others. Such a wait has a time limit of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,46 +58,92 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Sends heartbeats until it is closed. Made by all ranks together; a run of one rank sends none.
+    """Watches until it is closed. Made by all ranks together, each on its main thread. A single rank sends no
+    heartbeat.
 
     Args:
-        world: the ranks.
+        world: the ranks, whose ``timeout_s`` limits how long one may stand still in rollouts and evaluations.
         timers: of this rank's phases.
-        late_s: seconds that ranks wait for another one before it is named, once for each phase.
+        late_s: seconds that ranks wait for another one before it is named, once for each phase; and seconds without
+            progress in rollouts and evaluations.
         stuck_s: seconds after which all ranks are named, if they are equally far and none moves.
     """
 
     def __init__(self, world: World, timers: PhaseTimers, late_s: float, stuck_s: float) -> None:
         self._world, self._timers, self._late_s = world, timers, late_s
         self._stuck_s = max(late_s, stuck_s)
-        self._interval_s = min(late_s / 4, 10.0)
-        self._main = threading.main_thread().ident
+        # Others that wait for this rank give up after the whole time, and know less.
+        self._end_s = world.timeout_s * (WAITED if world.size > 1 else 1.0)
+        self._interval_s = min(late_s / 4, self._end_s / 4, 10.0)
+        self._main = threading.main_thread().ident or 0
+        self._hung: UserError | None = None
+        self._spoken_of = 0.0
+        """The moment since which this rank had stood still when it last named itself."""
         self._sent = self._answered = self._asked = 0
         self._heard: dict[int, tuple[int, float]] = {}
         """On the leader: the number of each rank's last heartbeat, and when it came."""
         self._named: set[tuple[int, int]] = set()
         self._end = threading.Event()
-        self._thread: threading.Thread | None = None
         if world.size > 1:
             self._store = _shared_store(world)
             self._send()
             world.wait_for_all("first heartbeat")  # from here on every rank's heartbeat is there to be read
-            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-            self._thread.start()
+        progress.moved()
+        self._before = signal.signal(WAKE, self._raise)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of(cls, config: Config, world: World, timers: PhaseTimers) -> Watchdog:
+        # Half of what collectives wait: the names of those that hang are to come before the end.
+        return cls(world, timers, config.run.late_s, stuck_s=config.layout.timeout_s / 2)
 
     def close(self) -> None:
         self._end.set()
-        if self._thread is not None:
-            self._thread.join(2.0)  # it may itself wait for a leader that is gone
+        self._thread.join(2.0)  # it may itself wait for a leader that is gone
+        signal.signal(WAKE, self._before)
 
     def _run(self) -> None:
         try:
             while not self._end.wait(self._interval_s):
-                self._send()
-                if self._world.leads:
-                    self._compare()
+                self._look_at_itself()
+                if self._world.size > 1:
+                    self._send()
+                    if self._world.leads:
+                        self._compare()
         except RuntimeError:
             return  # the leader and its store are gone, which ends the run
+
+    def _look_at_itself(self) -> None:
+        """Name this rank, or end what it does, if its main thread stands still and waits for no other rank."""
+        phase, since = self._timers.phase, max(self._timers.moved, progress.last_moved())
+        if phase not in UNLIMITED and self._world.size > 1:
+            return  # the leader compares all ranks there
+        still = time.monotonic() - since
+        if still < (self._late_s if phase in UNLIMITED else self._stuck_s) or self._waits_for_ranks():
+            return
+        stack, rank = self._stack(), self._world.rank
+        if since > self._spoken_of:
+            self._spoken_of = since
+            who = f"{rank} on {socket.gethostname()}"
+            print("\n".join(_paragraph(who, phase, still, "", stack)), file=sys.stderr, flush=True)
+        if still > self._end_s and phase in UNLIMITED:
+            problem = f"rank {rank} has stood still for so long in {phase or 'no phase'}, at:\n{stack.rstrip()}"
+            remedy = "Mend what hangs there, or raise rollout.timeout_s"
+            self._hung = UserError("rollout.timeout_s", f"{self._world.timeout_s:g}", problem, remedy)
+            progress.moved()  # what ends has time for it
+            signal.pthread_kill(self._main, WAKE)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if self._hung is not None:
+            hung, self._hung = self._hung, None
+            raise hung
+
+    def _waits_for_ranks(self) -> bool:
+        frame = sys._current_frames().get(self._main)
+        while frame is not None and OF_RANKS not in frame.f_code.co_filename:
+            frame = frame.f_back
+        return frame is not None
 
     def _send(self) -> None:
         timers = self._timers
@@ -124,7 +183,7 @@ class Watchdog:
         return found
 
     def _stack(self) -> str:
-        frame = sys._current_frames().get(self._main or 0)
+        frame = sys._current_frames().get(self._main)
         return "".join(traceback.format_stack(frame)[-FRAMES:]) if frame else ""
 
 
@@ -159,10 +218,15 @@ def _describe(late: Sequence[int], heartbeats: Sequence[Heartbeat], stacks: dict
     for (phase, stack), ranks in alike.items():
         who = ", ".join(f"{rank} on {heartbeats[rank].host}" for rank in ranks)
         seconds = max(heartbeats[rank].still_s for rank in ranks)
-        others = f"; {waiting} others wait" if waiting else ""
-        lines.append(f"late: rank {who}, in {phase or 'no phase'} for {seconds:.0f} s{others}. It stands at:")
-        lines.append(stack.rstrip() or "  (no answer: its process is stopped or gone, or holds the interpreter's lock)")
+        lines += _paragraph(who, phase, seconds, f"; {waiting} others wait" if waiting else "", stack)
     return "\n".join(lines)
+
+
+def _paragraph(who: str, phase: str, seconds: float, others: str, stack: str) -> list[str]:
+    return [
+        f"late: rank {who}, in {phase or 'no phase'} for {seconds:.0f} s{others}. It stands at:",
+        stack.rstrip() or "  (no answer: its process is stopped or gone, or holds the interpreter's lock)",
+    ]
 
 
 def _shared_store(world: World) -> dist.TCPStore:

@@ -23,6 +23,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel import without_cuda
 from megatron_dppo.parallel.layout import capacity_multiple, resolve_layout
 from megatron_dppo.parallel.meeting import LOST_CONTACT, rendezvous
+from megatron_dppo.process.progress import moved
 
 T = TypeVar("T")
 
@@ -89,6 +90,7 @@ class World:
 
     def from_leader(self, make: Callable[[], T]) -> T:
         """What ``make`` returns on the leader, on every rank. An exception there is raised on every rank."""
+        moved()
         outcome: list[Any] = [None]
         if self.leads:
             try:
@@ -148,6 +150,7 @@ class World:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""
+        moved()
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size

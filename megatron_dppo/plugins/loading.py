@@ -15,6 +15,9 @@ from typing import Any
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.slime import MISSING, standing_in_for_slime
 
+FAILURES = Exception, SystemExit
+"""What a user's code may raise. ``sys.exit`` in it has failed like any other call."""
+
 
 def load_function(setting: str, spec: str) -> Callable[..., Any]:
     """The function that a setting names.
@@ -73,7 +76,7 @@ def _imported(load: Callable[[], Any], setting: str, spec: str) -> Any:
     try:
         with standing_in_for_slime():
             return load()
-    except Exception as error:
+    except FAILURES as error:
         of_slime = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "slime"
         remedy = MISSING if of_slime else "Mend it, or install what it needs"
         raise UserError(setting, spec, f"cannot be imported ({type(error).__name__}: {error})", remedy) from error

@@ -6,14 +6,29 @@ import errno
 import fcntl
 import hashlib
 import os
+import resource
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
 from megatron_dppo.errors import UserError
+
+
+def open_more_files() -> None:
+    """Let this process, and those that it starts, have as many files open as the system allows it."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # a limit of the system's own below it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def too_few_files(error: BaseException) -> UserError:
+    """The error for a process that may not open another file."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    problem = f"allows a process too few open files ({error})"
+    return UserError("ulimit -n", limit, problem, "Raise it, for example to 4096, in the shell or for the user")
 
 
 @contextmanager

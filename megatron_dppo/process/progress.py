@@ -1,4 +1,7 @@
-"""How far something is: a bar on standard error for whoever waits at a terminal, elsewhere a line now and then."""
+"""How far something is: a bar on standard error for whoever waits at a terminal, elsewhere a line now and then.
+
+Long work also says that it moves, :func:`moved`, so that a watchdog can tell slow work from work that hangs.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,19 @@ SAY_EVERY_S = 10.0
 GB = 10**9
 
 Unit = Literal["count", "bytes", "share"]
+
+_last = time.monotonic()
+
+
+def moved() -> None:
+    """Note that this process has come further in whatever it does."""
+    global _last
+    _last = time.monotonic()
+
+
+def last_moved() -> float:
+    """When it last did, by ``time.monotonic``."""
+    return _last
 
 
 class Advance(Protocol):
@@ -52,6 +68,7 @@ def progress(what: str, total: float, *, unit: Unit = "count", done: int = 0, sh
 
         def advance(count: float, said: str = "", *, to_do: float = 0) -> None:
             nonlocal spoke, total
+            moved()
             total += to_do
             bar.update(task, advance=count, total=total, said=said)
             now, so_far = time.monotonic(), bar.tasks[0].completed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -44,7 +45,8 @@ def asked() -> bool:
 
 @contextmanager
 def handed_on(children: Callable[[], list[int]]) -> Iterator[None]:
-    """Within it, a request to stop goes on to other processes; each may have ended by then.
+    """Within it, a request to stop goes on to other processes; each may have ended by then. Outside of the main thread,
+    which alone gets signals, nothing goes on.
 
     Args:
         children: gives their ids at that moment.
@@ -55,6 +57,9 @@ def handed_on(children: Callable[[], list[int]]) -> Iterator[None]:
             with suppress(ProcessLookupError):
                 os.kill(child, number)
 
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = _handle(hand_on)
     try:
         yield

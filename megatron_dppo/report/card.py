@@ -6,9 +6,10 @@ the policy is a result of: no host, no account, no environment and no command li
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -31,6 +32,8 @@ SHOWN = ("run.seed", "run.steps", "model.", "layout.", "data.", "reward.function
 SECRET = ("data.verifiers.arguments",)
 """Settings among these that may hold a key."""
 TAG = "megatron-dppo"
+MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""What the hub takes for the name of a model."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 
 
@@ -46,13 +49,15 @@ def model_card(run: Run, *, step: int, name: str, adapters: bool = False) -> str
     base, data = base_of(run), data_of(run)
     library = "peft" if adapters else "transformers"
     head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
-    if "/" in base:
+    if MODEL_ID.fullmatch(base):
         head["base_model"] = base
+    if results := list(_results(run, step)):
+        head["model-index"] = [{"name": " ".join(name.split()), "results": results}]
     head["tags"] = ["reinforcement-learning", "dynamic-pruning-policy-optimization", TAG]
-    lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", f"# {name}", ""]
-    what = f"LoRA adapters of `{base}`" if adapters else f"`{base}`"
-    what += f", trained for {step:,} steps of reinforcement learning on `{data}` with megatron_dppo."
-    lines += [f"{what} Objective: `{run.setting('loss.name')}`. {_pruning(run)}", ""]
+    lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", f"# {_plain(name)}", ""]
+    what = f"LoRA adapters of {_code(base)}" if adapters else _code(base)
+    what += f", trained for {step:,} steps of reinforcement learning on {_code(data)} with megatron_dppo."
+    lines += [f"{what} Objective: {_code(run.setting('loss.name'))}. {_pruning(run)}", ""]
     sections = {
         "Held-out accuracy": _accuracy(run, step),
         "Training": _training(run, step),
@@ -62,6 +67,16 @@ def model_card(run: Run, *, step: int, name: str, adapters: bool = False) -> str
     for title, body in sections.items():
         lines += [f"## {title}", "", *(list(body) or ["Nothing was recorded."]), ""]
     return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    """Words in one line, none of whose letters Markdown or HTML take for their own."""
+    return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(str(text).split()))
+
+
+def _code(text: object) -> str:
+    """Words as code, in one line."""
+    return "`" + " ".join(str(text).split()).replace("`", "'").replace("|", "\\|") + "`"
 
 
 def base_of(run: Run) -> str:
@@ -77,7 +92,7 @@ def _name(place: Any) -> str:
 
 def _pruning(run: Run) -> str:
     rules = {level: run.setting(f"pruning.{level}.rule") for level in ("prompts", "completions")}
-    parts = [f"{level} by `{rule}`" for level, rule in rules.items() if rule != "none"]
+    parts = [f"{level} by {_code(rule)}" for level, rule in rules.items() if rule != "none"]
     return f"Pruning: {', '.join(parts)}." if parts else "Nothing was pruned."
 
 
@@ -86,19 +101,32 @@ def _until(run: Run, step: int) -> list[Record]:
     return [row for row in run.rows if step >= row["step"]]
 
 
+def _accuracies(run: Run, step: int) -> dict[str, list[tuple[float, float]]]:
+    """What was measured by the checkpoint's step: steps and accuracies, by the metric's name."""
+    rows = _until(run, step)
+    names = sorted({key for row in rows for key in row if key.startswith("eval/")})
+    names = [key for key in names if key == "eval/accuracy" or key.removeprefix("eval/") in run.problems]
+    return {key: [(row["step"], row[key]) for row in rows if key in row] for key in names}
+
+
+def _results(run: Run, step: int) -> Iterator[dict[str, Any]]:
+    """The last accuracies, as the hub reads them from ``model-index``."""
+    for key, values in _accuracies(run, step).items():
+        of = " ".join(_held_out(run, key).split())
+        metric = {"type": "accuracy", "name": "held-out accuracy", "value": round(values[-1][1], 6)}
+        yield {"task": {"type": "text-generation"}, "dataset": {"type": of, "name": of}, "metrics": [metric]}
+
+
 def _accuracy(run: Run, step: int) -> Iterator[str]:
     """Before training, and at the last evaluation up to the checkpoint's step."""
-    rows = _until(run, step)
-    names = sorted({key for row in rows for key in row if key == "eval/accuracy" or key.startswith("eval/")})
-    names = [key for key in names if key == "eval/accuracy" or key.removeprefix("eval/") in run.problems]
-    if not names:
+    found = _accuracies(run, step)
+    if not found:
         return
     yield "| held-out problems | number | before | after |"
     yield "|---|---|---|---|"
-    for key in names:
-        values = [(row["step"], row[key]) for row in rows if key in row]
+    for key, values in found.items():
         count = run.held_out if key == "eval/accuracy" else run.problems[key.removeprefix("eval/")]
-        what = _held_out(run, key)
+        what = _plain(_held_out(run, key))
         (_, before), (last, after) = values[0], values[-1]
         yield f"| {what} | {count or ''} | {say(before, 'share')} | {_sure(after, count)} (step {last:,.0f}) |"
     yield ""
@@ -146,8 +174,7 @@ def _settings(run: Run) -> Iterator[str]:
     yield "| setting | value |"
     yield "|---|---|"
     for key, value in differ.items():
-        text = " ".join(short(_without_places(key, value)).split()).replace("|", "\\|")
-        yield f"| `{key}` | `{text}` |"
+        yield f"| {_code(key)} | {_code(short(_without_places(key, value)))} |"
 
 
 def _without_places(key: str, value: Any) -> Any:
@@ -160,8 +187,8 @@ def _without_places(key: str, value: Any) -> Any:
         return value
     if is_server(value):
         return "a server"
-    named = key in PLACES or key.endswith(".function") or value.startswith(("/", "~", "."))
-    return _name(value) if named or ("/" in value and " " not in value) else value
+    named = key.startswith(PLACES) or key.endswith(".function") or value.startswith(("/", "~", "."))
+    return _name(value) if named or ("/" in value and (" " not in value or Path(value).exists())) else value
 
 
 def _versions() -> Iterator[str]:

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_dppo.evaluation.benchmarks import TAKEN
 from megatron_dppo.report.axes import Form, say
 from megatron_dppo.report.parts import Note, Part, Plots, Section, Table
-from megatron_dppo.report.plot import Line, Plot, line_plot
+from megatron_dppo.report.plot import Line, Plot, line_plot, titled
 from megatron_dppo.report.run import Run
 from megatron_dppo.rl.types import Floats
 from megatron_dppo.trainer.agreement import MAX_LOGPROB_DIFF
@@ -110,12 +110,14 @@ def step_numbers(run: Run) -> Floats:
     return np.array([row["step"] for row in run.steps], dtype=np.float64)
 
 
+@titled("Reward")
 def reward_plot(runs: Sequence[Run], label: str = "step", positions: Positions = step_numbers) -> Plot:
     key, about = "rollout/raw_reward", "mean over a step's completions"
     lines = [Line(run.name, run.colour, *_over(run, key, positions), noisy=True) for run in runs]
     return line_plot("Reward", about, lines, x_label=label, empty="no rollouts")
 
 
+@titled("Held-out accuracy")
 def accuracy_plot(runs: Sequence[Run], label: str = "step", positions: Positions = step_numbers) -> Plot:
     lines = []
     for run in runs:

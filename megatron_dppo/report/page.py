@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from importlib.resources import files
 from pathlib import Path, PurePath
+from typing import TypeVar
 
 import jinja2
 from markupsafe import Markup
@@ -24,11 +26,15 @@ from megatron_dppo.report.axes import say, smoothed_at_ends
 from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.frontier import frontier
 from megatron_dppo.report.learning import learning, packs, signs, wilson
+from megatron_dppo.report.parts import Section
+from megatron_dppo.report.plot import failure
 from megatron_dppo.report.pruning import prunes, pruning
 from megatron_dppo.report.run import Run, data_of, read_runs
 from megatron_dppo.report.tables import benchmarks, options, sample_answers
 from megatron_dppo.report.timing import Race, race, ratios, timing, why_no_interval
 from megatron_dppo.rl.types import Floats
+
+T = TypeVar("T")
 
 MOST_ARMS = 3
 """That are compared in the headline."""
@@ -88,14 +94,18 @@ def _writing(option: str, place: Path) -> Iterator[None]:
 
 def page(runs: Sequence[Run], price: float | None = None) -> str:
     """The page's text."""
-    sections = frontier(runs)
+    makers: dict[str, Callable[[Sequence[Run]], Section]] = {
+        "Reward and accuracy": learning, "Where a step's time goes": timing, "What was pruned, and why": pruning,
+        "Packs, and agreement of trainer and engine": packs, "Signs of health": signs,
+        "Sample answers": sample_answers, "Benchmarks": benchmarks, "Cost": partial(cost, price=price),
+        "Settings": options,
+    }  # fmt: skip
     if all(run.sweep for run in runs):  # none of which is a run of training
-        sections.append(benchmarks(runs))
-    else:
-        sections += [
-            learning(runs), timing(runs), pruning(runs), packs(runs), signs(runs), sample_answers(runs),
-            benchmarks(runs), cost(runs, price), options(runs),
-        ]  # fmt: skip
+        makers = {"Benchmarks": benchmarks}
+    sections = _or_why(partial(frontier, runs), lambda why: [Section("frontier", "Smaller policies", "", [], why)])
+    for title, make in makers.items():
+        sections.append(_or_why(partial(make, runs), partial(_unmade, title)))
+    outcome = _or_why(partial(race, runs), lambda why: None)
     folder = files(__package__)
     text, style, script = ((folder / name).read_text("utf-8") for name in ("page.html", "style.css", "page.js"))
     environment = jinja2.Environment(
@@ -103,8 +113,8 @@ def page(runs: Sequence[Run], price: float | None = None) -> str:
     )
     return environment.from_string(text).render(
         runs=runs,
-        headlines=[(run, _what(run), _state(run), list(_figures(run))) for run in runs],
-        outcome=(outcome := race(runs)),
+        headlines=[_or_why(partial(_headline, run), partial(_no_headline, run)) for run in runs],
+        outcome=outcome,
         few=outcome is not None and len(outcome.arms) <= MOST_ARMS,
         measured=list(_measured(outcome)) if outcome else [],
         sections=sections,
@@ -115,6 +125,26 @@ def page(runs: Sequence[Run], price: float | None = None) -> str:
         version=__version__,
         now=f"{datetime.now():%Y-%m-%d %H:%M}",
     )
+
+
+def _or_why(make: Callable[[], T], otherwise: Callable[[str], T]) -> T:
+    """A part of the page; if it cannot be made, a part that says why."""
+    try:
+        return make()
+    except Exception as error:  # what a damaged file holds
+        return otherwise(failure(error))
+
+
+def _unmade(title: str, why: str) -> Section:
+    return Section(title.partition(" ")[0].lower(), title, "", [], why)
+
+
+def _headline(run: Run) -> tuple[Run, str, str, list[Figure]]:
+    return run, _what(run), _state(run), list(_figures(run))
+
+
+def _no_headline(run: Run, why: str) -> tuple[Run, str, str, list[Figure]]:
+    return run, why, "", []
 
 
 def _css() -> str:

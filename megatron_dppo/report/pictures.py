@@ -19,7 +19,7 @@ from matplotlib.patheffects import withStroke
 from megatron_dppo.observe.palette import colour_of
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.report.learning import accuracy_plot, reward_plot
-from megatron_dppo.report.plot import Key, Line, Mark, Plot, line_plot
+from megatron_dppo.report.plot import Key, Line, Mark, Plot, line_plot, titled
 from megatron_dppo.report.pruning import answers_plot, causes_plot, noise_plot, tokens_plot
 from megatron_dppo.report.run import Run
 from megatron_dppo.report.timing import phase_plot
@@ -60,6 +60,7 @@ def draw_pictures(run: Run, folder: Path, *, prefix: str = "", title: str = "") 
     _draw(kept, folder / f"{prefix}pruning.png", title)
 
 
+@titled("Kept by pruning, and packed")
 def _kept(run: Run) -> Plot:
     """Three shares in one chart, which the page has in three."""
     wanted = (("pack slots filled", "pack/fill", "slate"), ("prompts rolled out", "prune/kept_prompt_fraction", "blue"),

@@ -6,14 +6,17 @@ left and from the bottom. A renderer stretches this square to the space that it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import wraps
+from typing import Literal, ParamSpec
 
 import numpy as np
 
 from megatron_dppo.report.axes import Axis, Form, Thinned, around, say, smooth, spread, thin
 from megatron_dppo.rl.types import Floats
+
+P = ParamSpec("P")
 
 SIZE = 1000
 """Width and height of the SVG's square."""
@@ -110,6 +113,28 @@ class Plot:
     """Whether the labels say all that the key says, where there is room for them."""
     aloud: str = ""
     """The drawing in words, for a reader who does not see it."""
+
+
+def titled(title: str) -> Callable[[Callable[P, Plot]], Callable[P, Plot]]:
+    """Decorate a function that makes a plot: if it fails, the plot under this title says why, and stays empty."""
+
+    def decorate(make: Callable[P, Plot]) -> Callable[P, Plot]:
+        @wraps(make)
+        def made(*args: P.args, **kwargs: P.kwargs) -> Plot:
+            try:
+                return make(*args, **kwargs)
+            except Exception as error:  # what a damaged file holds
+                return Plot(title, "", empty=failure(error))
+
+        return made
+
+    return decorate
+
+
+def failure(error: Exception) -> str:
+    """Why something cannot be shown, in one line of at most 100 characters."""
+    said = " ".join(str(error).split())
+    return f"cannot be drawn: {type(error).__name__}{said and ': '}{said:.60}"
 
 
 @dataclass(frozen=True, slots=True)

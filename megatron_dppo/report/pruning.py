@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_dppo.report.axes import Form
 from megatron_dppo.report.parts import Part, Plots, Section
-from megatron_dppo.report.plot import Key, Layer, Line, Mark, Plot, boxes, line_plot, stack_plot
+from megatron_dppo.report.plot import Key, Layer, Line, Mark, Plot, boxes, line_plot, stack_plot, titled
 from megatron_dppo.report.run import Run
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
@@ -49,6 +49,7 @@ def prunes(run: Run) -> bool:
     return any(run.setting(f"pruning.{level}.rule") != "none" for level in RULES)
 
 
+@titled("Which answers are trained on")
 def answers_plot(run: Run) -> Plot:
     """Who is trained on, by the answer's group."""
     binary = all(row["binary"] for row in run.census)
@@ -64,6 +65,7 @@ def answers_plot(run: Run) -> Plot:
     return line_plot(title, about, lines, x_label=x_label, x_form=x_form, form="share", low=0.0, high=1.02)
 
 
+@titled("… and why")
 def causes_plot(run: Run) -> Plot:
     """Who is trained on, by the answer's length and score: the colour tells the probability, the strength how many
     answers are there."""
@@ -95,6 +97,7 @@ def causes_plot(run: Run) -> Plot:
     )
 
 
+@titled("Noise of the gradient")
 def noise_plot(run: Run) -> Plot:
     """Variance over the full batch's, by where it comes from."""
     title, about = "Noise of the gradient", "variance over the full batch's, as estimated for independent draws"
@@ -111,6 +114,7 @@ def noise_plot(run: Run) -> Plot:
     return stack_plot(title, about, steps, layers, form="times", empty="not estimated: the rule is biased")
 
 
+@titled("Tokens of a step")
 def tokens_plot(run: Run) -> Plot:
     """Prompt and response tokens: trained on, pruned, without a gradient, or not rolled out."""
     unseen = {row["step"]: row.get("prune/saved_tokens_prompts", 0.0) for row in run.rows}
@@ -178,6 +182,7 @@ PREDICTORS: Mapping[str, tuple[str, str]] = {
 SOURCES = "predicted from a prompt's text, from its earlier visits, or by the mean of all prompts"
 
 
+@titled("What was foreseen")
 def reliability_plot(run: Run) -> Plot:
     """Predicted against observed, in tenths of the prediction, over the whole run."""
     what = "right answers" if all(row["binary"] for row in run.census) else "groups whose rewards differ"
@@ -203,6 +208,7 @@ def reliability_plot(run: Run) -> Plot:
     )
 
 
+@titled("Error of predictions")
 def brier_plot(run: Run) -> Plot:
     """The squared error of each predictor over the steps."""
     lines = [

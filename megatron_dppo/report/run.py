@@ -1,4 +1,7 @@
-"""Reads the folder of a run that goes on, has ended or was killed. What cannot be read is left out."""
+"""Reads the folder of a run that goes on, has ended or was killed.
+
+Lines that cannot be read are left out and counted.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ from megatron_dppo.trainer.resume import Change, changes, read_history
 
 Record = Mapping[str, Any]
 """A line of JSON."""
+CENSUS, ANSWERS = "pruning.jsonl", "answers.jsonl"
+TABLES = ("by_group", "by_reward", "by_cause")
 NOISE = {"prune/noise_share_prompts", "prune/noise_share_completions"}
 """These two are drawn on top of each other: a row that has only one of them is read without it."""
 
@@ -51,6 +56,8 @@ class Run:
     """``sweep.json`` of ``megatron-dppo compress sweep``, whose folder it then is."""
     written: datetime | None
     """When its last row of metrics was."""
+    left_out: Sequence[str]
+    """Files with lines that cannot be read, and how many; the last line of a killed run is not one."""
 
     @property
     def colour(self) -> str:
@@ -138,6 +145,9 @@ def read_run(folder: Path, name: str, number: int = 0) -> Run:
         remedy = f"Give folders that hold a {FILE} (run.dir of a training), a scores.json or a sweep.json"
         raise UserError("RUN", folder, "is no folder of a run" if folder.is_dir() else "is no folder", remedy)
     history = read_history(folder)
+    rows, census, answers = (_rows(folder / file) for file in (FILE, CENSUS, ANSWERS))
+    counted = [row for row in census if _is_census(row)]
+    read = {FILE: rows, CENSUS: counted, ANSWERS: answers}
     return Run(
         name=name,
         folder=folder,
@@ -148,12 +158,17 @@ def read_run(folder: Path, name: str, number: int = 0) -> Run:
             for before, entry in pairwise(history)
             if (found := changes(before.settings, entry.settings))
         ],
-        rows=[_numbers(row) for row in _rows(metrics)],
-        census=[row for row in _rows(folder / "pruning.jsonl") if _whole(row)],
-        answers=[{**row, "answers": list(_shown(row))} for row in _rows(folder / "answers.jsonl")],
+        rows=[_numbers(row) for row in rows],
+        census=counted,
+        answers=[{**row, "answers": list(_shown(row))} for row in answers],
         scores=scores,
         sweep=sweep,
         written=datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.is_file() else None,
+        left_out=[
+            f"{lines} of the lines of {file} cannot be read, and {'is' if lines == 1 else 'are'} left out"
+            for file, kept in read.items()
+            if (lines := _text(folder / file).count("\n") - len(kept)) > 0
+        ],
     )
 
 
@@ -195,6 +210,24 @@ def _numbers(row: Record) -> Record:
     """The entries of a row of metrics that are finite numbers."""
     found = {key: value for key, value in row.items() if is_number(value)}
     return found if found.keys() >= NOISE else {key: found[key] for key in found if key not in NOISE}
+
+
+def _is_census(row: Record) -> bool:
+    """Whether it has all that :meth:`Census.as_row` writes, as it writes it."""
+
+    def cells(table: str, size: int) -> bool:
+        found = row.get(table, ())
+        return isinstance(found, list | tuple) and all(isinstance(cell, list) and len(cell) == size for cell in found)
+
+    counts = all(isinstance(row.get(name), list) and len(row[name]) == 2 for name in ("kept", "pruned", "idle"))
+    tables = all(table in row and cells(table, 5) and _counts(row[table]) for table in TABLES)
+    foreseen = cells("by_prediction", 5) and _counts([cell[1:] for cell in row.get("by_prediction", ())], at=1)
+    return _whole(row) and counts and tables and foreseen and isinstance(row.get("binary"), bool)
+
+
+def _counts(cells: Sequence[Sequence[Any]], *, at: int = 2) -> bool:
+    """Whether all are numbers, and no cell counts nothing."""
+    return all(all(map(is_number, cell)) and cell[at] > 0 for cell in cells)
 
 
 def _whole(value: Any) -> bool:

@@ -16,7 +16,7 @@ from megatron_dppo.observe.timers import PHASES, breakdown, duration
 from megatron_dppo.report.axes import say
 from megatron_dppo.report.learning import Metrics, metric_plots, step_numbers
 from megatron_dppo.report.parts import Bars, Plots, Section, Segment, Table
-from megatron_dppo.report.plot import Key, Layer, Plot, stack_plot, usual_top
+from megatron_dppo.report.plot import Key, Layer, Plot, stack_plot, titled, usual_top
 from megatron_dppo.report.run import Run
 from megatron_dppo.settings import settings
 from megatron_dppo.trainer.resume import changes
@@ -59,6 +59,7 @@ def timing(runs: Sequence[Run]) -> Section:
     return Section("time", title, lead, [Bars(bars, key), _table(means, phases), Plots(plots)])
 
 
+@titled("Seconds per step")
 def phase_plot(run: Run, title: str, about: str, top: float | None = None) -> Plot:
     """Seconds of each step, by phase; ``top`` is where the axis of seconds ends."""
     return stack_plot(title, about, step_numbers(run), _layers(run), form="number", top=top, empty="no timings")

@@ -23,9 +23,9 @@ which: ``[("solver", attempt), told, ("critic", review)]``. See ``rl/roles.py``.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
-import operator
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -36,10 +36,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins.loading import load_function
-from megatron_dppo.rl.given import as_logprobs, as_mask
+from megatron_dppo.plugins.loading import FAILURES, load_function
+from megatron_dppo.rl.given import as_mask
 from megatron_dppo.rl.sequences import malformed
 from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
+from megatron_dppo.rollout.conversation_checks import UnusableError, check_completion, check_ids, check_roles
 
 Part = Completion | Sequence[int] | NDArray[np.integer]
 """What the policy said, as :meth:`Client.generate` returned it; or token ids that it was given to read."""
@@ -83,10 +84,6 @@ class TryAgainError(Exception):
     """Raised by a conversation that came to nothing, for example because a tool is down: its prompt is asked again."""
 
 
-class UnusableError(ValueError):
-    """A conversation returned what cannot be trained on. The text is to stand after "it"."""
-
-
 @dataclass(frozen=True, slots=True)
 class ConversationFunction:
     """A user's function, by the setting that names it."""
@@ -99,6 +96,8 @@ class ConversationFunction:
     """What to do where it returns what cannot be trained on."""
     roles: Sequence[str] = ()
     """``rollout.roles``."""
+    vocabulary: int = 1 << 31
+    """Token ids of the policy are below it."""
 
     @classmethod
     def load(cls, spec: str, roles: Sequence[str]) -> ConversationFunction:
@@ -130,12 +129,15 @@ class ConversationFunction:
         own = replace(prompt, label=copy.deepcopy(prompt.label), extra=copy.deepcopy(dict(prompt.extra)))
         try:
             returned = await self.function(client, own)
-            return completed(returned, prompt, generated, client.max_tokens, self.roles)
+            return completed(returned, prompt, generated, client.max_tokens, self.roles, self.vocabulary)
         except (TryAgainError, UserError, through):
             raise
         except UnusableError as error:
             raise UserError(self.setting, self.spec, f"for prompt {prompt.id} it {error}", self.remedy) from None
-        except Exception as error:
+        except (*FAILURES, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the run cancelled the conversation
             problem = f"raised for prompt {prompt.id}:\n{traceback.format_exc(limit=-4)}"
             raise UserError(self.setting, self.spec, problem, "Mend it") from error
 
@@ -234,7 +236,12 @@ def beginning(completion: Completion, length: int, read: int) -> Completion:
 
 
 def completed(
-    returned: Returned, prompt: Prompt, generated: Generated, limit: int, roles: Sequence[str] = ()
+    returned: Returned,
+    prompt: Prompt,
+    generated: Generated,
+    limit: int,
+    roles: Sequence[str] = (),
+    vocabulary: int = 1 << 31,
 ) -> Completion:
     """The completion of a conversation, each of whose sequences is cut off at ``limit`` tokens more than the prompt's.
 
@@ -244,12 +251,14 @@ def completed(
         generated: by its client.
         limit: tokens of a response.
         roles: of the run.
+        vocabulary: token ids are below it.
 
     Raises:
         UnusableError: it cannot be trained on.
     """
     start = prompt.token_ids.tolist()
     if isinstance(returned, Completion):
+        check_ids(returned.token_ids, vocabulary, "returned a completion")
         return _well_formed(_cut_off(returned, len(start), limit, roles), len(start), limit)
     if not isinstance(returned, Sequence):
         raise UnusableError(f"returned a {type(returned).__name__}, neither a list of turns nor a completion")
@@ -257,7 +266,7 @@ def completed(
     truncated = False
     for number, turns in enumerate(_sequences(returned)):
         before, longest = ([], len(start) + limit) if number else (start, limit)
-        sequence = _of_turns(turns, before, generated, roles)
+        sequence = _of_turns(turns, before, generated, roles, len(before) + longest, vocabulary)
         truncated |= len(sequence.token_ids) > longest
         if number and len(sequence.token_ids) >= longest and not sequence.loss_mask[:longest].any():
             truncated = True  # its context has left the policy no room
@@ -289,10 +298,16 @@ def _sequences(returned: Sequence[Any]) -> list[Sequence[Turn]]:
     return list(returned) if any(several) else [returned]
 
 
-def _of_turns(turns: Sequence[Turn], before: list[int], generated: Generated, roles: Sequence[str]) -> Completion:
-    """One sequence, whose turns come after the tokens ``before``."""
-    alone, said_by = _without_roles(turns, roles)
-    _check_contexts(alone, before, generated)
+def _of_turns(
+    turns: Sequence[Turn],
+    before: list[int],
+    generated: Generated,
+    roles: Sequence[str],
+    longest: int,
+    vocabulary: int,
+) -> Completion:
+    """One sequence, whose turns come after the tokens ``before``, and may be ``longest`` tokens with these."""
+    alone, said_by = _checked(*_without_roles(turns, roles), before, generated, longest, vocabulary)
     if not roles:
         return joined(alone)
     lengths = [len(turn.token_ids if isinstance(turn, Completion) else turn) for turn in alone]
@@ -312,8 +327,8 @@ def _cut_off(returned: Completion, before: int, limit: int, roles: Sequence[str]
         loss_mask=mask,
         starts=tuple(map(int, returned.starts)),
     )
-    _check(whole, limit)
-    _check_roles(whole, roles)
+    check_completion(whole, limit)
+    check_roles(whole, roles)
     if len(whole.token_ids) <= limit or whole.starts:
         return whole
     return beginning(whole, limit, read=before + limit - 1)
@@ -337,49 +352,37 @@ def _without_roles(turns: Sequence[Turn], roles: Sequence[str]) -> tuple[list[Pa
     return alone, said_by
 
 
-def _check_contexts(turns: Sequence[Part], before: list[int], generated: Generated) -> None:
-    """The log-probabilities of a turn hold after the tokens that it was generated from, and after no others."""
+def _checked(
+    turns: Sequence[Part],
+    said_by: Sequence[int],
+    before: list[int],
+    generated: Generated,
+    longest: int,
+    vocabulary: int,
+) -> tuple[list[Part], list[int]]:
+    """The turns and their roles, without most of what the policy was given past ``longest`` tokens, which is cut off.
+
+    The log-probabilities of a turn hold after the tokens that it was generated from, and after no others.
+    """
     contexts = {id(turn): context for context, turn in generated}
-    for number, turn in enumerate(turns):
+    before, checked = [*before], list[tuple[Part, int]]()
+    for number, (turn, role) in enumerate(zip(turns, said_by, strict=True)):
+        past = len(before) > longest
         if isinstance(turn, Completion):
             if id(turn) not in contexts:
                 raise UnusableError(f"returned as turn {number} a completion that this conversation has not generated")
-            if contexts[id(turn)] != before:
+            if not past and contexts[id(turn)] != before:
                 problem = f"returned a turn {number} that was generated after other tokens than stand before it"
                 raise UnusableError(problem)
-            turn = turn.token_ids
-        try:
-            before = [*before, *(operator.index(token) for token in turn)]
-        except (TypeError, ValueError):
-            raise UnusableError(f"returned a turn {number} that is no list of token ids") from None
-
-
-def _check(completion: Completion, limit: int) -> None:
-    length = len(completion.token_ids)
-    for name in ("logprobs", "loss_mask"):
-        if len(values := getattr(completion, name)) != length:
-            raise UnusableError(f"returned {len(values)} of {name} for a response of {length} tokens")
-    if not completion.loss_mask[:limit].any():
-        raise UnusableError("returned a response none of whose tokens the policy sampled")
-    try:
-        as_logprobs(completion.logprobs, completion.loss_mask)
-    except ValueError as error:
-        raise UnusableError(f"returned {error}") from None
-    if (count := sum(span.count for span in completion.versions)) != length:
-        raise UnusableError(f"returned the versions of {count} tokens for a response of {length}")
-
-
-def _check_roles(completion: Completion, roles: Sequence[str]) -> None:
-    said_by = completion.roles
-    if (said_by is not None) != bool(roles):
-        there = "without the role of each token" if roles else "with roles"
-        raise UnusableError(f"returned a response {there}, and rollout.roles has {', '.join(roles) or 'none'}")
-    if said_by is None:
-        return
-    if len(said_by) != len(completion.token_ids) or ((said_by >= 0) != completion.loss_mask).any():
-        raise UnusableError("returned a response whose roles are not those of its sampled tokens, and -1 elsewhere")
-    if said_by.max() >= len(roles):
-        raise UnusableError(f"returned a response of a role {said_by.max()}, and rollout.roles has {len(roles)}")
+            before += turn.token_ids.tolist()
+        elif past:
+            continue
+        else:
+            begin = turn[: longest + 1] if isinstance(turn, Sequence | np.ndarray) else turn
+            turn = check_ids(begin, vocabulary, f"returned a turn {number}")
+            before += turn.tolist()
+        checked.append((turn, role))
+    return [turn for turn, _ in checked], [role for _, role in checked]
 
 
 def _given(token_ids: Sequence[int] | NDArray[np.integer]) -> Completion:

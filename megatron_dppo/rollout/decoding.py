@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_dppo.process.progress import moved
 from megatron_dppo.rl.types import Completion, Routing, VersionSpan
 from megatron_dppo.rollout.decoder import Decoder, Departure
 from megatron_dppo.rollout.engine import Sampling
@@ -91,6 +92,7 @@ class Decoding:
     def run(self) -> None:
         """Until every continuation has ended."""
         while self._waiting or self._active:
+            moved()
             if lump := self._next():
                 self._admit(lump)
             else:

@@ -14,8 +14,10 @@ from megatron_dppo.data.examples import sources_of
 from megatron_dppo.data.generators import SEVERAL_TURNS, TOOLS, VERIFIERS, check_environment
 from megatron_dppo.data.turns import CALL, OTHER_CALL, NothingLeftError, Turns, TurnsError
 from megatron_dppo.errors import UserError
+from megatron_dppo.plugins.loading import FAILURES
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.conversation import Client, ConversationFunction, Part, TryAgainError, UnusableError
+from megatron_dppo.rollout.conversation import Client, ConversationFunction, Part, TryAgainError
+from megatron_dppo.rollout.conversation_checks import UnusableError
 
 SETTING = "rollout.conversation"
 REMEDY = "Write the turns as a function of your own (rollout.conversation=FILE.py:NAME), and the reward, too"
@@ -67,7 +69,7 @@ class _Environment:
 
         try:
             load_environment(config.environment, config.arguments)
-        except Exception as error:
+        except FAILURES as error:
             problem = f"cannot be loaded ({type(error).__name__}: {error})"
             remedy = "Install it, or mend data.verifiers.arguments"
             raise UserError("data.verifiers.environment", config.environment, problem, remedy) from error

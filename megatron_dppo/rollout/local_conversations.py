@@ -7,6 +7,9 @@ together depends on what was said, and not on how long a tool took: the same cal
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,8 +19,11 @@ import numpy as np
 from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import read_shape
+from megatron_dppo.process.progress import moved
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import ConversationFunction, TryAgainError, joined
+from megatron_dppo.rollout.conversation_checks import check_ids
 from megatron_dppo.rollout.decoding import Part
 from megatron_dppo.rollout.engine import Completions, Sampling
 from megatron_dppo.rollout.environment import conversation_of
@@ -55,6 +61,7 @@ class LocalClient:
     """Of the completion among those of its prompt."""
     sampling: Sampling
     ask: Callable[[_Request], None]
+    vocabulary: int
     asked: int = 0
     generated: list[tuple[list[int], Completion]] = field(default_factory=list)
     """Every turn, after the token ids that it was generated from."""
@@ -62,7 +69,7 @@ class LocalClient:
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
     ) -> Completion:
-        context = [int(token) for token in token_ids]
+        context: list[int] = check_ids(token_ids, self.vocabulary, "went on from a context").tolist()
         if not context:
             raise ValueError("There is no token to go on from.")
         left = min(len(self.prompt.token_ids) + self.max_tokens - len(context), self.max_tokens)
@@ -88,11 +95,23 @@ class LocalConversations:
         function: has one conversation.
         tokenizer: of the policy.
         timeout_s: how long all of them may neither ask nor end.
+        late_s: seconds in which none ends, after which those under way are named.
+        end_s: seconds in which none ends, after which the run stops.
         attempts: how often each is had before the run stops.
     """
 
-    def __init__(self, function: ConversationFunction, *, tokenizer: Any, timeout_s: float, attempts: int) -> None:
+    def __init__(
+        self,
+        function: ConversationFunction,
+        *,
+        tokenizer: Any,
+        timeout_s: float,
+        attempts: int,
+        late_s: float = math.inf,
+        end_s: float = math.inf,
+    ) -> None:
         self.function, self.tokenizer, self.timeout_s, self.attempts = function, tokenizer, timeout_s, attempts
+        self.late_s, self.end_s = late_s, end_s
         self._runner = asyncio.Runner()  # one loop for all steps: what a function keeps may belong to it
 
     def close(self) -> None:
@@ -117,6 +136,9 @@ class _Conversations:
         """By conversation, what it waits for."""
         self._moved = asyncio.Event()
         """A conversation has asked or ended."""
+        self._silent_since = self._last_end = time.monotonic()
+        """When a conversation last asked or ended; and when one last ended."""
+        self._named = False
 
     async def run(self) -> Completions:
         counts = [self._sampling.count(index) for index in range(len(self._prompts))]
@@ -126,9 +148,10 @@ class _Conversations:
             for number in range(count)
         }
         for task in tasks.values():
-            task.add_done_callback(lambda _: self._moved.set())
+            task.add_done_callback(self._ended)
         try:
             while under_way := [place for place, task in tasks.items() if not _ended(task)]:
+                self._look_at(under_way)
                 if all(place in self._asked for place in under_way):
                     self._answer()
                 else:
@@ -138,20 +161,48 @@ class _Conversations:
                 task.cancel()
         return [tuple(tasks[i, number].result() for number in range(count)) for i, count in enumerate(counts)]
 
+    def _ended(self, task: asyncio.Task[Completion]) -> None:
+        self._moved.set()
+        self._last_end, self._named = time.monotonic(), False
+
+    def _look_at(self, under_way: Sequence[Place]) -> None:
+        """
+        Raises:
+            UserError: none of them has ended for too long: one asks again and again, or waits.
+        """
+        of, still = self._of, time.monotonic() - self._last_end
+        if still < min(of.late_s, of.end_s):
+            return
+        late = [place for place in under_way if place not in self._asked] or under_way  # others may wait for these
+        first = self._prompts[late[0][0]].id
+        who = f"{len(late)} conversations of {of.function.spec}, the first of them about prompt {first}"
+        if still > of.end_s:
+            remedy = f"Look for why {of.function.spec} does not return, or raise it"
+            raise UserError("rollout.timeout_s", f"{of.end_s:g}", f"passed in which none ended of {who}", remedy)
+        if not self._named:
+            self._named = True
+            print(f"late: none has ended for {still:.0f} s of {who}", file=sys.stderr, flush=True)
+
     async def _wait(self, under_way: Sequence[Place]) -> None:
+        """Until one of them asks or ends, or it is time to look at them again."""
+        of, silent_s = self._of, time.monotonic() - self._silent_since
+        moved()  # the limits of conversations are looked at here
         try:
-            await asyncio.wait_for(self._moved.wait(), self._of.timeout_s)
+            await asyncio.wait_for(self._moved.wait(), min(max(of.timeout_s - silent_s, 0.0), of.late_s, of.end_s, 1.0))
         except TimeoutError:
+            if time.monotonic() - self._silent_since < of.timeout_s:
+                return
             silent = [place for place in under_way if place not in self._asked]
             problem = (
-                f"passed in which {len(silent)} conversations of {self._of.function.spec} neither asked for a turn nor "
+                f"passed in which {len(silent)} conversations of {of.function.spec} neither asked for a turn nor "
                 f"ended, the first of them about prompt {self._prompts[silent[0][0]].id}"
             )
             remedy = (
                 "Look for what it waits for (another conversation's turn comes only once it asks, too), or raise it"
             )
-            raise UserError("rollout.request_timeout_s", f"{self._of.timeout_s:g}", problem, remedy) from None
+            raise UserError("rollout.request_timeout_s", f"{of.timeout_s:g}", problem, remedy) from None
         self._moved.clear()
+        self._silent_since = time.monotonic()
 
     async def _have(self, place: Place) -> Completion:
         prompt, function = self._prompts[place[0]], self._of.function
@@ -161,7 +212,9 @@ class _Conversations:
             self._moved.set()
 
         for attempt in range(self._of.attempts):
-            client = LocalClient(self._of.tokenizer, self._sampling.max_tokens, prompt, place[1], self._sampling, ask)
+            most, sampling = self._sampling.max_tokens, self._sampling
+            vocabulary = function.vocabulary
+            client = LocalClient(self._of.tokenizer, most, prompt, place[1], sampling, ask, vocabulary)
             try:
                 return await function.have(client, client.generated, prompt)
             except TryAgainError as error:
@@ -191,6 +244,7 @@ class _Conversations:
                 for request, (turn, _) in zip(requests, answers, strict=True):
                     if not request.turn.done():  # else whoever asked was cancelled
                         request.turn.set_result(turn)
+        self._silent_since = time.monotonic()
 
 
 def _ended(task: asyncio.Task[Completion]) -> bool:
@@ -210,8 +264,10 @@ def local_conversations(config: Config) -> LocalConversations | None:
     if (function := conversation_of(config)) is None:
         return None
     return LocalConversations(
-        function,
+        replace(function, vocabulary=read_shape(config.model.folder).vocab_size),
         tokenizer=load_tokenizer(config.model.folder),
         timeout_s=rollout.request_timeout_s,
         attempts=rollout.attempts,
+        late_s=config.run.late_s,
+        end_s=rollout.timeout_s,
     )

@@ -169,7 +169,9 @@ class TeacherServers:
             until = time.monotonic() + self._timeout_s
             while True:
                 left = max(until - time.monotonic(), 1.0)
-                answer = self._http.call("POST", server.url, path, body=body, secret=self._secret, timeout_s=left)
+                answer = self._http.call_patiently(
+                    "POST", server.url, path, body=body, secret=self._secret, timeout_s=left
+                )
                 try:
                     return server.logprobs(await answer, response)
                 except ServerError as error:

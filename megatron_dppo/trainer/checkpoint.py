@@ -162,6 +162,9 @@ class Checkpoints:
         else:
             load_model_state(actor.chunks, state)
         settings = [{**group} for group in actor.optimizer.param_groups]
+        for inner in _inner_optimizers(state["optimizer"]):
+            for group in inner["param_groups"]:  # which Megatron, from 0.19 on, finds by these rates, too
+                group |= {name: settings[0][name] for name in ("max_lr", "min_lr") if name in group}
         actor.optimizer.load_state_dict(state["optimizer"])
         actor.offload()  # moments that were loaded into tensors of their own
         for group, ours in zip(actor.optimizer.param_groups, settings, strict=True):
@@ -299,10 +302,15 @@ def _restore_steps(optimizer: dict[Any, Any]) -> None:
     Args:
         optimizer: state of one, or of one for each kind of parameters, by number.
     """
-    for part in optimizer.values() if 0 in optimizer else [optimizer]:
-        inner = part.get("optimizer", part)  # bf16 keeps it beside the master weights
+    for inner in _inner_optimizers(optimizer):
         steps = [group["step"] for group in inner["param_groups"] if "step" in group]
         inner["state"].setdefault("common_step", torch.tensor(float(max(steps, default=0))))
+
+
+def _inner_optimizers(optimizer: dict[Any, Any]) -> list[dict[Any, Any]]:
+    """The states of torch's optimizers in the state of Megatron's, which has one for each kind of parameters."""
+    parts = list(optimizer.values()) if 0 in optimizer else [optimizer]
+    return [part.get("optimizer", part) for part in parts]  # bf16 and shards keep it beside the master weights
 
 
 def _bytes(actor: Actor) -> int:

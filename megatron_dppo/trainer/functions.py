@@ -15,6 +15,7 @@ probabilities, one for each candidate, is tried out before a run begins.
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from megatron_dppo.config import Config, LossConfig, PruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins.loading import load_function
+from megatron_dppo.plugins.loading import FAILURES, load_function
 from megatron_dppo.rl.losses import Tokens, token_losses
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
@@ -90,7 +91,12 @@ def engine_maker(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
         raise UserError(ENGINE, own, f"cannot be called with {form} ({error})", f"Give it {form}") from error
 
     def made(*arguments: Any, **named: Any) -> RolloutEngine[Any]:
-        engine = make(*arguments, **named)
+        try:
+            engine = make(*arguments, **named)
+        except UserError:
+            raise
+        except FAILURES as error:
+            raise UserError(ENGINE, own, f"raised:\n{traceback.format_exc(limit=-4)}", "Mend it") from error
         of = type(engine)
         if missing := [name for name in METHODS if getattr(of, name, None) in (None, getattr(RolloutEngine, name))]:
             problem = f"made a {of.__name__}, which lacks {', '.join(missing)}"
@@ -112,7 +118,19 @@ def objective_of(loss: LossConfig) -> Objective:
     function = load_function(SETTING, loss.objective)
     own = replace(objective, name=loss.objective, surrogate=partial(_both, function))
     _try_out(own)
-    return own
+    return replace(own, surrogate=partial(_or_named, loss.objective, function))
+
+
+def _or_named(name: str, function: Callable[[Tokens], Any], tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """
+    Raises:
+        UserError: the function raised.
+    """
+    try:
+        return _both(function, tokens)
+    except FAILURES as error:
+        problem = f"raised for {len(tokens.advantage)} tokens:\n{traceback.format_exc(limit=-4)}"
+        raise UserError(SETTING, name, problem, "Mend it") from error
 
 
 def _both(function: Callable[[Tokens], Any], tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -138,7 +156,7 @@ def _try_out(own: Objective) -> None:
         halves = slice(first), slice(first, None)
         apart = torch.cat([_gradient(own, sample, advantage, half) for half in halves])
         without = _gradient(own, sample, torch.where(sample == 0, 0.0, -0.5))
-    except Exception as error:  # whatever a user's function raises
+    except FAILURES as error:
         remedy = "Mend it; it is given Tokens of megatron_dppo.rl.losses, and returns a tensor with a value for each"
         raise UserError(SETTING, own.name, f"cannot be used ({type(error).__name__}: {error})", remedy) from error
     if not torch.isfinite(whole).all():

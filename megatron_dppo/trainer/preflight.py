@@ -15,12 +15,13 @@ from functools import partial
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
-from megatron_dppo.bridge.safetensors_files import check_weights
+from megatron_dppo.bridge.safetensors_files import check_finite, check_weights
 from megatron_dppo.config import Config, DataConfig
 from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.data.examples import Example, Source, example_of, read_examples, sources_of
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM, VERIFIERS
 from megatron_dppo.data.prompts import NO_CHECK, LabelCheck, are_stored, prepare
+from megatron_dppo.data.template import check_template
 from megatron_dppo.data.tokenizer import check_embedded
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
@@ -31,8 +32,11 @@ from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_columns, che
 from megatron_dppo.rollout.environment import check_turns
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 from megatron_dppo.trainer.disk import disk_needed, size_text
+from megatron_dppo.trainer.numbers import check_numbers
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
 
+MOST_READ = 2**29
+"""Bytes of weights that are looked through before a run; larger ones are while they are loaded."""
 Check = Callable[[], object]
 """Raises UserError for the first thing that it finds wrong."""
 
@@ -95,6 +99,7 @@ def check_config(config: Config, command: Command = "train") -> None:
 
 
 def _checks_of_settings(config: Config, command: Command) -> Iterator[Check]:
+    yield partial(check_numbers, config)
     yield from config.checks(command)
     if command != "sft":
         yield partial(check_rollout, config)
@@ -105,6 +110,8 @@ def _checks_of_policy(config: Config, shape: PolicyShape, command: Command) -> I
     yield partial(_check_routing, config, shape)
     yield partial(_check_weights, config, shape, command)
     yield partial(_check_tokens, config)
+    if config.data.chat_template:
+        yield partial(check_template, config.model.folder)
     if command == "train":
         for teacher in config.loss.distillation.models:
             yield partial(_check_teacher, config, shape, teacher, config.loss.distillation.setting_of(teacher))
@@ -169,7 +176,8 @@ def _environments_problems(data: DataConfig) -> Iterator[Mapping[str, object]]:
 
 def _check_weights(config: Config, shape: PolicyShape, command: Command) -> None:
     if config.model.checkpoint is None:
-        check_weights(config.model.folder, shape)
+        tensors = check_weights(config.model.folder, shape)
+        check_finite(tensors, config.model.folder, most_bytes=MOST_READ)
         return
     place = find_checkpoint(Path(config.model.checkpoint))
     if command in TRAINING:

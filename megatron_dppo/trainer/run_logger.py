@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import without_chat_marks
+from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluate import Evaluation, read_answers, record_answers
 from megatron_dppo.observe.console import Console, LengthGate
 from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics
@@ -83,7 +85,10 @@ class RunLogger:
         """Add an evaluation made after ``step`` steps."""
         self._row |= evaluation.metrics | seconds
         if self._log:
-            record_answers(self._folder, step, evaluation)
+            try:
+                record_answers(self._folder, step, evaluation)
+            except UserError as error:  # the file was damaged since the run began
+                self._console.note(f"the sample answers of step {step} were not kept: {error}")
             for note in evaluation.notes:
                 self._console.note(note)
 
@@ -113,16 +118,36 @@ class RunLogger:
             self._log.close()
             self._pruning.close()
         elif (summary := read_summary(self._folder)) is not None:
-            print_summary(self._folder, summary, self._console)
+            self._attempt("the summary", lambda: print_summary(self._folder, summary, self._console))
             return
+        self._attempt("the pictures", self._draw)
+        self._attempt("the sample answers", self._show_answers)
+        self._attempt("the summary", lambda: print_summary(self._folder, write_summary(self._folder), self._console))
+        if best:
+            self._attempt("the best checkpoint", partial(self._name_best, best))
+
+    def _attempt(self, what: str, report: Callable[[], object]) -> None:
+        """Report on a run whose steps are done. A report that fails, on a damaged file perhaps, is a note."""
+        try:
+            report()
+        except Exception as error:
+            self._console.note(f"{what} could not be made ({type(error).__name__}: {error}); the run is complete")
+
+    def _draw(self) -> None:
         from megatron_dppo.report.pictures import draw_pictures  # matplotlib is slow to import, and one rank draws
         from megatron_dppo.report.run import read_run
 
-        draw_pictures(read_run(self._folder, self._folder.name), self._folder)
+        draw_pictures(run := read_run(self._folder, self._folder.name), self._folder)
+        for words in run.left_out:
+            self._console.note(words)
+
+    def _show_answers(self) -> None:
         if answers := _answers(read_answers(self._folder)):
             self._console.banner(answers)
-        print_summary(self._folder, write_summary(self._folder), self._console)
-        if best and read_metrics(self._folder)[-1].get("eval/accuracy", best.accuracy) < best.accuracy:
+
+    def _name_best(self, best: Best) -> None:
+        rows = [row for row in read_metrics(self._folder) if "eval/accuracy" in row]
+        if rows and rows[-1]["eval/accuracy"] < best.accuracy:
             self._console.note(f"{best}: its checkpoint stays in {self._folder / 'checkpoints'}")
 
 

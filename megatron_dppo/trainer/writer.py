@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from megatron_dppo.bridge.checkpoint_folder import damaged, refusing_damage
+from megatron_dppo.bridge.checksums import FILE as CHECKSUMS
 from megatron_dppo.bridge.checksums import Checksums, DamagedError
 from megatron_dppo.bridge.fingerprint import fingerprint
 from megatron_dppo.config import Config, LoraConfig, ModelConfig
@@ -196,8 +197,9 @@ def _as_typed(value: float | list[str]) -> str:
 
 
 def _parse(place: Path) -> dict[str, Any]:
-    if (checksums := Checksums.read(place)) is not None:
-        checksums.check_file(STATE)
+    if (checksums := Checksums.read(place)) is None:  # a run has never written one without
+        raise DamagedError(f"{CHECKSUMS} is missing, without which no damage would be noticed")
+    checksums.check_file(STATE)
     try:
         state = json.loads((place / STATE).read_bytes())
         if not isinstance(state, dict):

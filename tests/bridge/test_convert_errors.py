@@ -48,9 +48,10 @@ def set_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 BAD_SOURCES: dict[str, tuple[Callable[[Path], object], str]] = {
     "other sizes": (lambda source: set_config(source, head_dim=8), "has shape [6], but config.json makes it [8]"),
-    "another family": (lambda source: set_config(source, architectures=["Qwen2ForCausalLM"]), "q_proj.bias"),
+    "another family": (lambda source: set_config(source, **QWEN2), "q_proj.bias"),
     "a model that is not supported": (lambda source: set_config(source, architectures=["LlamaForCausalLM"]), "Llama"),
     "no directory": (shutil.rmtree, "is not a directory"),
 }
@@ -85,7 +86,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a smaller vocabulary": (lambda at: set_config(at / "hf", vocab_size=257), "has shape [256, 24], but config.json"),
     "another family": (
-        lambda at: set_config(at / "hf", architectures=["Qwen2ForCausalLM"]),
+        lambda at: set_config(at / "hf", **QWEN2),
         "decoder.layers.self_attention.linear_qkv.bias is missing",
     ),
     "tied, and it is not": (
@@ -103,7 +104,7 @@ def test_a_bad_checkpoint_is_refused(
     (checkpoint / "release" / checksums.FILE).unlink()
     out = tmp_path / "out"
     assert to_hf(checkpoint, out) == 0
-    assert "has no checksums, as an earlier version wrote it" in capsys.readouterr().err
+    assert "has no checksums.json, as its writer left one" in capsys.readouterr().err
     before = contents(out)
     damage, problem = BAD_CHECKPOINTS[bad]
     damage(checkpoint)
@@ -157,7 +158,7 @@ def test_a_damaged_file_is_named_and_nothing_is_written(
 def test_the_nearest_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_qwen2(tmp_path / "source", Sizes())
     assert to_megatron(tmp_path / "source", tmp_path / "checkpoint") == 0
-    set_config(tmp_path / "checkpoint/hf", architectures=["Qwen3ForCausalLM"])
+    set_config(tmp_path / "checkpoint/hf", architectures=["Qwen3ForCausalLM"], model_type="qwen3")
     assert to_hf(tmp_path / "checkpoint", tmp_path / "out") == 2
     key = "decoder.layers.self_attention."
     assert f"{key}q_layernorm.weight is missing (nearest name: {key}linear_qkv.bias)" in printed_error(capsys)

@@ -58,3 +58,20 @@ def test_the_script_for_this_machine_trains_when_it_is_run(tmp_path: Path) -> No
     done = subprocess.run(["bash"], input=text, env=environ, cwd="/", capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: model.path = no such policy"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["CONTAINER", "SERVER_CONTAINER"])
+def test_the_container_that_is_not_there_is_named_by_its_variable(tmp_path: Path, name: str) -> None:
+    """In place of Slurm are two programs that know one node."""
+    for program, words in (
+        ("scontrol", 'case "$*" in *hostnames*) echo n1 ;; *) echo NodeAddr=n1 ;; esac'),
+        ("srun", ""),
+    ):
+        (tmp_path / program).write_text(f"#!/bin/sh\n{words}\n")
+        (tmp_path / program).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "1"}
+    environ = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}", name: "/no/such/image"}
+    command = ["bash", "-c", f"source {ROOT}/megatron_dppo/launch/job.sh run.yaml"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"error: {name} = /no/such/image: there is no such file" in done.stdout

@@ -42,6 +42,8 @@ ENDING = (
     "fail_everywhere",
     "crash_after_another_failed",
     "crash_on_rank_one",
+    "exit_on_rank_one",
+    "leave_on_rank_one",
     "killed_on_rank_one",
     "say_environment",
 )
@@ -117,6 +119,39 @@ def test_a_crash_shows_its_own_traceback_alone(outcomes: dict[str, Outcome]) -> 
     assert crash.err.startswith("rank 1 of 2 crashed:\nTraceback")
     assert crash.err.endswith("ValueError: a defect\n")
     assert crash.err.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("job", "first", "last"),
+    [
+        ("exit_on_rank_one", "rank 1 of 2 crashed:\nTraceback", "SystemExit: 0\n"),
+        ("leave_on_rank_one", "rank 1 of 2 was ended by os._exit(0), called at:\n", "    os._exit(0)\n"),
+    ],
+)
+def test_a_rank_that_ends_itself_before_its_job_does_has_failed(
+    outcomes: dict[str, Outcome], job: str, first: str, last: str
+) -> None:
+    outcome = outcomes[job]
+    assert (outcome.code, outcome.out) == (1, ""), outcome
+    assert outcome.err.startswith(first) and outcome.err.endswith(last)
+    assert f"in {job}\n" in outcome.err
+
+
+ALONE = """
+import multiprocessing, os, sys
+from megatron_dppo.config import Config
+from megatron_dppo.launch.rank import rank_main
+copy = lambda config: multiprocessing.get_context("fork").Process(target=os._exit, args=(0,)).start()
+ending = {"exit": lambda config: sys.exit(0), "leave": lambda config: os._exit(0), "saved": lambda config: os._exit(75)}
+sys.exit(rank_main({**ending, "fork": copy}[sys.argv[1]], Config()))
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 1), ("leave", 1), ("saved", 1), ("fork", 0)])
+def test_so_has_a_run_of_one_rank(tmp_path: Path, how: str, code: int) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MEGATRON_DPPO_FAILURE": str(tmp_path / "failure")}
+    assert Command(["python", "-c", ALONE, how], tmp_path / "log", environ=environ).exit_code() == code
+    assert ("the run" in (tmp_path / "log").read_text()) is bool(code)
 
 
 def test_a_rank_that_is_killed_is_named(outcomes: dict[str, Outcome]) -> None:

@@ -61,6 +61,7 @@ def test_rotary_base_is_read_from_files_older_than_transformers_5(tmp_path: Path
 
 def test_experts_are_read_under_either_name(tmp_path: Path) -> None:
     fields = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    fields["model_type"] = "qwen3_moe"
     expected = replace(SHAPE, architecture="Qwen3MoeForCausalLM", ffn=32, experts=6, experts_per_token=2)
     for name in ("num_experts", "num_local_experts"):
         for renormalises in (True, False):
@@ -69,7 +70,8 @@ def test_experts_are_read_under_either_name(tmp_path: Path) -> None:
 
 
 def test_a_qwen2_has_biases_and_no_head_size_of_its_own(tmp_path: Path) -> None:
-    shape = read_shape(write_config(tmp_path, drop=("head_dim",), architectures=["Qwen2ForCausalLM"]))
+    qwen2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    shape = read_shape(write_config(tmp_path, drop=("head_dim",), **qwen2))
     assert shape == replace(SHAPE, architecture="Qwen2ForCausalLM", head_dim=6)
     assert (shape.qkv_bias, shape.qk_norm) == (True, False)
     assert (SHAPE.qkv_bias, SHAPE.qk_norm) == (False, True)
@@ -130,6 +132,22 @@ def test_a_size_that_is_none_is_named(tmp_path: Path, key: str) -> None:
         (folder / "config.json").write_text(json.dumps(good | {key: value}))
         with pytest.raises(UserError, match=rf"its config\.json has {key} = .*which is no"):
             read_shape(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("model_type", "llama", 'Qwen3ForCausalLM is of model_type "llama"'),
+        ("num_hidden_layers", 10**6, "num_hidden_layers = 1e+06, which is more than 10,000"),
+        ("vocab_size", 10**12, "vocab_size = 1e+12, which is more than 1,000,000,000"),
+        ("rope_theta", 0, "rope_theta = 0, which is no number above 0"),
+    ],
+)
+def test_what_no_model_can_be_is_refused(tmp_path: Path, field: str, value: object, problem: str) -> None:
+    path = write_config(tmp_path, drop=("rope_parameters",), **{field: value})
+    with pytest.raises(UserError) as caught:
+        read_shape(path)
+    assert problem in caught.value.problem
 
 
 @pytest.mark.parametrize("key", ["architectures", "rope_parameters", "model_type", "hidden_act", "mlp_only_layers"])

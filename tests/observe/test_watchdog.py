@@ -9,15 +9,18 @@ import signal
 import time
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_dppo.config import LayoutConfig
+from megatron_dppo.errors import UserError
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Heartbeat, Watchdog, late_ranks
 from megatron_dppo.parallel.world import initialize
+from megatron_dppo.process.progress import moved
 from tests.ranks import RankPool
 
 LATE_S = 0.4
@@ -42,7 +45,9 @@ def train(rank: int, size: int) -> str:
         with timers("actor_train"):
             dist.all_reduce(torch.ones(1))
         with timers("rollout"):
-            time.sleep(2 * LATE_S)  # time for a second word, which would be one too many
+            for _ in range(8):  # time for a second word, which would be one too many
+                time.sleep(LATE_S / 4)
+                moved()
     return said.getvalue()
 
 
@@ -85,6 +90,7 @@ def stop(rank: int, size: int) -> str:
             deadline = time.monotonic() + 20.0
             while "late" not in said.getvalue() and time.monotonic() < deadline:
                 time.sleep(0.05)
+                moved()
             os.kill(process, signal.SIGCONT)
         world.wait_for_all("rollouts")
     return said.getvalue()
@@ -116,3 +122,50 @@ def test_who_is_late(beats: list[Heartbeat], late: list[int]) -> None:
 def test_a_rank_that_has_fallen_silent_is_the_one_that_others_wait_for() -> None:
     waiting = replace(AT, entered=6, still_s=9.0)
     assert late_ranks([waiting, AT, waiting], [0.1, 0.1, 3.0], 1.0, 5.0) == [2]
+
+
+def stand_still(rank: int, size: int, phase: str) -> tuple[str, str]:
+    """Rank 0 runs code that never returns, in a call that no exception interrupts; others wait for it."""
+    world = initialize(LayoutConfig(dp=size), seed=1, timeout_s=4 * LATE_S)
+    timers, said, raised = PhaseTimers(), io.StringIO(), ""
+    with contextlib.redirect_stderr(said), closing(Watchdog(world, timers, LATE_S, 60.0)):
+        try:
+            with timers(phase) if phase else contextlib.nullcontext():
+                world.together(partial(never_return, rank), what="rollouts")
+        except UserError as error:
+            raised = str(error)
+    return said.getvalue(), raised
+
+
+def never_return(rank: int) -> None:
+    if rank == 0:
+        time.sleep(600.0)
+
+
+@pytest.mark.parametrize(("size", "phase"), [(1, "rollout"), (1, "eval"), (1, ""), (2, "rollout")])
+def test_code_that_never_returns_is_named_and_ended(ranks: RankPool, size: int, phase: str) -> None:
+    began = time.monotonic()
+    outcomes = ranks.run(size, stand_still, phase)
+    assert time.monotonic() - began < 30.0
+    assert outcomes[0][0].count("late: rank 0 on ") == 1
+    assert f"in {phase or 'no phase'} for" in outcomes[0][0] and "never_return" in outcomes[0][0]
+    for said, raised in outcomes:  # the leader's error is everyone's
+        assert raised.startswith("rollout.timeout_s = 1.6: rank 0 has stood still"), raised
+        assert "never_return" in raised and said in ("", outcomes[0][0])
+
+
+def move_slowly(rank: int, size: int) -> str:
+    world = initialize(LayoutConfig(dp=size), seed=1, timeout_s=2 * LATE_S)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), closing(Watchdog(world, timers := PhaseTimers(), LATE_S, 60.0)):
+        with timers("rollout"):
+            for _ in range(12):
+                time.sleep(LATE_S / 4)
+                moved()
+        with timers("actor_train"):  # whose steps may be long
+            time.sleep(4 * LATE_S)
+    return said.getvalue()
+
+
+def test_slow_work_is_not_taken_for_work_that_hangs(ranks: RankPool) -> None:
+    assert ranks.run(1, move_slowly) == [""]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.rl.sequences import sequences
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
-from megatron_dppo.rollout.conversation import Turn, UnusableError, completed, joined
+from megatron_dppo.rollout.conversation import Turn, completed, joined
+from megatron_dppo.rollout.conversation_checks import UnusableError
 from tests.docs.documents import blocks
 
 PROMPT = Prompt(0, np.array([7, 8], np.int32), "", "")
@@ -39,6 +41,24 @@ def finished(turns: Sequence[Turn], *, limit: int = 20) -> Completion:
             after.append((list(before), each))
         before += list(each.token_ids if isinstance(each, Completion) else each)
     return completed(turns, PROMPT, after, limit)
+
+
+def test_a_turn_of_ten_million_tokens_is_cut_off_and_foreign_ids_are_named() -> None:
+    """In a moment, and wherever they stand."""
+    began = time.monotonic()
+    endless = completed([FIRST, [5] * 10_000_000], PROMPT, SUMMED, 20)
+    assert (len(endless.token_ids), endless.finish_reason) == (20, "length")
+    many = completed([FIRST, *([[5]] * 1_000_000)], PROMPT, SUMMED, 20)
+    assert (many.token_ids.tolist(), many.finish_reason) == (endless.token_ids.tolist(), "length")
+    assert time.monotonic() - began < 10.0
+    for token in (9, -1, 1 << 40):
+        with pytest.raises(
+            UnusableError, match=f"a turn 1 with the token id {token}; the policy's vocabulary has 9 tokens"
+        ):
+            completed([FIRST, [5, token]], PROMPT, SUMMED, 20, vocabulary=9)
+        whole = replace(completed([FIRST, [5]], PROMPT, SUMMED, 20), token_ids=np.array([5, 6, token], np.int64))
+        with pytest.raises(UnusableError, match="returned a completion with the token id"):
+            completed(whole, PROMPT, [], 20, vocabulary=9)
 
 
 def test_what_was_generated_is_trained_on_and_what_was_told_is_read() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,14 @@ async def stumble(client: Client, prompt: Prompt) -> list[Turn]:
     return [await client.generate(prompt.token_ids), prompt.no_such_thing]
 
 
+async def end_the_program(client: Client, prompt: Prompt) -> list[Turn]:
+    sys.exit(0)
+
+
+async def cancel_itself(client: Client, prompt: Prompt) -> list[Turn]:
+    raise asyncio.CancelledError("no more of this")
+
+
 async def go_on_from_nothing(client: Client, prompt: Prompt) -> list[Turn]:
     return [await client.generate([])]
 
@@ -83,6 +92,12 @@ async def go_on_from_nothing(client: Client, prompt: Prompt) -> list[Turn]:
 async def never_end(client: Client, prompt: Prompt) -> list[Turn]:
     if prompt.id == 1:
         await asyncio.Event().wait()
+    return await once(client, prompt)
+
+
+async def ask_for_ever(client: Client, prompt: Prompt) -> list[Turn]:
+    while prompt.id == 1:
+        await client.generate(prompt.token_ids, max_tokens=1)
     return await once(client, prompt)
 
 
@@ -111,9 +126,9 @@ def engines(policy: Qwen3ForCausalLM, tmp_path: Path) -> Iterator[Any]:
     made: list[LocalEngine] = []
     policy.config.save_pretrained(tmp_path)
 
-    def make(function: Any, max_batch: int = 64, path: Path = tmp_path) -> LocalEngine:
+    def make(function: Any, max_batch: int = 64, path: Path = tmp_path, **limits: float) -> LocalEngine:
         named = function and ConversationFunction("rollout.conversation", f"f.py:{function.__name__}", function, "Mend")
-        talks = named and LocalConversations(named, tokenizer=None, timeout_s=0.5, attempts=2)
+        talks = named and LocalConversations(named, tokenizer=None, attempts=2, **{"timeout_s": 0.5, **limits})
         made.append(
             LocalEngine(path, device=torch.device("cpu"), dtype=torch.float32, max_batch=max_batch, conversations=talks)
         )
@@ -123,6 +138,20 @@ def engines(policy: Qwen3ForCausalLM, tmp_path: Path) -> Iterator[Any]:
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.mark.parametrize("function", [never_end, ask_for_ever])
+def test_a_conversation_that_does_not_return_is_named_and_ended(
+    engines: Any, function: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = engines(function, timeout_s=60.0, late_s=0.3, end_s=1.0)
+    with pytest.raises(UserError) as raised:
+        generate(engine, make_prompts(3, 6), sampling_of(samples=2))
+    who = f"2 conversations of f.py:{function.__name__}, the first of them about prompt 1"
+    assert (
+        raised.value.setting == "rollout.timeout_s" and raised.value.problem == f"passed in which none ended of {who}"
+    )
+    assert capsys.readouterr().err == f"late: none has ended for 0 s of {who}\n"
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:
@@ -196,6 +225,8 @@ def test_a_conversation_that_gives_up_is_had_again(engines: Any) -> None:
     [
         (forget_what_was_told, "rollout.conversation", "turn 1 that was generated after other tokens"),
         (stumble, "rollout.conversation", "AttributeError: 'Prompt' object has no attribute 'no_such_thing'"),
+        (end_the_program, "rollout.conversation", "SystemExit: 0"),
+        (cancel_itself, "rollout.conversation", "CancelledError: no more of this"),
         (go_on_from_nothing, "rollout.conversation", "no token to go on from"),
         (
             give_up,

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import importlib
 import json
+import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,7 +19,6 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import Config, ModelConfig, RolloutConfig
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.plugins.slime import Sample
@@ -26,8 +27,9 @@ from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.batch import Batch
 from megatron_dppo.rollout.servers.custom import conversations_of
 from megatron_dppo.rollout.servers.dispatch import Dispatcher, PromptFailedError
-from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sglang import SglangClient
+from tests.policies import write_policy
 
 SAMPLES, PROMPTS = 4, 12
 ABORTS = 9
@@ -92,6 +94,15 @@ async def forget_what_was_told(client, prompt):
     tokens = prompt.token_ids.tolist()
     return [await client.generate(tokens), await client.generate(tokens)]
 
+async def tell_unknown_tokens(client, prompt):
+    return [await client.generate(prompt.token_ids), [5, 10**6]]
+
+async def ask_of_unknown_tokens(client, prompt):
+    return [await client.generate([*prompt.token_ids, 10**6])]
+
+async def end_the_program(client, prompt):
+    raise SystemExit(0)
+
 async def stumble(client, prompt):
     return [await client.generate(prompt.token_ids), prompt.no_such_thing]
 """
@@ -154,7 +165,7 @@ def converse(
     """Have a function answer; the batch, the servers that were lost, and what is left in the prompts."""
     (folder / "tools.py").write_text(FUNCTIONS)
     rollout = RolloutConfig(**{setting: f"{folder / 'tools.py'}:{function}"}, request_timeout_s=20.0, roles=roles)
-    write_tokenizer(character_tokenizer(), folder, max_tokens=512)
+    write_policy(folder, layers=1)
     conversations = conversations_of(Config(model=ModelConfig(path=str(folder)), rollout=rollout))
     assert conversations is not None
     http = Http()
@@ -248,6 +259,9 @@ def test_a_conversation_that_gives_up_is_had_again_and_costs_no_server(url: str,
     ("function", "words"),
     [
         ("forget_what_was_told", "turn 1 that was generated after other tokens than stand before it"),
+        ("tell_unknown_tokens", "a turn 1 with the token id 1000000; the policy's vocabulary has 131 tokens"),
+        ("ask_of_unknown_tokens", "from a context with the token id 1000000; the policy's vocabulary has 131 tokens"),
+        ("end_the_program", "SystemExit: 0"),
         ("stumble", "AttributeError: 'Prompt' object has no attribute 'no_such_thing'"),
     ],
 )
@@ -302,3 +316,25 @@ def seven(): return bring_along(), Sample
     assert sys.modules["slime.utils.types"] is theirs and sys.modules["slime.utils"].types is theirs
     assert importlib.import_module("slime.utils.types").Sample is not Sample
     assert "slime.utils.http_utils" not in sys.modules
+
+
+def test_the_conversation_that_is_under_way_longest_is_named(url: str, tmp_path: Path) -> None:
+    """Also where it holds up the thread of all conversations."""
+    (tmp_path / "tools.py").write_text("import time\nasync def rollout(client, prompt):\n    time.sleep(3)\n")
+    write_policy(tmp_path, layers=1)
+    rollout = RolloutConfig(conversation=f"{tmp_path}/tools.py:rollout", request_timeout_s=1.0)
+    conversations = conversations_of(Config(model=ModelConfig(path=str(tmp_path)), rollout=rollout))
+    assert conversations is not None and conversations.late(0.0) == ""
+    http, prompt = Http(), Prompt(7, np.array([7, 8], np.int32), "7 8", "")
+    sampling = Sampling(1, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1)
+    begun = http.start(conversations(SglangClient(url, http), prompt, sampling, lambda told: []))
+    deadline = time.monotonic() + 10.0
+    while not conversations.late(0.5) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert re.fullmatch(
+        r".*/tools\.py:rollout has been about prompt 7 for \d s and has not returned", conversations.late(0.5)
+    )
+    with pytest.raises(ServerError, match="for 1 s, with no completion in the end"):
+        begun.result(10.0)
+    assert conversations.late(0.0) == ""
+    http.close()

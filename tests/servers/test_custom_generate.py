@@ -11,7 +11,7 @@ import pytest
 from megatron_dppo.config import Config, ModelConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.slime import Sample
-from megatron_dppo.rollout.conversation import UnusableError
+from megatron_dppo.rollout.conversation_checks import UnusableError
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.custom import _read_all, _sampling_params, conversations_of
 from tests.runs import rows

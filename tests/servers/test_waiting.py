@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import pool
-from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.http import BusyError, Http
 from megatron_dppo.rollout.servers.pool import Pool, Server
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
@@ -62,3 +65,37 @@ def test_a_server_that_falls_silent_in_a_run_is_named_before_it_is_taken_out(
         named = f"server {url.removeprefix('http://')} is silent: no answer to a health check for 0 s"
         assert said == [f"{named} (rollout.health_timeout_s = 0.5)"]
         assert http.run(serving.check(0.5)) == {url: "did not answer /health_generate within 0.5 s"}
+
+
+class Busy(BaseHTTPRequestHandler):
+    """Has no room twice, then answers."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked += 1
+        status = {1: 429, 2: 503}.get(self.server.asked, 200) if self.path == "/generate" else 503
+        self.send_response(status)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_busy_server_is_asked_again_within_the_time_limit(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_dppo.rollout.servers.http.AGAIN_S", 0.1)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
+    server.asked = 0
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    client = SglangClient(f"http://127.0.0.1:{server.server_port}", http)
+    assert http.run(client.post("/generate", {}, timeout_s=20.0)) == {} and server.asked == 3
+    began = time.monotonic()
+    with pytest.raises(BusyError, match="status 503"):
+        http.run(client.post("/never", {}, timeout_s=0.5))
+    assert 0.3 < time.monotonic() - began < 5.0
+    asked = server.asked
+    with pytest.raises(BusyError):  # an order, whose sender has a patience of its own
+        http.run(client.post("/never", {}))
+    assert server.asked == asked + 1
+    server.shutdown()

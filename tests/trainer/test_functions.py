@@ -10,6 +10,7 @@ import torch
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, RolloutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.losses import token_losses
+from megatron_dppo.rl.objectives import Objective
 from megatron_dppo.train import train
 from megatron_dppo.trainer.functions import engine_maker, objective_of
 from tests.ranks import RankPool
@@ -47,6 +48,14 @@ def root(tokens):
 
 def mistaken(tokens):
     return tokens.ratios
+
+def stumbles(tokens):
+    if len(tokens.advantage) > 8:
+        raise SystemExit("too many")
+    return tokens.ratio * tokens.advantage
+
+def no_engine(path, *, device, dtype, world):
+    return path.no_such_thing
 
 from megatron_dppo.rollout.engine import RolloutEngine
 
@@ -123,6 +132,28 @@ def test_what_an_objective_must_not_be_is_refused(name: str, problem: str, own: 
     with pytest.raises(UserError, match=problem) as refused:
         objective_of(LossConfig(objective=f"{own}:{name}"))
     assert (refused.value.setting, refused.value.value) == ("loss.objective", f"{own}:{name}")
+
+
+def test_what_a_function_raises_in_a_run_is_told_by_its_name(own: Path) -> None:
+    """An objective passes its trial, and fails on a pack; an engine cannot be made."""
+    objective = objective_of(LossConfig(objective=f"{own}:stumbles"))
+    tokens = token_losses_of(objective, 4)
+    assert len(tokens) == 4
+    with pytest.raises(
+        UserError, match=r"loss\.objective = .*:stumbles: raised for 9 tokens:\n(.|\n)*SystemExit: too m"
+    ):
+        token_losses_of(objective, 9)
+    make = engine_maker(Config(rollout=RolloutConfig(engine_function=f"{own}:no_engine")))
+    assert make is not None
+    with pytest.raises(UserError, match=r"rollout\.engine_function = (.|\n)*no_such_thing"):
+        make("path", device=None, dtype=None, world=None)
+
+
+def token_losses_of(objective: Objective, count: int) -> torch.Tensor:
+    logprobs = torch.full((count,), -1.0)
+    rest = {"engine_logprobs": logprobs, "reference_logprobs": None, "advantage": torch.ones(count), "kl_coef": 0.0}
+    sample = torch.zeros(count, dtype=torch.int64)
+    return token_losses(objective, logprobs=logprobs, old_logprobs=logprobs, tis_cap=None, sample=sample, **rest).loss
 
 
 def test_a_trust_region_and_an_objective_of_ones_own_exclude_each_other() -> None:

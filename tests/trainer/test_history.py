@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.bridge.checksums import FILE, Checksums
 from megatron_dppo.config import replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import as_yaml, load_config, settings
@@ -36,6 +37,7 @@ def with_checkpoint(folder: Path, step: int) -> None:
     (place / "common.pt").touch()
     (place / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     write_state(place, {}, Writer.of(load_config(None, words(folder))))
+    Checksums(place, {}).write()
     (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(f"{step}\n")
 
 
@@ -63,6 +65,15 @@ def test_the_table_says_of_every_setting_whether_a_resume_may_change_it() -> Non
     longest = {key: max((start for start in RULES if key.startswith(start)), key=len) for key in settings()}
     assert set(longest.values()) == set(RULES) and not any(rule_of(key) != RULES[longest[key]] for key in settings())
     assert rule_of("reward.workers") == "free" and rule_of("reward.function: reward.py") == "kept"
+
+
+def test_a_run_does_not_resume_where_its_checksums_were_removed(tmp_path: Path) -> None:
+    record(tmp_path, 0, load_config(None, words(tmp_path)))
+    with_checkpoint(tmp_path, 3)
+    check_resume(load_config(None, words(tmp_path)))
+    (tmp_path / "checkpoints" / "iter_0000003" / FILE).unlink()
+    with pytest.raises(UserError, match=r"checksums\.json is missing"):
+        check_resume(load_config(None, words(tmp_path)))
 
 
 def test_what_is_given_from_python_may_be_called_otherwise(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from megatron_dppo.bridge.checkpoint_folder import FORMAT, TRACKER, iteration_name
+from megatron_dppo.bridge.checksums import Checksums
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
@@ -188,6 +189,7 @@ def _checkpoint(config: Config, step: int) -> Path:
     (place / FORMAT).write_text("{}")
     (place.parent / TRACKER).write_text(str(step))
     write_state(place, {}, Writer.of(config, "torch"))
+    Checksums(place, {}).write()
     return place
 
 

@@ -212,7 +212,9 @@ class ServerClient(ABC):
         return await self.http.call("GET", self.url, path, query=query or None, secret=self.secret, timeout_s=timeout_s)
 
     async def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None, **query: str) -> Any:
-        return await self.http.call(
+        """A request; where a time limit is named, as of completions, a busy server is asked again within it."""
+        call = self.http.call if timeout_s is None else self.http.call_patiently
+        return await call(
             "POST",
             self.url,
             path,

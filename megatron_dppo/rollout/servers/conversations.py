@@ -7,6 +7,8 @@ heartbeat. Requests go out in the HTTP thread. Where a server breaks off, anothe
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -15,6 +17,7 @@ import numpy as np
 
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.conversation import ConversationFunction, TryAgainError, joined
+from megatron_dppo.rollout.conversation_checks import check_ids
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable
@@ -50,6 +53,7 @@ class ConversationClient:
         number: of the completion among those of its prompt.
         read_versions: see :data:`ReadVersions`.
         timeout_s: how long one request may take.
+        vocabulary: token ids are below it.
     """
 
     def __init__(
@@ -61,10 +65,12 @@ class ConversationClient:
         number: int,
         read_versions: ReadVersions,
         timeout_s: float,
+        vocabulary: int,
     ) -> None:
         self.server, self.tokenizer, self.sampling, self.number = server, tokenizer, sampling, number
         self.max_tokens = sampling.max_tokens
         self._prompt, self._read_versions, self._timeout_s = prompt, read_versions, timeout_s
+        self._vocabulary = vocabulary
         self.generated: list[tuple[list[int], Completion]] = []
         """Every turn, after the token ids that it was generated from."""
         self.told: list[str] = []
@@ -73,7 +79,7 @@ class ConversationClient:
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
     ) -> Completion:
-        context = [int(token) for token in token_ids]
+        context: list[int] = check_ids(token_ids, self._vocabulary, "went on from a context").tolist()
         left = len(self._prompt.token_ids) + self.max_tokens - len(context)
         stops = (*self.sampling.stop_token_ids, *stop_token_ids)
         turn = await self._in_http(self._turn(context, left if max_tokens is None else min(left, max_tokens), stops))
@@ -134,7 +140,7 @@ class ConversationClient:
         base, path = f"{parts.scheme}://{parts.netloc}", url.partition(parts.netloc)[2]
         if _host(url) != _host(server.url):
             try:
-                return await server.http.call("POST", base, path, body=payload, timeout_s=self._timeout_s)
+                return await server.http.call_patiently("POST", base, path, body=payload, timeout_s=self._timeout_s)
             except ServerError as error:
                 raise ConversationError(error.url, error.problem, alive=error.alive) from None
         answer = await server.post(path, payload, timeout_s=self._timeout_s)
@@ -156,6 +162,15 @@ class Conversations:
     def __init__(self, function: ConversationFunction, *, tokenizer: Any, timeout_s: float) -> None:
         self._function, self._tokenizer, self._timeout_s = function, tokenizer, timeout_s
         self._thread = Http()
+        self._begun: dict[int, float] = {}
+        """When the conversations of each prompt under way were last begun, by the prompt's id."""
+
+    def late(self, seconds: float) -> str:
+        """The prompt whose conversations are under way longest, if for so long; else empty. From any thread."""
+        prompt, began = min(list(self._begun.items()), key=lambda each: each[1], default=(-1, math.inf))
+        if (under_way := time.monotonic() - began) < seconds:
+            return ""
+        return f"{self._function.spec} has been about prompt {prompt} for {under_way:.0f} s and has not returned"
 
     def close(self) -> None:
         self._thread.close()
@@ -170,16 +185,20 @@ class Conversations:
             ConversationError: the function gave one of them up, or took too long, or a host that it asks failed it.
             UserError: the function raised, or returned what cannot be trained on.
         """
+        run = self._tokenizer, prompt, sampling
+        limits = self._timeout_s, self._function.vocabulary
         clients = [
-            ConversationClient(server, self._tokenizer, prompt, sampling, number, read_versions, self._timeout_s)
-            for number in range(sampling.count(0))
+            ConversationClient(server, *run, number, read_versions, *limits) for number in range(sampling.count(0))
         ]
         future = self._thread.start(self._converse(clients, prompt))
+        self._begun[prompt.id] = time.monotonic()
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
         except TimeoutError:
             problem = f"was spoken to by {self._function.spec} for {self._timeout_s:g} s, with no completion in the end"
             raise ConversationError(server.url, problem, alive=True) from None
+        finally:
+            self._begun.pop(prompt.id, None)
 
     async def _converse(self, clients: Sequence[ConversationClient], prompt: Prompt) -> list[Completion]:
         one = [asyncio.create_task(self._one(client, prompt)) for client in clients]

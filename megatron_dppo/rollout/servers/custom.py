@@ -8,6 +8,7 @@ words, and returns the sample, or a list of several, which are one completion he
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -17,10 +18,12 @@ from numpy.typing import NDArray
 
 from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.models.shape import read_shape
 from megatron_dppo.plugins.slime import Arguments, Sample, Status, poster
 from megatron_dppo.rl.given import as_mask
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation import ConversationFunction, TryAgainError, UnusableError, load_coroutine
+from megatron_dppo.rollout.conversation import ConversationFunction, TryAgainError, load_coroutine
+from megatron_dppo.rollout.conversation_checks import UnusableError
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.environment import conversation_of
 from megatron_dppo.rollout.servers.conversations import ConversationClient, Conversations
@@ -41,6 +44,7 @@ def conversations_of(config: Config) -> Conversations | None:
         theirs = load_coroutine(setting, spec, ("args", "sample", "sampling_params"))
         remedy = "Have it return the sample with tokens, response_length, rollout_log_probs, loss_mask and status"
         function = ConversationFunction(setting, spec, _SlimesFunction(theirs, config), remedy)
+    function = replace(function, vocabulary=read_shape(config.model.folder).vocab_size)
     return Conversations(function, tokenizer=load_tokenizer(config.model.folder), timeout_s=rollout.request_timeout_s)
 
 

@@ -45,6 +45,8 @@ class _Report:
     error: Exception | None
     idle_s: float
     """Since a prompt of this rank was finished, or the wait began."""
+    late: str
+    """The conversation that has been under way for ``run.late_s`` or longer; empty: none."""
 
 
 class ServerEngine:
@@ -75,13 +77,13 @@ class ServerEngine:
         self._checking: Future[dict[str, str]] | None = None
         self._checked = self._spoke = 0.0
         self._resubmitted = self._retries = 0
-        self._synced = False
+        self._synced = self._late = False
         self._clients: dict[Server, ServerClient] = {}
         with ExitStack() as opened:
             self._http = Http()
             opened.callback(self._http.close)
             conversations = world.together(lambda: conversations_of(config), what="import of a conversation")
-            self._converses = conversations is not None
+            self._conversations = conversations
             if conversations is not None:
                 opened.callback(conversations.close)
             self._pool: Pool | None = None
@@ -115,7 +117,7 @@ class ServerEngine:
 
     def break_off(self, pending: Sequence[Batch]) -> list[Progress] | None:
         """Conversations and trees are not: of a function's turns, and of forks, servers know nothing."""
-        if self._converses or any(batch.sampling.branches for batch in pending):
+        if self._conversations is not None or any(batch.sampling.branches for batch in pending):
             return None
         self._dispatcher.ask_no_more(pending)
         self._world.gather(None)  # only then servers abort: no rank asks them again
@@ -126,7 +128,7 @@ class ServerEngine:
         return progress
 
     def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Progress) -> Batch:
-        known = None if self._converses or sampling.branches else so_far
+        known = None if self._conversations is not None or sampling.branches else so_far
         return self._dispatcher.begin(prompts, sampling, self._version, known)
 
     def finish(self, pending: Batch, look: Look | None = None) -> Completions:
@@ -151,14 +153,16 @@ class ServerEngine:
             left = [report.unfinished for report in reports]
             if not any(left):
                 return pending.groups()
-            self._heartbeat(left, began)
+            late = next((report.late for report in reports if report.late), "")
+            self._heartbeat(left, began, late)
             if not self.servers:
                 self._recover()
                 began = time.monotonic()
             elif min(report.idle_s for report in reports) > self._config.rollout.timeout_s:
-                problem = f"no prompt was answered for so long; unanswered: {_by_rank(left)}"
+                problem = f"no prompt was answered for so long; unanswered: {_by_rank(left)}{late and '; '}{late}"
                 timeout_s = f"{self._config.rollout.timeout_s:g}"
-                raise UserError("rollout.timeout_s", timeout_s, problem, "Look into the servers' logs, or raise it")
+                where = "Look for what it waits for" if late else "Look into the servers' logs"
+                raise UserError("rollout.timeout_s", timeout_s, problem, f"{where}, or raise it")
 
     def pause(self) -> None:
         """Have servers that share the trainer's GPUs give their memory back, until the next update."""
@@ -256,7 +260,8 @@ class ServerEngine:
         if self._pool is not None:
             lost = {**self._unhealthy(self._pool), **lost}
         idle = time.monotonic() - max(began, batch.progressed)
-        return _Report(batch.unfinished, lost, batch.error, idle)
+        late = self._conversations.late(self._config.run.late_s) if self._conversations is not None else ""
+        return _Report(batch.unfinished, lost, batch.error, idle, late)
 
     def _unhealthy(self, pool: Pool) -> dict[str, str]:
         """What the leader's health checks have found since the last call. They run in the HTTP thread."""
@@ -359,8 +364,11 @@ class ServerEngine:
         run, _, number = told.rpartition("-")
         return int(number) if run == self._run and number.isdigit() else None
 
-    def _heartbeat(self, left: Sequence[int], began: float) -> None:
+    def _heartbeat(self, left: Sequence[int], began: float, late: str) -> None:
         now = time.monotonic()
+        if late and not self._late:
+            self._say_on_leader(f"late: {late}")
+        self._late = bool(late)
         if now - self._spoke > self._config.rollout.heartbeat_s:
             self._spoke = now
             self._say_on_leader(

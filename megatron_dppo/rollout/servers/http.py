@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +24,10 @@ CLOSE_S = 10.0
 """How long closing may take where something in the loop never ends."""
 EXCHANGE_S = 1.0
 """Most seconds between two exchanges of ranks that wait."""
+BUSY = (429, 503)
+"""Statuses that ask for patience: too many requests, and no service now."""
+AGAIN_S = 1.0
+"""Seconds until a busy server is asked again, if more than so many are left."""
 MOST_SAID = 600
 """Characters of a server's error that are repeated."""
 
@@ -47,6 +52,10 @@ class ServerError(Exception):
 
     def __str__(self) -> str:
         return f"server {self.url} {self.problem}"
+
+
+class BusyError(ServerError):
+    """A server answered that it has no room now. The same request may succeed later."""
 
 
 async def readable(url: str, answer: Awaitable[T]) -> T:
@@ -153,11 +162,28 @@ class Http:
             raise ServerError(url, f"broke off at {path} ({reason})", alive=False) from None
         if status != 200:
             said = content[:MOST_SAID].decode(errors="replace")
-            raise ServerError(url, f"refused {path} with status {status}: {said}", alive=True)
+            kind = BusyError if status in BUSY else ServerError
+            raise kind(url, f"refused {path} with status {status}: {said}", alive=True)
         try:
             return orjson.loads(content) if content else None
         except orjson.JSONDecodeError:
             return None  # some routes say in plain words that all is well
+
+    async def call_patiently(self, method: str, url: str, path: str, *, timeout_s: float, **rest: Any) -> Any:
+        """:meth:`call`, again and again while the server is busy, within ``timeout_s`` in all.
+
+        Raises:
+            ServerError: as :meth:`call`; the last refusal, if the server stays busy.
+        """
+        until = time.monotonic() + timeout_s
+        while True:
+            left_s = max(until - time.monotonic(), 0.1)
+            try:
+                return await self.call(method, url, path, timeout_s=left_s, **rest)
+            except BusyError:
+                if time.monotonic() + AGAIN_S > until:
+                    raise
+                await asyncio.sleep(AGAIN_S)
 
     def close(self) -> None:
         """Drop all connections and end the thread. Requests under way end as cancelled."""

@@ -1,0 +1,107 @@
+"""Whatever has become of a run's files, its report is made, and says what it could not read or draw."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.report.learning import accuracy_plot, reward_plot
+from megatron_dppo.report.page import page
+from megatron_dppo.report.pictures import draw_pictures
+from megatron_dppo.report.pruning import (
+    answers_plot,
+    brier_plot,
+    causes_plot,
+    noise_plot,
+    reliability_plot,
+    tokens_plot,
+)
+from megatron_dppo.report.run import read_run, read_runs
+from megatron_dppo.report.timing import phase_plot
+from megatron_dppo.settings import load_config
+from megatron_dppo.trainer import run_logger
+from megatron_dppo.trainer.resume import record
+from tests.report.made_up import write_run
+from tests.rollout.scripted import world_of
+
+FILES = ("config_history.jsonl", "metrics.jsonl", "pruning.jsonl", "answers.jsonl", "scores.json")
+
+
+def whole(folder: Path) -> Path:
+    run = write_run(folder, 3)
+    record(run, 0, load_config(None, [f"run.dir={run}"]))
+    scores = {"value": 0.5, "low": 0.4, "high": 0.6}
+    of = {"problems": 4, "avg@k": scores, "pass@k": {"1": scores, "4": scores}, "majority": scores, "unscored": 0}
+    (run / "scores.json").write_text(json.dumps({"samples": 4, "benchmarks": {"gsm8k": of}}))
+    return run
+
+
+def flipped(whole: bytes, rng: random.Random) -> bytes:
+    """One to three bits are others, as after a bad disk."""
+    found = bytearray(whole)
+    for _ in range(rng.randint(1, 3)):
+        found[rng.randrange(len(found))] ^= 1 << rng.randrange(8)
+    return bytes(found)
+
+
+def respelled(whole: bytes, rng: random.Random) -> bytes:
+    """One value of one line is of another type."""
+    lines = whole.decode().splitlines()
+    at = rng.randrange(len(lines))
+    row = json.loads(lines[at])
+    row[rng.choice([*row, "eval/accuracy"])] = rng.choice([None, "x", [], {}, [[1, 2]], -1, 1e300, True, [None] * 5])
+    lines[at] = json.dumps(row)
+    return "\n".join([*lines, ""]).encode()
+
+
+@pytest.mark.parametrize("damage", [flipped, respelled])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_costs_no_page(tmp_path: Path, name: str, damage: object) -> None:
+    assert callable(damage)
+    run, rng = whole(tmp_path / "run"), random.Random(f"{name} {damage.__name__}")
+    before = (run / name).read_bytes()
+    for _ in range(40):
+        (run / name).write_bytes(damage(before, rng))
+        text = page(read_runs([run]))
+        assert "Reward and accuracy" in text
+        read = read_run(run, "run")
+        for plot in (answers_plot, causes_plot, noise_plot, tokens_plot, reliability_plot, brier_plot):
+            plot(read)
+        for of_runs in (reward_plot, accuracy_plot):
+            of_runs([read])
+        phase_plot(read, "Seconds", "by phase")
+
+
+def test_lines_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    run = whole(tmp_path / "run")
+    lines = (run / "pruning.jsonl").read_text().replace('"binary"', '"b9nary"', 2)
+    (run / "pruning.jsonl").write_text(lines)
+    assert "2 of the lines of pruning.jsonl cannot be read, and are left out" in page(read_runs([run]))
+
+
+def test_a_chart_that_cannot_be_drawn_says_so_in_its_place(tmp_path: Path) -> None:
+    run = read_run(whole(tmp_path / "run"), "run")
+    object.__setattr__(run, "census", [{"step": 1}])
+    assert answers_plot(run).empty == "cannot be drawn: KeyError: 'binary'"
+    assert "cannot be drawn: KeyError: &#39;pruned&#39;" in page([run])
+    draw_pictures(run, tmp_path)
+
+
+def test_a_report_that_fails_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its steps are done, and nothing was scored."""
+    config = load_config(None, [f"run.dir={tmp_path}", "run.steps=1"])
+    log = run_logger.RunLogger(config, world_of(1, 0), step=0, dropped_prompts=0)
+    log.add({"perf/step_time": 1.0})
+    log.write(1)
+    (tmp_path / "answers.jsonl").write_text("no answers\n")
+    monkeypatch.setattr("megatron_dppo.report.pictures.draw_pictures", lambda run, folder: {}["a chart"])
+    log.finish(run_logger.Best(0.5, 1))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the pictures could not be made (KeyError: 'a chart'); the run is complete" in said
+    assert "the sample answers could not be made (UserError: run.dir = " in said
+    assert (tmp_path / "summary.json").is_file()
