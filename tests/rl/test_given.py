@@ -31,7 +31,7 @@ def test_true_is_true_or_one(value: object) -> None:
     assert as_truth(1 - as_number(value)) is False
 
 
-@pytest.mark.parametrize("value", NEITHER, ids=repr)
+@pytest.mark.parametrize("value", NEITHER, ids=lambda value: type(value).__name__)
 def test_nothing_else_is_true_or_false(value: object) -> None:
     assert as_truth(value) is None
 
