@@ -120,6 +120,10 @@ def _leaves(section: type[Section], prefix: str) -> Iterator[Setting]:
             yield Setting(key, field.rebuild_annotation(), field.default, " ".join((field.description or "").split()))
 
 
+MOST_MISTAKES = 20
+"""After so many, the rest of a file is not looked at."""
+
+
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The dotted keys of settings in nested sections, and their values, of which some are mappings, too."""
     for name, value in tree.items():
@@ -162,6 +166,8 @@ def _checked(tree: Mapping[Any, Any], prefix: str, mistakes: list[UserError]) ->
     """
     checked: dict[Any, Any] = {}
     for name, value in tree.items():
+        if len(mistakes) >= MOST_MISTAKES:
+            break
         key = f"{prefix}{name}"
         if key in sections():
             whole = not isinstance(value, Mapping)

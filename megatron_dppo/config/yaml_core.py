@@ -9,10 +9,38 @@ from typing import Any
 import yaml
 
 
+MOST_VALUES, MOST_LEVELS = 10_000, 32
+"""Limits of a file: its keys and values, those that aliases repeat included, and its nested collections."""
+
+
 class Loader(yaml.SafeLoader):
-    """YAML 1.2 in which a key that stands twice in a section is an error: the first one would be lost in silence."""
+    """YAML 1.2 with limits. A key that stands twice in a section is an error: the first one would be lost in silence."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012  # replaces the base class's
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._levels = 0
+        self._values: dict[yaml.Node, int] = {}
+        """The number of values that a node stands for, its own included."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        mark = self.peek_event().start_mark
+        is_alias = self.check_event(yaml.AliasEvent)
+        self._levels += 1
+        if self._levels > MOST_LEVELS:
+            raise yaml.composer.ComposerError(None, None, f"nests deeper than {MOST_LEVELS} levels", mark)
+        node: yaml.Node = super().compose_node(parent, index)
+        self._levels -= 1
+        if is_alias and node not in self._values:
+            raise yaml.composer.ComposerError(None, None, "an alias stands within its own anchor", mark)
+        if not is_alias:
+            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+            pairs = parts if isinstance(node, yaml.SequenceNode) else (part for pair in parts for part in pair)
+            self._values[node] = 1 + sum(self._values[part] for part in pairs)
+        if self._values[node] > MOST_VALUES:
+            raise yaml.composer.ComposerError(None, None, f"holds more than {MOST_VALUES:,} values", mark)
+        return node
 
     def construct_int(self, node: yaml.ScalarNode) -> int:
         text = str(node.value)
