@@ -8,13 +8,12 @@ from typing import Any
 
 import yaml
 
-
 MOST_VALUES, MOST_LEVELS = 10_000, 32
 """Limits of a file: its keys and values, those that aliases repeat included, and its nested collections."""
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.2 with limits. A key that stands twice in a section is an error: the first one would be lost in silence."""
+    """YAML 1.2 with limits. A key that stands twice in a section is an error: its first value would be lost."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012  # replaces the base class's
 
@@ -24,13 +23,14 @@ class Loader(yaml.SafeLoader):
         self._values: dict[yaml.Node, int] = {}
         """The number of values that a node stands for, its own included."""
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark = self.peek_event().start_mark
         is_alias = self.check_event(yaml.AliasEvent)
         self._levels += 1
         if self._levels > MOST_LEVELS:
             raise yaml.composer.ComposerError(None, None, f"nests deeper than {MOST_LEVELS} levels", mark)
-        node: yaml.Node = super().compose_node(parent, index)
+        node = super().compose_node(parent, index)
+        assert node is not None
         self._levels -= 1
         if is_alias and node not in self._values:
             raise yaml.composer.ComposerError(None, None, "an alias stands within its own anchor", mark)
