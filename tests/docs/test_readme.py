@@ -41,14 +41,18 @@ def test_it_is_short_and_plain() -> None:
 def _said_of_the_curve() -> list[str]:
     """What a page that shows the picture has to say of it."""
     arms, smaller = CURVE["arms"], CURVE["smaller"]
+    shown = ("unpruned, 64 prompts", smaller)
     strong, default = arms["pruned, strong"], arms["pruned, default"]
     prompts = re.search(r"\d+", smaller)
     assert prompts is not None
+    steps = [f"{arm['step_time_ratio']['ratio']:.1f}" for arm in (default, strong)]
+    seconds = {name: f"{arm['seconds_to_accuracy']:.0f} s" for name, arm in arms.items()}
     return [
-        f"{default['step_time_ratio']['ratio']:.1f} to {strong['step_time_ratio']['ratio']:.1f} times",
-        f"{strong['time_ratio']['ratio']:.1f} times as fast as 64 unpruned prompts",
-        f"{prompts[0]} unpruned prompts a step were as fast as pruning",
-        *(f"{arm['seconds_to_accuracy']:.0f} s" for arm in arms.values()),
+        f"is {steps[0]} (default) to {steps[1]} (strong) times faster",
+        f"64 unpruned prompts a step reached 60% accuracy in {seconds['unpruned, 64 prompts']}",
+        f"Default pruning took {seconds['pruned, default']}, strong pruning {seconds['pruned, strong']}",
+        f"{prompts[0]} unpruned prompts {seconds[smaller]}",
+        *(f"{arm.split(', ')[1]} without pruning {value}" for arm, value in seconds.items() if arm in shown),
     ]
 
 
