@@ -91,7 +91,8 @@ def _write(path: Path, config: PreTrainedConfig, dtype: torch.dtype, shard_size:
             parameter.copy_(center + 0.2 * torch.randn(parameter.shape, generator=generator))
     model.generation_config = GenerationConfig(do_sample=True, top_k=7, eos_token_id=[2])
     model.to(dtype).save_pretrained(path, max_shard_size=shard_size)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w0"))
+    # the last row is that of a token which transformers adds to tokenizers of some families
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size - 1)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} w3 {% endfor %}"

@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file, save_file
 
+from megatron_dppo.bridge.checksums import Checksums
 from megatron_dppo.bridge.fingerprint import SAMPLE_BYTES, SAMPLES, weight_digests
 from megatron_dppo.config import Config, replace
 from megatron_dppo.errors import UserError
@@ -54,6 +55,7 @@ def config(policy: Path, tmp_path: Path) -> Config:
     (place / "common.pt").touch()
     (place / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     write_state(place, {FILES: fingerprints(config)}, Writer.of(config))
+    Checksums(place, {}).write()
     (place.parent / "latest_checkpointed_iteration.txt").write_text("3\n")
     check_resume(config)
     return config
