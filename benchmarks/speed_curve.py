@@ -238,7 +238,7 @@ def draw(report: dict[str, Any], file: Path) -> None:
             axes.plot(times, accuracy.mean(axis=0), line, color=colour, linewidth=2.5, label=label)
             axes.fill_between(times, accuracy.min(axis=0), accuracy.max(axis=0), color=colour, alpha=0.13, linewidth=0)
         axes.axhline(100 * report["accuracy"], color="black", linewidth=0.8, linestyle=":")
-        axes.set(xlim=(0, end), xlabel="seconds of training, one core a run")
+        axes.set(xlim=(0, end), xlabel="seconds of training, one core a run (line: mean, band: range of five seeds)")
         axes.set(ylim=(0, 100), ylabel="held-out accuracy [%]")
         axes.legend(loc="lower right", frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
