@@ -21,8 +21,7 @@ class UserError(Exception):
 
     def __init__(self, setting: str, value: object, problem: str, remedy: str) -> None:
         self.setting, self.value, self.problem, self.remedy = setting, value, problem, remedy
-        message = f"{setting} = {value}: {problem}. {_capitalised(remedy)}."
-        super().__init__(message.encode(errors="backslashreplace").decode())  # it may quote what no terminal can print
+        super().__init__(_printable(f"{setting} = {value}: {problem}. {_capitalised(remedy)}."))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:
         return type(self), (self.setting, self.value, self.problem, self.remedy)
@@ -52,7 +51,12 @@ def error_text(error: UserError | MistakesError) -> str:
         (error,) = error.errors
     value = f" = {error.value}" if str(error.value) else " is empty"
     parts = _under("problem", error.problem), _under("remedy", _capitalised(error.remedy))
-    return "\n".join([f"error: {error.setting}{value}", *parts])
+    return _printable("\n".join([f"error: {error.setting}{value}", *parts]))
+
+
+def _printable(text: str) -> str:
+    """A text that quotes files may hold what no terminal should be sent: such characters become their escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _capitalised(text: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.errors import UserError, error_text
+from megatron_dppo.errors import MistakesError, UserError, error_text
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.preflight import preflight
 
@@ -19,3 +19,10 @@ def test_an_error_says_what_is_wrong_and_what_to_do(overrides: str, message: str
     with pytest.raises(UserError) as error:
         preflight(load_config(None, overrides.split()), "train")
     assert error_text(error.value) == message
+
+
+def test_what_a_file_holds_sends_nothing_to_the_terminal() -> None:
+    error = UserError("model.path", "\x1b]0;name\a", "has é and \ud83d", "take\nanother")
+    for text in (error_text(error), error_text(MistakesError([error, error])), str(error)):
+        assert "\\x1b]0;name\\x07" in text
+        assert "é and \\ud83d" in text

@@ -111,7 +111,9 @@ def _check_entry(name: str, entry: Mapping[str, Any]) -> None:
     (start, end), shape, dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
     if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
         raise ValueError(f"{name} has sizes that are no counts")
-    kind = DTYPES.get(str(dtype))
+    if not isinstance(dtype, str):
+        raise TypeError(f"the type of {name} is no string")
+    kind = DTYPES.get(dtype)
     if end < start or (kind is not None and end - start != np.dtype(kind).itemsize * math.prod(shape)):
         raise ValueError(f"{name} of shape {shape} and type {dtype} cannot lie in bytes {start:,} to {end:,}")
 

@@ -263,6 +263,8 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
 
 
 def _can_be_cut(layers: int, layout: LayoutConfig) -> bool:
+    if layout.pp * layout.vpp > layers:
+        return False
     if layout.pp == 2 and layout.vpp > 1 and layout.first_stage_layers and layout.last_stage_layers:
         return False  # Megatron then divides the middle stages' layers by their number, which is 0
     try:

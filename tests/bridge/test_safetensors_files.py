@@ -38,6 +38,15 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> 
     save_file(tensors, path / SINGLE)
 
 
+def retype(path: Path, dtype: object) -> None:
+    content = (path / SINGLE).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header[UP]["dtype"] = dtype
+    text = json.dumps(header).encode()
+    (path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
 def misname_in_index(path: Path) -> None:
     index = json.loads((path / INDEX).read_text())
     index["weight_map"][UPP] = index["weight_map"].pop(UP)
@@ -114,6 +123,7 @@ DAMAGE: dict[str, tuple[str, Damage, str]] = {
         lambda at: rewrite(at, lambda tensors: tensors.update({UP: tensors[UP].T.contiguous()})),
         f"{UP} has shape [24, 40], but config.json makes it [40, 24]",
     ),
+    "a type that is no name": (WHOLE, lambda at: retype(at, ["F32"]), f"{SINGLE} is no safetensors file (the type of"),
     "a quantized tensor": (
         WHOLE,
         lambda at: rewrite(at, lambda tensors: tensors.update({UP: tensors[UP].to(torch.float8_e4m3fn)})),

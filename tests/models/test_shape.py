@@ -168,6 +168,7 @@ def test_odd_values_elsewhere_are_passed_over_or_named(tmp_path: Path, key: str)
         (LayoutConfig(tp=3), "layout.tp", "one of 1, 2, 4"),
         (LayoutConfig(tp=8), "layout.tp", "one of 1, 2, 4"),
         (LayoutConfig(pp=4), "layout.pp", "one of 1, 2, 3, 6"),
+        (LayoutConfig(pp=10**30), "layout.pp", "one of 1, 2, 3, 6"),
         (LayoutConfig(pp=2, vpp=2), "layout.pp", "one of 3, or set layout.vpp to one of 1, 3"),
         (LayoutConfig(pp=4, first_stage_layers=2), "layout.pp", "one of 2, 3, 5, or leave layout.first_stage_layers"),
         (LayoutConfig(pp=2, first_stage_layers=6), "layout.pp", "Leave layout.first_stage_layers out"),
