@@ -7,7 +7,17 @@ from math import lcm
 
 from megatron_dppo.config import Config
 from megatron_dppo.config.loss import ScheduleConfig
+from megatron_dppo.data.generators import GENERATORS
+from megatron_dppo.evaluation.benchmarks import sources
 from megatron_dppo.settings import settings
+
+OF_SERVERS = (
+    "rollout.servers",
+    "rollout.launch.",
+    "rollout.heartbeat_s",
+    "rollout.health_timeout_s",
+    *(f"rollout.sync.{name}" for name in ("transport", "bucket_mib", "in_flight", "timeout_s", "retries", "folder")),
+)
 
 
 def idle_settings(config: Config) -> list[str]:
@@ -21,49 +31,51 @@ def idle_settings(config: Config) -> list[str]:
 
 def _idle(config: Config) -> Iterator[str]:
     """Beginnings of the keys of settings without effect."""
-    loss, pruning, rollout = config.loss, config.pruning, config.rollout
-    weighed = loss.tis_cap or loss.mask_below or loss.mask_above or rollout.ahead or config.data.rollouts
-    sources = {config.data.train} if isinstance(config.data.train, str) else {s.path for s in config.data.train}
-    tasks = {name.partition("=")[0] for name in config.eval.benchmarks}
-    tasks |= set() if config.data.rollouts else sources
-    served = rollout.engine != "local"
+    loss, pruning, rollout, model = config.loss, config.pruning, config.rollout, config.model
     prompts, completions = pruning.prompts, pruning.completions
+    weighed = loss.tis_cap or loss.mask_below or loss.mask_above or rollout.ahead or config.data.rollouts
+    trained = {config.data.train} if isinstance(config.data.train, str) else {s.path for s in config.data.train}
+    held_out = sources(config) if config.eval.problems != 0 else []
+    tasks = {source.file for source in held_out} | (set() if config.data.rollouts else trained)
+    served, talks = rollout.engine != "local", rollout.conversation is not None
     predicts = prompts.rule in ("neyman", "function") or rollout.allocation.rule == "neyman"
-    in_rounds = prompts.rule == "dynamic_sampling" or (prompts.rule == "greso" and pruning.refill == "prompts")
-    for is_idle, keys in (
-        (not weighed, ("loss.tis_level",)),
-        (not loss.distillation.named, ("loss.distillation.coef", "loss.distillation.direction")),
+    rounds = prompts.rule == "dynamic_sampling" or (prompts.rule == "greso" and pruning.refill == "prompts")
+    for is_read, keys in (
+        (weighed, ("loss.tis_level",)),
+        (loss.distillation.named, ("loss.distillation.coef", "loss.distillation.direction")),
         (
-            prompts.rule not in ("neyman", "threshold", "function"),
+            prompts.rule in ("neyman", "threshold", "function"),
             ("pruning.prompts.keep", "pruning.prompts.schedule."),
         ),
-        (prompts.rule not in ("neyman", "function"), ("pruning.prompts.floor",)),
-        (not predicts, ("pruning.prompts.predictor",)),
-        (not in_rounds, ("pruning.max_rounds",)),
-        (completions.rule == "none", ("pruning.completions.",)),
-        (completions.rule != "neyman", ("pruning.completions.score",)),
-        (config.optimizer.schedule == "constant", ("optimizer.min_lr",)),
-        (served or rollout.engine_function is not None, ("rollout.draft_tokens", "rollout.max_batch")),
-        (
-            not served,
-            ("rollout.launch.", "rollout.sync.transport", "rollout.sync.in_flight", "rollout.sync.bucket_mib"),
-        ),
-        (not served, ("rollout.max_in_flight", "rollout.request_timeout_s", "rollout.health_timeout_s")),
-        (rollout.allocation.rule == "equal", ("rollout.allocation.least", "rollout.allocation.most")),
-        (not rollout.tree.branches, ("rollout.tree.roots", "rollout.tree.baseline", "rollout.tree.fusion")),
-        (not config.model.lora.rank, ("model.lora.",)),
-        (not loss.kl_coef, ("model.reference_on_host",)),
-        *((task not in tasks, (f"data.{task}.",)) for task in ("arithmetic", "reasoning_gym", "verifiers")),
-        *_idle_schedule("prompts", prompts.schedule),
-        *_idle_schedule("completions", completions.schedule),
+        (prompts.rule in ("neyman", "function"), ("pruning.prompts.floor",)),
+        (predicts, ("pruning.prompts.predictor",)),
+        (rounds, ("pruning.max_rounds",)),
+        (completions.rule != "none", ("pruning.completions.",)),
+        (completions.rule == "neyman", ("pruning.completions.score",)),
+        (config.optimizer.schedule != "constant", ("optimizer.min_lr",)),
+        (not served and rollout.engine_function is None, ("rollout.draft_tokens", "rollout.max_batch")),
+        (served, OF_SERVERS),
+        (served or talks, ("rollout.attempts", "rollout.request_timeout_s")),
+        (served or loss.distillation.servers, ("rollout.max_in_flight",)),
+        (rollout.allocation.rule != "equal", ("rollout.allocation.least", "rollout.allocation.most")),
+        (rollout.tree.branches, ("rollout.tree.",)),
+        (model.lora.rank, ("model.lora.",)),
+        (loss.kl_coef, ("model.reference_on_host",)),
+        (model.spec != "torch" and model.dtype != "fp32", ("model.deterministic",)),
+        (held_out, ("eval.every", "eval.samples", "eval.show", "eval.temperature")),
+        (config.eval.problems != 0, ("data.eval", "eval.benchmarks")),
+        (any(source.benchmark for source in held_out), ("eval.folder",)),
+        *((task in tasks, (f"data.{task}.",)) for task in GENERATORS),
+        *_schedule_read("prompts", prompts.schedule),
+        *_schedule_read("completions", completions.schedule),
     ):
-        if is_idle:
+        if not is_read:
             yield from keys
 
 
-def _idle_schedule(level: str, schedule: ScheduleConfig) -> Iterator[tuple[bool, tuple[str, ...]]]:
-    yield schedule.shape != "adaptive", (f"pruning.{level}.schedule.max_inflation",)
-    yield schedule.shape not in ("linear", "cosine"), (f"pruning.{level}.schedule.ramp",)
+def _schedule_read(level: str, schedule: ScheduleConfig) -> Iterator[tuple[bool, tuple[str, ...]]]:
+    yield schedule.shape == "adaptive", (f"pruning.{level}.schedule.max_inflation",)
+    yield schedule.shape in ("linear", "cosine"), (f"pruning.{level}.schedule.ramp",)
 
 
 def _best_is_never_saved(config: Config) -> bool:

@@ -39,7 +39,7 @@ def test_a_setting_that_nothing_reads_is_named_until_something_does(idle: str, r
         "run.keep_best": "eval.every=7",
     }
     without = [rule for name, rule in rules.items() if key.startswith(name) and "schedule" not in key]
-    common = ["run.steps=50", "run.checkpoint_every=10", "eval.every=10", idle]
+    common = ["run.steps=50", "run.checkpoint_every=10", "eval.every=10", "data.eval=held_out.jsonl", idle]
     assert idle_settings(load_config(None, [*common, *without])) == [key]
     assert idle_settings(load_config(None, [*common, *([read] if read else [])])) == []
 
