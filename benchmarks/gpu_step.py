@@ -165,7 +165,7 @@ def update(actor: Actor, packs: list[Pack]) -> None:
 def forward_flops(shape: PolicyShape, rows: list[TrainingSample]) -> float:
     """Of the products of matrices, and of causal attention, for real tokens; the head's for responses."""
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    layer = shape.hidden * (2 * heads + 2 * kv + 3 * shape.ffn)
+    layer = shape.hidden * (2 * heads + 2 * kv + 3 * shape.ffn * (shape.experts_per_token or 1))
     lengths = np.array([len(row.prompt_ids) + len(row.response_ids) for row in rows], dtype=float)
     responses = sum(len(row.response_ids) for row in rows)
     attention = 2.0 * heads * float((lengths**2).sum())

@@ -2,7 +2,7 @@
 # Makes the virtual environment .venv with this project and the given extras, once for each state of pyproject.toml.
 # Usage: source scripts/install.sh cpu[,dev…]
 #
-# PYTHON names another interpreter. Without a GPU a CPU build of torch is enough: where pip would fetch the CUDA build
+# PYTHON names another interpreter, VENV another folder than .venv. Without a GPU a CPU build of torch is enough: where pip would fetch the CUDA build
 # (some gigabytes), point PIP_INDEX_URL, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at a place that has the CPU build: PyTorch's
 # own index of them, as docs/gpu.md says, or a folder of wheels.
 set -euo pipefail
@@ -32,7 +32,7 @@ show_pip() { # LOG: takes down what pip says, and shows what it is at with the s
 }
 
 extras=$1
-venv=.venv
+venv=${VENV:-.venv}
 python=${PYTHON:-}
 for candidate in python3.11 python3.12 python3; do
     [ -n "$python" ] || ! "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null ||

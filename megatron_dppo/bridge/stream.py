@@ -194,7 +194,8 @@ class _Gathers:
         self._received = self._empty(max(map(self._elements_exchanged, buffered), default=0))
         self._assembled = self._empty(max(map(self._elements_assembled, buffered), default=0))
         if ranks > 1:  # NCCL wants every rank in the first operation of a group, and a bucket need not concern all
-            dist.barrier(self._group)
+            # Else NCCL guesses the GPU from the rank, and may take another process's.
+            dist.barrier(self._group, device_ids=None if self._device.index is None else [self._device.index])
 
     def start(self, bucket: Bucket) -> _Gather:
         """Send this rank's shards to all who consume, and receive those of others if it consumes. Does not wait."""

@@ -141,11 +141,14 @@ class Saved:
     """As wide as all keys."""
     feed_forward: int
     """As wide as the feed-forward layer."""
+    copies: int
+    """As wide as the hidden state, of each expert that works on the token."""
 
 
-FUSED = Saved(norms=4, queries=4, keys=4, feed_forward=3)
-"""GPU kernels. Norms keep input and output, attention shares its output with the next operator, and SwiGLU keeps its
-input and the input of the down projection."""
+FUSED = Saved(norms=4, queries=3, keys=3, feed_forward=3, copies=1)
+"""GPU kernels. Norms keep input and output, those of queries and keys only what they read. Attention shares its output
+with the next operator, SwiGLU keeps its input and the input of the down projection. Routing weights are multiplied in
+there, so that what experts return is not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +186,14 @@ def actor_memory(setup: Setup) -> Memory:
 def _rank_memory(setup: Setup, stage: int, packs: int) -> Memory:
     config, assume = setup.config, setup.assume
     parts = held_bytes(setup, stage)
-    parts["activations"] = activation_bytes(setup, stage, FUSED, packs=packs)
+    even = dataclasses.replace(setup, assume=dataclasses.replace(assume, expert_imbalance=1.0))
+    parts["activations"] = activation_bytes(even, stage, FUSED, packs=packs)
+    parts["uneven experts"] = activation_bytes(setup, stage, FUSED, packs=packs) - parts["activations"]
     parts["head"] = _head_bytes(setup) if stage == setup.placement.layout.pp - 1 else 0.0
     buckets = 4 if config.rollout.engine != "local" else 2  # two in the stream, two in the sender
     parts["sync"] = float(buckets * _bucket_bytes(config))
     # What is on the host during the passes needs room on the GPU when they are done, in the place of their activations.
-    passes = parts["activations"] + parts["head"]
+    passes = parts["activations"] + parts["uneven experts"] + parts["head"]
     for part, waits in (("optimizer", config.optimizer.offload), ("reference", config.model.reference_on_host)):
         parts[part] = max(parts[part] - passes, 0.0) if waits else parts[part]
     parts["reserved"] = assume.reserved_gib * GIB
@@ -308,9 +313,9 @@ def feed_forward_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved
 
     With experts, the tokens that a rank sends away are as many as it is sent, if the experts are chosen alike.
     """
-    # A token is copied for each of its experts, once before they work and once after. Each tensor-parallel rank routes
-    # its share of the tokens; all ranks of one expert have copies of what any of them routes to it.
-    routed = 2 * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp
+    # Each tensor-parallel rank routes its share of the tokens; all ranks of one expert have copies of what any of them
+    # routes to it.
+    routed = saved.copies * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp
     return saved.feed_forward * shape.ffn * (shape.experts_per_token or 1) / layout.tp + routed
 
 

@@ -191,11 +191,16 @@ def _mend_torch_adam() -> None:
 
 
 def _mend_router() -> None:
-    """Keep the router from Transformer Engine's matrix product where it is not installed, or has no GPU to run on.
+    """Give the router Transformer Engine's matrix product, and keep it from that where it has no GPU to run on.
 
-    Before 0.17 the router asks whether that function is None, and without Transformer Engine there is no such name.
+    The router asks whether that function is None. Before Megatron-Core 0.17 there is no such name without Transformer
+    Engine, and it is None with versions of that which need no workspace from their caller.
     """
     from megatron.core.transformer.moe import moe_utils
 
     if not (moe_utils.HAVE_TE and torch.cuda.is_available()):
         moe_utils.te_general_gemm = None
+    elif moe_utils.te_general_gemm is None:
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+        moe_utils.te_general_gemm = lambda a, b, out_dtype, **how: general_gemm(a, b, out_dtype=out_dtype, **how)

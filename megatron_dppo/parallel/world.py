@@ -185,7 +185,8 @@ def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
     without_cuda.install()
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        alone = torch.cuda.device_count() == 1  # as where Slurm shows each of its tasks no GPU but its own
+        torch.cuda.set_device(0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         # Without device_id: torch would split the group for weights, to which servers belong, off a default group that
         # is bound to a device.

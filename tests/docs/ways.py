@@ -62,6 +62,7 @@ WAYS = (
     Way(r"bash scripts/test\.sh", "elsewhere", by=(CI, "bash scripts/test.sh\n")),
     Way(r"bash scripts/test\.sh --servers", "elsewhere", by=(CI, "bash scripts/test.sh --servers")),
     Way(r"bash scripts/test\.sh --slurm", "elsewhere", by=(CI, "bash scripts/test.sh --slurm")),
+    Way(r"bash scripts/test\.sh --newest", "elsewhere", by=(CI, "bash scripts/test.sh --newest")),
     Way(r"bash scripts/test\.sh --browser", "elsewhere", by=(CI, "bash scripts/test.sh --browser")),
     Way(r"bash scripts/docs\.sh", "elsewhere", by=("tests/docs/test_site.py", "bash scripts/docs.sh")),
     Way(

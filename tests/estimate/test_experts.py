@@ -66,7 +66,7 @@ def test_a_rank_keeps_the_copies_of_the_tokens_that_its_experts_get() -> None:
     def elements(**layout: int) -> float:
         return feed_forward_elements(SHAPE, LayoutConfig(**layout), FUSED)
 
-    copies, inside = 2 * 8 * 2048, 3 * 8 * 768
+    copies, inside = 8 * 2048, 3 * 8 * 768
     assert elements() == elements(ep=8) == copies + inside
     assert elements(tp=4) == copies + inside / 4, "every rank of an expert has all of its tokens"
     assert elements(tp=4, etp=1, ep=8) == (copies + inside) / 4
@@ -74,7 +74,8 @@ def test_a_rank_keeps_the_copies_of_the_tokens_that_its_experts_get() -> None:
 
 def test_the_busiest_rank_keeps_more() -> None:
     def activations(imbalance: float, *overrides: str) -> float:
-        return plan(*overrides, file=MIXTURE, expert_imbalance=imbalance).actor.parts["activations"]
+        parts = plan(*overrides, file=MIXTURE, expert_imbalance=imbalance).actor.parts
+        return parts["activations"] + parts["uneven experts"]
 
     even, twice = activations(1.0), activations(2.0)
     copied = feed_forward_elements(SHAPE, LayoutConfig(tp=2, ep=8, etp=1), FUSED)

@@ -36,7 +36,7 @@ MIXTURES = {
     "pp2 vpp2": LayoutConfig(pp=2, vpp=2, dp=1),
     "pp2, uneven": LayoutConfig(pp=2, first_stage_layers=1, dp=1),
 }
-EAGER = Saved(norms=6, queries=6, keys=4, feed_forward=5)
+EAGER = Saved(norms=6, queries=6, keys=4, feed_forward=5, copies=2)
 """Torch's own operators, counted on a CPU. A norm keeps its input, the normed and the scaled values."""
 PADDING = 4 * 128 * 8
 """Bytes by which a buffer may differ from its parameters: buckets end on a multiple, and are cut there for shards."""

@@ -115,6 +115,25 @@ async def _no_router(pool: Pool, door: object) -> None:
     return None
 
 
+class Staged(Told):
+    """A server that says that it has a pipeline."""
+
+    async def info(self) -> ServerInfo:
+        return ServerInfo("policy", None, 4, "0", None, None, stages=2)
+
+
+def test_a_given_server_with_a_pipeline_is_refused_where_its_stages_would_have_to_join_a_group(
+    http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_dppo.rollout.servers.pool.CLIENTS", {"sglang": Staged})
+    monkeypatch.setattr(Pool, "_workers", _no_router)
+    given = "rollout.servers=[http://127.0.0.1:1]"
+    with pytest.raises(UserError, match=r"has 2 pipeline stages.*Start it with --pp-size 1"):
+        http.run(_pool(http, tmp_path, given, our_nccl=None).open())
+    disk = ("rollout.sync.transport=disk", given)
+    assert len(http.run(_pool(http, tmp_path, *disk, our_nccl=None).open())) == 1
+
+
 def test_a_command_of_another_version_is_refused_before_a_server_is_started(
     http: Http, tmp_path: Path, environ: dict[str, str]
 ) -> None:

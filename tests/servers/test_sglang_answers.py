@@ -50,6 +50,16 @@ def test_where_inference_is_deterministic_each_sample_has_a_seed_of_its_own(http
     assert not any("n" in sampling for sampling in api.body["sampling_params"])
 
 
+def test_a_server_says_how_many_ranks_and_stages_it_has(http: Http) -> None:
+    class Staged(Hears):
+        async def get(self, path: str, **named: Any) -> Any:
+            return await super().get(path, **named) | {"tp_size": 2, "pp_size": 2}
+
+    for kind, ranks, stages in ((Hears, 1, 1), (Staged, 4, 2)):
+        info = http.run(kind("http://127.0.0.1:1", http).info())
+        assert (info.ranks, info.stages) == (ranks, stages)
+
+
 def test_the_experts_of_all_tokens_but_the_last_come_with_an_answer(http: Http) -> None:
     api, shape = Hears("http://127.0.0.1:1", http), RoutingShape(layers=3, per_token=2, experts=300)
     request = GenerateRequest([3, 4], 1, 8, 1.0, (), seed=1, routing=shape)

@@ -55,6 +55,8 @@ class ServerInfo:
     """Of its weights, ``float32``; None where the server does not say."""
     max_tokens: int | None
     """Longest sequence, prompt and response; None where the server does not say."""
+    stages: int = 1
+    """Of its pipeline, where the ranks of all stages would join a group as those of the first."""
     nccl: str | None = None
     """Version of its NCCL, ``2.29.7``; None where the server does not say."""
     routing: bool = False

@@ -164,9 +164,9 @@ def server_command(config: Config, index: int, *, host: str, port: int, secret_f
         secret_file: YAML with the secret, where the kind takes one.
     """
     rollout, tp = config.rollout, tensor_parallel(config.rollout)[index]
-    model, ranks = {"sglang": ("--model-path", "--tp"), "vllm": ("--model", "--tensor-parallel-size")}[rollout.engine]
+    model = {"sglang": "--model-path", "vllm": "--model"}[rollout.engine]
     words = [*base_command(rollout), model, str(config.model.folder.absolute()), "--host", host]
-    words += ["--port", str(port), ranks, str(tp), "--dtype", DTYPES[config.model.dtype]]
+    words += ["--port", str(port), "--tensor-parallel-size", str(tp), "--dtype", DTYPES[config.model.dtype]]
     if config.model.checkpoint is not None:
         words += ["--load-format", "dummy"]  # the directory may hold no weights; the first sync brings them
     if rollout.engine == "vllm":

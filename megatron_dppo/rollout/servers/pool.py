@@ -365,6 +365,9 @@ class Pool:
         elif info.max_tokens is not None and info.max_tokens < longest:
             problem = f"takes {info.max_tokens} tokens, and the longest prompt with its response has {longest}"
             remedy = "Start it with a longer context, or lower data.max_prompt_tokens or rollout.max_response_tokens"
+        elif info.stages > 1 and rollout.sync.transport == "collective":
+            problem = f"has {info.stages} pipeline stages, and each of them would join as the ranks of the first"
+            remedy = "Start it with --pp-size 1, or set rollout.sync.transport to disk"
         elif info.dtype not in (None, dtype):
             problem = f"holds its weights in {info.dtype}, and model.dtype is {self._config.model.dtype}"
             remedy = f"Start it with --dtype {dtype}, or set model.dtype"

@@ -57,11 +57,13 @@ class SglangClient(ServerClient):
         model, server = await self.get("/model_info"), await self.get("/server_info")
         self._known_routes = await self.routes()
         self._known_deterministic = bool(server.get("enable_deterministic_inference"))
-        self.ranks = int(server["tp_size"]) * int(server.get("pp_size", 1))
+        stages = int(server.get("pp_size", 1))
+        self.ranks = int(server["tp_size"]) * stages
         return ServerInfo(
             model=model["model_path"],
             architecture=(model.get("architectures") or [None])[0],
             ranks=self.ranks,
+            stages=stages,
             version=str(model["weight_version"]),
             dtype=_dtype(server.get("dtype")),
             max_tokens=server.get("context_length"),
