@@ -11,9 +11,9 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -166,7 +166,8 @@ def _make(folder: Path, files: Sequence[Path], setting: str, encode: Encode, key
     if folder.exists():
         print(f"note: {folder} is damaged, and is made again", file=sys.stderr, flush=True)
         shutil.rmtree(folder)
-    draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    draft = folder.with_name(f"{folder.name}.{secrets.token_hex(8)}")
+    draft.mkdir()
     try:
         summary = _write(draft / ROWS, files, setting, encode, key)
         summary["crc32"] = _crc32(draft / ROWS, summary)

@@ -42,9 +42,11 @@ def replacing_file(file: Path) -> Iterator[Path]:
     partial.replace(file)
 
 
-def replace_text(file: Path, text: str) -> None:
-    """Write a text file, or leave the old one as it is."""
+def replace_text(file: Path, text: str, *, private: bool = False) -> None:
+    """Write a text file, or leave the old one as it is. A private one can be read by its owner alone."""
     with replacing_file(file) as partial:
+        partial.unlink(missing_ok=True)  # a killed process's, of another mode
+        partial.touch(mode=0o600 if private else 0o666)
         partial.write_text(text, encoding="utf-8")
 
 

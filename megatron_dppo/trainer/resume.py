@@ -208,8 +208,9 @@ def record(folder: Path, step: int, config: Config) -> None:
     if not entries or changes(entries[-1].settings, now):
         entries.append(Entry(step if entries else 0, now))
     lines = [{"step": entry.step, "version": __version__, "settings": dict(entry.settings)} for entry in entries]
+    private = bool(config.rollout.launch.env or config.data.verifiers.arguments)  # which may hold keys
     for name, text in (HISTORY, "".join(json.dumps(line) + "\n" for line in lines)), (IN_FORCE, as_yaml(config)):
-        replace_text(folder / name, text)
+        replace_text(folder / name, text, private=private)
 
 
 def check_warm_up(config: Config) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import fcntl
 import json
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -256,6 +257,18 @@ def test_what_is_damaged_is_made_again(
     assert f"note: {folder} is damaged, and is made again" in capsys.readouterr().err
     load_prompts(data, tokenizer, split="train")
     assert "damaged" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("large")
+def test_stored_data_is_shared_with_whom_the_umask_lets_in(tokenizer: Tokenizer, tmp_path: Path, cache: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        load_prompts(DataConfig(train=write(tmp_path / "rows.jsonl", ROWS)), tokenizer, split="train")
+    finally:
+        os.umask(before)
+    (folder,) = entries(cache)
+    assert folder.stat().st_mode & 0o777 == 0o775
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o664}
 
 
 @pytest.mark.usefixtures("large")

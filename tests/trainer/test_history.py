@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,24 @@ def test_each_step_has_the_settings_that_it_was_taken_by(tmp_path: Path) -> None
     assert changed_since(tmp_path, 31, configs["dapo"]) == []
     record(tmp_path, 20, configs["grpo"])  # back to an earlier checkpoint: steps 21 to 30 are taken again
     assert names() == [(0, "grpo")]
+
+
+@pytest.mark.parametrize(
+    ("override", "modes"),
+    [("run.seed=2", {0o002: 0o664, 0o027: 0o640}), ("rollout.launch.env=[TOKEN=hf_x]", {0o002: 0o600, 0o027: 0o600}),
+     ("data.verifiers.arguments={key: x}", {0o002: 0o600})],
+)  # fmt: skip
+def test_settings_that_may_hold_keys_are_their_owner_s_and_others_as_the_umask_has_it(
+    override: str, modes: dict[int, int], tmp_path: Path
+) -> None:
+    for umask, mode in modes.items():
+        (tmp_path / f"{IN_FORCE}.partial").touch(0o666)
+        before = os.umask(umask)
+        try:
+            record(tmp_path, 0, load_config(None, words(tmp_path, override)))
+        finally:
+            os.umask(before)
+        assert {(tmp_path / name).stat().st_mode & 0o777 for name in (HISTORY, IN_FORCE)} == {mode}
 
 
 def test_a_run_of_an_earlier_version_has_the_settings_that_it_left(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def own_rule(
     def inclusion(candidates: Candidates, keep: float) -> Floats:
         try:
             found = np.asarray(function(candidates, keep), np.float64)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             problem = f"failed ({type(error).__name__}: {error})"
             raise UserError(setting, name, problem, "Mend it; it is given candidates and a share") from error
         if found.shape != tuple(shape(candidates)) or not ((found >= 0.0) & (found <= 1.0)).all():

@@ -1,3 +1,5 @@
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -146,6 +148,9 @@ def test_a_rule_of_ones_own_has_the_floor_and_returns_probabilities():
     with pytest.raises(UserError, match=r"for candidates of shape \(3,\)") as refused:
         inclusion("own.py:one", 0.7, square=[1.0] * 3)
     assert (refused.value.setting, refused.value.value) == ("pruning.prompts.function", "own.py:one")
+    adopt("own.py:exits", lambda candidates, keep: sys.exit(0))
+    with pytest.raises(UserError, match=r"own.py:exits: failed \(SystemExit: 0\)"):
+        inclusion("own.py:exits", 0.7, square=[1.0] * 3)
 
 
 def test_a_rule_of_ones_own_is_named_and_its_weights_are_bounded():
