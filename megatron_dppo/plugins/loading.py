@@ -1,12 +1,13 @@
-"""A user's function by its name: ``module:function`` or ``file.py:function``. Imports nothing heavy."""
+"""A user's function by its name, ``module:function`` or ``file.py:function``, and its files. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -50,6 +51,41 @@ def file_of(spec: str | None) -> Path | None:
         modules = [Path(folder, *where.split(".")) for folder in ("", *sys.path)] if where else []
         places = [place for module in modules for place in (module.with_suffix(".py"), module / "__init__.py")]
     return next((place for place in places if place.is_file()), None)
+
+
+def files_imported(file: Path) -> list[Path]:
+    """A file of Python and the files of its folder that it imports, also by way of each other. Nothing is run.
+
+    Of an installed package only the file itself: its folder holds all packages.
+    """
+    file = file.resolve()
+    found, to_read = [file], [file]
+    while to_read and not {"site-packages", "dist-packages"} & {*file.parts}:
+        reader = to_read.pop()
+        try:
+            names = [*_names_imported(ast.parse(reader.read_bytes()))]
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            continue  # an import of it fails as well, and says why
+        for level, name in names:
+            place = [file.parent, *reader.parents][min(level, len(reader.parents))]
+            for part in name.split("."):
+                place = place / part
+                new = {place.with_suffix(".py"), place / "__init__.py"} - {*found}
+                more = sorted(other for other in new if other.is_file() and other.is_relative_to(file.parent))
+                found, to_read = found + more, to_read + more
+    return found
+
+
+def _names_imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Dots before a name, and the name: of a module, or of something in a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(node.level, f"{node.module or ''}.{alias.name}".strip(".")) for alias in node.names]
+        else:
+            continue
+        yield from (each for each in names if each[0] or each[1].partition(".")[0] not in sys.stdlib_module_names)
 
 
 def _from_file(where: str, setting: str, spec: str) -> ModuleType:

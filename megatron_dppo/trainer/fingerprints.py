@@ -8,15 +8,22 @@ The digest of a data file is one CRC-32 for each row, so that an error can name 
 JSONL are compared as they are written, without white space around them. Files of weights are sampled, see
 ``bridge/fingerprint.py``; all other files are read whole.
 
-Not covered: functions that were given from Python, modules that a function's file imports, teachers behind a URL, files
-of ``eval.benchmarks``, and the problems of a verifiers environment, of which only the version of verifiers is compared.
+A user's function is known by its file and by the files of that folder which it imports.
+
+Not covered:
+
+- modules that a function's file imports from other folders or by a computed name, and files that it opens;
+- functions given from Python, and what they refer to;
+- the problems of reasoning-gym and of a verifiers environment, of which only versions are compared. An environment may
+  draw other problems each time that it is loaded;
+- teachers behind a URL, whose servers change their addresses. A server names no digest of its weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
 
@@ -29,7 +36,7 @@ from megatron_dppo.data.stored import tokenizer_files
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import sources
 from megatron_dppo.hub import policy_folder
-from megatron_dppo.plugins.loading import file_of
+from megatron_dppo.plugins.loading import file_of, files_imported
 from megatron_dppo.process.files import file_digest, state_of
 
 FUNCTIONS = (
@@ -41,6 +48,8 @@ FUNCTIONS = (
     "rollout.custom_generate",
 )
 """Settings that name functions of the user which results depend on."""
+HELD_OUT = ("data.eval", "eval.benchmarks")
+"""Settings that name held-out problems."""
 RELEASES = {REASONING_GYM: "reasoning-gym", VERIFIERS: "verifiers"}
 """Generators whose problems depend on a package, and the package."""
 
@@ -53,12 +62,14 @@ def fingerprints(config: Config) -> dict[str, str]:
     """
     try:
         found = {name: digest for setting, source in _data(config) for name, digest in _rows(setting, source)}
+        if any(name.endswith(VERIFIERS) for name in found):
+            name = config.data.verifiers.environment
+            found[f"data.verifiers.environment: {name}"] = _environment(name)
         for setting, folder, checkpoint in _models(config):
             found |= {f"{setting}: {name}": digest for name, digest in _policy(folder, checkpoint).items()}
         for setting in FUNCTIONS:
-            file = file_of(attrgetter(setting)(config))
-            if file is not None and not file.with_suffix(".pkl").is_file():
-                found[f"{setting}: {file.name}"] = file_digest(file)
+            if (file := file_of(attrgetter(setting)(config))) is not None:
+                found |= {f"{setting}: {name}": digest for name, digest in _function(file)}
     except (OSError, ValueError) as error:
         problem = f"the files of its settings cannot be compared with those of its checkpoint ({error})"
         raise UserError("run.dir", config.run.dir, problem, "Make that file readable") from error
@@ -69,7 +80,7 @@ def difference(name: str, before: str | None, now: str | None) -> str:
     """What distinguishes two digests of one name; None is that of an absent file."""
     if before is None or now is None:
         return f"{name} was not there" if before is None else f"{name} is not there any more"
-    if not name.startswith("data.") or name.endswith(tuple(RELEASES)):
+    if not name.startswith(("data.train", "data.rollouts", *HELD_OUT)) or name.endswith(tuple(RELEASES)):
         return f"{name} has changed"
     rows = range(0, max(len(before), len(now)), ROW_DIGITS)
     first = next(at for at in rows if before[at : at + ROW_DIGITS] != now[at : at + ROW_DIGITS]) // ROW_DIGITS
@@ -81,8 +92,23 @@ def _data(config: Config) -> Iterator[tuple[str, Source]]:
     for number, source in enumerate(training):
         yield source.setting if len(training) == 1 else f"{source.setting}[{number}]", source
     for held_out in sources(config) if config.eval.problems != 0 else ():
-        if held_out.setting == "data.eval":
-            yield f"data.eval.{held_out.name}".rstrip("."), Source(held_out.file, "data.eval")
+        yield f"{held_out.setting}.{held_out.name}".rstrip("."), Source(held_out.file, held_out.setting)
+
+
+def _environment(name: str) -> str:
+    """The version of a package of verifiers' environments, or the digest of a module that is no package."""
+    try:
+        return version(name)
+    except (PackageNotFoundError, ValueError):
+        file = file_of(f"{name.rpartition('/')[2].replace('-', '_')}:load_environment")
+        return "" if file is None else file_digest(file)
+
+
+def _function(file: Path) -> Iterator[tuple[str, str]]:
+    """Of a user's function: the names of its files, and their digests."""
+    if not file.with_suffix(".pkl").is_file():  # else it was given from Python
+        for each in files_imported(file):
+            yield each.relative_to(file.resolve().parent).as_posix(), file_digest(each)
 
 
 def _rows(setting: str, source: Source) -> Iterator[tuple[str, str]]:

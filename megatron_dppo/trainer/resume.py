@@ -31,7 +31,7 @@ from megatron_dppo.data.stored import TOKENIZER_FILES
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import replace_text
 from megatron_dppo.settings import as_yaml, flattened, settings, short
-from megatron_dppo.trainer.fingerprints import difference, fingerprints
+from megatron_dppo.trainer.fingerprints import FUNCTIONS, HELD_OUT, difference, fingerprints
 from megatron_dppo.trainer.writer import Writer, files_of, read_state
 
 HISTORY, IN_FORCE = "config_history.jsonl", "config.yaml"
@@ -169,9 +169,10 @@ def changed_since(folder: Path, step: int, config: Config) -> list[Change]:
 
 
 def _differs(file: Change) -> bool:
-    """Held-out problems are read or not as ``eval.problems`` has it, which may change."""
-    unread = file.key.startswith("data.eval") and None in (file.before, file.now)
-    return bool(file.before != file.now) and not unread
+    """Held-out problems are read or not as ``eval.problems`` has it, which may change. A module that a function's file
+    imports comes and goes with a change of that file."""
+    unknown = file.key.startswith((*HELD_OUT, *FUNCTIONS)) and None in (file.before, file.now)
+    return bool(file.before != file.now) and not unknown
 
 
 def same_prompts(folder: Path, step: int, config: Config) -> bool:

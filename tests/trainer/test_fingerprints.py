@@ -152,3 +152,18 @@ def test_of_large_weights_a_bounded_part_is_read(tmp_path: Path) -> None:
             opened.write(b"x")
         seen.add(weight_digests(tmp_path, None)[file.name])
     assert len(seen) == 5
+
+
+def test_what_a_function_s_file_imports_of_its_folder_belongs_to_it(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").touch()
+    (tmp_path / "parts" / "scores.py").write_text("from ..helper import half\n")
+    (tmp_path / "helper.py").write_text("half = 0.5\n")
+    (tmp_path / "alone.py").write_text("import json\n")
+    (tmp_path / "reward.py").write_text("import json, os.path\nfrom parts.scores import half\n")
+    found = fingerprints(config)
+    names = {name.partition(": ")[2] for name in found if name.startswith("reward.function")}
+    assert names == {"reward.py", "parts/__init__.py", "parts/scores.py", "helper.py"}
+    (tmp_path / "helper.py").write_text("half = 0.25\n")
+    changed = {name for name, digest in fingerprints(config).items() if digest != found[name]}
+    assert changed == {"reward.function: helper.py"}
