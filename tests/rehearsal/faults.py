@@ -1,0 +1,3 @@
+"""Faults put in by hand."""
+
+FAULTS: dict = {}
