@@ -106,7 +106,7 @@ def place() -> str:
         path = frame.f_code.co_filename
         found = [path.rfind(part) for part in OUR_CODE]
         if max(found) >= 0 and "megatron_dppo/rehearse/" not in path:
-            return f"{path[max(found):]}:{frame.f_code.co_qualname}"
+            return f"{path[max(found) :]}:{frame.f_code.co_qualname}"
         frame = frame.f_back  # type: ignore[assignment]
     return "elsewhere"
 

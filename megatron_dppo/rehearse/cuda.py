@@ -24,6 +24,12 @@ H100 = SimpleNamespace(
     gcnArchName="",
 )
 
+NO_EFFECT = (
+    "_lazy_init", "init", "set_device", "set_stream", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all",
+    "set_rng_state", "set_sync_debug_mode",
+)  # fmt: skip
+"""Functions of ``torch.cuda`` that do nothing here."""
+
 
 class Event:
     """An event that has always happened. ``synchronize`` is a host wait."""
@@ -78,9 +84,7 @@ def install(book: Book) -> None:
     """Patch ``torch.cuda`` and the tensor methods of streams and pinned memory, for the rest of the process."""
     Event.book = book
     stream = Stream()
-    nothing = ("_lazy_init", "init", "set_device", "set_stream", "empty_cache", "ipc_collect", "manual_seed")
-    nothing += ("manual_seed_all", "set_rng_state", "set_sync_debug_mode")
-    answers: dict[str, Any] = {name: _constant(None) for name in nothing}
+    answers: dict[str, Any] = {name: _constant(None) for name in NO_EFFECT}
     answers |= {name: _constant(True) for name in ("is_available", "is_initialized", "is_bf16_supported")}
     answers |= {name: _constant(stream) for name in ("current_stream", "default_stream")}
     answers |= {name: _context for name in ("stream", "device", "_DeviceGuard", "StreamContext")}
@@ -130,11 +134,11 @@ def _patch_tensors(book: Book) -> None:
     for kind in (torch.Tensor, FakeTensor):
         for name, method in methods.items():
             setattr(kind, name, method)
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010
     FakeTensor.data = property(_get_data, _set_data)  # type: ignore[assignment]
 
 
-_DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
+_DATA: Any = torch._C.TensorBase.data
 
 
 def _get_data(self: FakeTensor) -> torch.Tensor:

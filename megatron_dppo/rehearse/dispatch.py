@@ -63,7 +63,7 @@ class RehearsalMode(TorchDispatchMode):
     """
 
     def __init__(self, book: Book) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.book = book
         self.read: Read = read_zeros
         self.fake = FakeTensorMode(allow_non_fake_inputs=False, allow_fallback_kernels=False)
@@ -71,7 +71,7 @@ class RehearsalMode(TorchDispatchMode):
     def __enter__(self) -> RehearsalMode:
         # Otherwise torch.tensor(..., device="cuda") makes a real CUDA tensor behind the mode's back.
         torch._C._set_only_lift_cpu_tensors(True)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, kernel: str) -> torch.Tensor:
@@ -147,7 +147,7 @@ class RehearsalMode(TorchDispatchMode):
         return self._host_copy(source, later).to(dtype)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, later: bool) -> Any:
-        if source.device.type == target.device.type or source.numel() == 1 and source.dim() == 0:
+        if source.device.type == target.device.type or (source.numel() == 1 and source.dim() == 0):
             return NotImplemented
         if target.device.type == "cuda":
             self._book_to_device(source, later)
@@ -189,7 +189,9 @@ class RehearsalMode(TorchDispatchMode):
     # All other operators
 
     def _run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: self._lift(func, tensor), (tuple(args), kwargs))
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda tensor: self._lift(func, tensor), (tuple(args), kwargs)
+        )
         with self.fake:
             out = func(*args, **kwargs)
         follow(func, args, kwargs, out)

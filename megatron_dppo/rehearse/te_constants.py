@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from typing import Any
 
 
 def _numbered(prefix: str, names: str) -> dict[str, int]:
@@ -52,9 +53,9 @@ CLASSES = (
 )  # fmt: skip
 
 
-def constants() -> dict[str, type]:
+def constants() -> dict[str, Any]:
     """All enumerations and classes by name. The classes cannot do anything: no rehearsed setting uses them."""
-    found: dict[str, type] = {name: type(name, (), {}) for name in CLASSES}
+    found: dict[str, Any] = {name: type(name, (), {}) for name in CLASSES}
     for name, members in MEMBERS.items():
-        found[name] = enum.IntEnum(name, members)  # type: ignore[misc]
+        found[name] = enum.IntEnum(name, members)
     return found

@@ -5,6 +5,7 @@ Shapes, types and argument order follow Transformer Engine 2.14.1's C++ sources.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -174,10 +175,9 @@ def fused_rope_backward(grad: Tensor, freqs: Tensor, *rest: Any) -> Tensor:
 
 @stand_in
 def get_fused_attn_backend(is_training: bool, q_dtype: Any, *rest: Any) -> Any:
-    from transformer_engine_torch import NVTE_Fused_Attn_Backend as Backend
-
-    half = DTYPES.get(int(q_dtype)) in (torch.float16, torch.bfloat16)
-    return Backend.NVTE_F16_arbitrary_seqlen if half else Backend.NVTE_No_Backend
+    backend: Any = sys.modules["transformer_engine_torch"]
+    half, backends = DTYPES.get(int(q_dtype)) in (torch.float16, torch.bfloat16), backend.NVTE_Fused_Attn_Backend
+    return backends.NVTE_F16_arbitrary_seqlen if half else backends.NVTE_No_Backend
 
 
 @stand_in

@@ -69,7 +69,7 @@ def one_rank(size: int, rank: int) -> Iterator[None]:
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 
-    answers: dict[str, Callable[..., Any]] = {
+    answers: dict[str, Any] = {
         "new_group": group,
         "all_gather_object": gather,
         "gather_object": gather_on_one,
@@ -78,7 +78,7 @@ def one_rank(size: int, rank: int) -> Iterator[None]:
         "barrier": nothing,
         "monitored_barrier": nothing,
     }
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with mock.patch.multiple(dist, **answers):
             yield
@@ -123,9 +123,7 @@ def _patch_triton(book: Book) -> None:
             kernel = kernel.fn
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         check_on_device(f"triton::{kernel.__name__}", *tensors)
-        book.launch(
-            f"triton::{kernel.__name__}", 0.0, tensor_bytes(*tensors), tensors[0].dtype, tensors[-1].dtype
-        )
+        book.launch(f"triton::{kernel.__name__}", 0.0, tensor_bytes(*tensors), tensors[0].dtype, tensors[-1].dtype)
 
     for kind in (jit.JITFunction, autotuner.Autotuner, autotuner.Heuristics):
         kind.run = run

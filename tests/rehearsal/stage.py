@@ -21,7 +21,13 @@ import numpy as np
 import torch
 
 import megatron_dppo.models.policy_head_triton  # noqa: F401
+from megatron_dppo.config import Config, ModelConfig, OptimizerConfig
+from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.memory import held_bytes
+from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.models import actor as actor_module
+from megatron_dppo.models.shape import PUBLISHED
+from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rehearse.dispatch import RehearsalMode
 from megatron_dppo.rehearse.te_kernels import set_attention_pairs
 from megatron_dppo.rehearse.world import one_rank
@@ -41,9 +47,13 @@ def play_all(mode: RehearsalMode, names: list[str], out: Path) -> None:
             fault, _, case = name.rpartition(": ")
             began = time.perf_counter()
             with ExitStack() as stack:
-                stack.enter_context(FAULTS[fault]() if fault else ExitStack())
+                stack.enter_context(FAULTS.get(fault, ExitStack)())
                 try:
-                    found = play(mode, CASES[case], policies, Path(folder) / "run")
+                    found = (
+                        measure_memory(mode, CASES[case])
+                        if fault == "memory"
+                        else play(mode, CASES[case], policies, Path(folder) / "run")
+                    )
                 except Exception as error:  # reported by the test
                     found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
             gc.collect()
@@ -98,10 +108,42 @@ def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path
     return found
 
 
+def measure_memory(mode: RehearsalMode, case: Case) -> dict[str, Any]:
+    """Bytes of an actor's weights, gradients and optimizer, and the plan's, for a wide shape with little padding."""
+    book, layout = mode.book, case.layout
+    shape = dataclasses.replace(PUBLISHED["qwen3-0.6b"], num_layers=2, vocab_size=4096)
+    if case.policy == "moe":
+        shape = dataclasses.replace(PUBLISHED["qwen3-30b-a3b"], num_layers=2, vocab_size=4096, experts=4)
+    model, optimizer = ModelConfig(spec="te", dtype="bf16", **case.model), OptimizerConfig(**case.optimizer)
+    marks: list[int] = []
+
+    def optimizer_of(*args: Any, **kwargs: Any) -> Any:
+        marks.append(book.bytes_now)
+        return get_megatron_optimizer(*args, **kwargs)
+
+    get_megatron_optimizer = actor_module.get_megatron_optimizer
+    with one_rank(case.ranks, case.rank), mode, mock.patch.object(actor_module, "get_megatron_optimizer", optimizer_of):
+        world = initialize(layout, seed=1, timeout_s=60.0)
+        gc.collect()
+        marks.append(book.bytes_now)
+        policy = actor_module.Actor(
+            shape, model, layout, optimizer, world, temperature=1.0, load=lambda chunks: marks.append(book.bytes_now)
+        )
+        gc.collect()
+        marks.append(book.bytes_now)
+        placement = Placement(layout, ranks=case.ranks, servers=(1,), shared=True, gpus=case.ranks)
+        config = Config(model=model, layout=layout, optimizer=optimizer)
+        planned = held_bytes(Setup(config, shape, placement, Assumptions()), world.pp_rank)
+        del policy
+    rehearsed = dict(zip(("weights", "gradients", "optimizer"), np.diff(marks).tolist(), strict=True))
+    return {"memory": {part: [size, planned[part]] for part, size in rehearsed.items()}}
+
+
 def booked(mode: RehearsalMode) -> dict[str, Any]:
     """The book of one step as JSON."""
     book = mode.book
-    products = Counter(f"{kernel.dtype} to {kernel.output} in {kernel.place}" for kernel in book.kernels if kernel.flops)
+    kernels = (kernel for kernel in book.kernels if kernel.flops)
+    products = Counter(f"{kernel.dtype} to {kernel.output} in {kernel.place}" for kernel in kernels)
     return {
         "kernels": len(book.kernels),
         "waits": dict(book.waits),
