@@ -23,7 +23,7 @@ import torch
 import megatron_dppo.models.policy_head_triton  # noqa: F401
 from megatron_dppo.config import Config, ModelConfig, OptimizerConfig
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.memory import held_bytes
+from megatron_dppo.estimate.memory import held_bytes, rank_elements
 from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.models import actor as actor_module
 from megatron_dppo.models.shape import PUBLISHED
@@ -49,11 +49,10 @@ def play_all(mode: RehearsalMode, names: list[str], out: Path) -> None:
             with ExitStack() as stack:
                 stack.enter_context(FAULTS.get(fault, ExitStack)())
                 try:
-                    found = (
-                        measure_memory(mode, CASES[case])
-                        if fault == "memory"
-                        else play(mode, CASES[case], policies, Path(folder) / "run")
-                    )
+                    if fault == "memory":
+                        found = measure_memory(mode, CASES[case])
+                    else:
+                        found = play(mode, CASES[case], policies, Path(folder) / "run")
                 except Exception as error:  # reported by the test
                     found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
             gc.collect()
@@ -98,6 +97,7 @@ def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path
         "packs": len(minibatch.packs[0]), "updates": len(plan.minibatches), "capacity": minibatch.capacity,
         "main_grads": sorted({str(p.main_grad.dtype) for p in policy.actor.parameters() if p.requires_grad}),
     }  # fmt: skip
+    found["elements"] = rank_elements(policy.actor.shape, world.pp_rank, layout).total
     if case.extra == "score norms":
         learner.measure_score_norms(metadata, plan, held)
     found["streamed"] = len(weights_of(policy, world))
