@@ -189,27 +189,28 @@ class RehearsalMode(TorchDispatchMode):
     # All other operators
 
     def _run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda tensor: self._lift(func, tensor), (tuple(args), kwargs)
-        )
+        leaves = pytree.arg_tree_leaves(*args, **kwargs)
+        mixed = kwargs.get("device") is not None or any(map(_on_device, leaves))
+        given = (tuple(args), kwargs)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: self._lift(func, tensor, mixed), given)
         with self.fake:
             out = func(*args, **kwargs)
         follow(func, args, kwargs, out)
         if func._overloadpacket is aten.all and value_of(out) is None:  # checks of unknown values pass
             remember(out, torch.ones(out.shape, dtype=torch.bool))
         outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, FakeTensor)]
-        if not (func in NO_KERNEL or _is_view(func)):
+        if mixed and not (func in NO_KERNEL or _is_view(func)):
             self._launch(func, args, kwargs, out, outputs)
         for tensor in outputs:
-            if tensor.fake_device.type == "cuda":
+            if _on_device(tensor):
                 self.book.allocate(tensor.untyped_storage(), func.name())
         return out
 
-    def _lift(self, func: OpOverload, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake tensor of a host scalar, which kernels accept as a number."""
+    def _lift(self, func: OpOverload, tensor: torch.Tensor, mixed: bool) -> torch.Tensor:
+        """The fake tensor of a host scalar, which kernels accept as a number, or of an operator on the host."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        if tensor.dim():
+        if mixed and tensor.dim():
             shape = tuple(tensor.shape)
             raise HostTensorError(f"{func.name()} received a host tensor of shape {shape} in {place()}")
         made = self.fake.from_tensor(tensor, static_shapes=True)
@@ -220,7 +221,7 @@ class RehearsalMode(TorchDispatchMode):
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, outputs: list[FakeTensor]
     ) -> None:
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
-        inputs = [leaf for leaf in leaves if isinstance(leaf, FakeTensor) and leaf.fake_device.type == "cuda"]
+        inputs = [leaf for leaf in leaves if _on_device(leaf)]
         size = tensor_bytes(*inputs, *outputs)
         if not any(part in func.name() for part in ONLY_WRITE):
             size += tensor_bytes(*(each for each in outputs if any(each is given for given in inputs)))
@@ -228,6 +229,10 @@ class RehearsalMode(TorchDispatchMode):
         floats = [each.dtype for each in (*inputs, *outputs) if each.is_floating_point()]
         dtype = factors[0].dtype if factors else floats[0] if floats else torch.int64
         self.book.launch(func.name(), flops, size, dtype, outputs[0].dtype if outputs else dtype)
+
+
+def _on_device(leaf: object) -> bool:
+    return isinstance(leaf, FakeTensor) and leaf.fake_device.type == "cuda"
 
 
 def _flops(

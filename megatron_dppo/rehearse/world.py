@@ -57,15 +57,21 @@ def one_rank(size: int, rank: int) -> Iterator[None]:
     def group(ranks: list[int] | None = None, timeout: object = None, backend: object = None, **more: Any) -> Any:
         return new_group(ranks=ranks, backend="fake", **{k: v for k, v in more.items() if k not in _GROUP_OPTIONS})
 
-    def gather(objects: list[Any], own: Any, group: object = None) -> None:
-        objects[:] = [own] * len(objects)
+    # The parameters have torch's names: torch's checkpoint code passes them by name.
+    def gather(object_list: list[Any], obj: Any, group: object = None) -> None:
+        object_list[:] = [obj] * len(object_list)
 
-    def gather_on_one(own: Any, objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-        if objects is not None:
-            gather(objects, own)
+    def gather_on_one(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+        if object_gather_list is not None:
+            gather(object_gather_list, obj)
 
-    def scatter(received: list[Any], objects: list[Any] | None, *args: Any, **kwargs: Any) -> None:
-        received[0] = objects[0] if objects else None
+    def scatter(
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        scatter_object_output_list[0] = scatter_object_input_list[0] if scatter_object_input_list else None
 
     def nothing(*args: Any, **kwargs: Any) -> None: ...
 

@@ -39,6 +39,7 @@ DISPATCHED = (
     "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize"
 )
 LOADS = "copy to the host in megatron_dppo/models/routing.py:ExpertLoad.take"
+REPLAYED = "copy to the host in megatron_dppo/models/routing.py:RoutingReplay.take_sums"
 ROUTER = "megatron/core/transformer/moe/moe_utils.py:RouterGatingLinearFunction"
 LAYERS, EXPERT_LAYERS, HIDDEN, BF16 = 4, 2, 64, 2
 
@@ -81,7 +82,7 @@ def kernels_per_pack(played: dict[str, Any]) -> float:
 def expected_waits(name: str, played: dict[str, Any]) -> dict[str, int]:
     """Waits of a step by place."""
     case, updates = CASES[name], played["updates"]
-    packs, last = played["packs"] * updates, case.layout.pp == 1 or case.rank > 0 and case.layout.vpp == 1
+    packs, last = played["packs"] * updates, case.layout.pp == 1 or (case.rank > 0 and case.layout.vpp == 1)
     waits = {NORM: updates}
     if last and not (case.layout.tp > 1 and case.rank):
         waits[SUMS] = updates  # all sums of all packs in one copy
@@ -96,6 +97,8 @@ def expected_waits(name: str, played: dict[str, Any]) -> dict[str, int]:
         passes = 1 + (case.model.get("recompute") == "selective") + (case.loss.updates_per_rollout > 1)
         waits[DISPATCHED] = EXPERT_LAYERS // case.layout.pp * packs * passes
         waits[LOADS] = updates
+    if case.loss.replay_routing == "update":
+        waits[REPLAYED] = updates
     return waits
 
 
