@@ -21,7 +21,7 @@ def test_a_missing_compiler_is_a_user_error(tmp_path: Path, monkeypatch: pytest.
 
 def test_missing_python_of_transformer_engine_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_DPPO_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="install_te_python.sh"):
+    with pytest.raises(UserError, match=r"install_te_python\.sh"):
         python_folder()
 
 
@@ -31,5 +31,5 @@ def test_the_device_is_refused_after_torch() -> None:
 
 
 def test_a_function_without_a_stand_in_fails_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="transformer_engine_torch.swiglu has no stand-in"):
+    with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.swiglu has no stand-in"):
         CompiledModule("transformer_engine_torch").swiglu()
