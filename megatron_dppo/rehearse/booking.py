@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
+from types import CodeType, FrameType
 
 import torch
 
@@ -101,14 +103,19 @@ class Book:
 
 def place() -> str:
     """``file:function`` of the innermost frame of :data:`OUR_CODE`, without line numbers."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        found = [path.rfind(part) for part in OUR_CODE]
-        if max(found) >= 0 and "megatron_dppo/rehearse/" not in path:
-            return f"{path[max(found) :]}:{frame.f_code.co_qualname}"
-        frame = frame.f_back  # type: ignore[assignment]
+        if (name := _name_of(frame.f_code)) is not None:
+            return name
+        frame = frame.f_back
     return "elsewhere"
+
+
+@functools.cache
+def _name_of(code: CodeType) -> str | None:
+    path = code.co_filename
+    start = max(path.rfind(part) for part in OUR_CODE)
+    return None if start < 0 or "megatron_dppo/rehearse/" in path else f"{path[start:]}:{code.co_qualname}"
 
 
 def tensor_bytes(*tensors: object) -> int:
