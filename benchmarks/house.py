@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rollout",),
     ("evaluation",),
     ("trainer", "report"),
-    ("launch", "estimate", "compress", "doctor"),
+    ("launch", "estimate", "compress", "rehearse", "doctor"),
     ("train", "sft", "eval", "probe_tree", "init", "export", "api", "cli", "__main__"),
 )
 """Rooms, from the ground floor up. A room is a folder of the package, or a file at its top."""

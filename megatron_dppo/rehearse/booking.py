@@ -1,0 +1,124 @@
+"""The book of a rehearsal: kernels, memory, copies, collectives and host waits."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+
+import torch
+
+OUR_CODE = ("megatron_dppo/", "megatron/core/", "transformer_engine/")
+"""Path parts of code that a place names. Frames of torch and of the rehearsal are skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel launch."""
+
+    name: str
+    flops: float
+    bytes: float
+    """Bytes read and written."""
+    dtype: torch.dtype
+    """Type of the operands; for products the type of the matrix units' input."""
+    output: torch.dtype
+    place: str
+    """Innermost function of the trainer, Megatron or Transformer Engine that launched the kernel."""
+
+
+@dataclass(slots=True)
+class Allocation:
+    """Memory of one storage on the device."""
+
+    bytes: int
+    kernel: str
+    place: str
+    alive: weakref.ref[torch.UntypedStorage]
+
+
+@dataclass
+class Book:
+    """Counts since the last call of :meth:`clear`; allocations since the start."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    waits: Counter[str] = field(default_factory=Counter)
+    """Host waits for the device by reason and place."""
+    to_device: Counter[str] = field(default_factory=Counter)
+    """Bytes copied to the device by place."""
+    to_host: Counter[str] = field(default_factory=Counter)
+    """Bytes copied to the host by place."""
+    collectives: Counter[str] = field(default_factory=Counter)
+    """Collectives on device tensors by operator and number of ranks."""
+    collective_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of the full tensor (all ranks' parts) by operator and number of ranks."""
+    allocations: dict[int, Allocation] = field(default_factory=dict)
+    bytes_now: int = 0
+    bytes_peak: int = 0
+    muted: int = 0
+    """Above 0 inside of a fused function, which books one kernel and keeps no memory of its own."""
+
+    def clear(self) -> None:
+        """Forget the counts. The peak restarts from the memory in use."""
+        for counts in (self.waits, self.to_device, self.to_host, self.collectives, self.collective_bytes):
+            counts.clear()
+        self.kernels.clear()
+        self.bytes_peak = self.bytes_now
+
+    def launch(self, name: str, flops: float, size: float, dtype: torch.dtype, output: torch.dtype) -> None:
+        """Book a kernel."""
+        if not self.muted:
+            self.kernels.append(Kernel(name, flops, size, dtype, output, place()))
+
+    def wait(self, reason: str) -> None:
+        """Book a host wait."""
+        self.waits[f"{reason} in {place()}"] += 1
+
+    def allocate(self, storage: torch.UntypedStorage, kernel: str) -> None:
+        """Book the memory of a storage until the storage is freed. A storage in the book is not booked twice."""
+        key, size = storage._cdata, storage.nbytes()
+        if self.muted or key in self.allocations or not size:
+            return
+        alive = weakref.ref(storage, lambda _: self._free(key))
+        self.allocations[key] = Allocation(size, kernel, place(), alive)
+        self._grow(size)
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Follow ``storage.resize_``."""
+        if (found := self.allocations.get(storage._cdata)) is not None:
+            self._grow(size - found.bytes)
+            found.bytes = size
+
+    def _grow(self, size: int) -> None:
+        self.bytes_now += size
+        self.bytes_peak = max(self.bytes_peak, self.bytes_now)
+
+    def _free(self, key: int) -> None:
+        if (found := self.allocations.pop(key, None)) is not None:
+            self.bytes_now -= found.bytes
+
+
+def place() -> str:
+    """``file:function`` of the innermost frame of :data:`OUR_CODE`, without line numbers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (name := _name_of(frame.f_code)) is not None:
+            return name
+        frame = frame.f_back
+    return "elsewhere"
+
+
+@functools.cache
+def _name_of(code: CodeType) -> str | None:
+    path = code.co_filename
+    start = max(path.rfind(part) for part in OUR_CODE)
+    return None if start < 0 or "megatron_dppo/rehearse/" in path else f"{path[start:]}:{code.co_qualname}"
+
+
+def tensor_bytes(*tensors: object) -> int:
+    """Bytes of the distinct tensors among the arguments."""
+    distinct = {id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())

@@ -1,0 +1,64 @@
+"""Build and load the C++ half of the device, before torch is imported.
+
+Torch asks only once which devices exist. A process that has imported torch can no longer load the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_dppo.errors import UserError
+
+SOURCE = Path(__file__).with_name("device.cpp")
+CACHE = "MEGATRON_DPPO_CACHE"
+
+
+def cache_folder() -> Path:
+    """Folder of the built device and of Transformer Engine's Python."""
+    return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "megatron_dppo")
+
+
+def load_device() -> None:
+    """Load the device into this process.
+
+    Raises:
+        UserError: g++ is missing, or cannot compile the device.
+        RuntimeError: torch is already imported.
+    """
+    if "torch" in sys.modules:
+        raise RuntimeError("the rehearsal's device must be loaded before torch is imported")
+    library = ctypes.CDLL(str(build_device()), mode=ctypes.RTLD_GLOBAL)
+    import torch  # noqa: F401
+
+    library.register_rehearsal_guard()
+
+
+def build_device() -> Path:
+    """Compile the device once for each torch build; return the shared library."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    torch_folder = Path(spec.origin).parent
+    digest = hashlib.sha256(SOURCE.read_bytes() + (torch_folder / "version.py").read_bytes()).hexdigest()[:16]
+    library = cache_folder() / f"rehearsal-{digest}.so"
+    if library.exists():
+        return library
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise UserError("g++", "", "a rehearsal compiles a small C++ file", "install g++")
+    library.parent.mkdir(parents=True, exist_ok=True)
+    draft = library.with_suffix(f".{os.getpid()}")
+    command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder / 'include'}", str(SOURCE)]
+    command += [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder / 'lib'}"]
+    done = subprocess.run([*command, "-o", str(draft)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        problem = f"the rehearsal's device does not compile:\n{done.stderr[-2000:]}"
+        raise UserError("g++", compiler, problem, "install a g++ that supports C++20")
+    draft.rename(library)
+    return library

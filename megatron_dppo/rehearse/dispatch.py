@@ -1,0 +1,253 @@
+"""The dispatch mode: host tensors stay real, device tensors have shapes only, and each operator is booked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from megatron_dppo.rehearse.booking import Book, place, tensor_bytes
+from megatron_dppo.rehearse.collectives import answer
+from megatron_dppo.rehearse.pinning import is_pinned, mark_pinned
+from megatron_dppo.rehearse.values import follow, forget, remember, value_of
+
+aten = torch.ops.aten
+NO_KERNEL = {
+    aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten._unsafe_view.default,
+    aten._reshape_alias.default, aten.resize_.default, aten.set_.source_Storage_storage_offset,
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
+    aten.new_empty.default, aten.new_empty_strided.default,
+}  # fmt: skip
+"""Operators that allocate or make views."""
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
+TO_HOST = {
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default,
+    aten.new_empty.default, aten.new_zeros.default, aten.empty_strided.default,
+}  # fmt: skip
+"""Operators that make a host tensor in the shape of a device tensor, if asked for ``device="cpu"``."""
+ONLY_WRITE = ("zero_", "fill_", "copy_", "normal_", "uniform_", "mm", ".out")
+"""Parts of names of in-place operators that do not read the tensor that they write."""
+
+Read = Callable[[torch.Tensor], torch.Tensor | None]
+"""Value that the host reads of a device tensor; None: zeros."""
+
+
+class HostTensorError(RuntimeError):
+    """A kernel received a host tensor together with device tensors."""
+
+
+def check_on_device(kernel: str, *tensors: object) -> None:
+    """Raise HostTensorError if one of the tensors is a host tensor."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.device.type != "cuda":
+            raise HostTensorError(f"{kernel} received a host tensor of shape {tuple(tensor.shape)}")
+
+
+def read_zeros(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Default of :attr:`RehearsalMode.read`."""
+    return None
+
+
+class RehearsalMode(TorchDispatchMode):
+    """Run operators on shapes and book them.
+
+    Raises:
+        HostTensorError: from an operator that mixes host tensors and device tensors.
+        torch._subclasses.fake_tensor.UnsupportedOperatorException: from an operator without a shape function.
+    """
+
+    def __init__(self, book: Book) -> None:
+        super().__init__()
+        self.book = book
+        self.read: Read = read_zeros
+        self.fake = FakeTensorMode(allow_non_fake_inputs=False, allow_fallback_kernels=False)
+
+    def __enter__(self) -> RehearsalMode:
+        # Otherwise torch.tensor(..., device="cuda") makes a real CUDA tensor behind the mode's back.
+        torch._C._set_only_lift_cpu_tensors(True)
+        super().__enter__()
+        return self
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, kernel: str) -> torch.Tensor:
+        """A new device tensor."""
+        with self.fake:
+            made = torch.empty(tuple(shape), dtype=dtype, device="cuda")
+        self.book.allocate(made.untyped_storage(), kernel)
+        return made
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        tensors = [leaf for leaf in pytree.arg_tree_leaves(*args, **options) if isinstance(leaf, torch.Tensor)]
+        on_device = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        device = torch.device(options["device"]).type if options.get("device") is not None else None
+        if func.namespace == "prim":
+            return func(*args, **options)
+        if func.namespace == "c10d":
+            return answer(self.book, func, args, tensors)
+        pin = options.pop("pin_memory", None)
+        if not on_device and device != "cuda":
+            made = func(*args, **options)
+            return mark_pinned(made) if pin else made
+        if torch.is_inference_mode_enabled() and func._can_decompose():  # autograd decomposes outside of inference mode
+            with self:
+                made = func.decompose(*args, **options)
+            if made is not NotImplemented:
+                return made
+        if device == "cpu" and func in TO_HOST:
+            shape = args[1] if "new_" in func.name() else args[0].shape
+            made = torch.zeros(tuple(shape), dtype=options.get("dtype") or args[0].dtype)
+            return mark_pinned(made) if pin else made
+        special = self._special(func, args, options)
+        return self._run(func, args, options) if special is NotImplemented else special
+
+    def _special(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Result of an operator in which host and device meet; NotImplemented for all others."""
+        if func is aten._local_scalar_dense.default:
+            return self._item(args[0])
+        if func is aten._to_copy.default:
+            return self._to(args[0], kwargs)
+        if func is aten.copy_.default:
+            return self._copy(args[0], args[1], bool(kwargs.get("non_blocking", len(args) > 2 and args[2])))
+        if func is aten.is_pinned.default:
+            return False
+        if func is aten.equal.default:
+            return self._equal(args[0], args[1])
+        if func is aten.nonzero.default:
+            return self._nonzero(args[0])
+        return NotImplemented
+
+    # Meetings of host and device
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        self.book.wait("item")
+        self.book.to_host[place()] += tensor.element_size()
+        value = value_of(tensor)
+        if value is not None:
+            return value.item()
+        return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+    def _to(self, source: torch.Tensor, kwargs: Mapping[str, Any]) -> Any:
+        target = torch.device(kwargs["device"]) if kwargs.get("device") is not None else source.device
+        dtype, later = kwargs.get("dtype") or source.dtype, bool(kwargs.get("non_blocking"))
+        if source.device.type == target.type:
+            return NotImplemented
+        if target.type == "cuda":
+            self._book_to_device(source, later)
+            made = self.empty(source.shape, dtype, "copy to the device")
+            remember(made, source.detach().to(dtype, copy=True))
+            return made
+        return self._host_copy(source, later).to(dtype)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, later: bool) -> Any:
+        if source.device.type == target.device.type or (source.numel() == 1 and source.dim() == 0):
+            return NotImplemented
+        if target.device.type == "cuda":
+            self._book_to_device(source, later)
+            forget(target)
+        else:
+            target.copy_(self._host_copy(source, later))
+        return target
+
+    def _book_to_device(self, source: torch.Tensor, later: bool) -> None:
+        self.book.to_device[place()] += tensor_bytes(source)
+        if not later:
+            self.book.wait("copy to the device" if is_pinned(source) else "copy of pageable memory to the device")
+
+    def _host_copy(self, source: torch.Tensor, later: bool) -> torch.Tensor:
+        self.book.to_host[place()] += tensor_bytes(source)
+        if not later:
+            self.book.wait("copy to the host")
+        value = value_of(source)
+        value = self.read(source) if value is None else value.clone()
+        return torch.zeros(source.shape, dtype=source.dtype) if value is None else value
+
+    def _equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        def key(tensor: torch.Tensor) -> tuple[Any, ...]:
+            return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+        if key(a) != key(b):  # torch does not read the device to compare a tensor with itself
+            self.book.wait("equal")
+        return True
+
+    def _nonzero(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.book.wait("nonzero")
+        value = value_of(tensor)
+        rows = tensor.numel() // 2 if value is None else len(value.nonzero())
+        made = self.empty((rows, tensor.dim()), torch.int64, "nonzero")
+        if value is not None:
+            remember(made, value.nonzero())
+        return made
+
+    # All other operators
+
+    def _run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        leaves = pytree.arg_tree_leaves(*args, **kwargs)
+        mixed = kwargs.get("device") is not None or any(map(_on_device, leaves))
+        given = (tuple(args), kwargs)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: self._lift(func, tensor, mixed), given)
+        with self.fake:
+            out = func(*args, **kwargs)
+        follow(func, args, kwargs, out)
+        if func._overloadpacket is aten.all and value_of(out) is None:  # checks of unknown values pass
+            remember(out, torch.ones(out.shape, dtype=torch.bool))
+        outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, FakeTensor)]
+        if mixed and not (func in NO_KERNEL or _is_view(func)):
+            self._launch(func, args, kwargs, out, outputs)
+        for tensor in outputs:
+            if _on_device(tensor):
+                self.book.allocate(tensor.untyped_storage(), func.name())
+        return out
+
+    def _lift(self, func: OpOverload, tensor: torch.Tensor, mixed: bool) -> torch.Tensor:
+        """The fake tensor of a host scalar, which kernels accept as a number, or of an operator on the host."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if mixed and tensor.dim():
+            shape = tuple(tensor.shape)
+            raise HostTensorError(f"{func.name()} received a host tensor of shape {shape} in {place()}")
+        made = self.fake.from_tensor(tensor, static_shapes=True)
+        remember(made, tensor)
+        return made
+
+    def _launch(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, outputs: list[FakeTensor]
+    ) -> None:
+        leaves = pytree.arg_tree_leaves(*args, **kwargs)
+        inputs = [leaf for leaf in leaves if _on_device(leaf)]
+        size = tensor_bytes(*inputs, *outputs)
+        if not any(part in func.name() for part in ONLY_WRITE):
+            size += tensor_bytes(*(each for each in outputs if any(each is given for given in inputs)))
+        flops, factors = _flops(func, args, kwargs, out)
+        floats = [each.dtype for each in (*inputs, *outputs) if each.is_floating_point()]
+        dtype = factors[0].dtype if factors else floats[0] if floats else torch.int64
+        self.book.launch(func.name(), flops, size, dtype, outputs[0].dtype if outputs else dtype)
+
+
+def _on_device(leaf: object) -> bool:
+    return isinstance(leaf, FakeTensor) and leaf.fake_device.type == "cuda"
+
+
+def _flops(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> tuple[float, list[torch.Tensor]]:
+    """FLOPs of an operator, and the two matrices of a product."""
+    if func._overloadpacket in PRODUCTS:
+        factors = [each for each in args if isinstance(each, torch.Tensor)][-2:]
+        return 2.0 * factors[0].numel() * factors[1].shape[-1], factors
+    count = flop_registry.get(func._overloadpacket)
+    return (0.0 if count is None else float(count(*args, **kwargs, out_val=out))), []
+
+
+def _is_view(func: OpOverload) -> bool:
+    """Whether an operator returns only views of its arguments."""
+    returns = func._schema.returns
+    writes = any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments)
+    return not writes and bool(returns) and all(each.alias_info is not None for each in returns)

@@ -1,0 +1,61 @@
+"""Enumerations and classes of the compiled module ``transformer_engine_torch`` of Transformer Engine 2.14."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from typing import Any
+
+
+def _numbered(prefix: str, names: str) -> dict[str, int]:
+    return {prefix + name: number for number, name in enumerate(names.split())}
+
+
+_LAYOUTS = (
+    "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D BSHD_BSHD_BSHD T3HD TH3D"
+    " THD_T2HD THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD"
+    " Paged_KV_BSHD_BSHD_BSHD Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD"
+    " Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD"
+)
+_OVERLAPS = (
+    "BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS SPLIT_PIPELINED_RS_P2P ATOMIC_GEMM_RS"
+    " ATOMIC_GEMM_AG_P2P ATOMIC_GEMM_RS_P2P EXTERNAL_BULK_OVERLAP_AG"
+)
+_BACKWARD = [f"{kind}{i}" for i, kind in itertools.product((1, 2, 3), ("GRAD_OUTPUT", "GRAD_INPUT"))]
+_FORWARD = [f"GEMM{i}_{kind}" for i, kind in itertools.product((1, 2, 3), ("INPUT", "WEIGHT", "OUTPUT"))]
+_TYPES = {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6}
+_TYPES |= {"kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10}
+
+MEMBERS: dict[str, dict[str, int]] = {
+    "CommOverlapAlgo": _numbered("", _OVERLAPS),
+    "CommOverlapType": _numbered("", "RS AG"),
+    "DType": _TYPES,
+    "FP8BwdTensors": _numbered("", " ".join(_BACKWARD)),
+    "FP8FwdTensors": _numbered("", " ".join(_FORWARD)),
+    "Float8BlockScaleTensorFormat": _numbered("", "GEMM_READY COMPACT INVALID"),
+    "NVTE_Bias_Type": _numbered("NVTE_", "NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI"),
+    "NVTE_Fused_Attn_Backend": {
+        **_numbered("NVTE_", "F16_max512_seqlen F16_arbitrary_seqlen FP8"),
+        "NVTE_No_Backend": -1,
+    },
+    "NVTE_Mask_Type": _numbered(
+        "NVTE_",
+        "NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK"
+        " PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
+    ),
+    "NVTE_QKV_Format": _numbered("NVTE_", "SBHD BSHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD"),
+    "NVTE_QKV_Layout": _numbered("NVTE_", _LAYOUTS),
+    "NVTE_Softmax_Type": _numbered("NVTE_", "VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX"),
+}
+CLASSES = (
+    "CommOverlap", "CommOverlapBase", "CommOverlapCore", "CommOverlapHelper", "CommOverlapP2P", "CommOverlapP2PBase",
+    "FP8TensorMeta",
+)  # fmt: skip
+
+
+def constants() -> dict[str, Any]:
+    """All enumerations and classes by name. The classes cannot do anything: no rehearsed setting uses them."""
+    found: dict[str, Any] = {name: type(name, (), {}) for name in CLASSES}
+    for name, members in MEMBERS.items():
+        found[name] = enum.IntEnum(name, members)
+    return found

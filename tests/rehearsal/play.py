@@ -1,0 +1,26 @@
+"""Rehearse cases in this process, which must not have imported torch: ``python -m tests.rehearsal.play OUT CASE...``.
+
+Each line of OUT is the JSON of one case. ``FAULT: CASE`` plays a case with a fault of :mod:`tests.rehearsal.faults`;
+``memory: CASE`` measures the memory of an actor.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+from megatron_dppo.rehearse.device import load_device
+
+warnings.simplefilter("ignore")
+load_device()
+
+from megatron_dppo.rehearse.transformer_engine import python_folder  # noqa: E402
+from megatron_dppo.rehearse.world import prepare  # noqa: E402
+
+MODE = prepare(python_folder())
+
+from tests.rehearsal.stage import play_all  # noqa: E402
+
+if __name__ == "__main__":
+    play_all(MODE, sys.argv[2:], Path(sys.argv[1]))

@@ -1,0 +1,208 @@
+"""Play a case: two steps of the trainer's own learner on one rank, and the book of the second step."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+import megatron_dppo.models.policy_head_triton  # noqa: F401
+from megatron_dppo.config import Config, ModelConfig, OptimizerConfig
+from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.memory import held_bytes, rank_elements
+from megatron_dppo.estimate.workload import Placement, Setup
+from megatron_dppo.models import actor as actor_module
+from megatron_dppo.models.shape import PUBLISHED
+from megatron_dppo.parallel.world import initialize
+from megatron_dppo.rehearse.dispatch import RehearsalMode
+from megatron_dppo.rehearse.te_kernels import set_attention_pairs
+from megatron_dppo.rehearse.world import one_rank
+from megatron_dppo.rl.plan import plan_step
+from megatron_dppo.trainer.checkpoint import Checkpoints
+from tests.rehearsal.cases import CASES, Case, config_of, write_policies
+from tests.rehearsal.faults import FAULTS
+from tests.steps import build, step_of_groups, weights_of
+
+SUMS = ("tokens", "fresh_tokens", "train/loss", "train/rollout_logprob_abs_diff", "train/token_mult_prob_error")
+
+
+def play_all(mode: RehearsalMode, names: list[str], out: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder, out.open("w") as file:
+        policies = write_policies(Path(folder))
+        gc.collect()
+        gc.freeze()  # later collections skip the modules: a case collects five times
+        for name in names:
+            fault, _, case = name.rpartition(": ")
+            began = time.perf_counter()
+            with ExitStack() as stack:
+                stack.enter_context(FAULTS.get(fault, ExitStack)())
+                try:
+                    if fault == "memory":
+                        found = measure_memory(mode, CASES[case])
+                    else:
+                        found = play(mode, CASES[case], policies, Path(folder) / "run")
+                except Exception as error:  # reported by the test
+                    found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            gc.collect()
+            found["seconds"] = round(time.perf_counter() - began, 2)
+            print(json.dumps({"name": name, **found}), file=file, flush=True)
+
+
+def play(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path) -> dict[str, Any]:
+    environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if case.model.get("deterministic") else {}
+    with mock.patch.dict(os.environ, environment), one_rank(case.ranks, case.rank), mode, values_on(mode, case):
+        return _steps(mode, case, policies, run)
+
+
+def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path) -> dict[str, Any]:
+    config, book = config_of(case, policies, run), mode.book
+    world, learner, policy = build(config)
+    metadata, groups = step_of_groups(1)
+    metadata = dataclasses.replace(metadata, owners=np.full_like(metadata.owners, world.rank))
+    held, layout = dict(enumerate(groups)), config.layout
+    if not world.last_stage or world.tp_rank or world.cp_rank:  # ranks that the loss's sums reach over the network
+        policy.actor._total = lambda outputs: dict.fromkeys((*SUMS, "train/kl_loss"), 1.0)
+    multiple = world.capacity_multiple(layout, config.pack.max_tokens)
+    found: dict[str, Any] = {}
+    for step in range(2):
+        plan = plan_step(
+            metadata, config, replicas=world.dp, align=layout.row_multiple, capacity_multiple=multiple, step=0,
+            pipeline=layout.pp,
+        )  # fmt: skip
+        _Even.tokens = plan.minibatches[0].capacity // layout.cp // (layout.tp if layout.sequence_parallel else 1)
+        set_attention_pairs(float(plan.minibatches[0].capacity ** 2) / layout.cp)
+        gc.collect()
+        book.clear()
+        before = book.bytes_now
+        learner.learn(plan, held, step=step + 1, version=0)
+        found |= booked(mode)
+        if case.extra == "release":
+            policy.actor.release_memory()
+        gc.collect()
+        found["kept"] = book.bytes_now - before
+    minibatch = plan.minibatches[0]
+    found |= {
+        "packs": len(minibatch.packs[0]), "updates": len(plan.minibatches), "capacity": minibatch.capacity,
+        "main_grads": sorted({str(p.main_grad.dtype) for p in policy.actor.parameters() if p.requires_grad}),
+    }  # fmt: skip
+    found["elements"] = rank_elements(policy.actor.shape, world.pp_rank, layout).total
+    if case.extra == "score norms":
+        learner.measure_score_norms(metadata, plan, held)
+    found["streamed"] = len(weights_of(policy, world))
+    if case.extra == "checkpoint":
+        checkpoints = Checkpoints(config, world)
+        checkpoints.save(policy.actor, 1, {})
+        checkpoints.finish()
+    return found
+
+
+def measure_memory(mode: RehearsalMode, case: Case) -> dict[str, Any]:
+    """Bytes of an actor's weights, gradients and optimizer, and the plan's, for a wide shape with little padding."""
+    book, layout = mode.book, case.layout
+    shape = dataclasses.replace(PUBLISHED["qwen3-0.6b"], num_layers=2, vocab_size=4096)
+    if case.policy == "moe":
+        shape = dataclasses.replace(PUBLISHED["qwen3-30b-a3b"], num_layers=2, vocab_size=4096, experts=4)
+    model, optimizer = ModelConfig(spec="te", dtype="bf16", **case.model), OptimizerConfig(**case.optimizer)
+    marks: list[int] = []
+
+    def optimizer_of(*args: Any, **kwargs: Any) -> Any:
+        marks.append(book.bytes_now)
+        return get_megatron_optimizer(*args, **kwargs)
+
+    get_megatron_optimizer = actor_module.get_megatron_optimizer
+    with one_rank(case.ranks, case.rank), mode, mock.patch.object(actor_module, "get_megatron_optimizer", optimizer_of):
+        world = initialize(layout, seed=1, timeout_s=60.0)
+        gc.collect()
+        marks.append(book.bytes_now)
+        policy = actor_module.Actor(
+            shape, model, layout, optimizer, world, temperature=1.0, load=lambda chunks: marks.append(book.bytes_now)
+        )
+        gc.collect()
+        marks.append(book.bytes_now)
+        placement = Placement(layout, ranks=case.ranks, servers=(1,), shared=True, gpus=case.ranks)
+        config = Config(model=model, layout=layout, optimizer=optimizer)
+        planned = held_bytes(Setup(config, shape, placement, Assumptions()), world.pp_rank)
+        del policy
+    rehearsed = dict(zip(("weights", "gradients", "optimizer"), np.diff(marks).tolist(), strict=True))
+    return {"memory": {part: [size, planned[part]] for part, size in rehearsed.items()}}
+
+
+def booked(mode: RehearsalMode) -> dict[str, Any]:
+    """The book of one step as JSON."""
+    book = mode.book
+    kernels = (kernel for kernel in book.kernels if kernel.flops)
+    products = Counter(f"{kernel.dtype} to {kernel.output} in {kernel.place}" for kernel in kernels)
+    return {
+        "kernels": len(book.kernels),
+        "waits": dict(book.waits),
+        "products": dict(products),
+        "collectives": dict(book.collectives),
+        "collective_bytes": dict(book.collective_bytes),
+    }
+
+
+class _Even:
+    """Even routing: the counts that a dispatcher of tokens reads if all experts get equally many."""
+
+    tokens = 0
+
+    @classmethod
+    def read(cls, tensor: torch.Tensor, chosen: int) -> torch.Tensor | None:
+        routed = cls.tokens * chosen
+        frame = sys._getframe(1)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if type(owner).__name__ == "MoEAlltoAllTokenDispatcher":
+                return cls._count(owner, tensor, routed)
+            frame = frame.f_back
+        return None
+
+    @staticmethod
+    def _count(owner: Any, tensor: torch.Tensor, routed: int) -> torch.Tensor | None:
+        local, ep, tp = owner.num_local_experts, owner.ep_size, owner.tp_size
+        counts = {
+            "input_splits": routed // ep,
+            "output_splits": routed // ep,
+            "output_splits_tp": routed,
+            "tokens_per_expert": routed * tp // local,
+            "num_global_tokens_per_local_expert": routed // (ep * local),
+        }
+        named = next((count for name, count in counts.items() if getattr(owner, name, None) is tensor), None)
+        if named is None and tensor.shape == (local,):
+            named = counts["tokens_per_expert"]
+        return None if named is None else torch.full(tuple(tensor.shape), named, dtype=tensor.dtype)
+
+
+@contextmanager
+def values_on(mode: RehearsalMode, case: Case) -> Iterator[None]:
+    """Values that the host reads: ones for losses, even counts for experts."""
+    plain, to_device = mode.read, actor_module.to_device
+
+    def read(tensor: torch.Tensor) -> torch.Tensor | None:
+        if tensor.is_floating_point():
+            return torch.ones(tensor.shape, dtype=tensor.dtype)
+        return _Even.read(tensor, chosen=2) if case.policy == "moe" else None
+
+    def note(batch: Any, *more: Any) -> Any:
+        layout = case.layout
+        _Even.tokens = len(batch.pack.token_ids) // layout.cp // (layout.tp if layout.sequence_parallel else 1)
+        return to_device(batch, *more)
+
+    mode.read = read
+    with mock.patch.object(actor_module, "to_device", note):
+        yield
+    mode.read = plain

@@ -1,0 +1,35 @@
+"""Missing parts of a rehearsal fail by name. Nothing here patches this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rehearse.device import build_device, load_device
+from megatron_dppo.rehearse.transformer_engine import CompiledModule, python_folder
+
+
+def test_a_missing_compiler_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DPPO_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"install g\+\+|Install g\+\+"):
+        build_device()
+
+
+def test_missing_python_of_transformer_engine_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DPPO_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"install_te_python\.sh"):
+        python_folder()
+
+
+def test_the_device_is_refused_after_torch() -> None:
+    with pytest.raises(RuntimeError, match="before torch is imported"):
+        load_device()
+
+
+def test_a_function_without_a_stand_in_fails_by_name() -> None:
+    with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.swiglu has no stand-in"):
+        CompiledModule("transformer_engine_torch").swiglu()

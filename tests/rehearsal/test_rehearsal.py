@@ -1,0 +1,192 @@
+"""The GPU path, rehearsed on a device that computes nothing: settings that run, and exact bounds on their work.
+
+One process plays all cases: a rehearsal patches torch and cannot run within pytest. The main suite plays
+``cases.SHARE``; with ``REHEARSAL_CASES=all`` every case. The kernel counts in ``kernels.json`` change only on purpose:
+
+    REHEARSAL_CASES=all REHEARSAL_RECORD=1 python -m pytest tests/rehearsal
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rehearsal.cases import CASES, SHARE
+
+ROOT = Path(__file__).parents[2]
+TABLE = Path(__file__).with_name("kernels.json")
+ALL = os.environ.get("REHEARSAL_CASES") == "all"
+NAMES = tuple(CASES) if ALL else SHARE
+MEMORY = ("dense", "tp2 sp", "overlap dp2", "pp2 last", "moe ep2")
+FAULTY = tuple(f"{fault}: dense" for fault in ("item in the loss", "float32 product", "host tensor", "kept activation"))
+GROWTH = 1.02
+Found = dict[str, dict[str, Any]]
+
+SUMS = "copy to the host in megatron_dppo/models/actor.py:Actor._total"
+NORM = "item in megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32"
+MEASURED = "copy to the host in megatron_dppo/models/actor.py:Policy._measure.<locals>.<listcomp>"
+OFFLOADED = "stream.synchronize in megatron_dppo/models/optimizer_state.py:OffloadedState.leave_device"
+ROTARY = "in megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
+SEGMENTS = "copy to the host in megatron_dppo/models/layer_specs.py:SegmentAttention.forward"
+DISPATCHED = (
+    "event.synchronize in megatron/core/transformer/moe/token_dispatcher.py:"
+    "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize"
+)
+LOADS = "copy to the host in megatron_dppo/models/routing.py:ExpertLoad.take"
+REPLAYED = "copy to the host in megatron_dppo/models/routing.py:RoutingReplay.take_sums"
+ROUTER = "megatron/core/transformer/moe/moe_utils.py:RouterGatingLinearFunction"
+LAYERS, EXPERT_LAYERS, HIDDEN, BF16 = 4, 2, 64, 2
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    out = tmp_path_factory.mktemp("rehearsal") / "found.jsonl"
+    names = [*NAMES, *(f"memory: {name}" for name in MEMORY), *FAULTY]
+    command = [sys.executable, "-m", "tests.rehearsal.play", str(out), *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {each["name"]: each for each in map(json.loads, out.read_text().splitlines())}
+
+
+def check_runs(played: dict[str, Any]) -> None:
+    assert "error" not in played, played["traceback"]
+
+
+def check_waits(name: str, played: dict[str, Any]) -> None:
+    assert played["waits"] == expected_waits(name, played)
+
+
+def check_products(name: str, played: dict[str, Any]) -> None:
+    """Products multiply bf16; main gradients are fp32. Exceptions: the experts' router and torch's layers."""
+    products = [each for each in played["products"] if not each.startswith("torch.bfloat16 to")]
+    wrong = [each for each in products if CASES[name].spec == "te" and ROUTER not in each]
+    assert not wrong
+    assert played["main_grads"] == ["torch.float32"]
+
+
+def check_kept(played: dict[str, Any]) -> None:
+    """A step leaves no activation behind."""
+    assert played["kept"] == 0
+
+
+def kernels_per_pack(played: dict[str, Any]) -> float:
+    return float(played["kernels"] / (played["packs"] * played["updates"]))
+
+
+def expected_waits(name: str, played: dict[str, Any]) -> dict[str, int]:
+    """Waits of a step by place."""
+    case, updates = CASES[name], played["updates"]
+    packs, last = played["packs"] * updates, case.layout.pp == 1 or (case.rank > 0 and case.layout.vpp == 1)
+    waits = {NORM: updates}
+    if last and not (case.layout.tp > 1 and case.rank):
+        waits[SUMS] = updates  # all sums of all packs in one copy
+    if last and (case.loss.kl_coef or case.loss.updates_per_rollout > 1):
+        waits[MEASURED] = packs
+    if case.optimizer.get("offload"):
+        waits[OFFLOADED] = updates
+    if case.spec == "torch" and case.share == "off":  # torch's layers are no path of speed
+        waits |= {f"copy to the host {ROTARY}": 2 * LAYERS * packs, f"item {ROTARY}": 2 * LAYERS * packs}
+        waits[SEGMENTS] = LAYERS * packs
+    if case.policy == "moe":
+        passes = 1 + (case.model.get("recompute") == "selective") + (case.loss.updates_per_rollout > 1)
+        waits[DISPATCHED] = EXPERT_LAYERS // case.layout.pp * packs * passes
+        waits[LOADS] = updates
+    if case.loss.replay_routing == "update":
+        waits[REPLAYED] = updates
+    return waits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_setting_runs(found: Found, name: str) -> None:
+    check_runs(found[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_host_waits_only_in_known_places(found: Found, name: str) -> None:
+    check_waits(name, found[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products_multiply_bf16_and_main_gradients_are_fp32(found: Found, name: str) -> None:
+    check_products(name, found[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_keeps_no_memory(found: Found, name: str) -> None:
+    check_kept(found[name])
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_weights_gradients_and_optimizer_need_the_planned_bytes(found: Found, name: str) -> None:
+    """Exact, but for buffers of up to 1 KiB: the rotary embedding's frequencies, Adam's steps."""
+    played = found[f"memory: {name}"]
+    check_runs(played)
+    for part, (rehearsed, planned) in played["memory"].items():
+        assert 0 <= rehearsed - planned <= 1024, part
+
+
+def test_sequence_parallel_collectives_have_the_layouts_bytes(found: Found) -> None:
+    """Each layer gathers 6 times (2 forward, 4 backward) and scatters 4 times; embedding and head once more each."""
+    played = found["tp2 sp"]
+    tensor = played["capacity"] * HIDDEN * BF16 * played["packs"]
+    moved = played["collective_bytes"]
+    assert moved["_allgather_base over 2"] == (6 * LAYERS + 2) * tensor
+    assert moved["_reduce_scatter_base over 2"] == (4 * LAYERS + 2) * tensor
+
+
+@pytest.mark.skipif(not ALL, reason="tp2 without sequence parallelism is a case of the whole matrix")
+def test_tensor_parallel_collectives_have_the_layouts_bytes(found: Found) -> None:
+    """Each layer sums 4 times, and the embedding and the head's backward pass together once."""
+    played = found["tp2"]
+    tensor = played["capacity"] * HIDDEN * BF16 * played["packs"]
+    assert (4 * LAYERS + 1) * tensor <= played["collective_bytes"]["allreduce over 2"] < (4 * LAYERS + 2) * tensor
+
+
+def test_data_parallel_collectives_have_the_layouts_bytes(found: Found) -> None:
+    """Fp32 gradients are scattered and bf16 weights gathered once an update; a parameter is padded to 64 elements."""
+    played = found["overlap dp2"]
+    moved = played["collective_bytes"]
+    scattered, gathered = (moved[f"{name}_tensor_coalesced over 2"] for name in ("reduce_scatter", "allgather_into"))
+    assert scattered == 2 * gathered
+    assert 0 <= scattered / 4 - played["elements"] <= 64 * played["streamed"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_per_pack_do_not_grow(found: Found, name: str) -> None:
+    table = json.loads(TABLE.read_text())
+    if os.environ.get("REHEARSAL_RECORD"):
+        table[name] = round(kernels_per_pack(found[name]), 1)
+        TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    assert table[name] / GROWTH <= kernels_per_pack(found[name]) <= table[name] * GROWTH
+
+
+def test_an_item_in_the_loss_is_caught_by_the_waits(found: Found) -> None:
+    played = found["item in the loss: dense"]
+    check_runs(played)
+    with pytest.raises(AssertionError, match="item in megatron_dppo/models/actor"):
+        check_waits("dense", played)
+
+
+def test_a_float32_product_is_caught_by_the_products_types(found: Found) -> None:
+    played = found["float32 product: dense"]
+    check_runs(played)
+    with pytest.raises(AssertionError, match="policy_head"):
+        check_products("dense", played)
+
+
+def test_a_tensor_left_on_the_host_is_caught_by_its_operator(found: Found) -> None:
+    with pytest.raises(AssertionError, match=r"HostTensorError: aten::mul.Tensor .* in megatron_dppo/rl/losses.py"):
+        check_runs(found["host tensor: dense"])
+
+
+def test_an_activation_that_is_kept_is_caught_by_the_memory(found: Found) -> None:
+    played = found["kept activation: dense"]
+    check_runs(played)
+    with pytest.raises(AssertionError):
+        check_kept(played)
