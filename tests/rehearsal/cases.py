@@ -90,9 +90,8 @@ CASES = {
 }
 
 SHARE = (
-    "dense", "torch layers", "recompute selective", "kl reference on host", "two updates", "offload", "overlap dp2",
-    "tp2 sp", "cp2 tp2 sp", "pp2 last", "pp2 vpp2", "lora tp2 sp", "shared prefixes", "moe ep2", "moe tp2 ep2 etp1",
-    "checkpoint",
+    "dense", "recompute selective", "kl reference on host", "offload", "overlap dp2", "tp2 sp", "cp2 tp2 sp",
+    "pp2 last", "pp2 vpp2", "lora tp2 sp", "shared prefixes", "moe ep2", "moe tp2 ep2 etp1",
 )  # fmt: skip
 """Cases of the main suite. ``REHEARSAL_CASES=all`` rehearses all."""
 
