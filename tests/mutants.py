@@ -1675,9 +1675,45 @@ MUTANTS = [
     # Rewards.
     Mutant(
         "rewards/groups are taken apart",
-        "if not worker.takes_groups and len(unit) > 1:",
-        "if len(unit) > 1:",
+        "self._queue.popleft() if worker.takes_groups else self._next_item()",
+        "self._next_item()",
         "rewards/test_groups.py",
+    ),
+    Mutant(
+        "rewards/more completions are awaited at once than may be",
+        "share = min(self._owner._concurrency, ",
+        "share = max(self._owner._concurrency, ",
+        "rewards/test_together.py -k so_many_completions",
+    ),
+    Mutant(
+        "rewards/one process awaits all",
+        "math.ceil(unanswered / len(ready))",
+        "unanswered",
+        "rewards/test_together.py -k so_many_completions",
+    ),
+    Mutant(
+        "rewards/completions are awaited one by one",
+        "and limits.concurrency > 1 else None",
+        "and False else None",
+        "rewards/test_together.py -k so_many_completions",
+    ),
+    Mutant(
+        "rewards/no clock for a completion that is awaited",
+        "asyncio.timeout(clock_s)",
+        "asyncio.timeout(None)",
+        "rewards/test_together.py -k waits_too_long",
+    ),
+    Mutant(
+        "rewards/processor time of a completion that is awaited is not counted",
+        "signal.setitimer(signal.ITIMER_PROF, self._left_s)",
+        "signal.setitimer(signal.ITIMER_PROF, 0.0)",
+        "rewards/test_together.py -k spin",
+    ),
+    Mutant(
+        "rewards/of several that are open the first is to blame",
+        "if code == -signal.SIGPROF or (worker.awaits and len(worker.pending) > 1):",
+        "if code == -signal.SIGPROF:",
+        "rewards/test_together.py -k costs_no_other",
     ),
     Mutant(
         "rewards/scores are missing",

@@ -127,6 +127,10 @@ class RewardConfig(Section):
     or have other processes compute; past either the worker is killed and the group leaves the step."""
     workers: Positive = 1
     """Worker processes per rank that generates."""
+    concurrency: Positive = 32
+    """Completions that a worker process awaits at once, if the reward function is written ``async def``, as one that
+    asks a judge by HTTP. The time limits hold for each; one that waits for too long is cancelled, and the others go on.
+    1: one after another, as other functions are called. Functions of a whole group get one group after another."""
     memory_mib: Positive = 4096
     """What scoring may take more than the reward function's imports did, in MiB; past it the completion fails."""
     thinking_tags: tuple[str, ...] = ("<think>", "</think>")

@@ -11,14 +11,15 @@ TRL       ``reward(completions, **columns)``                                   `
 
 verl calls by keyword, and so do we: parameters stand in any order, with or without defaults, behind a star, or in
 ``**kwargs``. slime calls by position, TRL by keyword. What scoring processes call is a :class:`Scorer`; slime's
-``group_rm``, which is called with all completions of a prompt at once, becomes a :class:`GroupScorer`.
+``group_rm``, which is called with all completions of a prompt at once, becomes a :class:`GroupScorer`, and any other
+function written ``async def`` an :class:`AsyncScorer`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,18 @@ Scorer = Callable[[ScoreItem], Any]
 
 
 @dataclass(frozen=True, slots=True)
+class AsyncScorer:
+    """A reward function written ``async def``: a process can await several completions at once."""
+
+    begin: Callable[[ScoreItem], Coroutine[Any, Any, Any]]
+    """Its coroutine returns what the function returned."""
+
+    def __call__(self, item: ScoreItem) -> Any:
+        """Score one completion, in an event loop of its own."""
+        return asyncio.run(self.begin(item))
+
+
+@dataclass(frozen=True, slots=True)
 class GroupScorer:
     """A reward function that sees all completions of a prompt at once."""
 
@@ -142,7 +155,7 @@ def adapted(function: RewardFunction) -> Scorer | GroupScorer:
             _check(signature, "(args, samples), as slime does", Arguments(), [Sample()])
             return GroupScorer(lambda items: _awaited(function(Arguments(), [_sample(item) for item in items])))
         _check(signature, "(args, sample), as slime does", Arguments(), Sample())
-        return lambda item: _awaited(function(Arguments(), _sample(item)))
+        return _scorer(function, lambda item: function(Arguments(), _sample(item)))
     _check(signature, f"({', '.join(VERL)}), each by its name, as verl does", **dict.fromkeys(VERL))
     return _from_verl(function)
 
@@ -154,12 +167,25 @@ def _check(signature: inspect.Signature, call: str, *by_position: Any, **by_keyw
         raise UnfitFunctionError(f"cannot be called with {call} ({error})") from error
 
 
-def _from_verl(function: RewardFunction) -> Scorer:
-    def score(item: ScoreItem) -> Any:
-        values = (item.data_source, item.solution, item.label, dict(item.extra))
-        return _awaited(function(**dict(zip(VERL, values, strict=True))))
+def _scorer(
+    function: RewardFunction, call: Callable[[ScoreItem], Any], read: Callable[[Any], Any] = lambda score: score
+) -> Scorer:
+    """What scores a completion by ``call``, which returns or awaits what ``read`` takes."""
 
-    return score
+    async def begin(item: ScoreItem) -> Any:
+        return read(await call(item))
+
+    if any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))):  # noqa: B004
+        return AsyncScorer(begin)
+    return lambda item: read(_awaited(call(item)))
+
+
+def _from_verl(function: RewardFunction) -> Scorer:
+    def call(item: ScoreItem) -> Any:
+        values = (item.data_source, item.solution, item.label, dict(item.extra))
+        return function(**dict(zip(VERL, values, strict=True)))
+
+    return _scorer(function, call)
 
 
 def _sample(item: ScoreItem) -> Sample:
@@ -178,7 +204,7 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
         if name in parameters and parameters[name].default is inspect.Parameter.empty:
             raise UnfitFunctionError(f"needs {name!r}; completions are scored apart from the trainer")
 
-    def score(item: ScoreItem) -> Any:
+    def call(item: ScoreItem) -> Any:
         row = dict.fromkeys(LABELS, item.label) | {"data_source": item.data_source} | dict(item.extra)
         row.pop(PROMPT, None)
         # As in TRL: a prompt of chat messages has completions of chat messages, a prompt of text has text.
@@ -188,13 +214,15 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
         given["completions"] = [[{"role": "assistant", "content": item.solution}] if chat else item.solution]
         given["completion_ids"] = [list(item.token_ids)]
         given |= {"log_extra": _not_logged, "log_metric": _not_logged}
-        returned = function(**{name: value for name, value in given.items() if takes_all or name in parameters})
-        (reward,) = _awaited(returned)
+        return function(**{name: value for name, value in given.items() if takes_all or name in parameters})
+
+    def only(returned: Any) -> Any:
+        (reward,) = returned
         if reward is None:
             raise NotScoredError("the reward function returned None: it does not score this completion")
         return reward
 
-    return score
+    return _scorer(function, call, only)
 
 
 def columns_wanted(function: RewardFunction) -> list[str]:

@@ -1,13 +1,14 @@
-"""A scoring process of ``RewardWorkers``: ``-m megatron_dppo.rewards.worker FD PARENT MEMORY TIMEOUT SPEC TAGS``.
+"""A scoring process of ``RewardWorkers``: its arguments are those of ``main``, in their order.
 
 Two processes. The one that scores imports the reward function and what that needs, and nothing else: neither torch nor
 the trainer's main module. The keeper, which forks it and runs nothing of the user's, inherits whatever processes the
 function leaves behind, in whatever sessions, and ends them with the scoring: when that ends, when the trainer says so
 (SIGTERM), and when the trainer has died. It ends as the scoring ended.
 
-Messages out are ("ready", whether the function takes groups), ("refused", UserError), ("error", unit, kind, text) and
-("scores", unit, [(reward, correct, answer, by, roles), …]). A message in is a list of (unit, pickled items). A unit is
-the range of one completion's number, or of those of a group; an item is a :class:`ScoreItem`.
+Messages out are ("ready", whether the function takes groups, whether completions are awaited together), ("refused",
+UserError), ("error", unit, kind, text), ("timeout", unit) and ("scores", unit, [(reward, correct, answer, by, roles),
+…]). A message in is a list of (unit, pickled items). A unit is the range of one completion's number, or of those of a
+group; an item is a :class:`ScoreItem`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -27,17 +29,31 @@ from typing import NoReturn
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.lifetime import adopt_orphans, die_with, end_children
 from megatron_dppo.process.streams import outlive_readers
-from megatron_dppo.rewards.adapters import GroupScorer, ScoreItem, Scorer
-from megatron_dppo.rewards.functions import InvalidScoreError, details, resolve, role_rewards, to_score
+from megatron_dppo.rewards.adapters import AsyncScorer, GroupScorer, ScoreItem, Scorer
+from megatron_dppo.rewards.answers import Answer, failed, scored
+from megatron_dppo.rewards.functions import resolve
+from megatron_dppo.rewards.together import score_together
 
 MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Settings of ``reward`` that hold in a scoring process."""
+
+    memory_mib: int
+    timeout_s: float
+    """Of processor time for a completion."""
+    clock_s: float
+    """On the clock for a completion that is awaited beside others; the trainer looks after the rest."""
+    concurrency: int
 
 
 class _EndedError(BaseException):
     """The keeper was told to end."""
 
 
-def main(descriptor: int, parent: int, memory_mib: int, timeout_s: float, spec: str, tags: Sequence[str]) -> None:
+def main(descriptor: int, parent: int, limits: Limits, spec: str, tags: Sequence[str]) -> None:
     """Keep a process that scores what comes, until the pipe closes."""
     # Ctrl-C, and Slurm's word that time is short, are the trainer's to answer; it closes the pipe.
     for number in (signal.SIGINT, signal.SIGUSR1):
@@ -47,7 +63,7 @@ def main(descriptor: int, parent: int, memory_mib: int, timeout_s: float, spec: 
     adopt_orphans()
     keeper, scorer = os.getpid(), os.fork()
     if scorer == 0:
-        _be_the_scorer(keeper, Connection(descriptor), memory_mib, timeout_s, spec, tags)
+        _be_the_scorer(keeper, Connection(descriptor), limits, spec, tags)
     os.close(descriptor)  # so that the trainer sees the scorer's end
     try:
         status = _wait_for(scorer)
@@ -89,16 +105,14 @@ def _end_as(status: int) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-def _be_the_scorer(
-    keeper: int, pipe: Connection, memory_mib: int, timeout_s: float, spec: str, tags: Sequence[str]
-) -> NoReturn:
+def _be_the_scorer(keeper: int, pipe: Connection, limits: Limits, spec: str, tags: Sequence[str]) -> NoReturn:
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()  # a function that ends its process group ends no trainer
         die_with(keeper, signal.SIGKILL)
         outlive_readers()  # a function that prints has not failed where nobody reads it
-        _score_all(pipe, memory_mib, timeout_s, spec, tags)
+        _score_all(pipe, limits, spec, tags)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -111,14 +125,18 @@ def _be_the_scorer(
         os._exit(code)
 
 
-def _score_all(pipe: Connection, memory_mib: int, timeout_s: float, spec: str, tags: Sequence[str]) -> None:
+def _score_all(pipe: Connection, limits: Limits, spec: str, tags: Sequence[str]) -> None:
     try:
         function = resolve(spec, tags)
     except UserError as error:
         pipe.send(("refused", error))
         return
-    _limit_memory(memory_mib)
-    pipe.send(("ready", isinstance(function, GroupScorer)))
+    _limit_memory(limits.memory_mib)
+    together = function if isinstance(function, AsyncScorer) and limits.concurrency > 1 else None
+    pipe.send(("ready", isinstance(function, GroupScorer), together is not None))
+    if together is not None:
+        score_together(together, pipe, limits.timeout_s, limits.clock_s)
+        return
     scorer = os.getpid()
     while True:
         try:
@@ -127,15 +145,13 @@ def _score_all(pipe: Connection, memory_mib: int, timeout_s: float, spec: str, t
             return
         for unit, items in chunk:
             # Each is unpickled by itself: what a function does to a row's objects does not reach the next completion.
-            answer = _score(function, unit, [pickle.loads(item) for item in items], timeout_s)
+            answer = _score(function, unit, [pickle.loads(item) for item in items], limits.timeout_s)
             if os.getpid() != scorer:  # the function has forked, and this is the child, which came back, too
                 os._exit(0)
             pipe.send(answer)
 
 
-def _score(
-    function: Scorer | GroupScorer, unit: range, items: Sequence[ScoreItem], timeout_s: float
-) -> tuple[object, ...]:
+def _score(function: Scorer | GroupScorer, unit: range, items: Sequence[ScoreItem], timeout_s: float) -> Answer:
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         limit_s = timeout_s * len(items)
@@ -144,17 +160,9 @@ def _score(
             returned = function(items) if isinstance(function, GroupScorer) else [function(items[0])]
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-        return "scores", unit, [(*to_score(each), *details(each), role_rewards(each)) for each in returned]
-    except InvalidScoreError as error:
-        return "error", unit, error.kind, f"{error}\nfor the completion {items[0].solution!r:.300}"
+        return scored(unit, returned)
     except BaseException as error:  # a function that calls sys.exit has failed like any other
-        return "error", unit, _kind(error), traceback.format_exc()
-
-
-def _kind(error: BaseException) -> str:
-    """Where it was raised, and what: the same for two errors whose messages differ in the completion they quote."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return " ".join([type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames)])
+        return failed(unit, items, error)
 
 
 def _limit_memory(most_mib: int) -> None:
@@ -171,6 +179,8 @@ def _limit_memory(most_mib: int) -> None:
 
 if __name__ == "__main__":
     try:
-        main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5], sys.argv[6:])
+        descriptor, parent, memory_mib, timeout_s, clock_s, concurrency, spec, *tags = sys.argv[1:]
+        limits = Limits(int(memory_mib), float(timeout_s), float(clock_s), int(concurrency))
+        main(int(descriptor), int(parent), limits, spec, tags)
     except _EndedError:  # before there was anything to end
         os._exit(1)

@@ -6,6 +6,9 @@ chunks, answers come one by one, so that the time limits hold for each while the
 
 A function has so many seconds of processor time, which the kernel counts (``worker.py``), and ten times as many on the
 clock, which are counted here: a machine that is busy with something else makes no answer a wrong one.
+
+Completions of a function written ``async def`` are awaited together (``together.py``): a worker has up to
+``reward.concurrency`` of them and is given the next one as soon as one is answered.
 """
 
 from __future__ import annotations
@@ -60,23 +63,21 @@ class Scored:
 class _Worker:
     """One process and what it has been given to do."""
 
-    def __init__(
-        self, spec: str, tags: Sequence[str], memory_mib: int, timeout_s: float, *, again: bool = False
-    ) -> None:
+    def __init__(self, arguments: Sequence[str], *, again: bool = False) -> None:
         self.again = again
         """Whether one before it was killed while it imported."""
         self.pipe, theirs = Pipe()
-        arguments = [str(theirs.fileno()), str(os.getpid()), str(memory_mib), str(timeout_s), spec, *tags]
+        inherited = [str(theirs.fileno()), str(os.getpid())]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_dppo.rewards.worker", *arguments],
+            [sys.executable, "-m", "megatron_dppo.rewards.worker", *inherited, *arguments],
             env=_environment(),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
         self.ready = False
-        self.takes_groups = False
-        """Known once it is ready."""
+        self.takes_groups = self.awaits = False
+        """Known once it is ready. ``awaits``: its completions are awaited together."""
         self.pending: deque[range] = deque()
         self.deadline = time.monotonic() + START_LIMIT_S
 
@@ -104,6 +105,7 @@ class RewardWorkers:
         workers: int,
         timeout_s: float,
         memory_mib: int = 4096,
+        concurrency: int = 32,
         thinking_tags: Sequence[str] = THINKING_TAGS,
     ) -> None:
         """Start the workers, without waiting for their imports.
@@ -114,11 +116,14 @@ class RewardWorkers:
             timeout_s: processor time for one completion, in seconds; a tenth of what it may take on the clock. A
                 function of groups has as much for each completion of a group.
             memory_mib: what scoring may take more than the function's imports did, in MiB; past it a completion fails.
+            concurrency: completions that a worker awaits at once, if the function is written ``async def``.
             thinking_tags: ``reward.thinking_tags``.
         """
-        self._spec, self._timeout_s, self._memory_mib = spec, timeout_s, memory_mib
+        self._spec, self._clock_s, self._concurrency = spec, ON_THE_CLOCK * timeout_s, concurrency
         self.thinking_tags = thinking_tags
-        self._workers = [_Worker(spec, thinking_tags, memory_mib, timeout_s) for _ in range(workers)]
+        limits = memory_mib, timeout_s, self._clock_s, concurrency
+        self._arguments = [*map(str, limits), spec, *thinking_tags]
+        self._workers = [_Worker(self._arguments) for _ in range(workers)]
         self._reported: set[str] = set()
 
     def wait_ready(self) -> None:
@@ -163,6 +168,7 @@ class RewardWorkers:
             workers=reward.workers,
             timeout_s=reward.timeout_s,
             memory_mib=reward.memory_mib,
+            concurrency=reward.concurrency,
             thinking_tags=reward.thinking_tags,
         )
 
@@ -189,15 +195,14 @@ class RewardWorkers:
             raise self._not_imported(f"its process {_how_it_ended(code)} while importing it") from error
         if kind == "refused":
             raise rest[0]
-        worker.ready, (worker.takes_groups,) = True, rest
+        worker.ready, (worker.takes_groups, worker.awaits) = True, rest
 
     def _not_imported(self, problem: str) -> UserError:
         return UserError("reward.function", self._spec, problem, "Import it by hand and see why")
 
     def _replace(self, worker: _Worker, *, again: bool = False) -> None:
         worker.end()
-        new = _Worker(self._spec, self.thinking_tags, self._memory_mib, self._timeout_s, again=again)
-        self._workers[self._workers.index(worker)] = new
+        self._workers[self._workers.index(worker)] = _Worker(self._arguments, again=again)
 
 
 class Scoring:
@@ -233,8 +238,8 @@ class Scoring:
         if self._too_many_failed:
             return False
         for worker in list(workers):
-            if worker.ready and not worker.pending:
-                self._send_chunk(worker)
+            if worker.ready:
+                self._send(worker, self._next_together(worker) if worker.awaits else self._next_chunk(worker))
         if not self._queue and not any(worker.pending for worker in workers):
             return False
         busy = [w for w in workers if w.pending or not w.ready]
@@ -264,30 +269,52 @@ class Scoring:
     def _too_many_failed(self) -> bool:
         return self._scored.timeouts + self._scored.errors > self._most_failures
 
-    def _send_chunk(self, worker: _Worker) -> None:
+    def _next_chunk(self, worker: _Worker) -> list[range]:
+        """What an idle worker scores next, one unit after another."""
         # Small enough that the last chunks leave no worker idle for long.
         size = max(1, min(CHUNK, len(self._items) // (4 * len(self._owner._workers))))
         chunk: list[range] = []
-        while self._queue and sum(map(len, chunk)) < size:
-            unit = self._queue.popleft()
-            if not worker.takes_groups and len(unit) > 1:
-                self._queue.appendleft(unit[1:])
-                unit = unit[:1]
-            chunk.append(unit)
+        while self._queue and not worker.pending and sum(map(len, chunk)) < size:
+            chunk.append(self._queue.popleft() if worker.takes_groups else self._next_item())
+        return chunk
+
+    def _next_together(self, worker: _Worker) -> list[range]:
+        """What brings a worker to its share of all that is open or waits. What a process was lost over is alone in the
+        next one, so that it is known which completion it was."""
+        ready = [w for w in self._owner._workers if w.ready]
+        unanswered = sum(map(len, self._queue)) + sum(len(w.pending) for w in ready)
+        share = min(self._owner._concurrency, math.ceil(unanswered / len(ready)))
+        chunk: list[range] = []
+        while self._queue and (taken := len(worker.pending) + len(chunk)) < share:
+            together = [self._queue[0], *worker.pending, *chunk]
+            if taken and any(unit.start in self._lost_once for unit in together):
+                break
+            chunk.append(self._next_item())
+        return chunk
+
+    def _next_item(self) -> range:
+        unit = self._queue.popleft()
+        if len(unit) > 1:
+            self._queue.appendleft(unit[1:])
+        return unit[:1]
+
+    def _send(self, worker: _Worker, chunk: list[range]) -> None:
         if not chunk:
             return
         worker.pending.extend(chunk)
         self._set_deadline(worker)
         try:
-            # The worker is idle, thus reading: this cannot block on a full pipe.
+            # The worker is idle, thus reading, or reads on a thread of its own: this cannot block on a full pipe.
             worker.pipe.send([(unit, [pickle.dumps(self._items[i]) for i in unit]) for unit in chunk])
         except (BrokenPipeError, ConnectionResetError):
-            self._put_back(worker)  # it died while it had nothing to do
+            if len(worker.pending) == len(chunk):
+                self._put_back(worker)  # it died while it had nothing to do
 
     def _set_deadline(self, worker: _Worker) -> None:
-        """By which it is to have answered once more."""
+        """By which it is to have answered once more. One that awaits several ends each by itself, unless it hangs."""
         items = len(worker.pending[0]) if worker.pending else 1
-        worker.deadline = time.monotonic() + items * ON_THE_CLOCK * self._owner._timeout_s
+        slack_s = END_LIMIT_S if worker.awaits else 0.0
+        worker.deadline = time.monotonic() + items * self._owner._clock_s + slack_s
 
     def _receive(self, worker: _Worker) -> None:
         if not worker.ready:
@@ -311,6 +338,8 @@ class Scoring:
         self._set_deadline(worker)
         if kind == "scores":
             self._scored.scores[unit.start : unit.stop] = [Score(*each) for each in said[0]]
+        elif kind == "timeout":
+            self._scored.timeouts += len(unit)
         else:
             self._fail(unit, *said)
 
@@ -323,12 +352,15 @@ class Scoring:
             self._scored.tracebacks.append(f"reward.function = {self._owner._spec}{of}: {text}")
 
     def _time_out(self, worker: _Worker) -> None:
-        self._scored.timeouts += len(worker.pending.popleft())
+        if worker.awaits and len(worker.pending) > 1:  # any of them may be what hangs
+            self._lost_once.update(unit.start for unit in worker.pending)
+        else:
+            self._scored.timeouts += len(worker.pending.popleft())
         self._put_back(worker)
 
     def _replace_dead(self, worker: _Worker) -> None:
         code = _exit_code(worker)
-        if code == -signal.SIGPROF:
+        if code == -signal.SIGPROF or (worker.awaits and len(worker.pending) > 1):
             self._time_out(worker)
             return
         unit, end = worker.pending[0], _how_it_ended(code)

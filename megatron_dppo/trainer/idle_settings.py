@@ -9,6 +9,8 @@ from megatron_dppo.config import Config
 from megatron_dppo.config.loss import ScheduleConfig
 from megatron_dppo.data.generators import GENERATORS
 from megatron_dppo.evaluation.benchmarks import sources
+from megatron_dppo.rewards.adapters import AsyncScorer
+from megatron_dppo.rewards.functions import resolve
 from megatron_dppo.settings import settings
 
 OF_SERVERS = (
@@ -26,6 +28,8 @@ def idle_settings(config: Config) -> list[str]:
     values = dict(config.leaves())
     changed = [key for key, setting in settings().items() if values[key] != setting.default]
     found = [key for key in changed if key.startswith(idle) and not key.endswith(".rule")]
+    if "reward.concurrency" in changed and not isinstance(resolve(config.reward.function), AsyncScorer):
+        found.append("reward.concurrency")
     return found + (["run.keep_best"] if _best_is_never_saved(config) else [])
 
 

@@ -59,6 +59,7 @@ RULES: Mapping[str, Rule] = {
     "reward.": "kept",
     "reward.timeout_s": "free",
     "reward.workers": "free",
+    "reward.concurrency": "free",
     "reward.memory_mib": "free",
     "reward.max_failures": "free",
     "loss.": "kept",

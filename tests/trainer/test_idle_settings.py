@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_dppo.settings import load_config
@@ -52,3 +54,23 @@ def test_settings_of_servers_and_of_the_local_engine_are_named_where_the_other_g
         "rollout.draft_tokens"
     ]
     assert idle_settings(load_config(None, [])) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "idle"),
+    [
+        ("async def f(data_source, solution_str, ground_truth, extra_info=None): ...", []),
+        ("async def f(args, sample): ...", []),
+        ("async def f(completions, **columns): ...", []),
+        ("class Judge:\n    async def __call__(self, args, sample): ...\nf = Judge()", []),
+        ("def f(data_source, solution_str, ground_truth, extra_info=None): ...", ["reward.concurrency"]),
+        ("async def f(args, samples): ...", ["reward.concurrency"]),
+    ],
+)
+def test_concurrency_is_named_where_the_reward_function_awaits_nothing_or_takes_groups(
+    tmp_path: Path, function: str, idle: list[str]
+) -> None:
+    (tmp_path / "reward.py").write_text(function)
+    config = load_config(None, [f"reward.function={tmp_path}/reward.py:f", "reward.concurrency=8"])
+    assert idle_settings(config) == idle
+    assert idle_settings(load_config(None, ["reward.concurrency=8"])) == ["reward.concurrency"]

@@ -35,6 +35,7 @@ SMALL: dict[str, str] = {
     "rollout.attempts": "2", "rollout.heartbeat_s": "30", "rollout.max_logprob_diff": "1",
     "rollout.max_prob_error": "9", "rollout.sync.check_every": "1", "rollout.sync.bucket_mib": "1",
     "reward.timeout_s": "20", "reward.workers": "2", "reward.memory_mib": "2048", "reward.max_failures": "0.2",
+    "reward.concurrency": "4",
     "pack.max_tokens": "128", "pack.window": "8", "pack.min_per_rank": "1", "pack.share_prefixes": "off",
 }  # fmt: skip
 """Small things, all at once."""

@@ -63,7 +63,7 @@ UNNAMED = {
     "rollout.custom_generate": "refused with the local engine",
 }
 """Beginnings of keys of settings that some run does not read, and why none needs to say so."""
-PASSED_ON = ("loss.tis_level", "optimizer.min_lr", "pruning.", "eval.every")
+PASSED_ON = ("reward.concurrency", "loss.tis_level", "optimizer.min_lr", "pruning.", "eval.every")
 """Beginnings of keys of settings without effect that are read all the same, and passed on to code that ignores them."""
 OWN = """
 from megatron_dppo.rollout.local import LocalEngine
