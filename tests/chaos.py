@@ -1,4 +1,7 @@
-"""Kills parts of small runs at random, and starts the runs again: nothing may be lost, changed or left behind.
+"""Disturbs small runs at random, and starts them again: nothing may be lost, changed or left behind.
+
+Parts of them are killed; and once in a while a conversation of the user's ends its process, hangs, or returns nonsense,
+upon which the run must end by itself, with an exit code that is not 0 and the function's name.
 
     scripts/chaos.sh [N] [--seed S]
 
@@ -39,9 +42,30 @@ COMMON = (
     "pack.max_tokens=256", "optimizer.lr=1e-3", "eval.every=2", "eval.problems=8",
 )  # fmt: skip
 REWARD = """
+import asyncio
+import os
+from pathlib import Path
+
+FAULT = Path(os.environ.get("MEGATRON_DPPO_CHAOS", "."), "fault")
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(len(solution_str) % 3)
+
+async def talk(client, prompt):
+    turn = await client.generate(prompt.token_ids)
+    try:
+        fault = FAULT.read_text()
+        FAULT.unlink()
+    except FileNotFoundError:
+        return [turn]
+    if fault == "exits":
+        os._exit(0)
+    if fault == "hangs":
+        await asyncio.sleep(1e9)
+    return [10**9]
 """
+FAULTS = ("exits", "hangs", "nonsense")
+"""What a user's code may do in the place of its work."""
 SGLANG = "SGLANG_PYTHON"
 """Environment variable with the interpreter of an environment that holds SGLang."""
 SERVER = str(Path(__file__).parent / "servers" / "sglang_cpu" / "server.py")
@@ -71,6 +95,11 @@ class Configuration:
 
 CONFIGURATIONS = (
     Configuration("two updates, TP 2", ("layout.tp=2", "loss.updates_per_rollout=2")),
+    Configuration(
+        "a conversation, one rank",
+        ("rollout.conversation={policy}/../reward.py:talk", "rollout.timeout_s=20", "run.late_s=5"),
+        FAULTS,
+    ),
     Configuration(
         "two steps ahead, PP 2, checkpoints in the background",
         ("layout.pp=2", "rollout.ahead=2", "run.checkpoint_in_background=true"),
@@ -105,10 +134,15 @@ class Run:
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "megatron_dppo", "train", f"run.dir={self.folder / 'run'}"]
         command += [f"model.path={self.policy}", f"reward.function={self.policy.parent / 'reward.py'}:compute_score"]
+        settings = [word.format(policy=self.policy) for word in self.of.settings]
         environment = os.environ | {MARK: str(self.folder), "TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1"}
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(
-                [*command, *COMMON, *self.of.settings], env=environment, stdout=log, stderr=log, start_new_session=True
+                [*command, *COMMON, *settings],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def alive(self) -> list[psutil.Process]:
@@ -198,22 +232,27 @@ def _wait(process: subprocess.Popen[bytes], moment: Callable[[], Any]) -> Any:
 
 
 def disturb(run: Run, kind: str, *, saving: bool, seconds: float, chance: random.Random) -> int | None:
-    """Start a run, and kill one of its processes; the launcher's exit code, or None where there was none to kill."""
+    """Start a run, and kill one of its processes, or have the user's code fail it; the launcher's exit code, or None
+    where there was nothing to disturb."""
     process, before = run.start(), run.steps()
     _wait(process, lambda: run.steps() > before or run.saving())
     if saving or kind == "writer":
         _wait(process, run.saving)
         time.sleep(chance.uniform(0.0, 0.05))
     else:
-        time.sleep(chance.uniform(0.0, seconds))
-    victims = _wait(process, lambda: run.victims(kind, process.pid)) or []
-    if victims:
-        chance.choice(victims).send_signal(signal.SIGKILL)
+        time.sleep(chance.uniform(0.0, seconds / 3 if kind in FAULTS else seconds))  # there is a next conversation
+    fault = run.folder / "fault"
+    if kind in FAULTS:
+        fault.write_text(kind)
+        disturbed = _wait(process, lambda: not fault.exists())
+    elif disturbed := _wait(process, lambda: run.victims(kind, process.pid)):
+        chance.choice(disturbed).send_signal(signal.SIGKILL)
     try:
         code = process.wait(WAIT_S)
     except subprocess.TimeoutExpired:
         code = None
-    return code if victims else None
+    fault.unlink(missing_ok=True)
+    return code if disturbed else None
 
 
 def leavings(run: Run) -> list[str]:
@@ -245,9 +284,9 @@ def finish(run: Run, reference: Mapping[str, Any], tally: Tally) -> None:
 
 
 def configurations(kills: int) -> Sequence[Configuration]:
-    """As many as have four kills each, at most five; the fifth has a real server where there is one."""
+    """As many as have three kills each, at most six; the sixth has a real server where there is one."""
     every = (*CONFIGURATIONS, WITH_SERVERS if os.environ.get(SGLANG) else CONTEXT_PARALLEL)
-    return every[: max(1, kills // 4)]
+    return every[: max(1, kills // 3)]
 
 
 def chaos(kills: int, seed: int, folder: Path) -> Tally:
@@ -271,10 +310,12 @@ def chaos(kills: int, seed: int, folder: Path) -> Tally:
             references[of.name] = reference.outcome(), (time.monotonic() - began) / 3
         run = runs.setdefault(of.name, Run(of, folder / f"run-{turn}", policy))
         kind = of.victims[(turn + turn // len(disturbed)) % len(of.victims)]
-        saving = chance.random() < 0.5
+        saving = chance.random() < 0.5 and kind not in FAULTS
         code = disturb(run, kind, saving=saving, seconds=references[of.name][1], chance=chance)
         left = leavings(run)
         tally.survivors += left
+        if kind in FAULTS and code is not None and (code == 0 or "talk" not in (run.folder / "log").read_text()):
+            tally.lost.append(f"{of.name}: {kind}, code {code}, see {run.folder / 'log'}")
         ended = run.steps() > STEPS and code in (0, None)
         if code is not None:
             tally.kills[kind] += 1

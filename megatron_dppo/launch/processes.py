@@ -239,6 +239,10 @@ class FirstFailure:
         while not self._marker.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
 
+    def forget(self) -> None:
+        """Remove the marker, which a rank alone leaves to nobody."""
+        self._marker.unlink(missing_ok=True)
+
     def _remove_stale(self) -> None:
         """Remove a marker that is older than this rank: an earlier run left it, and it would silence this one."""
         if self._marker.exists() and self._marker.stat().st_mtime < self._start - CLOCK_S:

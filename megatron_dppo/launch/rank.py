@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, error_text
-from megatron_dppo.launch.processes import FirstFailure, marker_for
+from megatron_dppo.launch.processes import MARKER, FirstFailure, marker_for
 from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_one_machine
 from megatron_dppo.process import stop
 from megatron_dppo.process.files import too_few_files
@@ -85,7 +85,14 @@ def rank_main(job: str | Callable[[Config], None], config: Config, *, first: Cal
     sys.stderr.flush()
     if code and int(os.environ["WORLD_SIZE"]) > 1:
         os._exit(code)
+    if code and _is_alone():
+        failure.forget()
     return code
+
+
+def _is_alone() -> bool:
+    """Whether nobody else, rank or launcher, asks who was the first to fail."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" and MARKER not in os.environ
 
 
 @contextmanager
@@ -101,6 +108,8 @@ def _exits_reported(failure: FirstFailure) -> Iterator[None]:
             speaks, code = failure.claim(1, text)
             if speaks:
                 print(text, file=sys.stderr, flush=True)
+            if _is_alone():
+                failure.forget()
         leave(code)
 
     os._exit = report

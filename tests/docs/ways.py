@@ -57,7 +57,7 @@ TEST_ONLY = {"sbatch ": "sbatch --test-only "}
 WAYS = (
     # What CI itself runs, whole.
     Way(r"bash scripts/quickstart\.sh", "elsewhere", by=(CI, "bash scripts/quickstart.sh")),
-    Way(r"bash scripts/chaos\.sh 100", "elsewhere", by=(CI, "bash scripts/chaos.sh 4\n")),
+    Way(r"bash scripts/chaos\.sh 100", "elsewhere", by=(CI, "bash scripts/chaos.sh 6\n")),
     Way(r"bash scripts/chaos\.sh 100 --servers", "elsewhere", by=(CI, "bash scripts/chaos.sh 5 --servers\n")),
     Way(r"bash scripts/test\.sh", "elsewhere", by=(CI, "bash scripts/test.sh\n")),
     Way(r"bash scripts/test\.sh --servers", "elsewhere", by=(CI, "bash scripts/test.sh --servers")),

@@ -154,6 +154,15 @@ def test_so_has_a_run_of_one_rank(tmp_path: Path, how: str, code: int) -> None:
     assert ("the run" in (tmp_path / "log").read_text()) is bool(code)
 
 
+@pytest.mark.parametrize("how", ["exit", "leave"])
+def test_a_run_of_one_rank_leaves_no_marker_to_its_next_start(tmp_path: Path, how: str) -> None:
+    (tmp_path / "run").mkdir()
+    job = ALONE.replace("Config())", f"Config(run={{'dir': '{tmp_path / 'run'}'}}))")
+    environ = {"RANK": "0", "WORLD_SIZE": "1"}
+    assert Command(["python", "-c", job, how], tmp_path / "log", environ=environ).exit_code() == 1
+    assert [*(tmp_path / "run").iterdir()] == []
+
+
 def test_a_rank_that_is_killed_is_named(outcomes: dict[str, Outcome]) -> None:
     said = "error: rank 1 was ended by SIGKILL (was the machine out of memory?)\n"
     assert outcomes["killed_on_rank_one"] == Outcome(128 + signal.SIGKILL, "", said)
