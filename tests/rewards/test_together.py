@@ -172,6 +172,12 @@ def test_so_many_completions_are_open_at_once_and_scores_keep_their_order(
     assert judge.most_open == at_once
 
 
+def test_completions_are_spread_over_the_worker_processes(file: Path) -> None:
+    with closing(RewardWorkers(f"{file}:compute_score", workers=4, timeout_s=20.0)) as pool:
+        pool.wait_ready()
+        assert len(set(rewards(pool.score(items(*["pid"] * 16))))) == 4
+
+
 def test_what_comes_up_later_does_not_wait_for_what_is_open(file: Path, judge: Judge) -> None:
     judge.wanted = 4
     with closing(RewardWorkers(f"{file}:compute_score", workers=1, timeout_s=20.0)) as pool:
@@ -226,7 +232,7 @@ def test_a_completion_that_lets_no_other_go_on_is_found_and_costs_no_other(
     file: Path, judge: Judge, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how == "spin":  # the limit of processor time alone can end it in time
-        monkeypatch.setattr("megatron_dppo.rewards.workers.ON_THE_CLOCK", 1000)
+        monkeypatch.setattr("megatron_dppo.rewards.workers.ON_THE_CLOCK", 100)
     monkeypatch.setattr("megatron_dppo.rewards.workers.END_LIMIT_S", 1.0)
     found = scored(file, "1", "2", how, "3", timeout_s=0.3)
     assert rewards(found) == [1.0, 2.0, None, 3.0]
