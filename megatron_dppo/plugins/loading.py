@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
+from modulefinder import ModuleFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,33 +60,18 @@ def files_imported(file: Path) -> list[Path]:
     Of an installed package only the file itself: its folder holds all packages.
     """
     file = file.resolve()
-    found, to_read = [file], [file]
-    while to_read and not {"site-packages", "dist-packages"} & {*file.parts}:
-        reader = to_read.pop()
-        try:
-            names = [*_names_imported(ast.parse(reader.read_bytes()))]
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-            continue  # an import of it fails as well, and says why
-        for level, name in names:
-            place = [file.parent, *reader.parents][min(level, len(reader.parents))]
-            for part in name.split("."):
-                place = place / part
-                new = {place.with_suffix(".py"), place / "__init__.py"} - {*found}
-                more = sorted(other for other in new if other.is_file() and other.is_relative_to(file.parent))
-                found, to_read = found + more, to_read + more
-    return found
-
-
-def _names_imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Dots before a name, and the name: of a module, or of something in a module."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [(0, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [(node.level, f"{node.module or ''}.{alias.name}".strip(".")) for alias in node.names]
-        else:
-            continue
-        yield from (each for each in names if each[0] or each[1].partition(".")[0] not in sys.stdlib_module_names)
+    if {"site-packages", "dist-packages"} & {*file.parts}:
+        return [file]
+    root, names = file.parent, [file.stem]
+    while (root / "__init__.py").is_file():  # of a package, whose modules import each other by dots
+        root, names = root.parent, [root.name, *names]
+    finder = ModuleFinder([str(root)])
+    with suppress(
+        OSError, SyntaxError, ValueError, RecursionError, ImportError
+    ):  # an import fails as well, and says why
+        finder.run_script(str(file)) if len(names) == 1 else finder.import_hook(".".join(names))
+    found = {Path(place) for module in finder.modules.values() if (place := getattr(module, "__file__", None))}
+    return [file, *sorted(other for other in found - {file} if other.is_relative_to(file.parent))]
 
 
 def _from_file(where: str, setting: str, spec: str) -> ModuleType:

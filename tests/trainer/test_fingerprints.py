@@ -154,16 +154,31 @@ def test_of_large_weights_a_bounded_part_is_read(tmp_path: Path) -> None:
     assert len(seen) == 5
 
 
-def test_what_a_function_s_file_imports_of_its_folder_belongs_to_it(config: Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", [False, True])
+def test_what_a_function_s_file_imports_of_its_folder_belongs_to_it(
+    config: Config, tmp_path: Path, package: bool
+) -> None:
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "__init__.py").touch()
-    (tmp_path / "parts" / "scores.py").write_text("from ..helper import half\n")
+    (tmp_path / "parts" / "scores.py").write_text(
+        "from ..helper import half\n" if package else "from helper import half\n"
+    )
     (tmp_path / "helper.py").write_text("half = 0.5\n")
     (tmp_path / "alone.py").write_text("import json\n")
-    (tmp_path / "reward.py").write_text("import json, os.path\nfrom parts.scores import half\n")
+    (tmp_path / "reward.py").write_text(f"import json, os.path\nfrom {'.' * package}parts.scores import half\n")
+    if package:
+        (tmp_path / "__init__.py").touch()
     found = fingerprints(config)
     names = {name.partition(": ")[2] for name in found if name.startswith("reward.function")}
-    assert names == {"reward.py", "parts/__init__.py", "parts/scores.py", "helper.py"}
+    assert names == {"reward.py", "parts/__init__.py", "parts/scores.py", "helper.py"} | (
+        {"__init__.py"} if package else set()
+    )
     (tmp_path / "helper.py").write_text("half = 0.25\n")
     changed = {name for name, digest in fingerprints(config).items() if digest != found[name]}
     assert changed == {"reward.function: helper.py"}
+
+
+def test_a_function_s_file_that_cannot_be_read_as_python_is_known_by_itself(config: Config, tmp_path: Path) -> None:
+    for text in ("def (", "a\0b", "import missing_module_of_nobody\n"):
+        (tmp_path / "reward.py").write_text(text)
+        assert [name for name in fingerprints(config) if name.startswith("reward.")] == ["reward.function: reward.py"]
