@@ -186,9 +186,9 @@ def actor_memory(setup: Setup) -> Memory:
 def _rank_memory(setup: Setup, stage: int, packs: int) -> Memory:
     config, assume = setup.config, setup.assume
     parts = held_bytes(setup, stage)
-    even = dataclasses.replace(setup, assume=dataclasses.replace(assume, expert_imbalance=1.0))
-    parts["activations"] = activation_bytes(even, stage, FUSED, packs=packs)
-    parts["uneven experts"] = activation_bytes(setup, stage, FUSED, packs=packs) - parts["activations"]
+    parts["activations"] = activation_bytes(setup, stage, FUSED, packs=packs)
+    uneven = activation_bytes(setup, stage, FUSED, packs=packs, imbalance=setup.imbalance)
+    parts["uneven experts"] = uneven - parts["activations"]
     parts["head"] = _head_bytes(setup) if stage == setup.placement.layout.pp - 1 else 0.0
     buckets = 4 if config.rollout.engine != "local" else 2  # two in the stream, two in the sender
     parts["sync"] = float(buckets * _bucket_bytes(config))
@@ -273,7 +273,7 @@ def chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
     return min(most, packs * layout.vpp)
 
 
-def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int) -> float:
+def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int, imbalance: float = 1.0) -> float:
     """Bytes of activations of a stage at its peak: all packs in flight, and one layer more if it is recomputed.
 
     Args:
@@ -281,10 +281,12 @@ def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int) -> f
         stage: of the pipeline.
         saved: what operators keep.
         packs: of a minibatch on each replica.
+        imbalance: tokens of this rank's experts over those of a mean rank's.
     """
     config, shape, layout = setup.config, setup.shape, setup.placement.layout
-    of_feed_forward = feed_forward_elements(shape, layout, saved) * setup.imbalance
-    layer = layer_elements(shape, layout, saved) + of_feed_forward * (1.0 - 1.0 / setup.imbalance)
+    even = feed_forward_elements(shape, layout, saved)
+    of_feed_forward = even * imbalance
+    layer = layer_elements(shape, layout, saved) - even + of_feed_forward
     kept, once = {
         "none": (layer, 0.0),
         "selective": (layer - of_feed_forward, of_feed_forward),
