@@ -2,23 +2,25 @@
 # Runs the tests in the project's own virtual environment; arguments go to pytest. With --servers first, it runs those
 # that need real SGLang and vLLM servers, on CPU, and installs those; with --slurm those that need a Slurm cluster, which
 # it installs (as root, on Debian or Ubuntu) and brings up on this machine's loopback; with --browser those that look at
-# a report in Chromium, which it installs (as root, on Debian); with --newest those that hang on the version of
-# Megatron-Core, with the newest that is supported, which needs Python 3.12, in .venv-newest (5 GB: pip finds a build of
-# torch with CUDA).
+# a report in Chromium, which it installs (as root, on Debian); with --newest those that depend on the version of
+# Megatron-Core, and rehearsals of all settings, with the newest version that is supported. That one requires Python 3.12,
+# and is installed into .venv-newest (5 GB: pip finds a build of torch with CUDA).
 set -euo pipefail
 extras=cpu,dev
 [ "${1:-}" != --slurm ] || extras+=,nemo-run
 if [ "${1:-}" = --newest ]; then
     for python in "${PYTHON:-python3.12}" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
-        ! "$python" --version &>/dev/null || break
+        ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null || break
+        python=
     done
+    [ -n "$python" ] || { echo "Python 3.12 is needed: install it, or name it in PYTHON" >&2; exit 2; }
     export PYTHON=$python VENV=.venv-newest
 fi
 source "$(dirname "$0")/install.sh" "$extras"
 newest=(
     tests/models tests/parallel tests/bridge/test_{torch_dist,load_checkpoint}.py tests/trainer/test_*checkpoint*.py
     tests/trainer/test_{learner,resume,resume_settings,routing_replay}.py
-    tests/test_{context_parallel,lora,split_invariance,real_gradients}.py
+    tests/test_{context_parallel,lora,split_invariance,real_gradients}.py tests/rehearsal
 )
 export OMP_NUM_THREADS=1
 case ${1:-} in
@@ -40,6 +42,8 @@ case ${1:-} in
     ;;
 --newest)
     shift
+    bash scripts/install_te_python.sh
+    export REHEARSAL_CASES=all
     python -m pytest --numprocesses 2 --dist loadfile --durations 20 "${newest[@]}" "$@"
     ;;
 *)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import weakref
 from collections import Counter
@@ -13,6 +14,9 @@ import torch
 
 OUR_CODE = ("megatron_dppo/", "megatron/core/", "transformer_engine/")
 """Path parts of code that a place names. Frames of torch and of the rehearsal are skipped."""
+
+COMPREHENSION = re.compile(r"\.<locals>\.<(list|set|dict)comp>")
+"""Since Python 3.12 a comprehension is no function of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,10 @@ def place() -> str:
 def _name_of(code: CodeType) -> str | None:
     path = code.co_filename
     start = max(path.rfind(part) for part in OUR_CODE)
-    return None if start < 0 or "megatron_dppo/rehearse/" in path else f"{path[start:]}:{code.co_qualname}"
+    if start < 0 or "megatron_dppo/rehearse/" in path:
+        return None
+    function = COMPREHENSION.sub("", code.co_qualname)
+    return f"{path[start:]}:{function}"
 
 
 def tensor_bytes(*tensors: object) -> int:

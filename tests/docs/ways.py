@@ -64,7 +64,7 @@ WAYS = (
     Way(r"bash scripts/test\.sh --slurm", "elsewhere", by=(CI, "bash scripts/test.sh --slurm")),
     Way(r"bash scripts/test\.sh --newest", "elsewhere", by=(CI, "bash scripts/test.sh --newest")),
     Way(r"bash scripts/test\.sh --browser", "elsewhere", by=(CI, "bash scripts/test.sh --browser")),
-    Way(r"python -m pytest tests/rehearsal", "elsewhere", by=(CI, "python -m pytest tests/rehearsal")),
+    Way(r"python -m pytest tests/rehearsal", "elsewhere", by=("scripts/test.sh", "tests/rehearsal\n")),
     Way(r"bash scripts/docs\.sh", "elsewhere", by=("tests/docs/test_site.py", "bash scripts/docs.sh")),
     Way(
         r"python tools/site/settings_page\.py",

@@ -21,22 +21,28 @@ import numpy as np
 import torch
 
 import megatron_dppo.models.policy_head_triton  # noqa: F401
-from megatron_dppo.config import Config, ModelConfig, OptimizerConfig
+from megatron_dppo.config import Config, LossConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.memory import held_bytes, rank_elements
+from megatron_dppo.estimate.memory import FUSED, held_bytes, layer_elements, rank_elements
 from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.models import actor as actor_module
-from megatron_dppo.models.shape import PUBLISHED
+from megatron_dppo.models.microbatch import Microbatch
+from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rehearse.dispatch import RehearsalMode
 from megatron_dppo.rehearse.te_kernels import set_attention_pairs
 from megatron_dppo.rehearse.world import one_rank
+from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.trainer.checkpoint import Checkpoints
+from megatron_dppo.trainer.learner import PolicyLoss
 from tests.rehearsal.cases import CASES, Case, config_of, write_policies
 from tests.rehearsal.faults import FAULTS
 from tests.steps import build, step_of_groups, weights_of
 
+BF16, TOKENS = 2, 2048
+"""Bytes of an element, and the tokens of a pack of which activations are measured."""
 SUMS = ("tokens", "fresh_tokens", "train/loss", "train/rollout_logprob_abs_diff", "train/token_mult_prob_error")
 
 
@@ -53,6 +59,8 @@ def play_all(mode: RehearsalMode, names: list[str], out: Path) -> None:
                 try:
                     if fault == "memory":
                         found = measure_memory(mode, CASES[case])
+                    elif fault == "activations":
+                        found = measure_activations(mode, CASES[case])
                     else:
                         found = play(mode, CASES[case], policies, Path(folder) / "run")
                 except Exception as error:  # reported by the test
@@ -139,6 +147,42 @@ def measure_memory(mode: RehearsalMode, case: Case) -> dict[str, Any]:
         del policy
     rehearsed = dict(zip(("weights", "gradients", "optimizer"), np.diff(marks).tolist(), strict=True))
     return {"memory": {part: [size, planned[part]] for part, size in rehearsed.items()}}
+
+
+def measure_activations(mode: RehearsalMode, case: Case) -> dict[str, Any]:
+    """Elements that a layer keeps of a token for its backward pass, and the plan's: the peaks of four layers and of two
+    differ by that alone."""
+    shape = dataclasses.replace(PUBLISHED["qwen3-0.6b"], vocab_size=4096)
+    if case.policy == "moe":
+        shape = dataclasses.replace(PUBLISHED["qwen3-30b-a3b"], vocab_size=4096, experts=4, experts_per_token=2)
+    few, many = (_peak(mode, case, dataclasses.replace(shape, num_layers=layers)) for layers in (2, 4))
+    kept = (many - few) * case.layout.cp / (2 * TOKENS * BF16)
+    return {"activations": [kept, layer_elements(shape, case.layout, FUSED)]}
+
+
+def _peak(mode: RehearsalMode, case: Case, shape: PolicyShape) -> int:
+    """Bytes at the peak of an update with one pack, above those before it."""
+    book, layout, each = mode.book, case.layout, TOKENS // 4
+    model, ids = ModelConfig(spec="te", dtype="bf16", **case.model), np.ones(each, np.int32)
+    with one_rank(case.ranks, case.rank), mode, values_on(mode, case):
+        world = initialize(layout, seed=1, timeout_s=60.0)
+        policy = actor_module.Actor(
+            shape, model, layout, OptimizerConfig(), world, temperature=1.0, load=lambda chunks: None
+        )
+        response = (ids[64:], np.zeros(each - 64, np.float32), np.ones(each - 64, bool))
+        row = TrainingSample(ids[:64], *response, 1.0, 1.0 / each, version=0)
+        pack = build_pack([row] * 4, TOKENS, pad_id=0, align=layout.row_multiple)
+        loss = PolicyLoss(objective_for(LossConfig()), kl_coef=0.0, tis_cap=None, version=0)
+        loss.take_scored()
+        for _ in range(2):  # the optimizer's state is made in the first
+            gc.collect()
+            book.clear()
+            before = book.bytes_now
+            policy.update([Microbatch(pack)], loss, lr=1e-7)
+        peak = book.bytes_peak - before
+        del policy
+    gc.collect()
+    return peak
 
 
 def booked(mode: RehearsalMode) -> dict[str, Any]:
