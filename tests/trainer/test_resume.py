@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -100,8 +101,18 @@ def wait_for(process: BaseProcess, moment: Callable[[], bool]) -> None:
 def kill_when(process: BaseProcess, moment: Callable[[], bool]) -> None:
     """kill -9 of the launcher and all its ranks, at the first sight of the moment."""
     wait_for(process, moment)
+    ranks = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid or 0, signal.SIGKILL)
     process.join()
+    deadline = time.monotonic() + 60.0
+    while any(map(_lives, ranks)) and time.monotonic() < deadline:  # a rank holds its lock until it is gone
+        time.sleep(0.01)
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def let_nobody_read() -> None:
