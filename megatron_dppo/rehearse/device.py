@@ -40,13 +40,19 @@ def load_device() -> None:
     library.register_rehearsal_guard()
 
 
+def library_of(torch_folder: Path) -> Path:
+    """Shared library of the device for this installation of torch, to whose folder it is linked."""
+    parts = (SOURCE.read_bytes(), (torch_folder / "version.py").read_bytes(), bytes(torch_folder))
+    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    return cache_folder() / f"rehearsal-{digest}.so"
+
+
 def build_device() -> Path:
-    """Compile the device once for each torch build; return the shared library."""
+    """Compile the device once for each installation of torch; return the shared library."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     torch_folder = Path(spec.origin).parent
-    digest = hashlib.sha256(SOURCE.read_bytes() + (torch_folder / "version.py").read_bytes()).hexdigest()[:16]
-    library = cache_folder() / f"rehearsal-{digest}.so"
+    library = library_of(torch_folder)
     if library.exists():
         return library
     compiler = shutil.which("g++")

@@ -8,7 +8,7 @@ import pytest
 import torch  # noqa: F401
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rehearse.device import build_device, load_device
+from megatron_dppo.rehearse.device import build_device, library_of, load_device
 from megatron_dppo.rehearse.transformer_engine import CompiledModule, python_folder
 
 
@@ -17,6 +17,14 @@ def test_a_missing_compiler_is_a_user_error(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"install g\+\+|Install g\+\+"):
         build_device()
+
+
+def test_each_installation_of_torch_has_its_own_device(tmp_path: Path) -> None:
+    """A device is linked to torch's folder: it must not be taken for that of an installation that is gone."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "version.py").write_text("__version__ = '2.13.0'\n")
+    assert library_of(tmp_path / "a") != library_of(tmp_path / "b")
 
 
 def test_missing_python_of_transformer_engine_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
