@@ -36,6 +36,7 @@ COMMANDS = {
     },
     "Plan": {
         "plan": "Estimate memory, time and cost of a run.",
+        "rehearse": "Run an update of one rank on a device that computes nothing: memory, kernels, host waits.",
         "doctor": "Print the installed packages and the hardware that runs will use.",
         "probe-tree": "Estimate whether tree sampling would help, and where to branch.",
     },
@@ -166,12 +167,17 @@ def _run_alone(chosen: argparse.Namespace, words: Sequence[str]) -> int:
 
 def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     """A command for CONFIG and overrides."""
-    if chosen.command == "plan":
+    if chosen.command in ("plan", "rehearse"):
+        assumed = [word for word in words if word.startswith("assume.")]
+        config = _read([word for word in words if word not in assumed])
+        if chosen.command == "rehearse":
+            from megatron_dppo.rehearse.command import rehearse
+
+            return rehearse(config, assumed, rank=chosen.rank, stage=chosen.stage, json_wanted=chosen.json)
         from megatron_dppo.estimate.report import plan
 
-        assumed = [word for word in words if word.startswith("assume.")]
         smaller = {name: getattr(chosen, name) for name in ("keep", "method", "multiple")}
-        return plan(_read([word for word in words if word not in assumed]), assumed, json_wanted=chosen.json, **smaller)
+        return plan(config, assumed, json_wanted=chosen.json, **smaller)
     if chosen.command == "eval":
         if chosen.against and chosen.out and not words and not chosen.model:
             from megatron_dppo.evaluation.scores import compare_folders
@@ -248,6 +254,7 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
         _add_settings(command, parsers[command])
     _add_eval_arguments(parsers["eval"])
     _add_plan_arguments(parsers["plan"])
+    _add_rehearse_arguments(parsers["rehearse"])
     report = parsers["report"]
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run: its run.dir")
     report.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
@@ -286,10 +293,23 @@ def _add_settings(command: str, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--at", metavar="A,…", help=what)
 
 
-def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_rehearse_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_planned(parser)
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--rank", metavar="N", type=int, help="rank of the trainer")
+    what = "first rank of this pipeline stage (default: of the stage with the highest planned peak)"
+    one.add_argument("--stage", choices=("first", "last"), help=what)
+
+
+def _add_planned(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a command about a run that is planned."""
     what = "as for train; cluster.* describes the machines, assume.* the assumptions"
     parser.add_argument("settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=what)
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_planned(parser)
     what = "also estimate the savings from compressing the policy to this fraction of its layers' weights"
     parser.add_argument("--keep", metavar="FRACTION", type=float, help=what)
     methods = ("width", "depth", "heads", "experts", "hidden", "minitron")

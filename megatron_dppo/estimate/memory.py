@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 
 from megatron_dppo.bridge.mapping import EMBEDDING, adapter_entries, entries
@@ -178,18 +179,25 @@ class Memory:
 
 def actor_memory(setup: Setup) -> Memory:
     """Memory of the rank of the trainer that holds the most, at its peak."""
-    packs = packs_of(dataclasses.replace(setup, config=without_pruning(setup.config)))
-    ranks = [_rank_memory(setup, stage, packs) for stage in range(setup.placement.layout.pp)]
-    return max(ranks, key=lambda memory: memory.total)
+    return max((rank_memory(setup, stage) for stage in range(setup.placement.layout.pp)), key=attrgetter("total"))
 
 
-def _rank_memory(setup: Setup, stage: int, packs: int) -> Memory:
+def rank_memory(setup: Setup, stage: int) -> Memory:
+    """Memory of a rank of a pipeline stage at its peak: in a step in which nothing is pruned."""
     config, assume = setup.config, setup.assume
+    packs = packs_of(dataclasses.replace(setup, config=without_pruning(config)))
     parts = held_bytes(setup, stage)
-    parts["activations"] = activation_bytes(setup, stage, FUSED, packs=packs)
-    uneven = activation_bytes(setup, stage, FUSED, packs=packs, imbalance=setup.imbalance)
-    parts["uneven experts"] = uneven - parts["activations"]
-    parts["head"] = _head_bytes(setup) if stage == setup.placement.layout.pp - 1 else 0.0
+    even, uneven = (
+        (
+            activation_bytes(setup, stage, FUSED, packs=packs, imbalance=imbalance),
+            backward_bytes(setup, FUSED, imbalance=imbalance),
+        )
+        for imbalance in (1.0, setup.imbalance)
+    )
+    parts["activations"] = sum(even)
+    parts["uneven experts"] = sum(uneven) - sum(even)
+    # The head's backward pass is over when the first layer's begins: the larger of the two makes the peak.
+    parts["head"] = max(_head_bytes(setup) - uneven[1], 0.0) if stage == setup.placement.layout.pp - 1 else 0.0
     buckets = 4 if config.rollout.engine != "local" else 2  # two in the stream, two in the sender
     parts["sync"] = float(buckets * _bucket_bytes(config))
     # What is on the host during the passes needs room on the GPU when they are done, in the place of their activations.
@@ -274,7 +282,7 @@ def chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
 
 
 def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int, imbalance: float = 1.0) -> float:
-    """Bytes of activations of a stage at its peak: all packs in flight, and one layer more if it is recomputed.
+    """Bytes that a stage keeps for backward passes, with all packs in flight.
 
     Args:
         setup: of the run.
@@ -283,19 +291,40 @@ def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int, imba
         packs: of a minibatch on each replica.
         imbalance: tokens of this rank's experts over those of a mean rank's.
     """
-    config, shape, layout = setup.config, setup.shape, setup.placement.layout
-    even = feed_forward_elements(shape, layout, saved)
-    of_feed_forward = even * imbalance
-    layer = layer_elements(shape, layout, saved) - even + of_feed_forward
-    kept, once = {
-        "none": (layer, 0.0),
-        "selective": (layer - of_feed_forward, of_feed_forward),
-        "full": (shape.hidden / _shared(layout), layer),
-    }[config.model.recompute]
+    shape, layout = setup.shape, setup.placement.layout
+    kept = {
+        "none": _layer(setup, saved, imbalance),
+        "selective": layer_elements(shape, layout, saved) - feed_forward_elements(shape, layout, saved),
+        "full": shape.hidden / _shared(layout),
+    }[setup.config.model.recompute]
     kept *= layers_of_stage(shape, stage, layout) / layout.vpp * chunks_in_flight(stage, layout, packs)
     if stage == layout.pp - 1:  # the last norm, and what the head reads: its backward pass follows at once
         kept += 2 * shape.hidden / _shared(layout) + shape.hidden
-    return config.pack.max_tokens / layout.cp * setup.width * (kept + once)
+    return _token_bytes(setup) * kept
+
+
+def backward_bytes(setup: Setup, saved: Saved, *, imbalance: float = 1.0) -> float:
+    """Bytes of a layer's backward pass beside what is kept: what is recomputed, the gradient of the layer's output, and
+    SwiGLU's gradient, twice as wide as the feed-forward layer. The down projection's input is free by then."""
+    shape, layout = setup.shape, setup.placement.layout
+    again = {
+        "none": 0.0,
+        "selective": feed_forward_elements(shape, layout, saved) * imbalance,
+        "full": _layer(setup, saved, imbalance),
+    }[setup.config.model.recompute]
+    gradients = shape.hidden / _shared(layout) + imbalance * shape.ffn * (shape.experts_per_token or 1) / layout.tp
+    return _token_bytes(setup) * (again + gradients)
+
+
+def _layer(setup: Setup, saved: Saved, imbalance: float) -> float:
+    """:func:`layer_elements` with uneven experts."""
+    shape, layout = setup.shape, setup.placement.layout
+    return layer_elements(shape, layout, saved) + (imbalance - 1.0) * feed_forward_elements(shape, layout, saved)
+
+
+def _token_bytes(setup: Setup) -> float:
+    """Bytes of one element of each token of a pack on a rank."""
+    return setup.config.pack.max_tokens / setup.placement.layout.cp * setup.width
 
 
 def layer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
@@ -322,16 +351,16 @@ def feed_forward_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved
 
 
 def _head_bytes(setup: Setup) -> float:
-    """Bytes of the policy head in its backward pass: a chunk of logits, then autograd's gradient of the weight.
+    """Bytes of the policy head in its backward pass: a chunk of logits, then autograd's gradient of the weight, beside
+    the gradient of what the head reads.
 
     DDP keeps the gradient that is summed, which is not counted here.
     """
     config, shape, layout = setup.config, setup.shape, setup.placement.layout
     rows = padded_vocab(shape.vocab_size, layout.tp) // layout.tp
-    gathered = 2 * setup.width * config.pack.max_tokens / layout.cp * shape.hidden
     chunk = (config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2**20
     handed_over = 0 if shape.tied and layout.pp == 1 else rows * shape.hidden * setup.width
-    return max(chunk, handed_over) + gathered
+    return max(chunk, handed_over) + _token_bytes(setup) * shape.hidden
 
 
 @dataclass(frozen=True, slots=True)

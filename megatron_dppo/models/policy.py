@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import is_te_min_version
 from numpy.typing import NDArray
@@ -58,6 +61,7 @@ def build_policy(
     chunks = [PolicyModel(shape, config, model, temperature=temperature, vp_stage=stage) for stage in stages]
     for chunk in chunks:
         _mark_experts(chunk)
+        _release_dispatched(chunk)
         if model.lora.rank:
             add_adapters(chunk, shape, model.lora, config)
     return chunks
@@ -72,6 +76,26 @@ def _mark_experts(chunk: PolicyModel) -> None:
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+
+
+def _release_dispatched(chunk: PolicyModel) -> None:
+    """Free what each layer's token dispatcher holds of a pack once the experts' outputs are combined.
+
+    Megatron keeps the routing probabilities until the layer's next pass, and by them the autograd graph of a recomputed
+    layer: its input and the gradient of that, gigabytes in 48 layers.
+    """
+
+    def combine(
+        dispatcher: Any, combined: Callable[[torch.Tensor], torch.Tensor], outputs: torch.Tensor
+    ) -> torch.Tensor:
+        made = combined(outputs)
+        dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
+        return made
+
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            dispatcher: Any = module.token_dispatcher
+            dispatcher.combine_postprocess = partial(combine, dispatcher, dispatcher.combine_postprocess)
 
 
 def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig) -> TransformerConfig:

@@ -32,6 +32,8 @@ class Kernel:
     output: torch.dtype
     place: str
     """Innermost function of the trainer, Megatron or Transformer Engine that launched the kernel."""
+    product: tuple[int, int] | None
+    """Rows and columns of a matrix product."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,10 @@ class Book:
     allocations: dict[int, Allocation] = field(default_factory=dict)
     bytes_now: int = 0
     bytes_peak: int = 0
+    at_peak: dict[int, Allocation] = field(default_factory=dict)
+    """Allocations alive at 99% of the peak or more."""
+    bytes_noted: int = 0
+    """Memory in use when ``at_peak`` was noted."""
     muted: int = 0
     """Above 0 inside of a fused function, which books one kernel and keeps no memory of its own."""
 
@@ -70,12 +76,15 @@ class Book:
         for counts in (self.waits, self.to_device, self.to_host, self.collectives, self.collective_bytes):
             counts.clear()
         self.kernels.clear()
-        self.bytes_peak = self.bytes_now
+        self.bytes_peak, self.bytes_noted = self.bytes_now, 0
 
-    def launch(self, name: str, flops: float, size: float, dtype: torch.dtype, output: torch.dtype) -> None:
+    def launch(
+        self, name: str, flops: float, size: float, dtype: torch.dtype, output: torch.dtype,
+        product: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
         """Book a kernel."""
         if not self.muted:
-            self.kernels.append(Kernel(name, flops, size, dtype, output, place()))
+            self.kernels.append(Kernel(name, flops, size, dtype, output, place(), product))
 
     def wait(self, reason: str) -> None:
         """Book a host wait."""
@@ -98,7 +107,10 @@ class Book:
 
     def _grow(self, size: int) -> None:
         self.bytes_now += size
-        self.bytes_peak = max(self.bytes_peak, self.bytes_now)
+        if self.bytes_now > self.bytes_peak:
+            self.bytes_peak = self.bytes_now
+            if self.bytes_now > 1.01 * self.bytes_noted:
+                self.bytes_noted, self.at_peak = self.bytes_now, dict(self.allocations)
 
     def _free(self, key: int) -> None:
         if (found := self.allocations.pop(key, None)) is not None:

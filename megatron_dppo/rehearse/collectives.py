@@ -20,9 +20,10 @@ def answer(book: Book, func: OpOverload, args: Sequence[Any], tensors: Sequence[
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         key = f"{name} over {_ranks(args)}"
         book.collectives[key] += 1
-        book.collective_bytes[key] += max(_bytes(argument) for argument in args)
+        size = max(_bytes(argument) for argument in args)
+        book.collective_bytes[key] += size
         first = tensors[0].dtype
-        book.launch(f"c10d::{name}", 0.0, 0.0, first, first)
+        book.launch(f"c10d::{key}", 0.0, size, first, first)
     else:
         _repeat_own_part(name, args)
     work = FakeWork().boxed()

@@ -228,7 +228,8 @@ class RehearsalMode(TorchDispatchMode):
         flops, factors = _flops(func, args, kwargs, out)
         floats = [each.dtype for each in (*inputs, *outputs) if each.is_floating_point()]
         dtype = factors[0].dtype if factors else floats[0] if floats else torch.int64
-        self.book.launch(func.name(), flops, size, dtype, outputs[0].dtype if outputs else dtype)
+        product = (factors[0].shape[-2], factors[1].shape[-1]) if factors else None
+        self.book.launch(func.name(), flops, size, dtype, outputs[0].dtype if outputs else dtype, product)
 
 
 def _on_device(leaf: object) -> bool:

@@ -56,8 +56,11 @@ def _like(*tensors: Tensor) -> list[Tensor]:
     return [_empty(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
-def _book(name: str, size: float, operand: Tensor, output: torch.dtype | None = None, flops: float = 0.0) -> None:
-    _Work.mode.book.launch(f"te::{name}", flops, size, operand.dtype, output or operand.dtype)
+def _book(
+    name: str, size: float, operand: Tensor, output: torch.dtype | None = None, flops: float = 0.0,
+    product: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    _Work.mode.book.launch(f"te::{name}", flops, size, operand.dtype, output or operand.dtype, product)
 
 
 def _require(condition: bool, problem: str) -> None:
@@ -102,7 +105,7 @@ def generic_gemm(
     _require(out.numel() == rows * columns, f"product of {rows} x {columns} into {tuple(out.shape)}")
     _require(out.dtype == dtype, f"product of type {dtype} into {out.dtype}")
     size = tensor_bytes(A, B, out) + accumulate * tensor_bytes(out)
-    _book("gemm", size, A, dtype, flops=2.0 * rows * columns * inner)
+    _book("gemm", size, A, dtype, flops=2.0 * rows * columns * inner, product=(rows, columns))
     return [out, _empty((columns,), dtype) if grad and bias is not None else None, None, None]
 
 

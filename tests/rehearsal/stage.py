@@ -6,19 +6,16 @@ import dataclasses
 import gc
 import json
 import os
-import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 
 import megatron_dppo.models.policy_head_triton  # noqa: F401
 from megatron_dppo.config import Config, LossConfig, ModelConfig, OptimizerConfig
@@ -30,6 +27,8 @@ from megatron_dppo.models.microbatch import Microbatch
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rehearse.dispatch import RehearsalMode
+from megatron_dppo.rehearse.host_reads import known_reads
+from megatron_dppo.rehearse.step import actor_of
 from megatron_dppo.rehearse.te_kernels import set_attention_pairs
 from megatron_dppo.rehearse.world import one_rank
 from megatron_dppo.rl.objectives import objective_for
@@ -72,7 +71,7 @@ def play_all(mode: RehearsalMode, names: list[str], out: Path) -> None:
 
 def play(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path) -> dict[str, Any]:
     environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if case.model.get("deterministic") else {}
-    with mock.patch.dict(os.environ, environment), one_rank(case.ranks, case.rank), mode, values_on(mode, case):
+    with mock.patch.dict(os.environ, environment), one_rank(case.ranks, case.rank), mode, reads_of(mode, case):
         return _steps(mode, case, policies, run)
 
 
@@ -81,7 +80,7 @@ def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path
     world, learner, policy = build(config)
     metadata, groups = step_of_groups(1)
     metadata = dataclasses.replace(metadata, owners=np.full_like(metadata.owners, world.rank))
-    held, layout = dict(enumerate(groups)), config.layout
+    held, layout, built = dict(enumerate(groups)), config.layout, set(book.allocations)
     if not world.last_stage or world.tp_rank or world.cp_rank:  # ranks that the loss's sums reach over the network
         policy.actor._total = lambda outputs: dict.fromkeys((*SUMS, "train/kl_loss"), 1.0)
     multiple = world.capacity_multiple(layout, config.pack.max_tokens)
@@ -91,7 +90,6 @@ def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path
             metadata, config, replicas=world.dp, align=layout.row_multiple, capacity_multiple=multiple, step=0,
             pipeline=layout.pp,
         )  # fmt: skip
-        _Even.tokens = plan.minibatches[0].capacity // layout.cp // (layout.tp if layout.sequence_parallel else 1)
         set_attention_pairs(float(plan.minibatches[0].capacity ** 2) / layout.cp)
         gc.collect()
         book.clear()
@@ -102,6 +100,8 @@ def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path
             policy.actor.release_memory()
         gc.collect()
         found["kept"] = book.bytes_now - before
+    left = [allocation for key, allocation in book.allocations.items() if key not in built]
+    found["left"] = sorted({allocation.place for allocation in left})
     minibatch = plan.minibatches[0]
     found |= {
         "packs": len(minibatch.packs[0]), "updates": len(plan.minibatches), "capacity": minibatch.capacity,
@@ -120,32 +120,17 @@ def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path
 
 def measure_memory(mode: RehearsalMode, case: Case) -> dict[str, Any]:
     """Bytes of an actor's weights, gradients and optimizer, and the plan's, for a wide shape with little padding."""
-    book, layout = mode.book, case.layout
+    layout = case.layout
     shape = dataclasses.replace(PUBLISHED["qwen3-0.6b"], num_layers=2, vocab_size=4096)
     if case.policy == "moe":
         shape = dataclasses.replace(PUBLISHED["qwen3-30b-a3b"], num_layers=2, vocab_size=4096, experts=4)
     model, optimizer = ModelConfig(spec="te", dtype="bf16", **case.model), OptimizerConfig(**case.optimizer)
-    marks: list[int] = []
-
-    def optimizer_of(*args: Any, **kwargs: Any) -> Any:
-        marks.append(book.bytes_now)
-        return get_megatron_optimizer(*args, **kwargs)
-
-    get_megatron_optimizer = actor_module.get_megatron_optimizer
-    with one_rank(case.ranks, case.rank), mode, mock.patch.object(actor_module, "get_megatron_optimizer", optimizer_of):
+    placement = Placement(layout, ranks=case.ranks, servers=(1,), shared=True, gpus=case.ranks)
+    setup = Setup(Config(model=model, layout=layout, optimizer=optimizer), shape, placement, Assumptions())
+    with one_rank(case.ranks, case.rank), mode:
         world = initialize(layout, seed=1, timeout_s=60.0)
-        gc.collect()
-        marks.append(book.bytes_now)
-        policy = actor_module.Actor(
-            shape, model, layout, optimizer, world, temperature=1.0, load=lambda chunks: marks.append(book.bytes_now)
-        )
-        gc.collect()
-        marks.append(book.bytes_now)
-        placement = Placement(layout, ranks=case.ranks, servers=(1,), shared=True, gpus=case.ranks)
-        config = Config(model=model, layout=layout, optimizer=optimizer)
-        planned = held_bytes(Setup(config, shape, placement, Assumptions()), world.pp_rank)
-        del policy
-    rehearsed = dict(zip(("weights", "gradients", "optimizer"), np.diff(marks).tolist(), strict=True))
+        rehearsed, _ = actor_of(mode.book, setup, world)
+        planned = held_bytes(setup, world.pp_rank)
     return {"memory": {part: [size, planned[part]] for part, size in rehearsed.items()}}
 
 
@@ -164,7 +149,7 @@ def _peak(mode: RehearsalMode, case: Case, shape: PolicyShape) -> int:
     """Bytes at the peak of an update with one pack, above those before it."""
     book, layout, each = mode.book, case.layout, TOKENS // 4
     model, ids = ModelConfig(spec="te", dtype="bf16", **case.model), np.ones(each, np.int32)
-    with one_rank(case.ranks, case.rank), mode, values_on(mode, case):
+    with one_rank(case.ranks, case.rank), mode, reads_of(mode, case):
         world = initialize(layout, seed=1, timeout_s=60.0)
         policy = actor_module.Actor(
             shape, model, layout, OptimizerConfig(), world, temperature=1.0, load=lambda chunks: None
@@ -199,54 +184,6 @@ def booked(mode: RehearsalMode) -> dict[str, Any]:
     }
 
 
-class _Even:
-    """Even routing: the counts that a dispatcher of tokens reads if all experts get equally many."""
-
-    tokens = 0
-
-    @classmethod
-    def read(cls, tensor: torch.Tensor, chosen: int) -> torch.Tensor | None:
-        routed = cls.tokens * chosen
-        frame = sys._getframe(1)
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if type(owner).__name__ == "MoEAlltoAllTokenDispatcher":
-                return cls._count(owner, tensor, routed)
-            frame = frame.f_back
-        return None
-
-    @staticmethod
-    def _count(owner: Any, tensor: torch.Tensor, routed: int) -> torch.Tensor | None:
-        local, ep, tp = owner.num_local_experts, owner.ep_size, owner.tp_size
-        counts = {
-            "input_splits": routed // ep,
-            "output_splits": routed // ep,
-            "output_splits_tp": routed,
-            "tokens_per_expert": routed * tp // local,
-            "num_global_tokens_per_local_expert": routed // (ep * local),
-        }
-        named = next((count for name, count in counts.items() if getattr(owner, name, None) is tensor), None)
-        if named is None and tensor.shape == (local,):
-            named = counts["tokens_per_expert"]
-        return None if named is None else torch.full(tuple(tensor.shape), named, dtype=tensor.dtype)
-
-
-@contextmanager
-def values_on(mode: RehearsalMode, case: Case) -> Iterator[None]:
-    """Values that the host reads: ones for losses, even counts for experts."""
-    plain, to_device = mode.read, actor_module.to_device
-
-    def read(tensor: torch.Tensor) -> torch.Tensor | None:
-        if tensor.is_floating_point():
-            return torch.ones(tensor.shape, dtype=tensor.dtype)
-        return _Even.read(tensor, chosen=2) if case.policy == "moe" else None
-
-    def note(batch: Any, *more: Any) -> Any:
-        layout = case.layout
-        _Even.tokens = len(batch.pack.token_ids) // layout.cp // (layout.tp if layout.sequence_parallel else 1)
-        return to_device(batch, *more)
-
-    mode.read = read
-    with mock.patch.object(actor_module, "to_device", note):
-        yield
-    mode.read = plain
+def reads_of(mode: RehearsalMode, case: Case) -> AbstractContextManager[None]:
+    """What the host reads of a case's passes; tokens go to two experts."""
+    return known_reads(mode, case.layout, 2 if case.policy == "moe" else 0)

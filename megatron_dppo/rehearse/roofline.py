@@ -1,0 +1,112 @@
+"""Least seconds of booked work on a GPU, kernel by kernel, at the rates that well-made kernels reach.
+
+Kernels follow each other without a gap, and no two overlap. A share of the matrix rate that follows is an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dppo.estimate.workload import Setup
+from megatron_dppo.rehearse.booking import Kernel
+
+PRODUCTS, STREAMS, LINKS = 0.72, 0.85, 0.8
+"""Share of the data sheet's rates that large products (cuBLAS on an H100: 650 to 750 TFLOP/s), streaming kernels, and
+collectives reach."""
+ATTENTION = {"te::attention_fwd": 0.40, "te::attention_bwd": 0.30}
+"""Share of the matrix rate over the pairs of causal attention."""
+LEAST_SECONDS = 2e-6
+"""Of a kernel."""
+PROCESSORS = {"a100-40": 108, "a100-80": 108, "b200": 148}
+"""Multiprocessors of a GPU; others have 132."""
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9))
+"""Rows and columns of the tiles into which products are cut, and the share of the rate that such tiles reach."""
+
+REPLICAS, EXCHANGE, PIPELINE, INSIDE = (
+    "replicas: gradients and weights", "experts: exchange", "pipeline: activations", "tensor and context parallelism",
+)  # fmt: skip
+COLLECTIVES = (INSIDE, EXCHANGE, REPLICAS, PIPELINE)
+"""Kinds of collectives, by what they are for."""
+
+
+@dataclass(slots=True)
+class Cost:
+    """Work of one kind."""
+
+    kernels: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+    seconds: float = 0.0
+
+    def towards(self, more: Cost, times: float) -> Cost:
+        """This cost and so many times what ``more`` has beyond it."""
+        pairs = ((getattr(self, name), getattr(more, name)) for name in self.__slots__)
+        return Cost(*(mine + times * (theirs - mine) for mine, theirs in pairs))
+
+
+def costs(kernels: Sequence[Kernel], setup: Setup) -> dict[str, Cost]:
+    """Work by kind."""
+    found: dict[str, Cost] = defaultdict(Cost)
+    for kernel in kernels:
+        cost = found[kind_of(kernel)]
+        cost.kernels += 1
+        cost.flops += kernel.flops
+        cost.bytes += kernel.bytes
+        cost.seconds += seconds(kernel, setup)
+    return dict(found)
+
+
+def kind_of(kernel: Kernel) -> str:
+    """What a kernel is a part of."""
+    name, place = kernel.name, kernel.place
+    optimizer = "multi_tensor" in name or "/optimizer/" in place or "param_and_grad_buffer" in place
+    if name.startswith("c10d::"):
+        if "p2p_communication" in place or name.startswith(("c10d::send", "c10d::recv")):
+            return PIPELINE
+        return REPLICAS if optimizer else EXCHANGE if "token_dispatcher" in place or "alltoall" in name else INSIDE
+    if optimizer:
+        return "optimizer"
+    if "policy_head" in place or "policy_head" in name:
+        return "head: products" if kernel.flops else "head: passes over logits"
+    if name in ATTENTION:
+        return "layers: attention"
+    return "layers: products" if kernel.flops else "layers: norms, activations, copies"
+
+
+def seconds(kernel: Kernel, setup: Setup) -> float:
+    """Least seconds of a kernel."""
+    if kernel.name.startswith("c10d::"):
+        return _wire_seconds(kernel, setup)
+    rate = setup.gpu.rate("bf16" if kernel.dtype in (torch.bfloat16, torch.float16) else "fp32")
+    rate *= ATTENTION.get(kernel.name, PRODUCTS)
+    if kernel.product:
+        rate *= tile_share(*kernel.product, PROCESSORS.get(setup.config.cluster.gpu, 132))
+    return max(kernel.flops / rate, kernel.bytes / (setup.gpu.bandwidth * STREAMS), LEAST_SECONDS)
+
+
+def tile_share(rows: int, columns: int, processors: int) -> float:
+    """Share of the multiprocessors' time that a product of ``rows`` x ``columns`` uses, by the best of the tilings."""
+    best = 0.0
+    for height, width, reached in TILES:
+        down, across = -(-rows // height), -(-columns // width)
+        rounds = -(-down * across // processors)
+        best = max(best, reached * rows * columns / (rounds * processors * height * width))
+    return best
+
+
+def _wire_seconds(kernel: Kernel, setup: Setup) -> float:
+    """Seconds of a ring or a message, over NVLink, or over the network if the group spans nodes."""
+    layout, per_node = setup.placement.layout, setup.config.cluster.gpus_per_node
+    span = {
+        INSIDE: layout.tp * layout.cp,
+        EXCHANGE: layout.expert_tp * layout.ep,
+        REPLICAS: setup.placement.ranks // layout.pp,
+        PIPELINE: setup.placement.ranks,
+    }[kind := kind_of(kernel)]
+    ranks, times = int(kernel.name.rpartition(" ")[2]), 2.0 if "allreduce" in kernel.name else 1.0
+    sent = kernel.bytes if kind == PIPELINE or not ranks else times * kernel.bytes * (ranks - 1) / ranks
+    return sent / ((setup.gpu.nvlink if span <= per_node else setup.gpu.network) * LINKS)

@@ -1,0 +1,212 @@
+"""Play the update of a run on one rank: packs of the run's lengths, in its layout, without weights and data."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import megatron_dppo.models.policy_head_triton  # noqa: F401
+from megatron_dppo.estimate.workload import Setup, work_of
+from megatron_dppo.models import actor as actor_module
+from megatron_dppo.models.actor import Actor
+from megatron_dppo.models.frozen import Reference
+from megatron_dppo.models.microbatch import Microbatch
+from megatron_dppo.parallel.world import World, initialize
+from megatron_dppo.rehearse.booking import Book, Kernel
+from megatron_dppo.rehearse.dispatch import RehearsalMode
+from megatron_dppo.rehearse.host_reads import known_reads
+from megatron_dppo.rehearse.te_kernels import set_attention_pairs
+from megatron_dppo.rehearse.world import one_rank
+from megatron_dppo.rl.pack import TrainingSample, build_pack
+from megatron_dppo.rl.packing import pack_sequences, packs_wanted
+from megatron_dppo.rl.types import Pack
+from megatron_dppo.trainer.functions import objective_of
+from megatron_dppo.trainer.learner import PolicyLoss, importance_cap
+
+SUMS = ("tokens", "fresh_tokens", "train/loss")
+WORKSPACE = "transformer_engine/pytorch/cpp_extensions/gemm.py:get_cublas_workspace"
+
+
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """Work of passes over some packs."""
+
+    packs: int
+    kernels: list[Kernel]
+    waits: Counter[str]
+    """By reason and place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """What one rank did and held."""
+
+    stage: int
+    capacity: int
+    """Tokens of a pack."""
+    packs: int
+    """Of an update of the run; fewer are played."""
+    tokens: float
+    """Of the sequences in a played pack, on average."""
+    responses: float
+    """Those of them that are scored."""
+    held: dict[str, int]
+    """Bytes of weights, gradients, optimizer and reference."""
+    passes: int
+    """Bytes at the peak of an update above those held, without cuBLAS's workspace, which the plan reserves."""
+    alive: Counter[str]
+    """These bytes by the place that allocated them."""
+    few: Booked
+    """An update over as many packs as the pipeline's stages, or all there are."""
+    many: Booked
+    """An update over twice as many, or all there are."""
+    scored: Booked
+    """A pass of log-probabilities over the packs of ``many``."""
+
+    @property
+    def more_packs(self) -> int:
+        """Packs of ``many`` beyond those of ``few``; 1 if they are the same."""
+        return max(self.many.packs - self.few.packs, 1)
+
+    @property
+    def beyond(self) -> float:
+        """Packs of an update beyond those of ``few``, in units of ``more_packs``."""
+        return (self.packs - self.few.packs) / self.more_packs
+
+
+def play(mode: RehearsalMode, setup: Setup, rank: int) -> Rehearsed:
+    """Play updates of the run of ``setup`` on one rank. The process must be prepared (:func:`world.prepare`)."""
+    config, layout, placement = setup.config, setup.placement.layout, setup.placement
+    reads = known_reads(mode, layout, setup.shape.experts_per_token)
+    with one_rank(placement.ranks, rank), mode, reads:
+        world = initialize(layout, seed=1, timeout_s=60.0)
+        book = mode.book
+        packs, made = run_packs(setup, world, 2 * layout.pp)
+        few = min(layout.pp, len(made))
+        held, actor = actor_of(book, setup, world)
+        if config.loss.kl_coef > 0 and not config.model.lora.rank:
+            held["reference"] = _reference_bytes(book, setup, world)
+        pairs = np.mean([np.square(np.diff(pack.cu_seqlens).astype(float)).sum() for pack in made])
+        set_attention_pairs(float(pairs) / layout.cp)
+        built, before = _settled(book), set(book.allocations)
+        _update(actor, setup, made[:few])  # what is made once
+        first = _booked(book, few, lambda: _update(actor, setup, made[:few]))
+        second = _booked(book, len(made), lambda: _update(actor, setup, made))
+        peak, alive = book.bytes_peak - built, Counter[str]()
+        for key, allocation in book.at_peak.items():
+            if key not in before:
+                alive[allocation.place] += allocation.bytes
+        workspace = alive.pop(WORKSPACE, 0)
+        scored = _booked(book, len(made), lambda: actor.log_probabilities(made))
+    return Rehearsed(
+        stage=world.pp_rank,
+        capacity=len(made[0].token_ids),
+        packs=packs,
+        tokens=float(np.mean([pack.token_ids.astype(bool).sum() for pack in made])),  # padding is 0
+        responses=float(np.mean([len(pack.targets) for pack in made])),
+        held=held,
+        passes=peak - workspace,
+        alive=alive,
+        few=first,
+        many=second,
+        scored=scored,
+    )
+
+
+def run_packs(setup: Setup, world: World, most: int) -> tuple[int, list[Pack]]:
+    """How many packs an update has, and up to ``most`` of them, spread over all.
+
+    Response lengths are quantiles of the planned distribution; prompts have the mean length.
+    """
+    config, layout, lengths, work = setup.config, setup.placement.layout, setup.lengths, work_of(setup)
+    room, prompt = config.pack.max_tokens, max(round(setup.prompt), 1)
+    sequences = max(round(work.kept / work.updates / (layout.dp or 1)), 1)
+    longer = 1.0 - (np.arange(sequences) + 0.5) / sequences
+    responses = lengths.limit * (1.0 - longer ** (1.0 / max(lengths.exponent, 1e-3)))
+    responses = np.clip(responses.astype(int), 1, room - prompt - layout.pack_multiple)
+    packing = pack_sequences(
+        prompt + responses,
+        ranks=1,
+        max_tokens=room,
+        align=layout.row_multiple,
+        capacity_multiple=world.capacity_multiple(layout, room),
+        window=config.pack.window,
+        min_per_rank=packs_wanted(config.pack.min_per_rank, layout.pp),
+        least_per_rank=layout.least_packs,
+    )
+    (packs,) = packing.packs
+    chosen = np.linspace(0, len(packs) - 1, min(most, len(packs))).round().astype(int)
+    samples = [[_sample(prompt, int(responses[i])) for i in packs[pack]] for pack in chosen]
+    align = layout.row_multiple
+    return len(packs), [build_pack(each, packing.capacity, pad_id=0, align=align) for each in samples]
+
+
+def _sample(prompt: int, response: int) -> TrainingSample:
+    ids, masked = np.ones(prompt, np.int32), np.ones(response, bool)
+    logprobs = np.full(response, -1.0, np.float32)
+    return TrainingSample(ids, np.ones(response, np.int32), logprobs, masked, 1.0, 1.0 / response, version=0)
+
+
+def actor_of(book: Book, setup: Setup, world: World) -> tuple[dict[str, int], Actor]:
+    """The run's actor, without its weights' values, and the bytes of its weights, gradients and optimizer."""
+    config, marks = setup.config, [_settled(book)]
+
+    def optimizer_of(*arguments: Any, **options: Any) -> Any:
+        marks.append(book.bytes_now)
+        return make(*arguments, **options)
+
+    make = actor_module.get_megatron_optimizer
+    with mock.patch.object(actor_module, "get_megatron_optimizer", optimizer_of):
+        actor = Actor(
+            setup.shape, config.model, setup.placement.layout, config.optimizer, world,
+            temperature=config.rollout.temperature, load=lambda chunks: marks.append(book.bytes_now),
+        )  # fmt: skip
+    if not world.last_stage or world.tp_rank or world.cp_rank:  # ranks that the loss's sums reach over the network
+        actor._total = lambda outputs: dict.fromkeys(SUMS, 1.0)  # type: ignore[method-assign]
+    marks.append(_settled(book))
+    sizes = np.diff(marks).tolist()
+    return dict(zip(("weights", "gradients", "optimizer"), sizes, strict=True)), actor
+
+
+def _reference_bytes(book: Book, setup: Setup, world: World) -> int:
+    """Bytes on the device of the frozen copy, which is not kept."""
+    before = _settled(book)
+    reference = Reference(
+        setup.shape, setup.config.model, setup.placement.layout, world, temperature=setup.config.rollout.temperature
+    )
+    if setup.config.model.reference_on_host:
+        reference.leave_device()
+    return _settled(book) - before
+
+
+def _settled(book: Book) -> int:
+    """Bytes in use, without what only cycles keep."""
+    gc.collect()
+    return book.bytes_now
+
+
+def _booked(book: Book, packs: int, work: Callable[[], object]) -> Booked:
+    gc.collect()
+    book.clear()
+    work()
+    return Booked(packs, list(book.kernels), book.waits.copy())
+
+
+def _update(actor: Actor, setup: Setup, packs: Sequence[Pack]) -> None:
+    """One update, with log-probabilities of earlier passes if the run's loss reads them."""
+    config = setup.config
+    loss = PolicyLoss(objective_of(config.loss), kl_coef=config.loss.kl_coef, tis_cap=importance_cap(config), version=0)
+    loss.take_scored()
+    last = actor.world.last_stage
+    batches = [Microbatch(pack) for pack in packs]
+    if last and config.loss.updates_per_rollout > 1:
+        batches = [replace(batch, old_logprobs=batch.pack.engine_logprobs) for batch in batches]
+    if last and config.loss.kl_coef > 0:
+        batches = [replace(batch, reference_logprobs=batch.pack.engine_logprobs) for batch in batches]
+    actor.update(batches, loss, lr=1e-7)

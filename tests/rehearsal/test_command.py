@@ -1,0 +1,109 @@
+"""``megatron-dppo rehearse``, on a published policy, and its roofline."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from megatron_dppo.cli import main
+from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.memory import shape_of
+from megatron_dppo.estimate.workload import Setup, place
+from megatron_dppo.models.shape import PUBLISHED
+from megatron_dppo.rehearse.booking import Kernel
+from megatron_dppo.rehearse.roofline import Cost, seconds, tile_share
+from megatron_dppo.settings import load_config
+
+CONFIG = "configs/qwen3_0.6b_math.yaml"
+ROOT = Path(__file__).parents[2]
+
+
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory without weights: Qwen3-1.7B's width with four layers."""
+    folder = tmp_path_factory.mktemp("policy")
+    shape = dataclasses.replace(PUBLISHED["qwen3-1.7b"], num_layers=LAYERS)
+    config = Qwen3Config(
+        vocab_size=shape.vocab_size, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=LAYERS,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    return folder
+
+
+def rehearse(policy: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_dppo", "rehearse", CONFIG, f"model.path={policy}", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def found(policy: Path) -> dict[str, Any]:
+    done = rehearse(policy, "--json", "layout.pp=2", "cluster.gpus_per_node=8", "--stage", "last")
+    assert done.returncode == 0, done.stderr
+    made: dict[str, Any] = json.loads(done.stdout)
+    return made
+
+
+def test_memory_is_within_a_twentieth_of_the_plan(found: dict[str, Any]) -> None:
+    assert 0.95 <= found["memory_over_plan"] <= 1.05
+    passes = [sum(found["memory"][part][of] for part in ("activations", "head")) for of in ("rehearsed", "planned")]
+    assert 0.95 <= passes[0] / passes[1] <= 1.0
+    for part in ("weights", "gradients", "optimizer"):
+        assert found["memory"][part]["rehearsed"] == pytest.approx(found["memory"][part]["planned"], rel=1e-3)
+
+
+def test_it_plays_the_chosen_stage_and_carries_on_to_all_packs(found: dict[str, Any]) -> None:
+    assert (found["rank"], found["stage"]) == (4, 1)
+    assert found["packs_played"] == 4 < found["packs"]
+    assert all(count == 1 for count in found["host_waits_per_update"].values())
+    assert found["update"]["layers: attention"]["kernels"] == found["packs"] * LAYERS // 2 * 3  # the forward pass twice
+    busy = found["share_of_matrix_rate"]
+    assert 0.1 < busy["and the pipeline's waits"] < busy["and collectives"] < busy["kernels"] < 0.72
+
+
+def test_what_does_not_fit_is_said_and_has_exit_code_2(policy: Path) -> None:
+    done = rehearse(policy, "cluster.gpu=a100-40", "model.head_chunk_mib=32768")
+    assert done.returncode == 2, done.stderr
+    assert "it does NOT fit into 39.4 GiB" in done.stdout
+    assert "host waits of an update:\n" in done.stdout
+    assert "the largest costs, and what lowers them:\n  layers: products: pruning.completions.keep" in done.stdout
+
+
+def test_a_rank_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rehearse", CONFIG, "--rank", "2"]) == 2
+    assert "Give 0 to 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rows", "columns", "share"), [(128 * 132, 256, 1.0), (128 * 133, 256, 0.9 * 266 / 396)])
+def test_a_product_waits_for_its_last_round_of_tiles(rows: int, columns: int, share: float) -> None:
+    assert tile_share(rows, columns, 132) == pytest.approx(share)
+
+
+def test_seconds_are_the_larger_of_flops_and_bytes() -> None:
+    config = load_config(CONFIG, [])
+    shape = shape_of(config.model.path)
+    setup = Setup(config, shape, place(config, shape), Assumptions())
+
+    def kernel(name: str, flops: float, size: float) -> Kernel:
+        return Kernel(name, flops, size, torch.bfloat16, torch.bfloat16, "megatron_dppo/x.py:f", None)
+
+    assert seconds(kernel("aten::mm", 989e12 * 0.72, 1.0), setup) == pytest.approx(1.0)
+    assert seconds(kernel("aten::add", 0.0, 3.35e12 * 0.85), setup) == pytest.approx(1.0)
+    assert seconds(kernel("aten::add", 0.0, 1.0), setup) == 2e-6
+    assert seconds(kernel("c10d::allreduce over 8", 0.0, 450e9 * 0.8), setup) == pytest.approx(2 * 7 / 8)
+
+
+def test_costs_are_carried_on_in_a_straight_line() -> None:
+    assert Cost(2, 0, 0, 1.0).towards(Cost(3, 0, 0, 1.5), 4.0) == Cost(6, 0, 0, 3.0)
