@@ -300,20 +300,27 @@ def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int, imba
     kept *= layers_of_stage(shape, stage, layout) / layout.vpp * chunks_in_flight(stage, layout, packs)
     if stage == layout.pp - 1:  # the last norm, and what the head reads: its backward pass follows at once
         kept += 2 * shape.hidden / _shared(layout) + shape.hidden
+    if layout.pp > 1:  # a pack's input from the stage before, and the gradient that goes back
+        kept += 2 * shape.hidden / _shared(layout)
     return _token_bytes(setup) * kept
 
 
 def backward_bytes(setup: Setup, saved: Saved, *, imbalance: float = 1.0) -> float:
-    """Bytes of a layer's backward pass beside what is kept: what is recomputed, the gradient of the layer's output, and
-    SwiGLU's gradient, twice as wide as the feed-forward layer. The down projection's input is free by then."""
+    """Bytes that a layer takes beside what is kept for backward passes: what is recomputed, and tensors that soon go.
+
+    These are the gradient of the layer's output, and SwiGLU's, twice as wide as the feed-forward layer, in whose place
+    the input of the down projection goes. With experts, routed tokens are there three times more as they are sent,
+    received and returned.
+    """
     shape, layout = setup.shape, setup.placement.layout
     again = {
         "none": 0.0,
         "selective": feed_forward_elements(shape, layout, saved) * imbalance,
         "full": _layer(setup, saved, imbalance),
     }[setup.config.model.recompute]
-    gradients = shape.hidden / _shared(layout) + imbalance * shape.ffn * (shape.experts_per_token or 1) / layout.tp
-    return _token_bytes(setup) * (again + gradients)
+    swiglu = shape.ffn * (shape.experts_per_token or 1) / layout.tp
+    passing = max(swiglu, 3 * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp)
+    return _token_bytes(setup) * (again + shape.hidden / _shared(layout) + passing * imbalance)
 
 
 def _layer(setup: Setup, saved: Saved, imbalance: float) -> float:

@@ -50,7 +50,7 @@ def rehearse(policy: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def found(policy: Path) -> dict[str, Any]:
-    done = rehearse(policy, "--json", "layout.pp=2", "cluster.gpus_per_node=8", "--stage", "last")
+    done = rehearse(policy, "--json", "layout.pp=2", "--stage", "last")
     assert done.returncode == 0, done.stderr
     made: dict[str, Any] = json.loads(done.stdout)
     return made
@@ -59,13 +59,13 @@ def found(policy: Path) -> dict[str, Any]:
 def test_memory_is_within_a_twentieth_of_the_plan(found: dict[str, Any]) -> None:
     assert 0.95 <= found["memory_over_plan"] <= 1.05
     passes = [sum(found["memory"][part][of] for part in ("activations", "head")) for of in ("rehearsed", "planned")]
-    assert 0.95 <= passes[0] / passes[1] <= 1.0
+    assert 0.95 <= passes[0] / passes[1] <= 1.02
     for part in ("weights", "gradients", "optimizer"):
         assert found["memory"][part]["rehearsed"] == pytest.approx(found["memory"][part]["planned"], rel=1e-3)
 
 
 def test_it_plays_the_chosen_stage_and_carries_on_to_all_packs(found: dict[str, Any]) -> None:
-    assert (found["rank"], found["stage"]) == (4, 1)
+    assert (found["rank"], found["stage"]) == (1, 1)
     assert found["packs_played"] == 4 < found["packs"]
     assert all(count == 1 for count in found["host_waits_per_update"].values())
     assert found["update"]["layers: attention"]["kernels"] == found["packs"] * LAYERS // 2 * 3  # the forward pass twice
@@ -74,11 +74,11 @@ def test_it_plays_the_chosen_stage_and_carries_on_to_all_packs(found: dict[str, 
 
 
 def test_what_does_not_fit_is_said_and_has_exit_code_2(policy: Path) -> None:
-    done = rehearse(policy, "cluster.gpu=a100-40", "model.head_chunk_mib=32768")
+    done = rehearse(policy, "cluster.gpu=a100-40", "assume.reserved_gib=40")
     assert done.returncode == 2, done.stderr
     assert "it does NOT fit into 39.4 GiB" in done.stdout
     assert "host waits of an update:\n" in done.stdout
-    assert "the largest costs, and what lowers them:\n  layers: products: pruning.completions.keep" in done.stdout
+    assert "the largest costs, and what lowers them:\n  head: products: pruning.completions.keep" in done.stdout
 
 
 def test_a_rank_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
