@@ -1261,9 +1261,27 @@ MUTANTS = [
     ),
     Mutant(
         "experts/clipped by their own norm",
-        "max_norm=most, total_norm=norm)",
+        "max_norm=most, total_norm=grad_norm)",
         "max_norm=most, total_norm=part.get_grad_norm())",
         "models/test_experts.py::test_gradients_of_experts_and_others_are_clipped_by_one_norm",
+    ),
+    Mutant(
+        "experts/their gradients are summed over the ranks of others",
+        "one_group = len(parts) == 1 or optimizer.grads_states_parallel_group_is_shared()",
+        "one_group = True",
+        "models/test_gradient_norm.py -k experts",
+    ),
+    Mutant(
+        "experts/one optimizer's gradients only",
+        "for part in some for gradient in _counted_once(part)]",
+        "for part in some[:1] for gradient in _counted_once(part)]",
+        "models/test_gradient_norm.py -k experts",
+    ),
+    Mutant(
+        "norm/of this rank's gradients",
+        "        dist.all_reduce(square, group=some[0].get_grad_stats_parallel_group())\n",
+        "",
+        "models/test_gradient_norm.py",
     ),
     Mutant(
         "stages/two of them send in batches",

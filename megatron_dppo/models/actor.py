@@ -28,6 +28,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
+from megatron_dppo.models.gradient_norm import gradient_squares
 from megatron_dppo.models.layer_specs import add_to_main_gradients
 from megatron_dppo.models.lora import add_expert_gradients
 from megatron_dppo.models.microbatch import DeviceArrays, Microbatch, Responses, to_device
@@ -126,7 +127,9 @@ class Policy:
         outputs = self._run(microbatches, collect, forward_only=True, score_norm=score_norm)
         if not self.world.last_stage:
             return [None] * len(packs)
-        return [output["measured"].float().cpu().numpy() for output in outputs]
+        measured = [output["measured"].float() for output in outputs]
+        values = torch.cat(measured).cpu()  # in one copy, since the host waits for each
+        return [part.numpy() for part in values.split([len(part) for part in measured])]
 
     def _share(self, pack: Pack) -> Share | None:
         """What this rank computes of a pack, from what the host knows of it; None: all."""
@@ -263,14 +266,15 @@ class Actor(Policy):
             UserError: on every rank, before any weight changes, if the loss or the gradient is not finite.
         """
         outputs = self.accumulate(microbatches, loss)
-        sums = self._total(outputs)
         with self.world.training("an optimizer step"):
-            return self._step(sums, lr)
+            mine, grad_norm, counts = self._read(outputs)
+        sums = self._total(mine)
+        load = self._expert_load.shares(counts) if self._expert_load else {}
+        with self.world.training("an optimizer step"):
+            self._step(sums, grad_norm, lr)
+        return UpdateResult(sums, grad_norm, load)
 
-    def _step(self, sums: dict[str, float], lr: float) -> UpdateResult:
-        if self._offloaded is not None:
-            self._offloaded.return_to_device()
-        grad_norm = self._gradient_norm()
+    def _step(self, sums: dict[str, float], grad_norm: float, lr: float) -> None:
         bad = sorted(name for name, value in sums.items() if not math.isfinite(value))
         if bad or not math.isfinite(grad_norm):
             what = ", ".join(bad) or "the gradient"
@@ -278,11 +282,13 @@ class Actor(Policy):
             remedy = "Lower optimizer.lr or optimizer.clip_grad and resume from the last checkpoint"
             remedy += "; if that fails at once, look for weights in model.path that are not finite"
             raise UserError("optimizer.lr", f"{lr:g}", problem, remedy)
+        if (most := self._settings.clip_grad) > 0:  # by one norm, also where experts have an optimizer of their own
+            for part in optimizer_parts(self.optimizer):
+                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=most, total_norm=grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step_with_ready_grads()
         self.offload()
-        return UpdateResult(sums, grad_norm, self._expert_load.take() if self._expert_load else {})
 
     def accumulate(self, microbatches: Sequence[Microbatch], loss: Loss) -> list[Sums]:
         """Forward and backward over the microbatches; DDP's buffers then hold the gradients, summed over all ranks."""
@@ -296,9 +302,7 @@ class Actor(Policy):
     def gradient_norm(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
         """The norm of a gradient, over all parameters of all ranks. No weight changes. Collective."""
         self.accumulate(microbatches, loss)
-        if self._offloaded is not None:
-            self._offloaded.return_to_device()
-        norm = self._gradient_norm()
+        _, norm, _ = self._read([])
         self.offload()
         return norm
 
@@ -312,26 +316,33 @@ class Actor(Policy):
             module.offload_grad_buffers(synchronize=self.world.device.type == "cuda", empty_cache=False)
         super().release_memory()
 
-    def _gradient_norm(self) -> float:
-        """Of all gradients, which are clipped by it, also where experts have an optimizer of their own."""
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
-        if (most := self._settings.clip_grad) > 0:
-            for part in optimizer_parts(self.optimizer):
-                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=most, total_norm=norm)
-        return norm
+    def _read(self, outputs: list[Sums]) -> tuple[dict[str, float], float, torch.Tensor]:
+        """Read an update's results in one copy, since the host waits for each copy.
 
-    def _total(self, outputs: list[Sums]) -> dict[str, float]:
-        """Sums over packs and replicas, in one order on every rank, so that metrics repeat bit by bit."""
+        Returns:
+            This rank's sums over packs, the norm of all ranks' gradients, and the counts of :class:`ExpertLoad`
+            ([layers, experts] fp64; empty without experts).
+        """
+        if self._offloaded is not None:
+            self._offloaded.return_to_device()
+        self.optimizer.prepare_grads()
         has_sums = self.world.last_stage and self.world.tp_rank == 0 and self.world.cp_rank == 0
-        mine: dict[str, float] = {}
-        if has_sums and outputs:
-            # All in one tensor: each read of one by itself would wait for the device.
-            values = torch.stack([part.double() for output in outputs for part in output.values()]).tolist()
-            for name, value in zip((name for output in outputs for name in output), values, strict=True):
-                mine[name] = mine.get(name, 0.0) + value
+        sums = [*outputs] if has_sums else []
         if self.routing:
-            mine |= self.routing.take_sums()
+            sums.append(self.routing.take_sums())
+        named = [each for output in sums for each in output.items()]
+        squares = gradient_squares(self.optimizer, self.world.device)
+        counts = self._expert_load.take() if self._expert_load else squares.new_empty(0)
+        parts = [squares, counts, *(part for _, part in named)]
+        values = torch.cat([part.reshape(-1).double() for part in parts]).cpu()
+        norms, load, each = values.split([squares.numel(), counts.numel(), len(named)])
+        mine: dict[str, float] = {}
+        for (name, _), value in zip(named, each.tolist(), strict=True):
+            mine[name] = mine.get(name, 0.0) + value
+        return mine, float(norms.sum()) ** 0.5, load.view(counts.shape)
+
+    def _total(self, mine: dict[str, float]) -> dict[str, float]:
+        """Sums over replicas, in one order on every rank, so that metrics repeat bit by bit."""
         total: dict[str, float] = {}
         for part in self.world.gather(mine):
             for name, value in part.items():

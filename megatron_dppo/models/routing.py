@@ -168,16 +168,15 @@ class RoutingReplay:
         finally:
             self._record = None
 
-    def take_sums(self) -> dict[str, float]:
-        """``REPLAYED`` and ``REPLACED``, of this rank's layers and tokens since the last pass began.
+    def take_sums(self) -> dict[str, torch.Tensor]:
+        """``REPLAYED`` and ``REPLACED``, of this rank's layers and tokens since the last pass began, on the device.
 
         Empty on ranks whose tokens another rank has as well.
         """
         counts = [each for router in self._every_router() for each in router.counts]
         if not counts or (self._world.tp_rank > 0 and not self._splits_tokens):
             return {}
-        replayed, replaced = torch.stack(counts).sum(dim=0).tolist()
-        return {REPLAYED: float(replayed), REPLACED: float(replaced)}
+        return dict(zip((REPLAYED, REPLACED), torch.stack(counts).sum(dim=0), strict=True))
 
     def _every_router(self) -> Iterator[RouterReplay]:
         for routers in self._routers:
@@ -233,19 +232,25 @@ class ExpertLoad:
         if torch.is_grad_enabled():  # once for each token, also where a layer runs again in the backward pass
             self._counts[layer] += found[1].sum(dim=0)
 
-    def take(self) -> dict[str, float]:
-        """``train/busiest_expert_…`` and ``train/busiest_rank_…`` since the last call, on every rank. Collective.
+    def take(self) -> torch.Tensor:
+        """This rank's counts since the last call, [layers, experts] int64 on the device."""
+        counts, self._counts = self._counts, torch.zeros_like(self._counts)
+        return counts
+
+    def shares(self, counts: torch.Tensor) -> dict[str, float]:
+        """``train/busiest_expert_…`` and ``train/busiest_rank_…`` on every rank. Collective.
 
         Shares of a layer's tokens, each counted once for each of its experts; means over the layers of a group.
+
+        Args:
+            counts: from :meth:`take`, on the host as fp64; overwritten by the sum over ranks.
         """
-        counts = self._counts.to("cpu", copy=True)
-        self._counts.zero_()
         if self._world.size > 1:
             dist.all_reduce(counts, group=self._world.control)
         of_ranks = counts.unflatten(1, (self._ep, -1)).sum(dim=2)
         found: dict[str, float] = {}
         for name, each in (("expert", counts), ("rank", of_ranks)):
-            busiest = each.amax(dim=1).double() / counts.sum(dim=1)
+            busiest = each.amax(dim=1) / counts.sum(dim=1)
             groups = busiest.tensor_split(min(LAYER_GROUPS, len(each)))
             found |= {f"train/busiest_{name}_{i}": float(group.mean()) for i, group in enumerate(groups, start=1)}
         return found

@@ -44,10 +44,10 @@ def learned_and_watched(rank: int, size: int, config: Config) -> tuple[dict[str,
     """As ``learned``, and the number of optimizers and of tensors of their state."""
     found: dict[str, int] = {}
     on_device: list[StorageWeakRef] = []
-    accumulate, gradient_norm = actor.Actor.accumulate, actor.Actor._gradient_norm
+    accumulate, squares, policies = actor.Actor.accumulate, actor.gradient_squares, []
 
     def passes(self: actor.Actor, *arguments: Any) -> Any:
-        state = state_of(self)
+        policies[:], state = [self], state_of(self)
         (host,) = {tensor.untyped_storage().data_ptr() for tensor in state}
         assert all(storage.expired() for storage in on_device), "what the last step used is given up"
         found.update(
@@ -55,13 +55,13 @@ def learned_and_watched(rank: int, size: int, config: Config) -> tuple[dict[str,
         )
         return accumulate(self, *arguments)
 
-    def step(self: actor.Actor) -> float:
-        state = state_of(self)
+    def step(*arguments: Any) -> torch.Tensor:
+        state = state_of(policies[0])
         assert found["host"] not in {tensor.untyped_storage().data_ptr() for tensor in state}
         on_device[:] = [StorageWeakRef(tensor.untyped_storage()) for tensor in state]
-        return gradient_norm(self)
+        return squares(*arguments)
 
-    with mock.patch.multiple(actor.Actor, accumulate=passes, _gradient_norm=step):
+    with mock.patch.object(actor.Actor, "accumulate", passes), mock.patch.object(actor, "gradient_squares", step):
         metrics, weights, _ = learned(rank, size, config)
     assert found["used"] == found["tensors"]
     return metrics, weights, found

@@ -82,7 +82,7 @@ def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path
     metadata = dataclasses.replace(metadata, owners=np.full_like(metadata.owners, world.rank))
     held, layout, built = dict(enumerate(groups)), config.layout, set(book.allocations)
     if not world.last_stage or world.tp_rank or world.cp_rank:  # ranks that the loss's sums reach over the network
-        policy.actor._total = lambda outputs: dict.fromkeys((*SUMS, "train/kl_loss"), 1.0)
+        policy.actor._total = lambda mine: dict.fromkeys((*SUMS, "train/kl_loss"), 1.0)
     multiple = world.capacity_multiple(layout, config.pack.max_tokens)
     found: dict[str, Any] = {}
     for step in range(2):

@@ -32,13 +32,8 @@ FAULTY = tuple(f"{fault}: dense" for fault in ("item in the loss", "float32 prod
 GROWTH = 1.02
 Found = dict[str, dict[str, Any]]
 
-SUMS = "copy to the host in megatron_dppo/models/actor.py:Actor._total"
 MEGATRON = version("megatron-core").rpartition(".")[0]
-NORM = "item in " + (
-    "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32"
-    if MEGATRON == "0.16"
-    else "megatron_dppo/models/actor.py:Actor._gradient_norm"
-)
+UPDATED = "copy to the host in megatron_dppo/models/actor.py:Actor._read"
 MEASURED = "copy to the host in megatron_dppo/models/actor.py:Policy._measure"
 OFFLOADED = "stream.synchronize in megatron_dppo/models/optimizer_state.py:OffloadedState.leave_device"
 ROTARY = "in megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
@@ -47,8 +42,6 @@ DISPATCHED = (
     "event.synchronize in megatron/core/transformer/moe/token_dispatcher.py:"
     "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize"
 )
-LOADS = "copy to the host in megatron_dppo/models/routing.py:ExpertLoad.take"
-REPLAYED = "copy to the host in megatron_dppo/models/routing.py:RoutingReplay.take_sums"
 ROUTER = "torch.float32 to torch.float32 in transformer_engine/pytorch/cpp_extensions/gemm.py:general_gemm"
 LEFT = (
     ":RotaryEmbedding.get_emb", ":get_cublas_workspace", ":get_dummy_wgrad", ":MoEAlltoAllTokenDispatcher.preprocess",
@@ -104,11 +97,9 @@ def expected_waits(name: str, played: dict[str, Any]) -> dict[str, int]:
     """Waits of a step by place."""
     case, updates = CASES[name], played["updates"]
     packs, last = played["packs"] * updates, case.layout.pp == 1 or (case.rank > 0 and case.layout.vpp == 1)
-    waits = {NORM: updates}
-    if last and not (case.layout.tp > 1 and case.rank):
-        waits[SUMS] = updates  # all sums of all packs in one copy
+    waits = {UPDATED: updates}  # sums of all packs, gradient norm, expert load, replayed routings
     if last and (case.loss.kl_coef or case.loss.updates_per_rollout > 1):
-        waits[MEASURED] = packs
+        waits[MEASURED] = updates  # all packs of an update
     if case.optimizer.get("offload"):
         waits[OFFLOADED] = updates
     if case.spec == "torch" and case.share == "off":  # torch's layers are no path of speed
@@ -117,9 +108,6 @@ def expected_waits(name: str, played: dict[str, Any]) -> dict[str, int]:
     if case.policy == "moe":
         passes = 1 + (case.model.get("recompute") == "selective") + (case.loss.updates_per_rollout > 1)
         waits[DISPATCHED] = EXPERT_LAYERS // case.layout.pp * packs * passes
-        waits[LOADS] = updates
-    if case.loss.replay_routing == "update":
-        waits[REPLAYED] = updates
     return waits
 
 
