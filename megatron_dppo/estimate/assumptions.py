@@ -91,7 +91,7 @@ class Assumptions:
     server_buffers_gib: float = 4.0
     """What a server needs beside them, for activations and captured graphs. A guess."""
     reserved_gib: float = 3.0
-    """CUDA's context, NCCL's and cuBLAS's buffers of a rank of the trainer. A guess."""
+    """CUDA's context, buffers of NCCL, cuBLAS and Transformer Engine, of a rank of the trainer. A guess."""
     asleep_gib: float = 2.0
     """What a server on the trainer's GPU keeps while a step trains: CUDA's context, NCCL's buffers. A guess."""
     fragmentation: float = 0.05

@@ -30,7 +30,8 @@ from megatron_dppo.trainer.functions import objective_of
 from megatron_dppo.trainer.learner import PolicyLoss, importance_cap
 
 SUMS = ("tokens", "fresh_tokens", "train/loss")
-WORKSPACE = "transformer_engine/pytorch/cpp_extensions/gemm.py:get_cublas_workspace"
+WORKSPACES = (":get_cublas_workspace", ":get_dummy_wgrad")
+"""Functions of Transformer Engine that allocate once for the whole run, which the plan has in what it reserves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Rehearsed:
     held: dict[str, int]
     """Bytes of weights, gradients, optimizer and reference."""
     passes: int
-    """Bytes at the peak of an update above those held, without cuBLAS's workspace, which the plan reserves."""
+    """Bytes at the peak of an update above those held, without :data:`WORKSPACES`."""
     alive: Counter[str]
     """These bytes by the place that allocated them."""
     few: Booked
@@ -102,7 +103,7 @@ def play(mode: RehearsalMode, setup: Setup, rank: int) -> Rehearsed:
         for key, allocation in book.at_peak.items():
             if key not in before:
                 alive[allocation.place] += allocation.bytes
-        workspace = alive.pop(WORKSPACE, 0)
+        workspaces = sum(alive.pop(place) for place in list(alive) if place.endswith(WORKSPACES))
         scored = _booked(book, len(made), lambda: actor.log_probabilities(made))
     return Rehearsed(
         stage=world.pp_rank,
@@ -111,7 +112,7 @@ def play(mode: RehearsalMode, setup: Setup, rank: int) -> Rehearsed:
         tokens=float(np.mean([pack.token_ids.astype(bool).sum() for pack in made])),  # padding is 0
         responses=float(np.mean([len(pack.targets) for pack in made])),
         held=held,
-        passes=peak - workspace,
+        passes=peak - workspaces,
         alive=alive,
         few=first,
         many=second,
@@ -168,7 +169,7 @@ def actor_of(book: Book, setup: Setup, world: World) -> tuple[dict[str, int], Ac
             temperature=config.rollout.temperature, load=lambda chunks: marks.append(book.bytes_now),
         )  # fmt: skip
     if not world.last_stage or world.tp_rank or world.cp_rank:  # ranks that the loss's sums reach over the network
-        actor._total = lambda outputs: dict.fromkeys(SUMS, 1.0)  # type: ignore[method-assign]
+        actor._total = lambda mine: dict.fromkeys(SUMS, 1.0)  # type: ignore[method-assign]
     marks.append(_settled(book))
     sizes = np.diff(marks).tolist()
     return dict(zip(("weights", "gradients", "optimizer"), sizes, strict=True)), actor
