@@ -77,6 +77,16 @@ WAYS = (
     Way(r"source \.venv/bin/activate", "elsewhere", by=("scripts/quickstart.sh", "source $(printf")),
     # Looking, planning, checking.
     Way(r"megatron-dppo doctor"),
+    Way(
+        r"megatron-dppo rehearse configs/\S+\.yaml",
+        "elsewhere",
+        by=("tests/rehearsal/test_command.py", '"megatron_dppo", "rehearse", CONFIG'),
+    ),
+    Way(
+        r"python benchmarks/rehearsal\.py --json",
+        "elsewhere",
+        by=("tests/rehearsal/test_command.py", '"benchmarks/rehearsal.py"'),
+    ),
     Way(r"megatron-dppo plan CONFIG", replace=PLACEHOLDERS),
     Way(r"megatron-dppo plan configs/\S+ --keep .*"),
     Way(r"megatron-dppo plan configs/\S+( .*cluster.*)?"),

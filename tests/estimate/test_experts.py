@@ -79,8 +79,8 @@ def test_the_busiest_rank_keeps_more() -> None:
 
     even, twice = activations(1.0), activations(2.0)
     copied = feed_forward_elements(SHAPE, LayoutConfig(tp=2, ep=8, etp=1), FUSED)
-    gradient = SHAPE.ffn * SHAPE.experts_per_token / 2  # SwiGLU's, beyond the tensor whose place it takes
-    assert twice - even == pytest.approx(16384 * 2 * (copied + gradient))
+    routed = 3 * SHAPE.hidden * SHAPE.experts_per_token / 2  # as sent, received and returned
+    assert twice - even == pytest.approx(16384 * 2 * (copied + routed))
     alone = ("layout.ep=1", "layout.tp=4", "layout.etp=4")
     assert activations(1.0, *alone) == activations(2.0, *alone), "without expert parallelism all ranks have all experts"
 
