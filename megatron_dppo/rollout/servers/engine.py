@@ -164,9 +164,8 @@ class ServerEngine:
                 at = ", ".join(f"{count} at server {url}" for url, count in sorted(asked.items()))
                 problem = f"no prompt was answered for so long; unanswered: {_by_rank(left)}"
                 problem = "; ".join(filter(None, (problem, at and f"requests under way: {at}", late)))
-                timeout_s = f"{self._config.rollout.timeout_s:g}"
-                where = "Look for what it waits for" if late else "Look into the servers' logs"
-                raise UserError("rollout.timeout_s", timeout_s, problem, f"{where}, or raise it")
+                remedy = ("Look for what it waits for" if late else "Look into the servers' logs") + ", or raise it"
+                raise UserError("rollout.timeout_s", f"{self._config.rollout.timeout_s:g}", problem, remedy)
 
     def pause(self) -> None:
         """Have servers that share the trainer's GPUs give their memory back, until the next update."""

@@ -98,8 +98,7 @@ class Pool:
         self._serving: dict[Server, ServerClient] = {}
         self._returning: dict[Server, Future[ServerClient]] = {}
         """Lost servers; done when the server can generate again."""
-        self._lost: dict[str, str] = {}
-        """Why servers were taken out that have not come back, by their URLs."""
+        self._lost: dict[str, str] = {}  # why servers were taken out that have not come back, by their URLs
         self._misses = Counter[Server]()
         self._heard: dict[str, str] = {}
         """What a given server was last heard to say that cannot generate yet, by its URL."""
