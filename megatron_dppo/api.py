@@ -38,7 +38,7 @@ from megatron_dppo.evaluation.answers import ANSWERS, SCORES, AnswerRow, out_fol
 from megatron_dppo.launch.start import ranks_to_start, start_ranks
 from megatron_dppo.observe.metrics import FILE, read_metrics, read_rows
 from megatron_dppo.plugins import register
-from megatron_dppo.plugins.loading import load_function
+from megatron_dppo.plugins.loading import load_function, source_of
 from megatron_dppo.process.files import replace_text, replacing_file
 from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.stop import SAVED
@@ -46,6 +46,7 @@ from megatron_dppo.rl import plan
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rl.types import StepMetadata, StepPlan
 from megatron_dppo.settings import load_config as load_words
+from megatron_dppo.trainer.fingerprints import PICKLED, TEXT
 from megatron_dppo.trainer.preflight import check_run_dir
 from megatron_dppo.trainer.resume import IN_FORCE, check_resume
 
@@ -290,14 +291,15 @@ def _with_functions(
     config: Config,
     folder: Path,
     *,
-    check: Callable[[Config], None] = lambda config: None,
+    check: Callable[[Config, Mapping[str, str | None]], None] = lambda config, given: None,
     **functions: Callable[..., Any] | None,
 ) -> Config:
     """The settings with the names by which ranks find these functions, and those that are registered and named there.
     They are kept in ``folder`` by value, under the names that they were written with.
 
     Args:
-        check: refuses settings before the functions of an earlier run in ``folder`` are replaced.
+        check: refuses settings, and texts of functions by their settings, before the functions of an earlier run in
+            ``folder`` are replaced.
     """
     given: dict[str, Callable[..., Any]] = {}
     for what, setting in register.SETTINGS.items():
@@ -312,14 +314,18 @@ def _with_functions(
         names[what] = function.__name__ if own else what
         config = _with_settings(config, register.SETTINGS[what].split("."), f"{folder / what}.py:{names[what]}")
     pickled = {what: _pickled(what, function) for what, function in given.items()}
+    texts = {what: source_of(function) for what, function in given.items()}
     if given:
         check_run_dir(folder)
-        check(config)
+        check(config, {register.SETTINGS[what]: text for what, text in texts.items()})
         refuse_if_held(folder, "run.dir")
         folder.mkdir(parents=True, exist_ok=True)
     for what, function in given.items():
-        with replacing_file(folder / f"{what}.pkl") as draft:
+        with replacing_file(folder / f"{what}{PICKLED}") as draft:
             draft.write_bytes(pickled[what])
+        (folder / f"{what}{TEXT}").unlink(missing_ok=True)
+        if (text := texts[what]) is not None:
+            replace_text(folder / f"{what}{TEXT}", text)
         replace_text(folder / f"{what}.py", _LOADS.format(what=what, name=names[what], module=function.__module__))
     return config
 

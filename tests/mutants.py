@@ -128,9 +128,21 @@ MUTANTS = [
     ),
     Mutant(
         "resume/other files of the same name are not noticed",
-        "now = fingerprints(config) if before else {}",
+        "now = fingerprints(config, given) if before else {}",
         "now = before",
         "trainer/test_fingerprints.py",
+    ),
+    Mutant(
+        "resume/a function that is given again is compared with itself",
+        "            if given and setting in given:\n",
+        "            if False:\n",
+        "trainer/test_fingerprints.py::test_a_function_from_python_is_known_by_its_text",
+    ),
+    Mutant(
+        "resume/a function without source has that of an earlier one",
+        '(folder / f"{what}{TEXT}").unlink(missing_ok=True)',
+        "pass",
+        "trainer/test_fingerprints.py::test_of_a_function_without_source_a_run_says_that_its_changes_are_not_noticed",
     ),
     Mutant(
         "resume/a value from Python is read as a word",

@@ -87,6 +87,8 @@ def train_with_own_functions(tmp_path: Path):
 
 def test_registered_functions_are_named_in_settings(tmp_path: Path):
     run_script(train_with_registered_functions, tmp_path, log=tmp_path / "log")
+    said = " ".join((tmp_path / "log").read_text().split())
+    assert said.count("a resume does not notice changes of functions without source: loss.objective: still") == 1
 
 
 def train_with_registered_functions(tmp_path: Path):
@@ -96,9 +98,9 @@ def train_with_registered_functions(tmp_path: Path):
     def half(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
         return worth * len(solution_str)
 
-    @register.objective
-    def still(tokens: Tokens) -> Tensor:
-        return 0.0 * tokens.ratio * tokens.advantage
+    typed: dict[str, Any] = {"__name__": "typed"}  # as at a prompt: Python keeps no text of it
+    exec("def still(tokens): return 0.0 * tokens.ratio * tokens.advantage", typed)
+    register.objective(typed["still"])
 
     @register.prompt_rule
     def all_prompts(candidates: PromptCandidates, keep: float) -> NDArray[np.float64]:
@@ -129,6 +131,13 @@ def train_with_registered_functions(tmp_path: Path):
     assert heard == run.metrics and file.exists()
     assert row["train/grad_norm"] == 0.0 and row["rollout/raw_reward"] > 1.0
     assert row["prune/kept_prompt_fraction"] == 1.0 and row["prune/saved_tokens_completions"] == 0.0
+
+    @register.reward
+    def half(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:  # noqa: F811
+        return worth + len(solution_str)
+
+    with pytest.raises(UserError, match="half, given from Python, has changed"):
+        train(replace(config, pruning=own, rollout=rollout, loss=loss, reward=reward))
     with pytest.raises(UserError, match=r"reward\.function = exact"):
         register.reward(exact)
     with pytest.raises(UserError, match=r"pruning\.prompts\.function"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
+import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from difflib import get_close_matches
@@ -72,6 +74,18 @@ def files_imported(file: Path) -> list[Path]:
         finder.run_script(str(file)) if len(names) == 1 else finder.import_hook(".".join(names))
     found = {Path(place) for module in finder.modules.values() if (place := getattr(module, "__file__", None))}
     return [file, *sorted(other for other in found - {file} if other.is_relative_to(file.parent))]
+
+
+def source_of(function: Callable[..., Any]) -> str | None:
+    """The text of a function, or of the class of an object that is called; None if Python does not have it, as of what
+    is built in or was typed at a prompt."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    written = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    try:
+        return textwrap.dedent(inspect.getsource(written))
+    except (OSError, SyntaxError, TypeError):
+        return None
 
 
 def _from_file(where: str, setting: str, spec: str) -> ModuleType:

@@ -8,12 +8,15 @@ The digest of a data file is one CRC-32 for each row, so that an error can name 
 JSONL are compared as they are written, without white space around them. Files of weights are sampled, see
 ``bridge/fingerprint.py``; all other files are read whole.
 
-A user's function is known by its file and by the files of that folder which it imports.
+A user's function is known by its file and by the files of that folder which it imports. A function given from Python is
+known by its text::
+
+    {"reward.function: from Python": "my_reward 8d2f…"}
 
 Not covered:
 
 - modules that a function's file imports from other folders or by a computed name, and files that it opens;
-- functions given from Python, and what they refer to;
+- what a function given from Python refers to, and such functions of which Python does not have the text;
 - the problems of reasoning-gym and of a verifiers environment, of which only versions are compared. An environment may
   draw other problems each time that it is loaded;
 - teachers behind a URL, whose servers change their addresses. A server names no digest of its weights.
@@ -21,8 +24,9 @@ Not covered:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
+from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
@@ -50,12 +54,18 @@ FUNCTIONS = (
 """Settings that name functions of the user which results depend on."""
 HELD_OUT = ("data.eval", "eval.benchmarks")
 """Settings that name held-out problems."""
+FROM_PYTHON, PICKLED, TEXT = "from Python", ".pkl", ".source"
+"""The name of a function that was given from Python, and the endings of its two files in ``run.dir``."""
 RELEASES = {REASONING_GYM: "reasoning-gym", VERIFIERS: "verifiers"}
 """Generators whose problems depend on a package, and the package."""
 
 
-def fingerprints(config: Config) -> dict[str, str]:
+def fingerprints(config: Config, given: Mapping[str, str | None] | None = None) -> dict[str, str]:
     """Digests of the data, the policy, the teachers and the user's functions, by ``SETTING: FILE``.
+
+    Args:
+        config: of the run.
+        given: texts of functions from Python, by their settings, which are to replace those that ``run.dir`` holds.
 
     Raises:
         UserError: a file is absent or cannot be read.
@@ -68,11 +78,25 @@ def fingerprints(config: Config) -> dict[str, str]:
         for setting, folder, checkpoint in _models(config):
             found |= {f"{setting}: {name}": digest for name, digest in _policy(folder, checkpoint).items()}
         for setting in FUNCTIONS:
-            if (file := file_of(attrgetter(setting)(config))) is not None:
-                found |= {f"{setting}: {name}": digest for name, digest in _function(file)}
+            spec = attrgetter(setting)(config)
+            if given and setting in given:
+                found |= {f"{setting}: {name}": digest for name, digest in _given(spec, given[setting])}
+            elif (file := file_of(spec)) is not None:
+                found |= {f"{setting}: {name}": digest for name, digest in _function(spec, file)}
     except (OSError, ValueError) as error:
         problem = f"the files of its settings cannot be compared with those of its checkpoint ({error})"
         raise UserError("run.dir", config.run.dir, problem, "Make that file readable") from error
+    return found
+
+
+def functions_without_text(config: Config) -> list[str]:
+    """Functions that were given from Python, which does not have their text, as ``SETTING: FUNCTION``."""
+    found = []
+    for setting in FUNCTIONS:
+        spec = attrgetter(setting)(config)
+        file = file_of(spec)
+        if file is not None and file.with_suffix(PICKLED).is_file() and not file.with_suffix(TEXT).is_file():
+            found.append(f"{setting}: {spec.rpartition(':')[2]}")
     return found
 
 
@@ -80,6 +104,8 @@ def difference(name: str, before: str | None, now: str | None) -> str:
     """What distinguishes two digests of one name; None is that of an absent file."""
     if before is None or now is None:
         return f"{name} was not there" if before is None else f"{name} is not there any more"
+    if name.endswith(FROM_PYTHON):
+        return f"{name.removesuffix(FROM_PYTHON)}{now.split()[0]}, given from Python, has changed"
     if not name.startswith(("data.train", "data.rollouts", *HELD_OUT)) or name.endswith(tuple(RELEASES)):
         return f"{name} has changed"
     rows = range(0, max(len(before), len(now)), ROW_DIGITS)
@@ -104,11 +130,20 @@ def _environment(name: str) -> str:
         return "" if file is None else file_digest(file)
 
 
-def _function(file: Path) -> Iterator[tuple[str, str]]:
+def _function(spec: str, file: Path) -> Iterator[tuple[str, str]]:
     """Of a user's function: the names of its files, and their digests."""
-    if not file.with_suffix(".pkl").is_file():  # else it was given from Python
-        for each in files_imported(file):
-            yield each.relative_to(file.resolve().parent).as_posix(), file_digest(each)
+    if file.with_suffix(PICKLED).is_file():
+        text = file.with_suffix(TEXT)
+        yield from _given(spec, text.read_text(encoding="utf-8") if text.is_file() else None)
+        return
+    for each in files_imported(file):
+        yield each.relative_to(file.resolve().parent).as_posix(), file_digest(each)
+
+
+def _given(spec: str, text: str | None) -> Iterator[tuple[str, str]]:
+    """Of a function that was given from Python: its name and the digest of its text, if that is known."""
+    if text is not None:
+        yield FROM_PYTHON, f"{spec.rpartition(':')[2]} {blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 def _rows(setting: str, source: Source) -> Iterator[tuple[str, str]]:

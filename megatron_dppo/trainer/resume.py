@@ -31,7 +31,7 @@ from megatron_dppo.data.stored import TOKENIZER_FILES
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import replace_text
 from megatron_dppo.settings import as_yaml, flattened, settings, short
-from megatron_dppo.trainer.fingerprints import FUNCTIONS, HELD_OUT, difference, fingerprints
+from megatron_dppo.trainer.fingerprints import FUNCTIONS, HELD_OUT, PICKLED, difference, fingerprints
 from megatron_dppo.trainer.writer import Writer, files_of, read_state
 
 HISTORY, IN_FORCE = "config_history.jsonl", "config.yaml"
@@ -157,13 +157,15 @@ def changes(before: Settings, now: Settings) -> list[Change]:
     return found
 
 
-def changed_since(folder: Path, step: int, config: Config) -> list[Change]:
+def changed_since(
+    folder: Path, step: int, config: Config, given: Mapping[str, str | None] | None = None
+) -> list[Change]:
     """Settings that differ from those by which the folder's run has taken its steps up to ``step``, and files that
-    differ from those that it has read."""
+    differ from those that it has read. See :func:`fingerprints` for ``given``."""
     entries = [entry for entry in read_history(folder) if entry.step < step]
     found = changes(entries[-1].settings, flat(config)) if entries else []
     before = files_of(folder / "checkpoints" / iteration_name(step))
-    now = fingerprints(config) if before else {}
+    now = fingerprints(config, given) if before else {}
     files = [Change(name, before.get(name), now.get(name)) for name in sorted(before.keys() | now.keys())]
     settings_of = tuple(change.key for change in found)  # which name other files now
     return found + [file for file in files if _differs(file) and not file.key.startswith(settings_of)]
@@ -181,8 +183,9 @@ def same_prompts(folder: Path, step: int, config: Config) -> bool:
     return not any(change.key.startswith(PROMPTS) for change in changed_since(folder, step, config))
 
 
-def check_resume(config: Config) -> None:
-    """
+def check_resume(config: Config, given: Mapping[str, str | None] | None = None) -> None:
+    """See :func:`fingerprints` for ``given``.
+
     Raises:
         UserError: the run cannot go on from its last checkpoint; or it could, and its results would be those of other
             settings, which ``run.resume`` does not allow.
@@ -192,7 +195,7 @@ def check_resume(config: Config) -> None:
     if place is None or (step := step_of(place)) is None:
         return
     read_state(place, Writer.of(config))
-    other = [change for change in changed_since(folder, step, config) if change.of_results]
+    other = [change for change in changed_since(folder, step, config, given) if change.of_results]
     if other and config.run.resume != "anyway":
         problem = "\n".join([f"holds {step} steps that were taken with other settings or files:", *map(str, other)])
         remedy = (
@@ -250,7 +253,7 @@ def _same_copy(one: Any, other: Any) -> bool:
     if not (isinstance(one, str) and isinstance(other, str)):
         return False
     files = {value.rpartition(":")[0] for value in (one, other)}
-    return len(files) == 1 and (file := files.pop()).endswith(".py") and Path(file).with_suffix(".pkl").is_file()
+    return len(files) == 1 and (file := files.pop()).endswith(".py") and Path(file).with_suffix(PICKLED).is_file()
 
 
 def _same_place(one: Any, other: Any) -> bool:

@@ -20,6 +20,7 @@ from megatron_dppo.rl.census import Census
 from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.trainer.collapse import Best
+from megatron_dppo.trainer.fingerprints import functions_without_text
 from megatron_dppo.trainer.idle_settings import idle_settings
 from megatron_dppo.trainer.learner import bound_of_weights
 from megatron_dppo.trainer.resume import changed_since, flat, record
@@ -66,6 +67,8 @@ class RunLogger:
             self._console.note(note)
         if idle := idle_settings(config):
             self._console.note(f"without effect in this run: {', '.join(idle)}")
+        if unknown := functions_without_text(config):
+            self._console.note(f"a resume does not notice changes of functions without source: {', '.join(unknown)}")
         if dropped_prompts:
             self._console.note(f"left out, being longer than data.max_prompt_tokens: {dropped_prompts} prompts")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file, save_file
 
+from megatron_dppo.api import _with_functions
 from megatron_dppo.bridge.checksums import Checksums
 from megatron_dppo.bridge.fingerprint import SAMPLE_BYTES, SAMPLES, weight_digests
 from megatron_dppo.config import Config, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.fingerprints import fingerprints
+from megatron_dppo.trainer.fingerprints import fingerprints, functions_without_text
 from megatron_dppo.trainer.resume import check_resume, record, same_prompts
 from megatron_dppo.trainer.writer import FILES, Writer, write_state
 from tests.policies import write_policy
@@ -49,16 +51,20 @@ def config(policy: Path, tmp_path: Path) -> Config:
         f"loss.distillation.teacher={tmp_path / 'teacher'}",
     ]
     config = load_config(None, settings)
-    place = tmp_path / "run" / "checkpoints" / "iter_0000003"
-    place.mkdir(parents=True)
-    record(tmp_path / "run", 0, config)
+    save(config, tmp_path / "run")
+    check_resume(config)
+    return config
+
+
+def save(config: Config, folder: Path) -> None:
+    place = folder / "checkpoints" / "iter_0000003"
+    place.mkdir(parents=True, exist_ok=True)
+    record(folder, 0, config)
     (place / "common.pt").touch()
     (place / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     write_state(place, {FILES: fingerprints(config)}, Writer.of(config))
     Checksums(place, {}).write()
     (place.parent / "latest_checkpointed_iteration.txt").write_text("3\n")
-    check_resume(config)
-    return config
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:
@@ -176,6 +182,54 @@ def test_what_a_function_s_file_imports_of_its_folder_belongs_to_it(
     (tmp_path / "helper.py").write_text("half = 0.25\n")
     changed = {name for name, digest in fingerprints(config).items() if digest != found[name]}
     assert changed == {"reward.function: helper.py"}
+
+
+def scores(worth: float) -> Callable[..., Any]:
+    if worth == 0.5:
+
+        def score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+            return 0.5 * len(solution_str)
+
+        return score
+
+    def score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+        return 2.0 * len(solution_str)
+
+    return score
+
+
+def test_a_function_from_python_is_known_by_its_text(config: Config, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    give = partial(_with_functions, config, folder, check=check_resume)
+    anyway = replace(config, run=replace(config.run, resume="anyway"))
+    given = _with_functions(anyway, folder, check=check_resume, reward=scores(0.5))
+    save(given, folder)
+    assert functions_without_text(given) == []
+    check_resume(given)  # as the command line does, which is given none
+    give(reward=scores(0.5))
+    with pytest.raises(UserError) as caught:
+        give(reward=partial(scores(2.0)))
+    said = caught.value.problem.splitlines()[1:]
+    assert said == ["reward.function: reward, given from Python, has changed"]
+    with pytest.raises(UserError, match="score, given from Python, has changed"):
+        give(reward=scores(2.0))
+    check_resume(given), give(reward=scores(0.5))  # what was refused has replaced nothing
+    changed = _with_functions(anyway, folder, check=check_resume, reward=scores(2.0))
+    with pytest.raises(UserError, match="score, given from Python, has changed"):
+        check_resume(replace(changed, run=config.run))
+
+
+def test_of_a_function_without_source_a_run_says_that_its_changes_are_not_noticed(
+    config: Config, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    anyway = replace(config, run=replace(config.run, resume="anyway"))
+    save(_with_functions(anyway, folder, check=check_resume, reward=scores(0.5)), folder)
+    made: dict[str, Any] = {"__name__": "typed"}
+    exec("def typed(completions): return [0.0 for _ in completions]", made)
+    for function in (made["typed"], max):
+        given = _with_functions(config, folder, check=check_resume, reward=function)
+        assert functions_without_text(given) == [f"reward.function: {function.__name__}"]
 
 
 def test_a_function_s_file_that_cannot_be_read_as_python_is_known_by_itself(config: Config, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ SIGNS = {
     "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "∞": r"\infty ",
     "±": r"\pm ", "∓": r"\mp ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ",
     "∖": r"\setminus ", "∈": r"\in ", "∅": r"\emptyset ", "∠": r"\angle ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
-    "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "′": "'", "º": "°", "µm": "um", "μm": "um",
+    "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "′": "'", "º": "°", "μm": "um",
     "≈": r"\approx ",
 }  # fmt: skip
 GREEK = re.compile(
@@ -85,6 +85,7 @@ def spelled(text: str) -> str:
 
 def _in_ascii(text: str) -> str:
     """LaTeX for Unicode's signs, Greek letters, fractions, and raised and lowered characters."""
+    text = re.sub("µ([a-zA-Z]+)", r"\\mu\\text{\1}", text)  # U+00B5, which is a prefix; Greek's mu is a letter
     for sign, latex in SIGNS.items():
         text = text.replace(sign, latex)
     latex_parts = []

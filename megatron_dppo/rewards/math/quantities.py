@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from megatron_dppo.rewards.math.notation import unspaced
+
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)?(?:\.[0-9]+)?"
 POWER = r"(?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*([-+]?[0-9]{1,4})\s*\}?|[eE]\{?([-+]?[0-9]{1,4})\}?)"
 DECIMAL = re.compile(rf"(-?)\+?({DIGITS}){POWER}?\.?")
@@ -135,7 +137,17 @@ TABLE: dict[str, dict[str, str]] = {
     "electronvolt": {"1": "eV"},
     "frequency": {"1": "Hz hertz"},
     "quantity": {"1": "mol mole"},
+    "current": {"1": "ampere amp"},
+    "charge": {"1": "coulomb"},
+    "capacitance": {"1": "farad"},
+    "inductance": {"1": "henry"},
 }  # fmt: skip
+UPRIGHT = {"A": "ampere", "C": "coulomb", "F": "farad", "H": "henry"}
+"""Units only if they are set upright: ``\\frac{1}{2} C V^2`` is a product."""
+PREFIXES = {"p": -12, "n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9}
+"""Powers of ten."""
+PREFIXED = {"m", "s", "g", "L", "l", "J", "T", "ohm", "Pa", "W", "N", "V", "K", "eV", "Hz", "mol", *UPRIGHT.values()}
+MICRO = re.compile(rf"\\mu\s*(?=(?:{'|'.join(PREFIXED)})(?![a-zA-Z]))")
 MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 MULTIPLE = re.compile(rf"(\\text\{{)?\s*({'|'.join(MULTIPLES)})s?\b\s*")
 SPEEDS = {"mph": "mile/hour", "kph": "km/hour", "kmh": "km/hour"}
@@ -162,10 +174,11 @@ class Unit:
 
 def unit_of(text: str) -> Unit | None:
     r"""The unit that ``text`` names (``cm^2``, ``\text{km}/\text{h}``, ``miles per hour``); None if it is none."""
-    text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
-    text = re.sub(r"\s*\^\s*\{?\s*(-?[1-9])\s*\}?", r"^\1", text.replace(r"\cdot", " ").replace(r"\mu ", "u"))
+    text = re.sub(r"°\s*(?:\\text\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))", r" deg\1\2 ", text)
+    text = re.sub(r"\\text\{([^{}]*)\}", lambda found: f" {UPRIGHT_LETTER.sub(_upright, found[1])} ", text)
+    text = re.sub(r"\s*\^\s*\{?\s*(-?[1-9])\s*\}?", r"^\1", text.replace(r"\cdot", " "))
     text = re.sub(r"([kM]?)\s*\\Omega(?![a-zA-Z])", r" \1ohm", text)
-    text = re.sub(r"°\s*([CF])(?![a-zA-Z])", r" deg\1", text)
+    text = MICRO.sub("u", text)
     text = re.sub(r"\bper\b", "/", text).strip(" .")
     text = re.sub(r"\b(square|sq\.?|cubic)\s+([a-zA-Z]+)", lambda m: f"{m[2]}^{3 if m[1] == 'cubic' else 2}", text)
     text = re.sub(r"\b([a-zA-Z]+)\s+(squared|cubed)\b", lambda m: f"{m[1]}^{3 if m[2] == 'cubed' else 2}", text)
@@ -205,14 +218,22 @@ def multiple_of(text: str) -> tuple[int, str]:
     return many, text
 
 
+def _upright(found: re.Match[str]) -> str:
+    return found[1] + UPRIGHT[found[2]]
+
+
 def _named(word: str) -> tuple[str, Fraction]:
     for spelling in (word, word.lower(), word.lower().removesuffix("s")) if len(word) > 1 else (word,):
         if spelling in NAMES:
             return NAMES[spelling]
+    if word[0] in PREFIXES and word[1:] in PREFIXED:
+        dimension, size = NAMES[word[1:]]
+        return dimension, size * Fraction(10) ** PREFIXES[word[0]]
     return word.lower().removesuffix("s"), Fraction(1)
 
 
-START = re.compile(r"\\text\{|\\Omega(?![a-zA-Z])|[°%¢€£]|\\\$|(?<![a-zA-Z\\{_])[a-zA-Z]+")
+UPRIGHT_LETTER = re.compile(rf"(?<![a-zA-Z])([{''.join(PREFIXES)}]?)([{''.join(UPRIGHT)}])(?![a-zA-Z])")
+START = re.compile(r"\\mu\s*(?=\\text\{|\\Omega)|\\text\{|\\Omega(?![a-zA-Z])|[°%¢€£]|\\\$|(?<![a-zA-Z\\{_])[a-zA-Z]+")
 CLOCK = re.compile(r"([0-9]{1,2})\s*:\s*([0-5][0-9])\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
 """A time of day, whose half may be missing from the answer."""
 CURRENCY = re.compile(r"(-?)\s*(\\\$|€|£)\s*(-?.+)")
@@ -283,7 +304,8 @@ def same_amount(label: str, answer: str, same: Same) -> bool | None:
     if in_radians or {*dimensions} == {"angle", "radian"}:
         return same(_radians(one), _radians(other))
     if one.unit is None or other.unit is None or one.unit == other.unit:
-        return _same_value(one, other, same)
+        letters = {unspaced(re.sub(r"\\text\{([^{}]*)\}", r"\1", text)) for text in (label, answer)}
+        return len(letters) == 1 or _same_value(one, other, same)  # one side alone may set them upright
     if one.unit.dimensions != other.unit.dimensions or one.number is None or other.number is None:
         return False
     return _scaled(one, one.unit.size).same(_scaled(other, other.unit.size))

@@ -88,6 +88,10 @@ class Dispatcher:
         """Servers that this rank found unfit since the last call, by URL, and why."""
         return self._http.run(self._take_lost())
 
+    def under_way(self) -> Counter[str]:
+        """Requests of this rank that each server has not answered yet, by its URL."""
+        return self._http.run(self._under_way())
+
     def serve_from(self, clients: Sequence[ServerClient]) -> None:
         """These servers are asked from now on, and no others; what is under way elsewhere is asked anew."""
         self._http.run(self._serve_from(clients))
@@ -133,6 +137,9 @@ class Dispatcher:
     async def _take_lost(self) -> dict[str, str]:
         lost, self._lost = self._lost, {}
         return lost
+
+    async def _under_way(self) -> Counter[str]:
+        return Counter({client.url: len(tasks) for client, tasks in self._asked.items()})
 
     async def _serve_from(self, clients: Sequence[ServerClient]) -> None:
         for client in set(self._asked) - set(clients):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -159,10 +160,12 @@ class ServerEngine:
                 self._recover()
                 began = time.monotonic()
             elif min(report.idle_s for report in reports) > self._config.rollout.timeout_s:
-                problem = f"no prompt was answered for so long; unanswered: {_by_rank(left)}{late and '; '}{late}"
-                timeout_s = f"{self._config.rollout.timeout_s:g}"
-                where = "Look for what it waits for" if late else "Look into the servers' logs"
-                raise UserError("rollout.timeout_s", timeout_s, problem, f"{where}, or raise it")
+                asked = sum(self._world.gather(self._dispatcher.under_way()), Counter())
+                at = ", ".join(f"{count} at server {url}" for url, count in sorted(asked.items()))
+                problem = f"no prompt was answered for so long; unanswered: {_by_rank(left)}"
+                problem = "; ".join(filter(None, (problem, at and f"requests under way: {at}", late)))
+                remedy = ("Look for what it waits for" if late else "Look into the servers' logs") + ", or raise it"
+                raise UserError("rollout.timeout_s", f"{self._config.rollout.timeout_s:g}", problem, remedy)
 
     def pause(self) -> None:
         """Have servers that share the trainer's GPUs give their memory back, until the next update."""
@@ -316,11 +319,11 @@ class ServerEngine:
             if servers := pool.welcome():
                 return servers
             if pool.hopeless:
-                problem = "are used up, and no rollout server is left"
+                problem = f"are used up, and no rollout server is left: {pool.losses}"
                 remedy = "Look into the servers' logs; raise it, and run the same command again: it resumes"
                 raise UserError("rollout.launch.restarts", restarts, problem, remedy)
             if time.monotonic() - began > timeout_s:
-                problem = "no rollout server is left, and none came back in time"
+                problem = f"no rollout server is left, and none came back in time: {pool.losses}"
                 remedy = "Look into the servers' logs, start them again, and run the same command again: it resumes"
                 raise UserError("rollout.timeout_s", f"{timeout_s:g}", problem, remedy)
             time.sleep(EXCHANGE_S)

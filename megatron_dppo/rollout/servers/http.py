@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 CLOSE_S = 10.0
 """How long closing may take where something in the loop never ends."""
+CONNECT_S = 10.0
+"""Most seconds until a server has taken a connection."""
 EXCHANGE_S = 1.0
 """Most seconds between two exchanges of ranks that wait."""
 BUSY = (429, 503)
@@ -144,6 +146,7 @@ class Http:
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if secret is not None:
             headers["Authorization"] = f"Bearer {secret}"
+        connect_s = min(timeout_s, CONNECT_S)
         try:
             async with self._connections().request(
                 method,
@@ -151,10 +154,12 @@ class Http:
                 data=orjson.dumps(body) if body is not None else None,
                 params=query,
                 headers=headers,
-                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, 10.0)),
+                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s),
             ) as answer:
                 content = await answer.read()
                 status = answer.status
+        except aiohttp.ConnectionTimeoutError:
+            raise ServerError(url, f"took no connection within {connect_s:g} s", alive=False) from None
         except TimeoutError:
             raise ServerError(url, f"did not answer {path} within {timeout_s:g} s", alive=False) from None
         except (aiohttp.ClientError, OSError) as error:

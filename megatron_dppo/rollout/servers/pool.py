@@ -35,7 +35,7 @@ ASK_AGAIN_S = 3.0
 """Seconds between questions to a given server that is lost."""
 SAY_AFTER_S, SAY_EVERY_S = 10.0, 60.0
 """Seconds until a server is named that is waited for, and between two words on it."""
-NOTHING = "nobody said anything"
+NOTHING = "it has given no answer"
 MISSES = 2
 """Health checks in a row at which a server is lost."""
 
@@ -98,6 +98,7 @@ class Pool:
         self._serving: dict[Server, ServerClient] = {}
         self._returning: dict[Server, Future[ServerClient]] = {}
         """Lost servers; done when the server can generate again."""
+        self._lost: dict[str, str] = {}  # why servers were taken out that have not come back, by their URLs
         self._misses = Counter[Server]()
         self._heard: dict[str, str] = {}
         """What a given server was last heard to say that cannot generate yet, by its URL."""
@@ -152,8 +153,14 @@ class Pool:
         """
         for server in [server for server in self._serving if server.url in problems]:
             self._say(f"server {server.name} is taken out: it {problems[server.url]}")
+            self._lost[server.url] = problems[server.url]
             self._recall(server, self._serving.pop(server))
         return self.servers
+
+    @property
+    def losses(self) -> str:
+        """Which servers are lost, and why."""
+        return "; ".join(f"server {url} {problem}" for url, problem in self._lost.items())
 
     def welcome(self) -> tuple[Server, ...]:
         """Take servers in that can generate again. They need an update of the weights. Who serves then."""
@@ -169,6 +176,7 @@ class Pool:
             else:
                 back = Server.of(client, server.process, server.life + 1)
                 self._serving[back] = client
+                self._lost.pop(server.url, None)
                 self._say(f"server {back.name} is back")
         return self.servers
 
@@ -354,7 +362,7 @@ class Pool:
         try:
             info = await client.info()
         except ServerError as error:
-            remedy = "Start it as that says, or name another server"
+            remedy = f"{'Start it as that says' if error.alive else 'Look into its log'}, or name another server"
             raise UserError(setting, client.url, error.problem, remedy) from None
         nccl.refuse_two(setting, client.url, self._our_nccl, info.nccl)
         rollout, dtype = self._config.rollout, DTYPES[self._config.model.dtype]
