@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatron_dppo.errors import UserError
@@ -220,6 +222,12 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
     return attended.transpose(1, 2).contiguous()
 
 
+def without_waiting(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to the device. On CUDA it leaves from pinned memory, and the host does not wait."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Departure:
     """Rows leave a batch: the last of those that stay move into the places of those that go.
@@ -234,11 +242,12 @@ class Departure:
     remaining: int
 
     @classmethod
-    def of(cls, leaves: torch.Tensor) -> Departure:
-        """The departure of the rows where ``leaves`` ([rows], bool) is true."""
-        remaining = leaves.shape[0] - int(leaves.sum())
-        vacant = leaves[:remaining].nonzero()[:, 0]
-        return cls(vacant, (~leaves[remaining:]).nonzero()[:, 0] + remaining, remaining)
+    def of(cls, leaves: NDArray[np.bool_], device: torch.device) -> Departure:
+        """The departure of the rows where ``leaves`` ([rows], on the host) is true; rows are on the device."""
+        remaining = len(leaves) - int(leaves.sum())
+        moves = np.stack([np.flatnonzero(leaves[:remaining]), np.flatnonzero(~leaves[remaining:]) + remaining])
+        vacant, movers = without_waiting(moves, device)
+        return cls(vacant, movers, remaining)
 
     def apply(self, rows: torch.Tensor) -> None:
         """Move rows of ``rows`` ([rows, …], overwritten), of which the first ``remaining`` are left."""

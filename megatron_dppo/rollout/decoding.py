@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.process.progress import moved
 from megatron_dppo.rl.types import Completion, Routing, VersionSpan
-from megatron_dppo.rollout.decoder import Decoder, Departure
+from megatron_dppo.rollout.decoder import Decoder, Departure, without_waiting
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.routers import Routers
 from megatron_dppo.rollout.tree import Entropies, Stem, wants_entropies
@@ -38,9 +38,9 @@ ROUND = {"cpu": 1, "cuda": 16}
 """Tokens between two looks at who has ended."""
 DRAFT_ROWS = {"cpu": 16, "cuda": 64}
 """Most rows for which guesses are made: of more, a step takes as long as it has tokens."""
-COMPLETION, TOKEN, POSITION, MADE, LIMIT, FIELDS = range(6)
+COMPLETION, TOKEN, POSITION, MADE, LIMIT, ENDED, FIELDS = range(7)
 """Columns of the rows' state: which completion a row makes; its last token, which it has not read yet, and where that
-stands; how many tokens of the completion there are, and may be."""
+stands; how many tokens of the completion there are, and may be; whether it has ended."""
 
 
 class Decoding:
@@ -77,14 +77,13 @@ class Decoding:
         width, rows = max(limits) + beyond, min(count, most_rows)
         longest = max(len(stem.token_ids) + limit for stem, limit in zip(stems, limits, strict=True))
         self._cache = decoder.new_cache(rows, longest + beyond)
-        self._uniforms = torch.from_numpy(uniforms_of(stems, sampling, width)).to(device)
+        self._uniforms = without_waiting(uniforms_of(stems, sampling, width), device)
         self._tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(count, width, dtype=torch.float32, device=device)
         self._entropies = torch.zeros_like(self._logprobs) if wants_entropies(sampling.branches) else None
-        self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+        self._stops = without_waiting(np.array(sampling.stop_token_ids, np.int64), device)
         self._record = routers.listen(sampling.routing, count, width)
         self._rows = torch.zeros(rows, FIELDS, dtype=torch.int64, device=device)
-        self._ended = torch.zeros(rows, dtype=torch.bool, device=device)
         self._waiting = deque(range(len(stems)))
         self._active, self._reach = 0, 0
         """How many rows there are, and a bound on the positions of their last tokens, which is above them."""
@@ -133,7 +132,7 @@ class Decoding:
         new[:, COMPLETION], new[:, POSITION] = np.concatenate(continuations), lengths[source] - 1
         new[:, LIMIT] = self._limits_of[np.concatenate(continuations)]
         self._active, self._reach = first + len(source), max(self._reach, ids.shape[1] + 1)
-        self._rows[first : self._active], self._ended[first : self._active] = self._to_device(new), False
+        self._rows[first : self._active] = self._to_device(new)
         of_stem = self._to_device(source)
         self._cache.copy(of_stem + first, first, ids.shape[1])
         last = hidden[torch.arange(len(stems), device=tokens.device), self._to_device(lengths) - 1]
@@ -174,7 +173,7 @@ class Decoding:
         rows[:, MADE, None] += right + 1
         rows[:, POSITION, None] += right + 1
         ends = (torch.isin(drawn, self._stops) & (ahead <= right)).any(dim=1)
-        self._ended[span] |= ends | (rows[:, MADE] >= rows[:, LIMIT])
+        rows[:, ENDED] |= ends | (rows[:, MADE] >= rows[:, LIMIT])
 
     def _guesses(self) -> torch.Tensor:
         """[active, n], at what follows each row's last token; n is 0 where none are made. Any number will do for a row
@@ -183,10 +182,12 @@ class Decoding:
         if not self._draft_tokens or self._active > DRAFT_ROWS[rows.device.type]:
             return rows[:, :0]
         guesses, longest = np.zeros((self._active, self._draft_tokens), np.int64), 0
-        for row, (completion, made) in enumerate(rows[:, [COMPLETION, MADE]].tolist()):
-            stem = self._stem_of(completion)
-            said = self._tokens[completion, max(made - DRAFT_ORDER, 0) : made].tolist()
-            guess = self._drafts.after(stem.prompt.token_ids.tobytes(), _tail(stem, said), self._draft_tokens)
+        before = rows[:, MADE, None] + torch.arange(-DRAFT_ORDER, 0, device=rows.device)
+        said = self._tokens[rows[:, COMPLETION, None], before.clamp(min=0)]
+        for row, values in enumerate(torch.cat([rows, said], dim=1).tolist()):  # in one copy: the host waits for each
+            stem, made = self._stem_of(values[COMPLETION]), min(values[MADE], DRAFT_ORDER)
+            tail = _tail(stem, values[len(values) - made :])
+            guess = self._drafts.after(stem.prompt.token_ids.tobytes(), tail, self._draft_tokens)
             guesses[row, : len(guess)], longest = guess, max(longest, len(guess))
         return self._to_device(guesses[:, :longest])
 
@@ -201,17 +202,19 @@ class Decoding:
             self._drafts.add(stem.prompt.token_ids.tobytes(), _tail(stem, tokens[:end]))
 
     def _retire(self) -> None:
-        """Let the rows leave that have ended."""
-        rows, ended = self._rows[: self._active], self._ended[: self._active]
+        """Let the rows leave that have ended. The host waits once, and with drafts once more for each of them."""
+        rows = self._rows[: self._active]
+        seen = rows.cpu().numpy()
+        ended = seen[:, ENDED] != 0
+        last = seen[~ended, POSITION].max(initial=-1)
         if ended.any():
             if self._draft_tokens:
-                self._remember(rows[ended, COMPLETION].tolist())
-            departure = Departure.of(ended)
+                self._remember(seen[ended, COMPLETION].tolist())
+            departure = Departure.of(ended, rows.device)
             departure.apply(rows)
             self._cache.depart(departure, self._reach)
             self._active = departure.remaining
-            self._ended[: self._active] = False
-        self._reach = int(rows[: self._active, POSITION].max()) + 1 if self._active else 0
+        self._reach = int(last) + 1
 
     def parts(self, version: int) -> list[list[Part]]:
         """The continuations of each stem, made by weights of this version.
@@ -248,7 +251,7 @@ class Decoding:
         return [parts[end - len(stem.slots) : end] for stem, end in zip(self._stems, self._ends.tolist(), strict=True)]
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._rows.device)
+        return without_waiting(array, self._rows.device)
 
 
 def _tail(stem: Stem, tokens: list[int]) -> list[int]:

@@ -16,6 +16,8 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatron_dppo.models.policy_head_triton  # noqa: F401
 from megatron_dppo.config import Config, LossConfig, ModelConfig, OptimizerConfig
@@ -34,6 +36,9 @@ from megatron_dppo.rehearse.world import one_rank
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.plan import plan_step
+from megatron_dppo.rl.types import Prompt
+from megatron_dppo.rollout import decoding, local
+from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.learner import PolicyLoss
 from tests.rehearsal.cases import CASES, Case, config_of, write_policies
@@ -58,6 +63,8 @@ def play_all(mode: RehearsalMode, names: list[str], out: Path) -> None:
                 try:
                     if fault == "memory":
                         found = measure_memory(mode, CASES[case])
+                    elif fault == "engine":
+                        found = play_engine(mode, policies[case])
                     elif fault == "activations":
                         found = measure_activations(mode, CASES[case])
                     else:
@@ -116,6 +123,33 @@ def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path
         checkpoints.save(policy.actor, 1, {})
         checkpoints.finish()
     return found
+
+
+def play_engine(mode: RehearsalMode, policy: Path) -> dict[str, Any]:
+    """Waits of the local engine for six completions, of which each look of the host finds one that has ended."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy), dtype=torch.bfloat16)
+    model.requires_grad_(False)
+
+    def read(tensor: torch.Tensor) -> torch.Tensor | None:
+        rows = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        if tensor.shape[1:] == (decoding.FIELDS,):
+            rows[0, decoding.ENDED] = 1
+        return rows
+
+    plain, mode.read = mode.read, read
+    with (
+        mode,
+        mock.patch.object(local, "empty_model", lambda path, device, dtype: model.to(device)),
+        mock.patch.dict(decoding.ROUND, cuda=1),
+    ):
+        engine = local.LocalEngine(policy, device=torch.device("cuda"), dtype=torch.bfloat16, max_batch=4)
+        engine.update_weights(lambda to: [engine._weights], 0)
+        mode.book.clear()
+        prompts = [Prompt(i, np.arange(3, 9, dtype=np.int32), "", "") for i in range(3)]
+        engine.finish(engine.begin(prompts, Sampling(2, 8, 1.0, (1,), 0)))
+        waits = dict(mode.book.waits)
+    mode.read = plain
+    return {"waits": waits}
 
 
 def measure_memory(mode: RehearsalMode, case: Case) -> dict[str, Any]:

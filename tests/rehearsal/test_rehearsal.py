@@ -58,6 +58,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         pytest.skip("a rehearsal compiles a small C++ file: install g++")
     out = tmp_path_factory.mktemp("rehearsal") / "found.jsonl"
     names = [*NAMES, *(f"memory: {name}" for name in MEMORY), *FAULTY]
+    names.append("engine: dense")
     names += [f"activations: {name}" for name in ACTIVATIONS if ALL]
     command = [sys.executable, "-m", "tests.rehearsal.play", str(out), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1200)
@@ -119,6 +120,13 @@ def test_a_setting_runs(found: Found, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_host_waits_only_in_known_places(found: Found, name: str) -> None:
     check_waits(name, found[name])
+
+
+def test_the_local_engine_waits_once_for_each_look_at_who_has_ended(found: Found) -> None:
+    """And three times for the results of a batch: stops, tokens, log-probabilities."""
+    check_runs(found["engine: dense"])
+    decoding = "copy to the host in megatron_dppo/rollout/decoding.py:Decoding"
+    assert found["engine: dense"]["waits"] == {f"{decoding}._retire": 6, f"{decoding}.parts": 3}
 
 
 @pytest.mark.parametrize("name", NAMES)
