@@ -13,6 +13,7 @@ import torch
 from megatron_dppo.models.actor import Policy
 from megatron_dppo.models.lora import adapters_off
 from megatron_dppo.models.microbatch import DeviceArrays, Microbatch
+from megatron_dppo.models.pinned import offsets_of, pinned_buffer, slot_of
 from megatron_dppo.models.teacher_head import TeacherHead
 from megatron_dppo.rl.types import Bools, Pack
 
@@ -24,11 +25,20 @@ class Frozen(Policy):
         super().__init__(*arguments, **settings)
         self._on_host: dict[torch.nn.Parameter, torch.Tensor] = {}
 
-    def leave_device(self) -> None:
-        """Move the weights to the host, from where every later pass fetches them. Called once they are loaded."""
-        for parameter in self.parameters():
-            waiting = torch.empty_like(parameter, device="cpu", pin_memory=self.world.device.type == "cuda")
-            self._on_host[parameter] = parameter.data = waiting.copy_(parameter.data)
+    def leave_device(self, setting: str, value: object, remedy: str) -> None:
+        """Move the weights to the host, from where every later pass fetches them. Called once they are loaded.
+
+        Args:
+            setting, value, remedy: that the error names.
+
+        Raises:
+            UserError: the host cannot pin so much memory.
+        """
+        parameters = list(self.parameters())
+        offsets, size = offsets_of(parameters)
+        self._host = pinned_buffer(size, self.world.device, setting, value, remedy=remedy)
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            self._on_host[parameter] = parameter.data = slot_of(self._host, offset, parameter).copy_(parameter.data)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

@@ -12,20 +12,13 @@ where they lie. Their storage on the device is gone.
 from __future__ import annotations
 
 import itertools
-import mmap
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer
 
-from megatron_dppo.errors import UserError
-
-ALIGNMENT = 512
-"""Bytes: slots begin where the blocks of CUDA's allocator do."""
-PORTABLE = 1
-"""``cudaHostRegisterPortable``."""
+from megatron_dppo.models.pinned import offsets_of, pinned_buffer, slot_of
 
 
 def prepare_adam_state(optimizer: Any) -> None:
@@ -105,13 +98,15 @@ class OffloadedState:
     def __init__(self, optimizer: Any, weights: Iterable[torch.nn.Parameter], device: torch.device) -> None:
         self._optimizers: list[torch.optim.Optimizer] = [part.optimizer for part in optimizer_parts(optimizer)]
         self._weights, self._device = list(weights), device
-        *self._offsets, size = itertools.accumulate(map(_room, self._tensors()), initial=0)
-        self._host = _host_buffer(size, device)
+        self._offsets, size = offsets_of(self._tensors())
+        # No forked process has it: the device would go on writing into what the writer of a checkpoint reads. Megatron
+        # copies before the fork what a checkpoint takes of it, since a slot is a part of a larger tensor.
+        self._host = pinned_buffer(size, device, "optimizer.offload", "true", remedy="set optimizer.offload=false")
 
     def leave_device(self) -> None:
         """Move all of it to the host; what is there already stays. Its memory on the device is free afterwards."""
         for tensor, offset in zip(self._tensors(), self._offsets, strict=True):
-            slot = self._host[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            slot = slot_of(self._host, offset, tensor)
             if tensor.data_ptr() != slot.data_ptr():
                 slot.copy_(tensor.data, non_blocking=True)
                 tensor.data = slot
@@ -134,31 +129,3 @@ class OffloadedState:
                     state = optimizer.state[master]
                     # The count of steps, which torch's Adam keeps as a tensor, has no dimension, and is on the host.
                     yield from (value for _, value in sorted(state.items()) if torch.is_tensor(value) and value.ndim)
-
-
-def _room(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _host_buffer(size: int, device: torch.device) -> torch.Tensor:
-    """[size] bytes on the host, which the device can read and write while the host does something else.
-
-    Registered with CUDA rather than got from torch's allocator of pinned memory, which takes the next power of two: up
-    to twice as much. No forked process inherits it: the device would go on writing into what the writer of a checkpoint
-    reads, or the kernel would copy all of it at the fork. Megatron copies before the fork what a checkpoint takes of
-    it, since a slot is a part of a larger tensor.
-    """
-    memory = mmap.mmap(-1, max(size, ALIGNMENT), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_DONTFORK)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    if device.type == "cuda":
-        cudart = torch.cuda.cudart()
-        if error := int(cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), PORTABLE)):
-            problem = f"the host could not pin {size / 2**30:.1f} GiB for the optimizer's state (CUDA error {error})"
-            remedy = (
-                "Give the job more of the host's memory (of every rank on a node together), or set "
-                "optimizer.offload=false"
-            )
-            raise UserError("optimizer.offload", "true", problem, remedy)
-        weakref.finalize(buffer, cudart.cudaHostUnregister, buffer.data_ptr()).atexit = False
-    return buffer

@@ -61,6 +61,8 @@ class Book:
     """Collectives on device tensors by operator and number of ranks."""
     collective_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of the full tensor (all ranks' parts) by operator and number of ranks."""
+    pinned: Counter[str] = field(default_factory=Counter)
+    """Bytes of host memory that were pinned by place, as torch or CUDA takes them. :meth:`clear` leaves them."""
     allocations: dict[int, Allocation] = field(default_factory=dict)
     bytes_now: int = 0
     bytes_peak: int = 0

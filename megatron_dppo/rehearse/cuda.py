@@ -99,7 +99,7 @@ def install(book: Book) -> None:
         "is_current_stream_capturing": _constant(False),
         "synchronize": lambda device=None: book.wait("cuda.synchronize"),
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
-        "cudart": CudaRuntime,
+        "cudart": lambda: CudaRuntime(book),
     }
     answers |= dict.fromkeys(("memory_allocated", "memory_reserved"), lambda device=None: book.bytes_now)
     answers |= dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda device=None: book.bytes_peak)
@@ -128,7 +128,7 @@ def _patch_tensors(book: Book) -> None:
     methods: dict[str, Any] = {
         "tolist": tolist,
         "is_pinned": is_pinned,
-        "pin_memory": lambda self, device=None: mark_pinned(self.clone()),
+        "pin_memory": lambda self, device=None: mark_pinned(self.clone(), book),
         "record_stream": lambda self, stream: None,
     }
     for kind in (torch.Tensor, FakeTensor):

@@ -95,7 +95,7 @@ class RehearsalMode(TorchDispatchMode):
         pin = options.pop("pin_memory", None)
         if not on_device and device != "cuda":
             made = func(*args, **options)
-            return mark_pinned(made) if pin else made
+            return mark_pinned(made, self.book) if pin else made
         if torch.is_inference_mode_enabled() and func._can_decompose():  # autograd decomposes outside of inference mode
             with self:
                 made = func.decompose(*args, **options)
@@ -104,7 +104,7 @@ class RehearsalMode(TorchDispatchMode):
         if device == "cpu" and func in TO_HOST:
             shape = args[1] if "new_" in func.name() else args[0].shape
             made = torch.zeros(tuple(shape), dtype=options.get("dtype") or args[0].dtype)
-            return mark_pinned(made) if pin else made
+            return mark_pinned(made, self.book) if pin else made
         special = self._special(func, args, options)
         return self._run(func, args, options) if special is NotImplemented else special
 
@@ -144,7 +144,8 @@ class RehearsalMode(TorchDispatchMode):
             made = self.empty(source.shape, dtype, "copy to the device")
             remember(made, source.detach().to(dtype, copy=True))
             return made
-        return self._host_copy(source, later).to(dtype)
+        made = self._host_copy(source, later).to(dtype)
+        return mark_pinned(made, self.book) if later else made  # as torch's ``to`` does
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, later: bool) -> Any:
         if source.device.type == target.device.type or (source.numel() == 1 and source.dim() == 0):

@@ -72,8 +72,9 @@ def rehearsed_memory(setup: Setup, planned: Memory, played: Rehearsed) -> Memory
     fragmentation cannot be rehearsed, and stay as planned."""
     parts = planned.parts | {name: float(size) for name, size in played.held.items()}
     parts |= {"activations": float(played.passes), "head": 0.0}
-    if setup.config.optimizer.offload:  # as in the plan: it returns when the passes are done
-        parts["optimizer"] = max(parts["optimizer"] - played.passes, 0.0)
+    held_there = {"optimizer": setup.config.optimizer.offload, "reference": setup.config.model.reference_on_host}
+    for part in (part for part, on_host in held_there.items() if on_host):  # it is not on the device beside the passes
+        parts[part] = max(parts[part] - played.passes, 0.0)
     return Memory(played.stage, parts, planned.room)
 
 

@@ -7,13 +7,16 @@ import weakref
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megatron_dppo.rehearse.booking import Book, place
+
 _pinned: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 _registered: dict[int, int] = {}
 
 
-def mark_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark the storage of a host tensor; return the tensor."""
+def mark_pinned(tensor: torch.Tensor, book: Book) -> torch.Tensor:
+    """Mark the storage of a host tensor and book its memory, which torch rounds up; return the tensor."""
     storage = tensor.untyped_storage()
+    book.pinned[place()] += 1 << max(storage.nbytes() - 1, 0).bit_length()
     key = storage._cdata
     _pinned[key] = weakref.ref(storage, lambda _: _pinned.pop(key, None))
     return tensor
@@ -32,8 +35,12 @@ def is_pinned(tensor: torch.Tensor, device: object = None) -> bool:
 class CudaRuntime:
     """The calls of ``torch.cuda.cudart()`` that the trainer makes."""
 
+    def __init__(self, book: Book) -> None:
+        self._book = book
+
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
         _registered[address] = size
+        self._book.pinned[place()] += size
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802

@@ -176,14 +176,12 @@ def actor_of(book: Book, setup: Setup, world: World) -> tuple[dict[str, int], Ac
 
 
 def _reference_bytes(book: Book, setup: Setup, world: World) -> int:
-    """Bytes on the device of the frozen copy, which is not kept."""
+    """Bytes of the frozen copy, which is not kept."""
     before = _settled(book)
-    reference = Reference(
-        setup.shape, setup.config.model, setup.placement.layout, world, temperature=setup.config.rollout.temperature
-    )
-    if setup.config.model.reference_on_host:
-        reference.leave_device()
-    return _settled(book) - before
+    frozen = Reference(setup.shape, setup.config.model, setup.placement.layout, world, temperature=1.0)
+    size = _settled(book) - before
+    del frozen
+    return size
 
 
 def _settled(book: Book) -> int:

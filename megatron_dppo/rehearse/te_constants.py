@@ -1,4 +1,7 @@
-"""Enumerations and classes of the compiled module ``transformer_engine_torch`` of Transformer Engine 2.14."""
+"""Enumerations and classes of the compiled module ``transformer_engine_torch`` of Transformer Engine 2.14 and 2.20.
+
+A member that only 2.20 has is the last of its enumeration.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _LAYOUTS = (
     "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D BSHD_BSHD_BSHD T3HD TH3D"
     " THD_T2HD THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD"
     " Paged_KV_BSHD_BSHD_BSHD Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD"
-    " Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD"
+    " Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD BHSD_BHSD_BHSD QKV_Layout_NOT_SET"
 )
 _OVERLAPS = (
     "BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS SPLIT_PIPELINED_RS_P2P ATOMIC_GEMM_RS"
@@ -33,6 +36,9 @@ MEMBERS: dict[str, dict[str, int]] = {
     "FP8BwdTensors": _numbered("", " ".join(_BACKWARD)),
     "FP8FwdTensors": _numbered("", " ".join(_FORWARD)),
     "Float8BlockScaleTensorFormat": _numbered("", "GEMM_READY COMPACT INVALID"),
+    "NVTEScalingMode": _numbered("NVTE_", "DELAYED_TENSOR_SCALING MXFP8_1D_SCALING"),
+    "NVTEQBHistogramMode": _numbered("", "TWO_KERNEL FUSED_ATOMIC"),
+    "NVTERoutingMapFormat": _numbered("", "BYTEMAP BITMAP_U8"),
     "NVTE_Bias_Type": _numbered("NVTE_", "NO_BIAS PRE_SCALE_BIAS POST_SCALE_BIAS ALIBI"),
     "NVTE_Fused_Attn_Backend": {
         **_numbered("NVTE_", "F16_max512_seqlen F16_arbitrary_seqlen FP8"),
@@ -43,7 +49,9 @@ MEMBERS: dict[str, dict[str, int]] = {
         "NO_MASK PADDING_MASK CAUSAL_MASK PADDING_CAUSAL_MASK CAUSAL_BOTTOM_RIGHT_MASK"
         " PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
     ),
-    "NVTE_QKV_Format": _numbered("NVTE_", "SBHD BSHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD"),
+    "NVTE_QKV_Format": _numbered(
+        "NVTE_", "SBHD BSHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD BHSD QKV_Format_NOT_SET"
+    ),
     "NVTE_QKV_Layout": _numbered("NVTE_", _LAYOUTS),
     "NVTE_Softmax_Type": _numbered("NVTE_", "VANILLA_SOFTMAX OFF_BY_ONE_SOFTMAX LEARNABLE_SOFTMAX"),
 }
@@ -53,9 +61,15 @@ CLASSES = (
 )  # fmt: skip
 
 
-def constants() -> dict[str, Any]:
-    """All enumerations and classes by name. The classes cannot do anything: no rehearsed setting uses them."""
+def constants(python: str) -> dict[str, Any]:
+    """All enumerations and classes by name. The classes cannot do anything: no rehearsed setting uses them.
+
+    Args:
+        python: text of Transformer Engine's Python, which from 2.20 on rejects a compiled module with other members.
+    """
     found: dict[str, Any] = {name: type(name, (), {}) for name in CLASSES}
     for name, members in MEMBERS.items():
+        if name == "NVTE_Fused_Attn_Backend":
+            members = {each: number for each, number in members.items() if each.removeprefix("NVTE_") in python}
         found[name] = enum.IntEnum(name, members)
     return found

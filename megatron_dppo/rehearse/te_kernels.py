@@ -1,6 +1,7 @@
 """Stand-ins for functions of ``transformer_engine_torch``: outputs of the right shape and type, and booked work.
 
-Shapes, types and argument order follow Transformer Engine 2.14.1's C++ sources.
+Shapes, types and argument order follow the C++ sources of Transformer Engine 2.14.1 and 2.20. If the two pass
+different numbers among the tensors, a stand-in reads only the tensors.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ def _book(
 def _require(condition: bool, problem: str) -> None:
     if not condition:
         raise WrongCallError(problem)
+
+
+def _tensors(arguments: Sequence[Any]) -> list[Tensor]:
+    return [each for each in arguments if isinstance(each, Tensor)]
 
 
 def _answer(name: str, value: object) -> None:
@@ -177,19 +182,21 @@ def fused_rope_backward(grad: Tensor, freqs: Tensor, *rest: Any) -> Tensor:
 
 
 @stand_in
-def get_fused_attn_backend(is_training: bool, q_dtype: Any, *rest: Any) -> Any:
-    backend: Any = sys.modules["transformer_engine_torch"]
-    half, backends = DTYPES.get(int(q_dtype)) in (torch.float16, torch.bfloat16), backend.NVTE_Fused_Attn_Backend
-    return backends.NVTE_F16_arbitrary_seqlen if half else backends.NVTE_No_Backend
+def get_fused_attn_backend(asked: Any, q_dtype: Any = None, *rest: Any) -> Any:
+    compiled: Any = sys.modules["transformer_engine_torch"]
+    backends = compiled.NVTE_Fused_Attn_Backend
+    number = int(asked.qkv_dtype if q_dtype is None else q_dtype)
+    half = DTYPES.get(number) in (torch.float16, torch.bfloat16)
+    chosen = backends.NVTE_F16_arbitrary_seqlen if half else backends.NVTE_No_Backend
+    return (chosen, "") if q_dtype is None else chosen
 
 
 @stand_in
 def fused_attn_fwd(
-    max_q: int, max_kv: int, is_training: bool, scale: float, dropout: float, set_zero: bool, layout: Any,
-    bias_type: Any, mask_type: Any, softmax_type: Any, window: Any, bottom_right: Any, cu_q: Tensor, cu_kv: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, fake_dtype: Any, cu_q_padded: Any, cu_kv_padded: Any, *rest: Any,
+    max_q: int, max_kv: int, is_training: bool, scale: float, dropout: float, set_zero: bool, layout: Any, *rest: Any
 ) -> list[Tensor]:  # fmt: skip
-    check_on_device("fused_attn_fwd", cu_q, cu_kv, q, k, v, cu_q_padded, cu_kv_padded)
+    cu_q, cu_kv, q, k, v, *padded = _tensors(rest)
+    check_on_device("fused_attn_fwd", cu_q, cu_kv, q, k, v, *padded)
     _require(cu_q.dtype is torch.int32 and cu_kv.dtype is torch.int32, f"starts of {cu_q.dtype}, {cu_kv.dtype}")
     _require(isinstance(max_q, int) and isinstance(max_kv, int), "the longest sequence is not a number on the host")
     tokens, heads, width = q.shape
@@ -202,11 +209,11 @@ def fused_attn_fwd(
 
 @stand_in
 def fused_attn_bwd(
-    max_q: int, max_kv: int, scale: float, dropout: float, set_zero: bool, layout: Any, bias_type: Any, mask_type: Any,
-    softmax_type: Any, window: Any, bottom_right: Any, deterministic: bool, cu_q: Tensor, cu_kv: Tensor, q: Tensor,
-    k: Tensor, v: Tensor, out: Tensor, d_out: Tensor, fake_dtype: Any, dqkv_type: Any, aux: list[Tensor], *rest: Any,
+    max_q: int, max_kv: int, scale: float, dropout: float, set_zero: bool, layout: Any, *rest: Any
 ) -> list[Tensor | None]:  # fmt: skip
-    check_on_device("fused_attn_bwd", cu_q, cu_kv, q, k, v, out, d_out, *aux)
+    cu_q, cu_kv, q, k, v, out, d_out, *padded = _tensors(rest)
+    (aux,) = (each for each in rest if isinstance(each, list))
+    check_on_device("fused_attn_bwd", cu_q, cu_kv, q, k, v, out, d_out, *aux, *padded)
     made = _like(q, k, v)
     if set_zero:
         _book("zeros", tensor_bytes(*made), q)
@@ -269,9 +276,8 @@ def fused_topk_with_score_function_fwd(logits: Tensor, *rest: Any) -> tuple[Tens
 
 
 @stand_in
-def fused_topk_with_score_function_bwd(
-    tokens: int, experts: int, routing: Tensor, inner: Tensor, grad: Tensor, grad_logits: Tensor, *rest: Any
-) -> None:
+def fused_topk_with_score_function_bwd(*arguments: Any) -> None:
+    routing, inner, grad, grad_logits = _tensors(arguments)
     _book("topk_bwd", tensor_bytes(routing, inner, grad, grad_logits), grad)
 
 

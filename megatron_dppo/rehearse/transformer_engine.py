@@ -22,7 +22,8 @@ from megatron_dppo.rehearse.te_constants import constants
 from megatron_dppo.rehearse.te_kernels import STAND_INS, begin
 
 COMPILED = "transformer_engine_torch"
-VERSION = "2.14.1"
+VERSIONS = ("2.14.1", "2.20.2")
+"""Supported versions. ``REHEARSAL_TRANSFORMER_ENGINE`` names another than the first."""
 OPTIONAL = ("onnxscript", "onnx", "onnx.defs", "einops")
 """Packages that Transformer Engine imports and does not use in a rehearsal."""
 
@@ -47,7 +48,7 @@ def python_folder() -> Path:
     Raises:
         UserError: the folder does not exist.
     """
-    folder = cache_folder() / f"transformer-engine-{VERSION}"
+    folder = cache_folder() / f"transformer-engine-{os.environ.get('REHEARSAL_TRANSFORMER_ENGINE', VERSIONS[0])}"
     if not (folder / "transformer_engine").is_dir():
         problem = "Transformer Engine's Python is missing"
         raise UserError("MEGATRON_DPPO_CACHE", cache_folder(), problem, "run bash scripts/install_te_python.sh")
@@ -80,9 +81,10 @@ def install(folder: Path, mode: RehearsalMode) -> None:
 
 def _compiled_module(package: Path) -> ModuleType:
     module = CompiledModule(COMPILED)
-    module.__dict__.update(constants(), **STAND_INS)
-    used = (set(re.findall(r"\btex\.([A-Za-z]\w*)", path.read_text())) for path in package.rglob("*.py"))
-    module.__all__ = sorted(set().union(constants(), STAND_INS, *used))  # type: ignore[attr-defined]
+    python = "\n".join(path.read_text() for path in sorted((package / "pytorch").rglob("*.py")))
+    known = {**constants(python), **STAND_INS}
+    module.__dict__.update(known)
+    module.__all__ = sorted({*known, *re.findall(r"\btex\.([A-Za-z]\w*)", python)})  # type: ignore[attr-defined]
     module.__spec__ = importlib.machinery.ModuleSpec(COMPILED, None)
     return module
 

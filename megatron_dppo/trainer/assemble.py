@@ -132,7 +132,8 @@ class PolicyParts(Generic[P_co]):
             return BasePolicy(self.actor)
         reference = _frozen(Reference, config, self.world, config.rollout.temperature, self.shape)
         if config.model.reference_on_host:
-            reference.leave_device()
+            name = "model.reference_on_host"
+            reference.leave_device(name, "true", f"set {name}=false")
         return reference
 
     def teachers(self) -> list[Teacher]:
@@ -146,7 +147,7 @@ class PolicyParts(Generic[P_co]):
             shape = self.world.together(partial(read_shape, config.model.folder))
             found.append(_frozen(Teacher, config, self.world, config.rollout.temperature, shape))
             if len(self.config.loss.distillation.models) > 1:
-                found[-1].leave_device()
+                found[-1].leave_device("loss.distillation.teachers", path, "name fewer teachers")
         return found
 
     def pack(

@@ -50,7 +50,7 @@ from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replacing_directory, replacing_file
 from megatron_dppo.trainer.fingerprints import fingerprints
-from megatron_dppo.trainer.shard_writer import ShardWriter
+from megatron_dppo.trainer.shard_writer import ShardWriter, Stage
 from megatron_dppo.trainer.writer import FILES, Writer, read_state, write_state
 
 _UNFINISHED = re.compile(r"\.iter_\d{7,}\.(partial|old)")
@@ -78,6 +78,7 @@ class Checkpoints:
         self._dtype = DTYPES[config.model.dtype]
         self._writer = world.from_leader(lambda: Writer.of(config, choose_spec(config.model)))
         self._files = world.from_leader(lambda: fingerprints(config))
+        self._stage = Stage()
         self._unfinished: _Unfinished | None = None
 
     def save(
@@ -110,7 +111,14 @@ class Checkpoints:
         with self._disk_errors(needed):
             state = _sharded_state(actor, self._writer, loading=False)
             limit_s = 0.9 * self._world.layout.timeout_s
-            shards = ShardWriter(state, partial, background=self._background, durable=self._durable, limit_s=limit_s)
+            shards = ShardWriter(
+                state,
+                partial,
+                background=self._background,
+                durable=self._durable,
+                limit_s=limit_s,
+                stage=self._stage,
+            )
             if write_more is not None:
                 self._world.together(lambda: write_more(partial), what="part of the checkpoint")
         self._unfinished = _Unfinished(shards, step, trainer_state, needed, also_keep)

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dppo.bridge.checksums import Block, BlockWriter
+from megatron_dppo.models.pinned import offsets_of, pinned_buffer
 from megatron_dppo.process.lifetime import die_with
 
 Bucket = tuple[str, str, tuple[Sequence[tuple[Any, Any]], Sequence[tuple[Any, torch.Tensor]]]]
@@ -52,6 +53,51 @@ class _Written:
     """The checksums of each file, by its name."""
 
 
+class Stage:
+    """Host memory that tensors of a checkpoint are copied to from a GPU, as large as the largest checkpoint so far.
+
+    Megatron would copy each tensor into a block of torch's pinned memory, which takes up to twice as much. A forked
+    process reads the same memory: only one checkpoint at a time has it.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    def copy(self, buckets: Sequence[Bucket]) -> list[Bucket]:
+        """Copy the tensors that are on a GPU, and wait for all copies. Tensors of the host stay as they are.
+
+        Raises:
+            UserError: the host cannot pin so much memory.
+        """
+        on_device = [tensor for _, _, (_, found) in buckets for _, tensor in found if _waits_on_device(tensor)]
+        if not on_device:
+            return list(buckets)
+        offsets, size = offsets_of(on_device)
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = None  # before there is another
+            setting = "run.checkpoint_in_background"
+            self._buffer = pinned_buffer(size, on_device[0].device, setting, "true", shared=True)
+        memory, starts = self._buffer.numpy(), iter(offsets)
+
+        def staged(tensor: torch.Tensor) -> torch.Tensor:
+            if not _waits_on_device(tensor):
+                return tensor.cpu()
+            # With a storage of its own: ``torch.save`` writes the whole storage of a tensor.
+            slot = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=next(starts))
+            return slot.view(tensor.shape).copy_(tensor, non_blocking=True)
+
+        copied: list[Bucket] = [
+            (path, name, (data, [(item, staged(tensor)) for item, tensor in tensors]))
+            for path, name, (data, tensors) in buckets
+        ]
+        torch.cuda.synchronize(on_device[0].device)
+        return copied
+
+
+def _waits_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda" and tensor.nbytes > 0
+
+
 class ShardWriter:
     """One checkpoint's shards on their way to the disk. Made, and finished, by all ranks together.
 
@@ -62,6 +108,7 @@ class ShardWriter:
         durable: whether shards count as written only once the disk itself has them.
         limit_s: how long a rank's shards may take in the background, once they are waited for; less than other ranks
             wait for it in a collective, so that it is the one that speaks.
+        stage: of the checkpoint before, which must be finished.
     """
 
     def __init__(
@@ -72,8 +119,10 @@ class ShardWriter:
         background: bool,
         durable: bool = True,
         limit_s: float | None = None,
+        stage: Stage | None = None,
     ) -> None:
         self.folder = folder
+        self._stage = stage or Stage()
         # Megatron would start a process that hands over what writers say, and that outlives a rank which is killed. A
         # queue within this process will do.
         self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -102,13 +151,11 @@ class ShardWriter:
             if collecting:
                 gc.enable()
         self._child = child
-        self._staged = buckets  # pinned memory is not to be used again while the child reads it
         theirs.close()
 
     def _on_host(self) -> list[Bucket]:
         """What this rank writes, copied off its GPU."""
-        preload = self._request.preload_fn
-        return list(self._request.async_fn_args[1] if preload is None else preload())
+        return self._stage.copy(self._request.async_fn_args[1])
 
     def written(self) -> bool:
         """Whether :meth:`finish` would not have to wait for this rank's shards."""
@@ -153,7 +200,6 @@ class ShardWriter:
             return RuntimeError("the process that wrote a rank's shards was ended")
         finally:
             child.join()
-            self._staged.clear()
 
 
 def _write_and_tell(buckets: Sequence[Bucket], durable: bool, outcome: Connection, parent: int) -> None:

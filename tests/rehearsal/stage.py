@@ -46,6 +46,7 @@ from tests.rehearsal.faults import FAULTS
 from tests.steps import build, step_of_groups, weights_of
 
 BF16, TOKENS = 2, 2048
+WIDTHS = {"bf16": 2, "fp32": 4}
 """Bytes of an element, and the tokens of a pack of which activations are measured."""
 SUMS = ("tokens", "fresh_tokens", "train/loss", "train/rollout_logprob_abs_diff", "train/token_mult_prob_error")
 
@@ -84,6 +85,7 @@ def play(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path) 
 
 def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path) -> dict[str, Any]:
     config, book = config_of(case, policies, run), mode.book
+    book.pinned.clear()
     world, learner, policy = build(config)
     metadata, groups = step_of_groups(1)
     metadata = dataclasses.replace(metadata, owners=np.full_like(metadata.owners, world.rank))
@@ -122,6 +124,10 @@ def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path
         checkpoints = Checkpoints(config, world)
         checkpoints.save(policy.actor, 1, {})
         checkpoints.finish()
+        found["written"] = sum(file.stat().st_size for file in checkpoints.path(1).glob("*.distcp"))
+    found["pinned"] = dict(book.pinned)
+    sizes = [parameter.numel() for parameter in policy.actor.parameters()]
+    found["room"] = {dtype: sum(-(-size * width // 512) * 512 for size in sizes) for dtype, width in WIDTHS.items()}
     return found
 
 

@@ -28,6 +28,15 @@ ALL = os.environ.get("REHEARSAL_CASES") == "all"
 NAMES = tuple(CASES) if ALL else SHARE
 MEMORY = ("dense", "tp2 sp", "overlap dp2", "pp2 last", "moe ep2")
 ACTIVATIONS = ("dense", "tp2 sp", "cp2", "moe", "moe ep2")
+PINNED = {
+    "kl reference on host": {"bf16": 1},
+    "offload": {"fp32": 2},
+    "checkpoint": {"bf16": 1},
+    "checkpoint offload": {"bf16": 1, "fp32": 2},
+    "checkpoint moe": {"bf16": 1},
+}
+"""Cases that pin memory of the model's size, and how many tensors of each type they pin for each weight. Of the
+optimizer's state it is only the moments: fake tensors have no address by which to tell master weights from weights."""
 FAULTY = tuple(f"{fault}: dense" for fault in ("item in the loss", "float32 product", "host tensor", "kept activation"))
 GROWTH = 1.02
 Found = dict[str, dict[str, Any]]
@@ -41,6 +50,11 @@ SEGMENTS = "copy to the host in megatron_dppo/models/layer_specs.py:SegmentAtten
 DISPATCHED = (
     "event.synchronize in megatron/core/transformer/moe/token_dispatcher.py:"
     "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize"
+)
+PINNED_BY = "megatron_dppo/models/pinned.py:pinned_buffer"
+OF_A_PACK = (
+    "megatron_dppo/models/microbatch.py:to_device",
+    "megatron/core/transformer/moe/moe_utils.py:maybe_move_tensor_to_cpu",
 )
 ROUTER = "torch.float32 to torch.float32 in transformer_engine/pytorch/cpp_extensions/gemm.py:general_gemm"
 LEFT = (
@@ -137,6 +151,17 @@ def test_products_multiply_bf16_and_main_gradients_are_fp32(found: Found, name: 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_keeps_no_memory(found: Found, name: str) -> None:
     check_kept(found[name])
+
+
+@pytest.mark.parametrize("name", [name for name in PINNED if name in NAMES])
+def test_pinned_memory_has_the_bytes_that_are_copied_to_it(found: Found, name: str) -> None:
+    """In blocks of 512 bytes, where torch would take powers of two. A checkpoint stages the weights."""
+    played = found[name]
+    needed = {part: times * played["room"][part] for part, times in PINNED[name].items()}
+    of_size = {place: size for place, size in played["pinned"].items() if place not in OF_A_PACK}
+    assert of_size == {PINNED_BY: sum(needed.values())}
+    if (written := played.get("written")) is not None:  # each tensor alone, and not the buffer that it was staged in
+        assert written < 1.2 * (played["room"]["bf16"] + 3 * played["room"]["fp32"])
 
 
 @pytest.mark.parametrize("name", MEMORY)
