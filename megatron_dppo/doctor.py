@@ -15,6 +15,7 @@ import psutil
 
 from megatron_dppo import __version__
 from megatron_dppo.launch.start import usable_cores
+from megatron_dppo.rehearse.requirements import missing_parts
 
 PACKAGES: dict[str, tuple[str, str]] = {
     "torch": ("torch", "torch"),
@@ -58,12 +59,14 @@ def _choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict[str, str
     # Servers that a run can start without being told how.
     servers = {"sglang": importlib.util.find_spec("sglang"), "vllm": shutil.which("vllm")}
     found = [name for name, here in servers.items() if here is not None]
+    missing = missing_parts()
     return {
         "device": "CUDA over NCCL" if on_gpu else "CPU over gloo",
         "layers (model.spec auto)": "te for bf16, torch for fp32" if engine else "torch",
         "optimizer": f"fused Adam of {fused}" if fused else "Adam of torch",
         "rollouts (rollout.engine)": "local",
         "servers (rollout.launch)": ", ".join([*found, "those of rollout.launch.command and rollout.servers"]),
+        "rehearsals (megatron-dppo rehearse)": f"missing: {'; '.join(missing)}" if missing else "ready",
     }
 
 

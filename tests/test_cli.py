@@ -159,6 +159,7 @@ def test_doctor_tells_programs_what_is_installed(capsys: pytest.CaptureFixture[s
     assert findings["machine"]["cores"] >= 1
     assert (findings["machine"]["nccl"] is None) == (findings["machine"]["cuda"] is None)
     assert findings["will_use"]["layers (model.spec auto)"] in ("torch", "te")
+    assert findings["will_use"]["rehearsals (megatron-dppo rehearse)"].startswith(("ready", "missing: "))
 
 
 def test_doctor_tells_people_the_same(capsys: pytest.CaptureFixture[str]) -> None:

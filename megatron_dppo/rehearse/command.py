@@ -44,7 +44,7 @@ def rehearse(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a real GPU must not answer in the device's place
     warnings.simplefilter("ignore")
     load_device()
-    from megatron_dppo.rehearse.transformer_engine import python_folder
+    from megatron_dppo.rehearse.requirements import python_folder
     from megatron_dppo.rehearse.world import prepare
 
     mode = prepare(python_folder())

@@ -15,14 +15,9 @@ import sys
 from pathlib import Path
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.rehearse.requirements import cache_folder
 
 SOURCE = Path(__file__).with_name("device.cpp")
-CACHE = "MEGATRON_DPPO_CACHE"
-
-
-def cache_folder() -> Path:
-    """Folder of the built device and of Transformer Engine's Python."""
-    return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "megatron_dppo")
 
 
 def load_device() -> None:

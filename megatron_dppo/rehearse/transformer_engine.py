@@ -15,15 +15,11 @@ from unittest import mock
 
 import torch
 
-from megatron_dppo.errors import UserError
-from megatron_dppo.rehearse.device import cache_folder
 from megatron_dppo.rehearse.dispatch import RehearsalMode
 from megatron_dppo.rehearse.te_constants import constants
 from megatron_dppo.rehearse.te_kernels import STAND_INS, begin
 
 COMPILED = "transformer_engine_torch"
-VERSIONS = ("2.14.1", "2.20.2")
-"""Supported versions. ``REHEARSAL_TRANSFORMER_ENGINE`` names another than the first."""
 OPTIONAL = ("onnxscript", "onnx", "onnx.defs", "einops")
 """Packages that Transformer Engine imports and does not use in a rehearsal."""
 
@@ -40,19 +36,6 @@ class CompiledModule(ModuleType):
 
         setattr(self, name, missing)
         return missing
-
-
-def python_folder() -> Path:
-    """Folder with Transformer Engine's Python, unpacked and not installed.
-
-    Raises:
-        UserError: the folder does not exist.
-    """
-    folder = cache_folder() / f"transformer-engine-{os.environ.get('REHEARSAL_TRANSFORMER_ENGINE', VERSIONS[0])}"
-    if not (folder / "transformer_engine").is_dir():
-        problem = "Transformer Engine's Python is missing"
-        raise UserError("MEGATRON_DPPO_CACHE", cache_folder(), problem, "run bash scripts/install_te_python.sh")
-    return folder
 
 
 def install(folder: Path, mode: RehearsalMode) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,15 @@ def test_what_does_not_fit_is_said_and_has_exit_code_2(policy: Path) -> None:
     assert "it does NOT fit into 39.4 GiB" in done.stdout
     assert "host waits of an update:\n" in done.stdout
     assert "the largest costs, and what lowers them:\n  head: products: pruning.completions.keep" in done.stdout
+
+
+@pytest.mark.skipif(os.environ.get("REHEARSAL_CASES") != "all", reason="with the whole matrix")
+def test_the_benchmark_names_each_configuration(policy: Path) -> None:
+    command = [sys.executable, "benchmarks/rehearsal.py", CONFIG, "--json", "--set", f"model.path={policy}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout.splitlines()[-1]).values()
+    assert 0.95 <= found["activations_over_plan"] <= 1.02
 
 
 def test_a_rank_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

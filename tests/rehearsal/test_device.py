@@ -9,7 +9,8 @@ import torch  # noqa: F401
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rehearse.device import build_device, library_of, load_device
-from megatron_dppo.rehearse.transformer_engine import CompiledModule, python_folder
+from megatron_dppo.rehearse.requirements import missing_parts, python_folder
+from megatron_dppo.rehearse.transformer_engine import CompiledModule
 
 
 def test_a_missing_compiler_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +32,22 @@ def test_missing_python_of_transformer_engine_is_a_user_error(tmp_path: Path, mo
     monkeypatch.setenv("MEGATRON_DPPO_CACHE", str(tmp_path))
     with pytest.raises(UserError, match=r"install_te_python\.sh"):
         python_folder()
+
+
+def test_what_a_rehearsal_requires_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DPPO_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    compiler, te = missing_parts()
+    assert "g++" in compiler
+    assert "install_te_python.sh" in te
+
+
+def test_an_installed_transformer_engine_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DPPO_CACHE", str(tmp_path))
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert python_folder() == tmp_path
 
 
 def test_the_device_is_refused_after_torch() -> None:

@@ -1,0 +1,45 @@
+"""What a rehearsal requires of the machine: g++ and Transformer Engine's Python."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+from megatron_dppo.errors import UserError
+
+CACHE = "MEGATRON_DPPO_CACHE"
+VERSIONS = ("2.14.1", "2.20.2")
+"""Supported versions of Transformer Engine. ``REHEARSAL_TRANSFORMER_ENGINE`` names another than the first."""
+
+
+def cache_folder() -> Path:
+    """Folder of the built device and of Transformer Engine's Python."""
+    return Path(os.environ.get(CACHE) or Path.home() / ".cache" / "megatron_dppo")
+
+
+def python_folder() -> Path:
+    """Folder with Transformer Engine's Python: unpacked by ``scripts/install_te_python.sh``, or else installed.
+
+    Raises:
+        UserError: there is none.
+    """
+    folder = cache_folder() / f"transformer-engine-{os.environ.get('REHEARSAL_TRANSFORMER_ENGINE', VERSIONS[0])}"
+    if (folder / "transformer_engine").is_dir():
+        return folder
+    installed = importlib.util.find_spec("transformer_engine")
+    if installed is None or installed.origin is None:
+        problem = "Transformer Engine's Python is missing"
+        raise UserError(CACHE, cache_folder(), problem, "run bash scripts/install_te_python.sh")
+    return Path(installed.origin).parents[1]
+
+
+def missing_parts() -> list[str]:
+    """What is not there, with the way to get it."""
+    missing = [] if shutil.which("g++") else ["g++ (install it)"]
+    try:
+        python_folder()
+    except UserError as error:
+        missing.append(f"{error.problem} ({error.remedy})")
+    return missing
