@@ -179,13 +179,24 @@ def environment_problems(config: VerifiersConfig, *, split: Split) -> list[Row]:
 
 
 def _rows_of_process(module: str, config: ReasoningGymConfig | VerifiersConfig, split: Split) -> list[Row]:
+    """
+    Raises:
+        UserError: as the process found; or the process ended without a result.
+    """
     made = subprocess.run(
         [sys.executable, "-m", module],
         env=os.environ | {"PYTHONHASHSEED": "0"},
         input=pickle.dumps((config, split)),
         stdout=subprocess.PIPE,
-        check=True,
+        check=False,
     )
+    if made.returncode or not made.stdout:
+        if isinstance(config, VerifiersConfig):
+            setting, value = "data.verifiers.environment", config.environment
+        else:
+            setting, value = "data.reasoning_gym.tasks", ", ".join(config.tasks)
+        problem = f"ended the process that makes its problems, with exit code {made.returncode}"
+        raise UserError(setting, value, problem, "Read what that process printed, and mend it")
     rows = pickle.loads(made.stdout)
     if isinstance(rows, UserError):
         raise rows

@@ -275,7 +275,7 @@ def _read(config: VerifiersConfig, split: str) -> list[Row] | UserError:
         return _problems(config, split)
     except UserError as error:
         return error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         problem = f"cannot be loaded ({type(error).__name__}: {error})"
         remedy = "Install it, or mend data.verifiers.arguments"
         return UserError("data.verifiers.environment", config.environment, problem, remedy)

@@ -142,6 +142,22 @@ def test_an_environment_that_cannot_be_trained_on_is_refused(config: VerifiersCo
     assert words in str(refused)
 
 
+@pytest.mark.parametrize(
+    ("leaves", "words"),
+    [
+        ("sys.exit(0)", "cannot be loaded (SystemExit: 0)"),
+        ("os._exit(0)", "ended the process that makes its problems, with exit code 0"),
+        ("os.kill(os.getpid(), 9)", "ended the process that makes its problems, with exit code -9"),
+    ],
+)
+def test_an_environment_that_ends_its_process_is_named(tmp_path: Path, leaves: str, words: str) -> None:
+    (tmp_path / "leaves_early.py").write_text(f"import os, sys\ndef load_environment():\n    {leaves}\n")
+    with pytest.raises(UserError) as refused:
+        load(replace(CONFIG, environment="leaves-early"), "train")
+    assert (refused.value.setting, refused.value.value) == ("data.verifiers.environment", "leaves-early")
+    assert refused.value.problem == words
+
+
 def test_an_environment_has_to_be_named() -> None:
     with pytest.raises(UserError, match="names no environment"):
         check_environment(VerifiersConfig())

@@ -54,6 +54,8 @@ class Teaching(ThreadingHTTPServer):
         self.kind, self.folder, self.tokenizer = kind, str(policy), load_tokenizer(policy)
         self.model = Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.float32)
         self.most, self.asked, self.deaths, self.shift = 1024, 0, 0, 0
+        self.refusals: list[int] = []
+        """Statuses of its next answers, in which it has no room."""
 
     @property
     def url(self) -> str:
@@ -99,8 +101,9 @@ class Answer(BaseHTTPRequestHandler):
             self.server.deaths -= 1
             self.connection.close()
             return
-        content = json.dumps(self.server.answer(self.path, body)).encode()
-        self.send_response(200)
+        busy = self.path in ("/generate", "/v1/completions") and bool(self.server.refusals)
+        content = json.dumps({} if busy else self.server.answer(self.path, body)).encode()
+        self.send_response(self.server.refusals.pop() if busy else 200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -236,6 +239,16 @@ def test_a_server_that_dies_is_asked_again_and_one_that_speaks_of_other_tokens_s
         with pytest.raises(UserError, match="other tokens") as error:
             Reading(servers, prompts).finish(groups, world_of(1, 0))
         assert (error.value.setting, error.value.value) == ("loss.distillation.teacher", server.url)
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_a_teacher_that_is_busy_is_asked_again(kind: Kind, policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_dppo.rollout.servers.http.AGAIN_S", 0.05)
+    prompts, groups = groups_of(np.random.default_rng(1), "a")
+    with teaching(kind, policy) as server, opened(config_of(server.url), policy) as servers:
+        server.refusals = [429, 503]
+        (group,) = Reading(servers, prompts).finish(groups, world_of(1, 0))
+    assert not server.refusals and group[0].teacher_logprobs is not None
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
