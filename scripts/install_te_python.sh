@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Unpacks the Python of Transformer Engine, without its compiled half, for rehearsals of the GPU path: once, into
 # MEGATRON_DPPO_CACHE (by default ~/.cache/megatron_dppo), 4 MB. It is not installed into .venv, where it would change
-# the modules that Megatron imports. REHEARSAL_TRANSFORMER_ENGINE names another version than 2.14.1. Usage: bash scripts/install_te_python.sh, with .venv/bin on the path. Offline it fails.
+# the modules that Megatron imports. REHEARSAL_TRANSFORMER_ENGINE names another version than 2.14.1.
+# Usage: bash scripts/install_te_python.sh, with .venv/bin on the path. Offline it fails.
 set -euo pipefail
 
 te_python() { # downloads and unpacks the two wheels

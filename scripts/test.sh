@@ -42,8 +42,8 @@ case ${1:-} in
     ;;
 --newest)
     shift
+    export REHEARSAL_CASES=all REHEARSAL_TRANSFORMER_ENGINE=2.20.2
     bash scripts/install_te_python.sh
-    export REHEARSAL_CASES=all
     python -m pytest --numprocesses 2 --dist loadfile --durations 20 "${newest[@]}" "$@"
     ;;
 *)

@@ -148,12 +148,15 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
         def read(name: str, axis: int, start: int, stop: int) -> torch.Tensor:
             return tensors[name][start:stop] if axis == 0 else tensors[name][:, start:stop]
 
-        for entry, parameter in bind(chunks, world).items():
+        bound = bind(chunks, world)
+        for entry, parameter in bound.items():
             moved()
             fill_parameter(entry, parameter, read, part_of(entry, world), entry.parts(world.layout))
-            if not torch.isfinite(parameter).all():
-                problem = f"{entry.key} holds values that are not finite"
-                raise UserError("model.path", path, problem, "fetch the model again")
+        finite = torch.stack([torch.isfinite(parameter).all() for parameter in bound.values()]).tolist()  # waits once
+        if not all(finite):
+            entry = next(entry for entry, good in zip(bound, finite, strict=True) if not good)
+            problem = f"{entry.key} holds values that are not finite"
+            raise UserError("model.path", path, problem, "fetch the model again")
 
 
 def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -> None:

@@ -86,14 +86,15 @@ def play(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path) 
 def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path) -> dict[str, Any]:
     config, book = config_of(case, policies, run), mode.book
     book.pinned.clear()
+    book.clear()
     world, learner, policy = build(config)
+    found: dict[str, Any] = {"loading": dict(book.waits)}
     metadata, groups = step_of_groups(1)
     metadata = dataclasses.replace(metadata, owners=np.full_like(metadata.owners, world.rank))
     held, layout, built = dict(enumerate(groups)), config.layout, set(book.allocations)
     if not world.last_stage or world.tp_rank or world.cp_rank:  # ranks that the loss's sums reach over the network
         policy.actor._total = lambda mine: dict.fromkeys((*SUMS, "train/kl_loss"), 1.0)
     multiple = world.capacity_multiple(layout, config.pack.max_tokens)
-    found: dict[str, Any] = {}
     for step in range(2):
         plan = plan_step(
             metadata, config, replicas=world.dp, align=layout.row_multiple, capacity_multiple=multiple, step=0,

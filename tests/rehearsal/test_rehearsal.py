@@ -2,7 +2,7 @@
 
 One process plays all cases: a rehearsal patches torch and cannot run within pytest. The main suite plays
 ``cases.SHARE``; with ``REHEARSAL_CASES=all`` every case. ``kernels.json`` has kernel counts for each release of
-Megatron-Core. They change only on purpose:
+Megatron-Core, and those that are others with a later Transformer Engine. They change only on purpose:
 
     REHEARSAL_CASES=all REHEARSAL_RECORD=1 python -m pytest tests/rehearsal
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.rehearse.requirements import VERSIONS
 from tests.rehearsal.cases import CASES, SHARE
 
 ROOT = Path(__file__).parents[2]
@@ -153,6 +154,13 @@ def test_a_step_keeps_no_memory(found: Found, name: str) -> None:
     check_kept(found[name])
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_loading_asks_the_device_once_whether_all_weights_are_finite(found: Found, name: str) -> None:
+    loaded = 1 + (CASES[name].loss.kl_coef > 0 and "lora" not in CASES[name].model)  # with the reference
+    waits = {place: count for place, count in found[name]["loading"].items() if place.endswith(":load_policy")}
+    assert waits == {"copy to the host in megatron_dppo/bridge/load.py:load_policy": loaded}
+
+
 @pytest.mark.parametrize("name", [name for name in PINNED if name in NAMES])
 def test_pinned_memory_has_the_bytes_that_are_copied_to_it(found: Found, name: str) -> None:
     """In blocks of 512 bytes, where torch would take powers of two. A checkpoint stages the weights."""
@@ -212,11 +220,12 @@ def test_data_parallel_collectives_have_the_layouts_bytes(found: Found) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_per_pack_do_not_grow(found: Found, name: str) -> None:
     tables = json.loads(TABLE.read_text())
-    table = tables.setdefault(MEGATRON, {})
+    te = os.environ.get("REHEARSAL_TRANSFORMER_ENGINE", VERSIONS[0])
+    table = tables.setdefault(MEGATRON if te == VERSIONS[0] else f"{MEGATRON}, Transformer Engine {te}", {})
     if os.environ.get("REHEARSAL_RECORD"):
         table[name] = round(kernels_per_pack(found[name]), 1)
         TABLE.write_text(json.dumps(tables, indent=1) + "\n")
-    assert kernels_per_pack(found[name]) <= table[name] * GROWTH
+    assert kernels_per_pack(found[name]) <= {**tables[MEGATRON], **table}[name] * GROWTH
 
 
 def test_an_item_in_the_loss_is_caught_by_the_waits(found: Found) -> None:

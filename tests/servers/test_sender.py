@@ -259,6 +259,76 @@ def test_a_broadcast_that_raises_is_a_failure_of_the_update(
     assert _can_still_receive(http, servers, f"after {at}")
 
 
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How groups end, in order: on this side, and by requests to the servers."""
+    seen: list[str] = []
+    abort, destroy = dist.ProcessGroup.abort, dist.destroy_process_group
+
+    def noting_abort(group: Any) -> None:
+        seen.append("abort")
+        abort(group)
+
+    def noting_destroy(group: Any) -> None:
+        seen.append("destroy")
+        destroy(group)
+
+    async def leave(server: Process, group: str) -> None:
+        seen.append("leave")
+
+    monkeypatch.setattr(dist.ProcessGroup, "abort", noting_abort)
+    monkeypatch.setattr(dist, "destroy_process_group", noting_destroy)
+    monkeypatch.setattr(Process, "leave", leave)
+    return seen
+
+
+def test_a_group_that_is_whole_is_left_by_all_and_not_broken_off(
+    http: Http, servers: list[Process], ends: list[str]
+) -> None:
+    sender = _sender(http, servers, "whole")
+    sender.send(sender.stage({"a": torch.ones(4)}), None)
+    sender.arrive()
+    sender.close()
+    assert sorted(ends) == ["destroy", "leave", "leave"]
+
+
+def test_a_bucket_on_its_way_is_broken_off_before_servers_leave(
+    http: Http, servers: list[Process], ends: list[str]
+) -> None:
+    sender = _sender(http, servers, "on its way")
+    os.kill(servers[0].process.pid, signal.SIGSTOP)
+    sender.send(sender.stage({"a": torch.ones(4_000_000)}), None)
+    sender.close()
+    assert ends == ["abort", "destroy", "leave", "leave"]
+
+
+def test_servers_that_wait_for_this_side_to_leave_are_not_waited_for_first(
+    http: Http, servers: list[Process], ends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with NCCL on one machine, where a rank's end waits for the others' connections."""
+
+    async def leave(server: Process, group: str) -> None:
+        while "destroy" not in ends:
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(Process, "leave", leave)
+    sender = _sender(http, servers, "together")
+    began = time.monotonic()
+    sender.close()
+    assert time.monotonic() - began < GRACE_S
+
+
+def test_an_end_that_hangs_is_left_behind(http: Http, servers: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    sender = _sender(http, servers, "hangs")
+    monkeypatch.setattr(sender_module, "GRACE_S", 0.5)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: over.wait(60))
+    began = time.monotonic()
+    sender.close()
+    over.set()
+    assert time.monotonic() - began < 10
+
+
 @pytest.mark.parametrize("before", [None, "0"])
 def test_the_group_is_made_without_a_watchdog_and_others_with_theirs(
     before: str | None, http: Http, servers: list[Process], monkeypatch: pytest.MonkeyPatch

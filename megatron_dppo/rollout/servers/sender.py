@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -262,18 +263,27 @@ class Sender:
         return None
 
     def close(self) -> None:
-        """End this side of the group, which frees servers that wait in it, and have them leave theirs."""
-        self._end()
+        """Leave the group at the same time as the servers.
+
+        NCCL ends a group together: on one machine a server that leaves waits until this side closes its connections,
+        and finds an error if this side broke the group off before. Only a bucket that is on its way is broken off
+        first, which frees the servers that wait in it. A destruction that hangs is left behind in its thread.
+        """
+        if self._sent is not None:
+            self._end()
+        group, self._group, self._store = self._group, None, None
         leaving = {client.url: self._http.start(client.leave(self.name)) for client in self._clients}
+        ours = _aside(partial(_destroy, group), "leaving")
         outcomes(leaving, GRACE_S)
+        with contextlib.suppress(TimeoutError):
+            ours.result(GRACE_S)
 
     def _end(self) -> None:
         group, self._group, self._store, self._sent = self._group, None, None, None
         if group is not None:
             with contextlib.suppress(RuntimeError):  # what is broken already need not be broken off
                 group.abort()
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group(group)
+            _destroy(group)
 
     def _broken(self, replies: Mapping[str, Future[None]], problem: str) -> SyncFailedError:
         """End the group, so that servers that wait in it answer, and find out which servers are at fault.
@@ -356,7 +366,13 @@ def _now(call: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _aside(call: Callable[[], T]) -> Future[T]:
+def _destroy(group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group(group)
+
+
+def _aside(call: Callable[[], T], name: str = "first byte") -> Future[T]:
     """What a call will return or raise, from a thread that may be left behind."""
     future: Future[T] = Future()
 
@@ -367,7 +383,7 @@ def _aside(call: Callable[[], T]) -> Future[T]:
         else:
             future.set_result(outcome.result())
 
-    threading.Thread(target=run, name="first byte", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 
