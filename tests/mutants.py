@@ -1422,6 +1422,12 @@ MUTANTS = [
         "models/test_gradient_norm.py -k experts",
     ),
     Mutant(
+        "experts/a pack's routing is kept",
+        "        _release_dispatched(chunk)\n",
+        "",
+        "rehearsal/test_rehearsal.py::test_a_step_keeps_no_memory",
+    ),
+    Mutant(
         "norm/of this rank's gradients",
         "        dist.all_reduce(square, group=some[0].get_grad_stats_parallel_group())\n",
         "",
