@@ -56,7 +56,7 @@ def pinned_buffer(
     if device.type == "cuda":
         cudart = torch.cuda.cudart()
         if error := int(cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), PORTABLE)):
-            problem = f"the host could not pin {size / 2**30:.1f} GiB for it (CUDA error {error})"
+            problem = f"the host could not pin {size / 2**30:.1f} GiB (CUDA error {error})"
             more = "Give the job more of the host's memory (of every rank on a node together)"
             raise UserError(setting, value, problem, f"{more}, or {remedy}" if remedy else more)
         weakref.finalize(buffer, cudart.cudaHostUnregister, buffer.data_ptr()).atexit = False
