@@ -1,5 +1,5 @@
 """``megatron-dppo rehearse`` on the published configurations: memory beside the plan, host waits, kernels, and the
-share of the matrix rate that the least seconds of an update allow, an upper bound of what a GPU reaches."""
+share of the matrix rate at the rates that well-made kernels reach, if no gap lies between them."""
 
 from __future__ import annotations
 

@@ -308,9 +308,9 @@ def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int, imba
 def backward_bytes(setup: Setup, saved: Saved, *, imbalance: float = 1.0) -> float:
     """Bytes that a layer takes beside what is kept for backward passes: what is recomputed, and tensors that soon go.
 
-    These are the gradient of the layer's output, and SwiGLU's, twice as wide as the feed-forward layer, in whose place
-    the input of the down projection goes. With experts, routed tokens are there three times more as they are sent,
-    received and returned.
+    These are the gradient of the layer's output and SwiGLU's gradient, which is twice the feed-forward width, less the
+    down projection's saved input, one width, which is free by then. With experts they are three more copies of routed
+    tokens: as sent, received and returned.
     """
     shape, layout = setup.shape, setup.placement.layout
     again = {

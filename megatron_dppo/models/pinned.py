@@ -33,7 +33,7 @@ def slot_of(buffer: torch.Tensor, offset: int, tensor: torch.Tensor) -> torch.Te
 
 
 def pinned_buffer(
-    size: int, device: torch.device, setting: str, value: object, *, remedy: str = "", shared: bool = False
+    size: int, device: torch.device, setting: str = "", value: object = "", *, remedy: str = "", shared: bool = False
 ) -> torch.Tensor:
     """Make [size] bytes, registered with CUDA if the device is one of CUDA's. The registration ends with the tensor.
 

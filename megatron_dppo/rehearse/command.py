@@ -85,7 +85,7 @@ def as_text(setup: Setup, found: dict[str, Any]) -> Iterator[str]:
     for made_in, size in found["alive_at_peak"].items():
         yield f"  {size / GIB:6.2f} GiB  {made_in}"
     yield ""
-    yield f"{'seconds of an update, at the least':<40}{'seconds':>10}{'kernels':>10}{'TFLOP':>10}{'GiB':>10}"
+    yield f"{'seconds of an update, at usual rates':<40}{'seconds':>10}{'kernels':>10}{'TFLOP':>10}{'GiB':>10}"
     for kind, cost in found["update"].items():
         numbers = f"{cost['kernels']:>10,.0f}{cost['flops'] / 1e12:>10.1f}{cost['bytes'] / GIB:>10.1f}"
         yield f"  {kind:<38}{cost['seconds']:>10.3f}{numbers}"
@@ -93,7 +93,7 @@ def as_text(setup: Setup, found: dict[str, Any]) -> Iterator[str]:
     yield f"  {'planned: training and exchange':<38}{found['planned_seconds']:>10.3f}"
     yield f"  {'a pass of log-probabilities':<38}{found['log_probability_seconds']:>10.3f}"
     shares = ", ".join(f"{share:.2f} {what}" for what, share in found["share_of_matrix_rate"].items())
-    yield f"model FLOPs over the data sheet's rate, at the most: {shares}"
+    yield f"model FLOPs over the data sheet's rate: {shares}"
     yield ""
     yield "host waits of an update:"
     for wait, count in found["host_waits_per_update"].items():

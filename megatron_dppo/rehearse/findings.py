@@ -10,7 +10,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.estimate.memory import Memory, rank_memory
 from megatron_dppo.estimate.time import head_flops, layer_flops, step_time
 from megatron_dppo.estimate.workload import Setup
-from megatron_dppo.rehearse.roofline import COLLECTIVES, EXCHANGE, INSIDE, REPLICAS, Cost, costs
+from megatron_dppo.rehearse.roofline import COLLECTIVES, EXCHANGE, INSIDE, PIPELINE, REPLICAS, Cost, costs
 from megatron_dppo.rehearse.step import Rehearsed
 
 LISTED = 8
@@ -26,8 +26,9 @@ def findings(setup: Setup, played: Rehearsed) -> dict[str, Any]:
     wires = sum(seconds[kind] for kind in seconds if kind in COLLECTIVES)
     kernels, plan = sum(seconds.values()) - wires, step_time(setup, concurrency=1)
     layout, planned = setup.placement.layout, rank_memory(setup, played.stage)
-    memory, waiting = rehearsed_memory(setup, planned, played), (layout.pp - 1) / (layout.vpp * played.packs)
-    busy = useful_seconds(setup, played)
+    memory, busy = rehearsed_memory(setup, planned, played), useful_seconds(setup, played)
+    once = seconds.get("optimizer", 0.0) + seconds.get(REPLICAS, 0.0)  # after the pipeline's passes
+    waiting = (kernels + wires - once) * (layout.pp - 1) / (layout.vpp * played.packs)
     return {
         "stage": played.stage,
         "packs": played.packs,
@@ -41,13 +42,13 @@ def findings(setup: Setup, played: Rehearsed) -> dict[str, Any]:
         "update": {kind: dataclasses.asdict(cost) for kind, cost in update.items()},
         "kernel_seconds": kernels,
         "collective_seconds": wires,
-        "pipeline_wait_seconds": (kernels + wires) * waiting,
+        "pipeline_wait_seconds": waiting,
         "planned_seconds": (plan.phases["training"] + plan.phases["token exchange"]) / plan.work.updates,
         "log_probability_seconds": sum(c.seconds for c in scored.values()) * played.packs / played.scored.packs,
         "share_of_matrix_rate": {
             "kernels": busy / kernels,
             "and collectives": busy / (kernels + wires),
-            "and the pipeline's waits": busy / ((kernels + wires) * (1 + waiting)),
+            "and the pipeline's waits": busy / (kernels + wires + waiting),
         },
         "kernels_per_pack": (len(played.many.kernels) - len(played.few.kernels)) / played.more_packs,
         "kernel_names": dict(Counter(kernel.name for kernel in played.many.kernels).most_common(LISTED)),
@@ -89,11 +90,14 @@ def setting_for(kind: str, config: Config) -> str:
         case "layers: norms, activations, copies" if layout.tp > 1 and not layout.sequence_parallel:
             return "layout.sequence_parallel=true: each rank normalises its share of the tokens"
         case "optimizer":
-            return "loss.updates_per_rollout: fewer updates; layout.dp: replicas share the optimizer's state"
+            return "loss.updates_per_rollout: fewer updates"
         case _ if kind == INSIDE:
-            return "layout.tp: a smaller one moves fewer activations, with more pipeline stages in its place"
+            return f"layout.{'tp' if layout.tp > 1 else 'cp'}: a smaller one moves fewer activations, if memory allows"
         case _ if kind == EXCHANGE:
             return "layout.ep and layout.etp: experts within a node, each on one rank"
-        case _ if kind == REPLICAS and not config.optimizer.overlap:
-            return "optimizer.overlap=true: gradients are summed during the backward pass"
-    return "pruning.completions.keep: fewer tokens, where the gradient's noise allows it"
+        case _ if kind == REPLICAS:
+            fewer = "loss.updates_per_rollout: fewer updates"
+            return fewer if config.optimizer.overlap else "optimizer.overlap=true: sums during the backward pass"
+        case _ if kind == PIPELINE:
+            return "layout.pp: fewer stages, if memory allows"
+    return "pruning.completions: fewer tokens, where the gradient's noise allows it"

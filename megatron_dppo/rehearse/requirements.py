@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from importlib import metadata
 from pathlib import Path
 
 from megatron_dppo.errors import UserError
 
-CACHE = "MEGATRON_DPPO_CACHE"
+CACHE, NAMED = "MEGATRON_DPPO_CACHE", "REHEARSAL_TRANSFORMER_ENGINE"
 VERSIONS = ("2.14.1", "2.20.2")
-"""Supported versions of Transformer Engine. ``REHEARSAL_TRANSFORMER_ENGINE`` names another than the first."""
+"""Supported versions of Transformer Engine. :data:`NAMED` names another than the first."""
 
 
 def cache_folder() -> Path:
@@ -23,16 +24,25 @@ def python_folder() -> Path:
     """Folder with Transformer Engine's Python: unpacked by ``scripts/install_te_python.sh``, or else installed.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none of the named version, or of a supported one if none is named.
     """
-    folder = cache_folder() / f"transformer-engine-{os.environ.get('REHEARSAL_TRANSFORMER_ENGINE', VERSIONS[0])}"
+    named = os.environ.get(NAMED)
+    folder = cache_folder() / f"transformer-engine-{named or VERSIONS[0]}"
     if (folder / "transformer_engine").is_dir():
         return folder
     installed = importlib.util.find_spec("transformer_engine")
-    if installed is None or installed.origin is None:
-        problem = "Transformer Engine's Python is missing"
-        raise UserError(CACHE, cache_folder(), problem, "run bash scripts/install_te_python.sh")
+    if installed is None or installed.origin is None or _installed_version() not in ((named,) if named else VERSIONS):
+        problem = f"the Python of Transformer Engine {named or ' or '.join(VERSIONS)} is missing"
+        remedy = f"run {f'{NAMED}={named} ' if named else ''}bash scripts/install_te_python.sh"
+        raise UserError(CACHE, cache_folder(), problem, remedy)
     return Path(installed.origin).parents[1]
+
+
+def _installed_version() -> str | None:
+    try:
+        return metadata.version("transformer-engine")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def missing_parts() -> list[str]:

@@ -1,6 +1,6 @@
-"""Least seconds of booked work on a GPU, kernel by kernel, at the rates that well-made kernels reach.
+"""Seconds of booked work on a GPU, kernel by kernel, at the rates that well-made kernels reach.
 
-Kernels follow each other without a gap, and no two overlap. A share of the matrix rate that follows is an upper bound.
+Kernels follow each other without a gap, and no two overlap.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ REPLICAS, EXCHANGE, PIPELINE, INSIDE = (
 )  # fmt: skip
 COLLECTIVES = (INSIDE, EXCHANGE, REPLICAS, PIPELINE)
 """Kinds of collectives, by what they are for."""
+MESSAGES = ("c10d::send", "c10d::recv")
 
 
 @dataclass(slots=True)
@@ -65,7 +66,9 @@ def kind_of(kernel: Kernel) -> str:
     name, place = kernel.name, kernel.place
     optimizer = "multi_tensor" in name or "/optimizer/" in place or "param_and_grad_buffer" in place
     if name.startswith("c10d::"):
-        if "p2p_communication" in place or name.startswith(("c10d::send", "c10d::recv")):
+        if "context_parallel" in place:
+            return INSIDE
+        if name.startswith(MESSAGES):
             return PIPELINE
         return REPLICAS if optimizer else EXCHANGE if "token_dispatcher" in place or "alltoall" in name else INSIDE
     if optimizer:
@@ -99,14 +102,20 @@ def tile_share(rows: int, columns: int, processors: int) -> float:
 
 
 def _wire_seconds(kernel: Kernel, setup: Setup) -> float:
-    """Seconds of a ring or a message, over NVLink, or over the network if the group spans nodes."""
-    layout, per_node = setup.placement.layout, setup.config.cluster.gpus_per_node
-    span = {
-        INSIDE: layout.tp * layout.cp,
-        EXCHANGE: layout.expert_tp * layout.ep,
-        REPLICAS: setup.placement.ranks // layout.pp,
-        PIPELINE: setup.placement.ranks,
-    }[kind := kind_of(kernel)]
-    ranks, times = int(kernel.name.rpartition(" ")[2]), 2.0 if "allreduce" in kernel.name else 1.0
-    sent = kernel.bytes if kind == PIPELINE or not ranks else times * kernel.bytes * (ranks - 1) / ranks
-    return sent / ((setup.gpu.nvlink if span <= per_node else setup.gpu.network) * LINKS)
+    """Seconds of a ring or a message, over NVLink, or over the network if the group spans nodes.
+
+    Messages are sent and received at once. Experts' tokens go to both kinds of ranks at once. A ring of several ranks a
+    node has as many adapters.
+    """
+    layout, gpu = setup.placement.layout, setup.gpu
+    per_node, ranks = setup.config.cluster.gpus_per_node, int(kernel.name.rpartition(" ")[2])
+    kind, size = kind_of(kernel), kernel.bytes / LINKS
+    if kernel.name.startswith(MESSAGES):
+        crosses = (layout.tp * layout.cp if kind == INSIDE else setup.placement.ranks) > per_node
+        return 0.0 if "recv" in kernel.name else size / (gpu.network if crosses else gpu.nvlink)
+    if kind == EXCHANGE:
+        near = min(max(per_node // layout.expert_tp, 1), ranks)
+        return size * max((near - 1) / ranks / gpu.nvlink, (ranks - near) / ranks / gpu.network)
+    inside = min(max(per_node // (1 if kind == INSIDE else layout.tp), 1), ranks)
+    times = (2.0 if "allreduce" in kernel.name else 1.0) * (ranks - 1) / max(ranks, 1)
+    return times * size / (gpu.nvlink if ranks <= inside else min(gpu.nvlink, inside * gpu.network))

@@ -14,11 +14,11 @@ import numpy as np
 import megatron_dppo.models.policy_head_triton  # noqa: F401
 from megatron_dppo.estimate.workload import Setup, work_of
 from megatron_dppo.models import actor as actor_module
-from megatron_dppo.models.actor import Actor
+from megatron_dppo.models.actor import Actor, Loss, Sums
 from megatron_dppo.models.frozen import Reference
 from megatron_dppo.models.microbatch import Microbatch
 from megatron_dppo.parallel.world import World, initialize
-from megatron_dppo.rehearse.booking import Book, Kernel
+from megatron_dppo.rehearse.booking import Allocation, Book, Kernel
 from megatron_dppo.rehearse.dispatch import RehearsalMode
 from megatron_dppo.rehearse.host_reads import known_reads
 from megatron_dppo.rehearse.te_kernels import set_attention_pairs
@@ -52,10 +52,10 @@ class Rehearsed:
     capacity: int
     """Tokens of a pack."""
     packs: int
-    """Of an update of the run; fewer are played."""
-    tokens: float
-    """Of the sequences in a played pack, on average."""
-    responses: float
+    """Of an update of the run; fewer are played, all like the pack that is nearest to the mean."""
+    tokens: int
+    """Of the sequences in a played pack."""
+    responses: int
     """Those of them that are scored."""
     held: dict[str, int]
     """Bytes of weights, gradients, optimizer and reference."""
@@ -64,7 +64,7 @@ class Rehearsed:
     alive: Counter[str]
     """These bytes by the place that allocated them."""
     few: Booked
-    """An update over as many packs as the pipeline's stages, or all there are."""
+    """An update over as many packs as the pipeline has stages, or all there are."""
     many: Booked
     """An update over twice as many, or all there are."""
     scored: Booked
@@ -88,31 +88,31 @@ def play(mode: RehearsalMode, setup: Setup, rank: int) -> Rehearsed:
     with one_rank(placement.ranks, rank), mode, reads:
         world = initialize(layout, seed=1, timeout_s=60.0)
         book = mode.book
-        packs, made = run_packs(setup, world, 2 * layout.pp)
-        few = min(layout.pp, len(made))
+        packs, pack = mean_pack(setup, world)
         held, actor = actor_of(book, setup, world)
         if config.loss.kl_coef > 0 and not config.model.lora.rank:
             held["reference"] = _reference_bytes(book, setup, world)
-        pairs = np.mean([np.square(np.diff(pack.cu_seqlens).astype(float)).sum() for pack in made])
-        set_attention_pairs(float(pairs) / layout.cp)
-        built, before = _settled(book), set(book.allocations)
-        _update(actor, setup, made[:few])  # what is made once
-        first = _booked(book, few, lambda: _update(actor, setup, made[:few]))
-        second = _booked(book, len(made), lambda: _update(actor, setup, made))
-        peak, alive = book.bytes_peak - built, Counter[str]()
-        for key, allocation in book.at_peak.items():
+        set_attention_pairs(float(np.square(np.diff(pack.cu_seqlens).astype(float)).sum()) / layout.cp)
+        few, many = ([pack] * min(times * layout.pp, packs) for times in (1, 2))
+        built, before, peaks = _settled(book), set(book.allocations), _note_peaks(book, actor)
+        _update(actor, setup, few)  # what is made once
+        first = _booked(book, few, lambda: _update(actor, setup, few))
+        second = _booked(book, many, lambda: _update(actor, setup, many))
+        peak, at_peak = peaks[-1]
+        alive = Counter[str]()
+        for key, allocation in at_peak.items():
             if key not in before:
                 alive[allocation.place] += allocation.bytes
         workspaces = sum(alive.pop(place) for place in list(alive) if place.endswith(WORKSPACES))
-        scored = _booked(book, len(made), lambda: actor.log_probabilities(made))
+        scored = _booked(book, many, lambda: actor.log_probabilities(many))
     return Rehearsed(
         stage=world.pp_rank,
-        capacity=len(made[0].token_ids),
+        capacity=len(pack.token_ids),
         packs=packs,
-        tokens=float(np.mean([pack.token_ids.astype(bool).sum() for pack in made])),  # padding is 0
-        responses=float(np.mean([len(pack.targets) for pack in made])),
+        tokens=int(pack.token_ids.astype(bool).sum()),  # padding is 0
+        responses=len(pack.targets),
         held=held,
-        passes=peak - workspaces,
+        passes=peak - built - workspaces,
         alive=alive,
         few=first,
         many=second,
@@ -120,8 +120,8 @@ def play(mode: RehearsalMode, setup: Setup, rank: int) -> Rehearsed:
     )
 
 
-def run_packs(setup: Setup, world: World, most: int) -> tuple[int, list[Pack]]:
-    """How many packs an update has, and up to ``most`` of them, spread over all.
+def mean_pack(setup: Setup, world: World) -> tuple[int, Pack]:
+    """How many packs a replica has in an update, and the one whose tokens and attention are nearest to their mean.
 
     Response lengths are quantiles of the planned distribution; prompts have the mean length.
     """
@@ -142,10 +142,11 @@ def run_packs(setup: Setup, world: World, most: int) -> tuple[int, list[Pack]]:
         least_per_rank=layout.least_packs,
     )
     (packs,) = packing.packs
-    chosen = np.linspace(0, len(packs) - 1, min(most, len(packs))).round().astype(int)
-    samples = [[_sample(prompt, int(responses[i])) for i in packs[pack]] for pack in chosen]
-    align = layout.row_multiple
-    return len(packs), [build_pack(each, packing.capacity, pad_id=0, align=align) for each in samples]
+    each = [prompt + responses[list(rows)] for rows in packs]
+    sizes = np.array([[one.sum(), np.square(one.astype(float)).sum()] for one in each])
+    nearest = packs[int(np.abs(sizes / sizes.mean(axis=0) - 1.0).sum(axis=1).argmin())]
+    samples = [_sample(prompt, int(responses[i])) for i in nearest]
+    return len(packs), build_pack(samples, packing.capacity, pad_id=0, align=layout.row_multiple)
 
 
 def _sample(prompt: int, response: int) -> TrainingSample:
@@ -171,8 +172,10 @@ def actor_of(book: Book, setup: Setup, world: World) -> tuple[dict[str, int], Ac
     if not world.last_stage or world.tp_rank or world.cp_rank:  # ranks that the loss's sums reach over the network
         actor._total = lambda mine: dict.fromkeys(SUMS, 1.0)  # type: ignore[method-assign]
     marks.append(_settled(book))
-    sizes = np.diff(marks).tolist()
-    return dict(zip(("weights", "gradients", "optimizer"), sizes, strict=True)), actor
+    held = dict(zip(("weights", "gradients", "optimizer"), np.diff(marks).tolist(), strict=True))
+    if actor._offloaded is not None:
+        held["optimizer"] = actor._offloaded._host.numel()
+    return held, actor
 
 
 def _reference_bytes(book: Book, setup: Setup, world: World) -> int:
@@ -190,11 +193,24 @@ def _settled(book: Book) -> int:
     return book.bytes_now
 
 
-def _booked(book: Book, packs: int, work: Callable[[], object]) -> Booked:
+def _note_peaks(book: Book, actor: Actor) -> list[tuple[int, dict[int, Allocation]]]:
+    """Bytes at the peak of each update's passes, before the optimizer's step, and what is alive there."""
+    noted, accumulate = [], actor.accumulate
+
+    def noting(microbatches: Sequence[Microbatch], loss: Loss) -> list[Sums]:
+        outputs = accumulate(microbatches, loss)
+        noted.append((book.bytes_peak, book.at_peak))
+        return outputs
+
+    actor.accumulate = noting  # type: ignore[method-assign]
+    return noted
+
+
+def _booked(book: Book, packs: Sequence[Pack], work: Callable[[], object]) -> Booked:
     gc.collect()
     book.clear()
     work()
-    return Booked(packs, list(book.kernels), book.waits.copy())
+    return Booked(len(packs), list(book.kernels), book.waits.copy())
 
 
 def _update(actor: Actor, setup: Setup, packs: Sequence[Pack]) -> None:

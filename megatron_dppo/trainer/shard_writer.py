@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_dppo.bridge.checksums import Block, BlockWriter
+from megatron_dppo.errors import UserError
 from megatron_dppo.models.pinned import offsets_of, pinned_buffer
 from megatron_dppo.process.lifetime import die_with
 
@@ -64,19 +65,17 @@ class Stage:
         self._buffer: torch.Tensor | None = None
 
     def copy(self, buckets: Sequence[Bucket]) -> list[Bucket]:
-        """Copy the tensors that are on a GPU, and wait for all copies. Tensors of the host stay as they are.
-
-        Raises:
-            UserError: the host cannot pin so much memory.
-        """
+        """Copy the tensors that are on a GPU, and wait for all copies. Tensors of the host stay as they are."""
         on_device = [tensor for _, _, (_, found) in buckets for _, tensor in found if _waits_on_device(tensor)]
         if not on_device:
             return list(buckets)
         offsets, size = offsets_of(on_device)
         if self._buffer is None or self._buffer.numel() < size:
             self._buffer = None  # before there is another
-            setting = "run.checkpoint_in_background"
-            self._buffer = pinned_buffer(size, on_device[0].device, setting, "true", shared=True)
+            try:
+                self._buffer = pinned_buffer(size, on_device[0].device, shared=True)
+            except UserError:  # the copies then wait for staging, and the checkpoint is the same
+                self._buffer = pinned_buffer(size, torch.device("cpu"), shared=True)
         memory, starts = self._buffer.numpy(), iter(offsets)
 
         def staged(tensor: torch.Tensor) -> torch.Tensor:

@@ -44,10 +44,17 @@ def test_what_a_rehearsal_requires_is_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_installed_transformer_engine_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_DPPO_CACHE", str(tmp_path))
+    monkeypatch.delenv("REHEARSAL_TRANSFORMER_ENGINE", raising=False)
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").touch()
+    about = tmp_path / "transformer_engine-2.14.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.14.1\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert python_folder() == tmp_path
+    monkeypatch.setenv("REHEARSAL_TRANSFORMER_ENGINE", "2.20.2")
+    with pytest.raises(UserError, match=r"REHEARSAL_TRANSFORMER_ENGINE=2\.20\.2 bash"):
+        python_folder()
 
 
 def test_the_device_is_refused_after_torch() -> None:

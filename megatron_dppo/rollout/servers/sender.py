@@ -275,8 +275,11 @@ class Sender:
         leaving = {client.url: self._http.start(client.leave(self.name)) for client in self._clients}
         ours = _aside(partial(_destroy, group), "leaving")
         outcomes(leaving, GRACE_S)
-        with contextlib.suppress(TimeoutError):
+        try:
             ours.result(GRACE_S)
+        except TimeoutError:  # a server that is gone leaves no group: servers that wait in it are freed
+            if group is not None:
+                _aside(group.abort, "breaking off")
 
     def _end(self) -> None:
         group, self._group, self._store, self._sent = self._group, None, None, None
