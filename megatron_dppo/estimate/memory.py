@@ -1,4 +1,4 @@
-"""How many weights a policy has, and how many bytes the fullest rank of the trainer and a server need on a GPU."""
+"""How many weights a policy has, and how many bytes the fullest rank of the trainer needs on a GPU."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def rank_memory(setup: Setup, stage: int) -> Memory:
     # The head's backward pass is over when the first layer's begins: the larger of the two makes the peak.
     parts["head"] = max(_head_bytes(setup) - uneven[1], 0.0) if stage == setup.placement.layout.pp - 1 else 0.0
     buckets = 4 if config.rollout.engine != "local" else 2  # two in the stream, two in the sender
-    parts["sync"] = float(buckets * _bucket_bytes(config))
+    parts["sync"] = float(buckets * bucket_bytes(config))
     # What is on the host during the passes needs room on the GPU when they are done, in the place of their activations.
     passes = parts["activations"] + parts["uneven experts"] + parts["head"]
     for part, waits in (("optimizer", config.optimizer.offload), ("reference", config.model.reference_on_host)):
@@ -210,7 +210,8 @@ def rank_memory(setup: Setup, stage: int) -> Memory:
     return Memory(stage, parts, setup.gpu.memory_gib * GIB)
 
 
-def _bucket_bytes(config: Config) -> int:
+def bucket_bytes(config: Config) -> int:
+    """Bytes of a bucket of weights on their way to the servers."""
     return (config.rollout.sync.bucket_mib or SYNC_BUCKET_MIB) * 2**20
 
 
@@ -368,46 +369,3 @@ def _head_bytes(setup: Setup) -> float:
     chunk = (config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2**20
     handed_over = 0 if shape.tied and layout.pp == 1 else rows * shape.hidden * setup.width
     return max(chunk, handed_over) + _token_bytes(setup) * shape.hidden
-
-
-@dataclass(frozen=True, slots=True)
-class ServerMemory:
-    """What one GPU of a server holds, and how many completions it can therefore decode at once."""
-
-    memory: Memory
-    tokens: int
-    """Tokens that the cache of the server has room for."""
-    concurrency: int
-    """Completions of mean length that the cache has room for."""
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.fits and self.concurrency >= 1
-
-
-def cache_bytes(shape: PolicyShape, tp: int, width: int) -> int:
-    """Bytes of a token's keys and values on each rank of a server. With more ranks than heads, heads are copied."""
-    return 2 * shape.num_layers * -(-shape.kv_heads // tp) * shape.head_dim * width
-
-
-def server_memory(setup: Setup, *, resident: float) -> ServerMemory:
-    """Memory of the server with the fewest ranks.
-
-    Args:
-        setup: of the run.
-        resident: bytes that the trainer leaves on the same GPU while it generates.
-    """
-    config, assume, tp = setup.config, setup.assume, min(setup.placement.servers)
-    gpu_bytes = setup.gpu.memory_gib * GIB
-    room = max(min(gpu_bytes * assume.server_memory_share, gpu_bytes - resident), 0.0)
-    parts = {
-        "weights": float(parameters_of(setup.shape).total * setup.width // tp),
-        "sync": float(_bucket_bytes(config)),
-        "buffers": assume.server_buffers_gib * GIB,
-    }
-    per_token = cache_bytes(setup.shape, tp, setup.width)
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    tokens = max(int((room - sum(parts.values())) / per_token), 0)
-    parts["cache"] = float(max(tokens, longest) * per_token)  # less than one sequence is no server
-    most = config.rollout.max_batch if config.rollout.engine == "local" else 10**9
-    return ServerMemory(Memory(0, parts, room), tokens, min(int(tokens / (setup.prompt + setup.lengths.mean)), most))

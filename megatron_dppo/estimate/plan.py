@@ -14,14 +14,13 @@ from megatron_dppo.estimate.levers import SHARES, LeverRow, lever_table, measure
 from megatron_dppo.estimate.memory import (
     Memory,
     Parameters,
-    ServerMemory,
     actor_memory,
     parameters_of,
     resident_bytes,
-    server_memory,
     shape_of,
 )
 from megatron_dppo.estimate.remedies import Change, Closest, Search, remedies
+from megatron_dppo.estimate.server import ServerMemory, server_memory
 from megatron_dppo.estimate.time import StepTime, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
 from megatron_dppo.models.shape import PolicyShape

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_dppo.estimate.memory import cache_bytes, layers_of_stage, parameters_of, rank_elements, shape_of
+from megatron_dppo.estimate.memory import layers_of_stage, parameters_of, rank_elements, shape_of
+from megatron_dppo.estimate.server import cache_bytes
 from megatron_dppo.estimate.workload import Setup, Work, packs_of, work_of
 from megatron_dppo.models.shape import PolicyShape
 

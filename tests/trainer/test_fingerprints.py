@@ -135,6 +135,7 @@ def test_the_same_files_in_another_place_or_written_again_are_the_same(config: C
 
 
 def test_a_package_that_makes_problems_is_known_by_its_version(policy: Path) -> None:
+    pytest.importorskip("reasoning_gym")
     found = fingerprints(load_config(None, [f"model.path={policy}", "data.train=reasoning_gym"]))
     assert found.keys() >= {"data.train: reasoning_gym"}
 

@@ -1,0 +1,53 @@
+"""How many bytes a server needs on a GPU, and how many completions it can decode at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dppo.estimate.assumptions import GIB
+from megatron_dppo.estimate.memory import Memory, bucket_bytes, parameters_of
+from megatron_dppo.estimate.workload import Setup
+from megatron_dppo.models.shape import PolicyShape
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """What one GPU of a server holds, and how many completions it can therefore decode at once."""
+
+    memory: Memory
+    tokens: int
+    """Tokens that the cache of the server has room for."""
+    concurrency: int
+    """Completions of mean length that the cache has room for."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits and self.concurrency >= 1
+
+
+def cache_bytes(shape: PolicyShape, tp: int, width: int) -> int:
+    """Bytes of a token's keys and values on each rank of a server. With more ranks than heads, heads are copied."""
+    return 2 * shape.num_layers * -(-shape.kv_heads // tp) * shape.head_dim * width
+
+
+def server_memory(setup: Setup, *, resident: float) -> ServerMemory:
+    """Memory of the server with the fewest ranks.
+
+    Args:
+        setup: of the run.
+        resident: bytes that the trainer leaves on the same GPU while it generates.
+    """
+    config, assume, tp = setup.config, setup.assume, min(setup.placement.servers)
+    gpu_bytes = setup.gpu.memory_gib * GIB
+    room = max(min(gpu_bytes * assume.server_memory_share, gpu_bytes - resident), 0.0)
+    parts = {
+        "weights": float(parameters_of(setup.shape).total * setup.width // tp),
+        "sync": float(bucket_bytes(config)),
+        "buffers": assume.server_buffers_gib * GIB,
+    }
+    per_token = cache_bytes(setup.shape, tp, setup.width)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    tokens = max(int((room - sum(parts.values())) / per_token), 0)
+    parts["cache"] = float(max(tokens, longest) * per_token)  # less than one sequence is no server
+    most = config.rollout.max_batch if config.rollout.engine == "local" else 10**9
+    return ServerMemory(Memory(0, parts, room), tokens, min(int(tokens / (setup.prompt + setup.lengths.mean)), most))
