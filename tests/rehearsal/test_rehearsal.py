@@ -61,7 +61,8 @@ ROUTER = "torch.float32 to torch.float32 in transformer_engine/pytorch/cpp_exten
 LEFT = (
     ":RotaryEmbedding.get_emb", ":get_cublas_workspace", ":get_dummy_wgrad", ":MoEAlltoAllTokenDispatcher.preprocess",
     ":P2PCommunicator._communicate.<locals>.create_tensor_recv_prev", ":forward_step_calc_loss", "elsewhere",
-    ":ExpertLoad.take", ":_gather_along_first_dim", ":RouterReplay.get_replay_topk", ":RoutingReplay._to_device",
+    ":_compute_loss_scale", ":ExpertLoad.take",
+    ":_gather_along_first_dim", ":RouterReplay.get_replay_topk", ":RoutingReplay._to_device",
 )  # fmt: skip
 """Functions whose memory may stay after a step: workspaces, counts, the last pack's input of a stage, its routing."""
 LAYERS, EXPERT_LAYERS, HIDDEN, BF16 = 4, 2, 64, 2
