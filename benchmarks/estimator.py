@@ -35,7 +35,8 @@ from megatron_dppo.config import (
     replace,
 )
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import OBJECTIVES, advantages
+from megatron_dppo.rl.advantages import group_advantages
+from megatron_dppo.rl.objectives import OBJECTIVES
 from megatron_dppo.rl.plan import take_groups
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import select
@@ -81,7 +82,7 @@ class Window:
     def __init__(self, stage: Stage, objective: str) -> None:
         self.stage, self.objective = stage, OBJECTIVES[objective]
         metadata = self.metadata = stage.metadata
-        self.advantage = advantages(metadata.rewards, normalise=self.objective.normalise)
+        self.advantage = group_advantages(metadata.rewards, normalise=self.objective.normalise)
         self.gram = stage.unit_gram * np.outer(self.advantage, self.advantage)
         self.cost = (metadata.prompt_lengths[:, None] + metadata.response_lengths).astype(np.float64)
         everything = prune_minibatch(
@@ -305,7 +306,7 @@ def correlations(stage: Stage) -> dict[str, float]:
 def weighed_correlations(stage: Stage) -> dict[str, float]:
     """The same of what enters the sums of ``seq_mean``: |A|/L times each of them, and times 1 for ``advantage``."""
     live = np.ptp(stage.metadata.rewards, axis=1) > 0.0
-    share = np.abs(advantages(stage.metadata.rewards, normalise=True)) / stage.metadata.response_lengths
+    share = np.abs(group_advantages(stage.metadata.rewards, normalise=True)) / stage.metadata.response_lengths
     proxies = {"engine": stage.metadata.score_norms, "head": stage.head_score_norms, "advantage": np.ones_like(share)}
     norms = (share * stage.unit_norms)[live].ravel()
     return {name: float(np.corrcoef(norms, (share * proxy)[live].ravel())[0, 1]) for name, proxy in proxies.items()}

@@ -17,7 +17,8 @@ from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.objectives import OBJECTIVES, advantages
+from megatron_dppo.rl.advantages import group_advantages
+from megatron_dppo.rl.objectives import OBJECTIVES
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Floats, Selection, StepMetadata
@@ -116,7 +117,7 @@ def _measure(trainer: Trainer, name: str) -> Stage:
     history = PromptHistory(trainer.config.pruning.prompts.decay)
     for visit in range(VISITS):
         earlier = _roll_out(trainer, visit + 1).metadata
-        history.update(earlier.prompt_ids, earlier.rewards, advantages(earlier.rewards, normalise=True))
+        history.update(earlier.prompt_ids, earlier.rewards, group_advantages(earlier.rewards, normalise=True))
     rollouts = _roll_out(trainer, 0)
     metadata, actor = rollouts.metadata, trainer.policy.actor
     groups = [rollouts.held[row] for row in range(len(metadata.prompt_ids))]
