@@ -37,7 +37,6 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.answers import ANSWERS, SCORES, AnswerRow, out_folder, policy_in
 from megatron_dppo.launch.start import ranks_to_start, start_ranks
 from megatron_dppo.observe.metrics import FILE, read_metrics, read_rows
-from megatron_dppo.plugins import register
 from megatron_dppo.plugins.loading import load_function, source_of
 from megatron_dppo.process.files import replace_text, replacing_file
 from megatron_dppo.process.lock import refuse_if_held
@@ -58,12 +57,20 @@ __all__ = [
     "evaluate",
     "load_config",
     "plan_step",
-    "register",
     "step_metadata",
     "train",
 ]
 
 Row = dict[str, float]
+SETTINGS: Mapping[str, str] = {
+    "reward": "reward.function",
+    "objective": "loss.objective",
+    "prompt_rule": "pruning.prompts.function",
+    "completion_rule": "pruning.completions.function",
+    "conversation": "rollout.conversation",
+    "engine": "rollout.engine_function",
+}
+"""What a run can be given as a function, and the setting that names it."""
 _LOADS = '''"""What this run was given from Python as its {what}: {name}, of the module {module}."""
 
 import pickle
@@ -170,17 +177,28 @@ def step_metadata(
     return StepMetadata(**plain | {name: float(v) if name == "window" else np.asarray(v) for name, v in more.items()})
 
 
-def plan_step(metadata: StepMetadata, config: Config, **of_layout: Any) -> StepPlan:
-    """:func:`megatron_dppo.rl.plan.plan_step`, also with pruning rules that are registered or in a file.
+def plan_step(
+    metadata: StepMetadata,
+    config: Config,
+    *,
+    prompt_rule: Callable[..., Any] | None = None,
+    completion_rule: Callable[..., Any] | None = None,
+    **of_layout: Any,
+) -> StepPlan:
+    """:func:`megatron_dppo.rl.plan.plan_step`, also with pruning rules of one's own: given here, or named in settings.
 
     Raises:
         UserError: such a rule cannot be found, or does not return probabilities.
     """
-    for what, rules in (("prompt_rule", prompt_rules), ("completion_rule", completion_rules)):
-        setting = register.SETTINGS[what]
+    for what, given, rules in (
+        ("prompt_rule", prompt_rule, prompt_rules),
+        ("completion_rule", completion_rule, completion_rules),
+    ):
+        setting = SETTINGS[what]
+        if given is not None:
+            config = _with_settings(config, setting.split("."), _name_of(given))
         if (name := attrgetter(setting)(config)) is not None:
-            rules.adopt(name, register.registered[what].get(name) or load_function(setting, name))
-            config = _with_settings(config, setting.split("."), name)
+            rules.adopt(name, given or load_function(setting, name))
     return plan.plan_step(metadata, config, **of_layout)
 
 
@@ -197,8 +215,8 @@ def train(
 ) -> Run:
     """Train to ``run.steps``, from the last checkpoint in ``run.dir`` if there is one.
 
-    Functions, given here or registered and named by a setting, are kept in ``run.dir``, with what they use of the
-    script, so that the command line can resume the run.
+    Functions that are given here are kept in ``run.dir``, with what they use of the script, so that the command line
+    can resume the run.
 
     Args:
         config: of the run.
@@ -212,7 +230,7 @@ def train(
             probabilities.
         conversation: in place of ``rollout.conversation``: has a conversation with the policy for each completion.
         engine: in place of ``rollout.engine_function``: makes a :class:`~megatron_dppo.rollout.engine.RolloutEngine`.
-        on_step: called with the row of every step as it is written, in this process, after registered callbacks.
+        on_step: called with the row of every step as it is written, in this process.
 
     Raises:
         UserError: for what can be seen to be wrong before a rank starts.
@@ -232,11 +250,9 @@ def train(
         conversation=conversation,
         engine=engine,
     )
-    named = register.registered["callback"] | ({"on_step": on_step} if on_step is not None else {})
-    for name, callback in named.items():
-        _check_call(name, callback, 1)
-    callbacks = list(named.values())
-    follower = _Follower(folder, callbacks)
+    if on_step is not None:
+        _check_call("on_step", on_step, 1)
+    follower = _Follower(folder, on_step)
     code = _run("train", config, follower.look)
     follower.look()
     return Run(folder, finished=code == 0)
@@ -294,30 +310,25 @@ def _with_functions(
     check: Callable[[Config, Mapping[str, str | None]], None] = lambda config, given: None,
     **functions: Callable[..., Any] | None,
 ) -> Config:
-    """The settings with the names by which ranks find these functions, and those that are registered and named there.
-    They are kept in ``folder`` by value, under the names that they were written with.
+    """The settings with the names by which ranks find these functions. They are kept in ``folder`` by value, under the
+    names that they were written with.
 
     Args:
         check: refuses settings, and texts of functions by their settings, before the functions of an earlier run in
             ``folder`` are replaced.
     """
-    given: dict[str, Callable[..., Any]] = {}
-    for what, setting in register.SETTINGS.items():
-        named = register.registered[what].get(attrgetter(setting)(config))
-        function = functions.get(what)
-        if (function := named if function is None else function) is not None:
-            _check_call(what, function, None)
-            given[what] = function
+    given = {what: function for what, function in functions.items() if function is not None}
     names: dict[str, str] = {}
     for what, function in given.items():
+        _check_call(what, function, None)
         own = hasattr(function, "__name__") and function.__name__.isidentifier()  # a lambda is called <lambda>
         names[what] = function.__name__ if own else what
-        config = _with_settings(config, register.SETTINGS[what].split("."), f"{folder / what}.py:{names[what]}")
+        config = _with_settings(config, SETTINGS[what].split("."), f"{folder / what}.py:{names[what]}")
     pickled = {what: _pickled(what, function) for what, function in given.items()}
     texts = {what: source_of(function) for what, function in given.items()}
     if given:
         check_run_dir(folder)
-        check(config, {register.SETTINGS[what]: text for what, text in texts.items()})
+        check(config, {SETTINGS[what]: text for what, text in texts.items()})
         refuse_if_held(folder, "run.dir")
         folder.mkdir(parents=True, exist_ok=True)
     for what, function in given.items():
@@ -370,20 +381,22 @@ def _with_settings(section: AnySection, path: Sequence[str], value: str) -> AnyS
     name, *rest = path
     changes = {name: _with_settings(getattr(section, name), rest, value) if rest else value}
     if isinstance(section, PromptPruningConfig | CompletionPruningConfig):
-        changes["rule"] = "function"
+        changes["rule"] = "neyman"  # whose place the function takes
     return replace(section, **changes)
 
 
 class _Follower:
     """Tells of rows of ``metrics.jsonl`` as they come."""
 
-    def __init__(self, folder: Path, callbacks: Sequence[Callable[[Row], object]]) -> None:
-        self._file, self._callbacks = folder / FILE, callbacks
+    def __init__(self, folder: Path, callback: Callable[[Row], object] | None) -> None:
+        self._file, self._callback = folder / FILE, callback
         done = latest_step(folder / "checkpoints")
         self._last, self._size = -1 if done is None else done, 0
         self._before = self._file.stat().st_ino if self._file.exists() else None
 
     def look(self) -> None:
+        if self._callback is None:
+            return
         now = self._file.stat() if self._file.exists() else None
         if now is None or now.st_ino == self._before:
             return  # the run has not replaced the file yet, by one without the rows of steps that it takes again
@@ -393,5 +406,4 @@ class _Follower:
         for row in read_rows(self._file):
             if row["step"] > self._last:
                 self._last = row["step"]
-                for callback in self._callbacks:
-                    callback(row)
+                self._callback(row)

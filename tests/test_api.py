@@ -22,7 +22,6 @@ from megatron_dppo.api import (
     evaluate,
     load_config,
     plan_step,
-    register,
     step_metadata,
     train,
 )
@@ -73,7 +72,7 @@ def train_with_own_functions(tmp_path: Path):
     assert "length, of the module tests.test_api" in (tmp_path / "run" / "reward.py").read_text()
     own = replace(config, reward=RewardConfig(function=str(tmp_path / "run" / "reward.py:length")))
     assert [row["prune/saved_tokens_completions"] for row in told[1:]] == [0.0, 0.0]
-    kept = {"rule": "function", "function": str(tmp_path / "run" / "completion_rule.py:keep_all")}
+    kept = {"rule": "neyman", "function": str(tmp_path / "run" / "completion_rule.py:keep_all")}
     own = replace(own, pruning=replace(own.pruning, completions=CompletionPruningConfig(**kept)))
     own = replace(own, loss=LossConfig(objective=str(tmp_path / "run" / "objective.py:objective")))
     assert train(own).metrics == told  # at its end: nothing is trained, and its functions were kept
@@ -85,61 +84,45 @@ def train_with_own_functions(tmp_path: Path):
     assert found.folder == tmp_path / "run" / "eval" / "iter_0000002"
 
 
-def test_registered_functions_are_named_in_settings(tmp_path: Path):
-    run_script(train_with_registered_functions, tmp_path, log=tmp_path / "log")
+def test_every_kind_of_function_can_be_given(tmp_path: Path):
+    run_script(train_with_functions, tmp_path, log=tmp_path / "log")
     said = " ".join((tmp_path / "log").read_text().split())
     assert said.count("a resume does not notice changes of functions without source: loss.objective: still") == 1
 
 
-def train_with_registered_functions(tmp_path: Path):
+def train_with_functions(tmp_path: Path):
     worth, heard, file = 0.5, [], tmp_path / "generated"
 
-    @register.reward
     def half(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
         return worth * len(solution_str)
 
     typed: dict[str, Any] = {"__name__": "typed"}  # as at a prompt: Python keeps no text of it
     exec("def still(tokens): return 0.0 * tokens.ratio * tokens.advantage", typed)
-    register.objective(typed["still"])
 
-    @register.prompt_rule
     def all_prompts(candidates: PromptCandidates, keep: float) -> NDArray[np.float64]:
         return np.ones_like(candidates.expected_square)
 
-    @register.completion_rule
     def all_completions(candidates: CompletionCandidates, keep: float) -> NDArray[np.float64]:
         return np.ones_like(candidates.advantage)
 
-    @register.engine
     def noting(folder: Path, **parts: Any) -> LocalEngine:
         file.touch()
         return LocalEngine(folder, max_batch=64, **parts)
 
-    @register.callback
-    def hear(row: dict[str, float]) -> None:
-        heard.append(row)
-
     config = configure(write_run(tmp_path), tmp_path / "run", LayoutConfig(tp=1, dp=1), steps=1)
-    own = PruningConfig(
-        prompts=PromptPruningConfig(function="all_prompts"),
-        completions=CompletionPruningConfig(function="all_completions"),
-    )
-    rollout = replace(config.rollout, engine_function="noting")
-    loss, reward = LossConfig(objective="still"), RewardConfig(function="half")
-    run = train(replace(config, pruning=own, rollout=rollout, loss=loss, reward=reward))
+    own = {"prompt_rule": all_prompts, "completion_rule": all_completions, "engine": noting, "on_step": heard.append}
+    own["objective"] = typed["still"]
+    run = train(config, reward=half, **own)
     (_, row) = run.metrics
     assert heard == run.metrics and file.exists()
     assert row["train/grad_norm"] == 0.0 and row["rollout/raw_reward"] > 1.0
     assert row["prune/kept_prompt_fraction"] == 1.0 and row["prune/saved_tokens_completions"] == 0.0
 
-    @register.reward
-    def half(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:  # noqa: F811
+    def half(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
         return worth + len(solution_str)
 
     with pytest.raises(UserError, match="half, given from Python, has changed"):
-        train(replace(config, pruning=own, rollout=rollout, loss=loss, reward=reward))
-    with pytest.raises(UserError, match=r"reward\.function = exact"):
-        register.reward(exact)
+        train(config, reward=half, **own)
     with pytest.raises(UserError, match=r"pruning\.prompts\.function"):
         train(replace(config, pruning=PruningConfig(prompts=PromptPruningConfig(function="nobodys"))))
 
@@ -220,21 +203,19 @@ def test_a_step_is_planned_from_rewards_and_lengths_alone():
     )
     samples = plan.minibatches[0].samples
     assert samples.group.tolist() == [0, 0] and samples.weight.tolist() == [2.0, 2.0]
-    with pytest.raises(UserError, match="has no name that a setting could give"):
-        register.reward(partial(exact))
     with pytest.raises(UserError, match="without window"):
         step_metadata([[1, 0], [1, 1]], **given, prompt_inclusion=[0.5, 1.0])
 
 
-def test_a_step_is_planned_with_a_rule_that_is_registered():
-    @register.completion_rule
+def test_a_step_is_planned_with_a_rule_that_is_given():
     def all_of_them(candidates: CompletionCandidates, keep: float) -> NDArray[np.float64]:
         return np.ones_like(candidates.advantage)
 
     metadata = step_metadata([[1, 0, 0, 0]], [[40, 120, 80, 60]], [20], prompt_inclusion=[1.0], window=1)
     of_layout = {"replicas": 1, "align": 1, "capacity_multiple": 1, "step": 0, "pipeline": 1}
-    own = load_config(pruning={"completions": {"function": "all_of_them", "keep": 0.3}})
-    assert plan_step(metadata, own, **of_layout).minibatches[0].samples.weight.tolist() == [1.0] * 4
+    config = load_config(pruning={"completions": {"keep": 0.3}})
+    planned = plan_step(metadata, config, completion_rule=all_of_them, **of_layout)
+    assert planned.minibatches[0].samples.weight.tolist() == [1.0] * 4
     with pytest.raises(UserError, match=r"pruning\.completions\.function = nobodys"):
         plan_step(metadata, load_config(pruning={"completions": {"function": "nobodys"}}), **of_layout)
 
@@ -255,7 +236,7 @@ def test_rows_of_steps_that_are_taken_again_are_not_told(tmp_path: Path):
     told: list[dict[str, float]] = []
     file, draft = tmp_path / "metrics.jsonl", tmp_path / "draft"
     file.write_text('{"step": 1, "of": 1}\n{"step": 2, "of": 1}\n')
-    follower = _Follower(tmp_path, [told.append])
+    follower = _Follower(tmp_path, told.append)
     follower.look()
     draft.write_text('{"step": 1, "of": 2}\n')
     draft.replace(file)
@@ -265,7 +246,7 @@ def test_rows_of_steps_that_are_taken_again_are_not_told(tmp_path: Path):
 
 def test_rows_are_told_once_and_whole(tmp_path: Path):
     told: list[dict[str, float]] = []
-    follower, file = _Follower(tmp_path, [told.append]), tmp_path / "metrics.jsonl"
+    follower, file = _Follower(tmp_path, told.append), tmp_path / "metrics.jsonl"
     follower.look()
     for text in ('{"step": 0}\n{"step"', '{"step": 0}\n{"step": 1}\n', '{"step": 0}\n{"step": 1}\n{"step": 2}\n'):
         file.write_text(text)

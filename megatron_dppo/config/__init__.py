@@ -147,8 +147,8 @@ class Config(Section):
         if not self.loss.distillation.use_task_rewards:
             ranked = "ranks by rewards, which loss.distillation.use_task_rewards = false leaves out"
             for level, rule, useful in (
-                ("prompts", prompts.rule, ("none", "neyman")),
-                ("completions", completions.rule, ("none", "neyman", "threshold")),
+                ("prompts", prompts.named, ("none", "neyman")),
+                ("completions", completions.named, ("none", "neyman", "threshold")),
             ):
                 if rule not in useful:
                     raise UserError(f"pruning.{level}.rule", rule, ranked, f"Set it to {' or '.join(useful)}")

@@ -224,20 +224,19 @@ class ScheduleConfig(Section):
 
 
 def check_own_rule(level: str, rule: str, function: str | None) -> None:
-    """Refuse a function without the rule that takes it, and the rule without a function."""
-    if (rule == "function") != (function is not None):
-        problem = f"goes with a rule of your own, and pruning.{level}.rule is {rule}"
-        remedy = f"Set pruning.{level}.rule=function and this to file.py:function, or neither"
-        raise UserError(f"pruning.{level}.function", function or "null", problem, remedy)
+    """Refuse a function beside a rule that is not the default."""
+    if function is not None and rule != "neyman":
+        problem = f"takes the place of pruning.{level}.rule, and that is {rule}"
+        raise UserError(f"pruning.{level}.function", function, problem, "Leave one of the two out")
 
 
 class PromptPruningConfig(Section):
-    rule: Literal["none", "threshold", "neyman", "greso", "dynamic_sampling", "function"] = "neyman"
-    """Unbiased: none, threshold (the paper's), neyman (least variance), function (yours). Biased: greso (skips prompts
-    that gave equal rewards again and again), dynamic_sampling (DAPO's: groups of equal reward are replaced)."""
+    rule: Literal["none", "threshold", "neyman", "greso", "dynamic_sampling"] = "neyman"
+    """Unbiased: none, threshold (the paper's), neyman (least variance). Biased: greso (skips prompts that gave equal
+    rewards again and again), dynamic_sampling (DAPO's: groups of equal reward are replaced)."""
     function: str | None = None
-    """A rule of your own, ``file.py:function`` or ``module:function``, for ``rule=function``: from candidates, of which
-    earlier visits are known, and ``keep`` to inclusion probabilities."""
+    """A rule of your own, ``file.py:function`` or ``module:function``, in the place of ``rule``: from candidates, of
+    which earlier visits are known, and ``keep`` to inclusion probabilities."""
     keep: Fraction = 0.7
     """neyman: share of the window that is rolled out, by the tokens that its prompts are expected to take; threshold:
     1 − r, the chance of a low-scored prompt. greso and dynamic_sampling have no budget and do not look at it."""
@@ -258,19 +257,19 @@ class PromptPruningConfig(Section):
     @property
     def named(self) -> str:
         """The rule's name in the table, or that of the user's own."""
-        return self.function if self.rule == "function" and self.function else self.rule
+        return self.function or self.rule
 
     def kept(self, prompts: int) -> int:
         """How many of a window's prompts the rules with a budget roll out, where all take as many tokens."""
-        return math.floor(prompts * self.keep) if self.rule in ("threshold", "neyman") else prompts
+        return math.floor(prompts * self.keep) if self.named in ("threshold", "neyman") else prompts
 
     def check(self, max_weight: float) -> None:
         check_own_rule("prompts", self.rule, self.function)
-        if self.rule == "neyman" and self.floor > self.keep:
+        if self.named == "neyman" and self.floor > self.keep:
             problem = f"is above pruning.prompts.keep = {self.keep:g}, so that more would be kept than asked for"
             remedy = f"Lower it to {self.keep:g} or less, or raise pruning.prompts.keep"
             raise UserError("pruning.prompts.floor", self.floor, problem, remedy)
-        bounds = {"neyman": ("floor", self.floor), "threshold": ("keep", self.keep), "function": ("floor", self.floor)}
+        bounds = {"neyman": ("floor", self.floor), "threshold": ("keep", self.keep)}
         setting, least = bounds.get(self.rule, ("", 1.0))
         if least * max_weight < 1.0 - 1e-9:
             problem = f"lets a prompt's weight reach {1.0 / least:g}, above pruning.max_weight = {max_weight:g}"
@@ -279,12 +278,12 @@ class PromptPruningConfig(Section):
 
 
 class CompletionPruningConfig(Section):
-    rule: Literal["none", "threshold", "neyman", "threshold_deterministic", "top_k", "extremes", "function"] = "neyman"
-    """Unbiased: none, threshold (the paper's), neyman (least variance), function (yours). Biased:
+    rule: Literal["none", "threshold", "neyman", "threshold_deterministic", "top_k", "extremes"] = "neyman"
+    """Unbiased: none, threshold (the paper's), neyman (least variance). Biased:
     threshold_deterministic (the paper's Appendix A), top_k (CPPO's: the largest advantages), extremes (BranchGRPO's:
     the best and the worst of a group)."""
     function: str | None = None
-    """A rule of your own, ``file.py:function`` or ``module:function``, for ``rule=function``: from candidates and
+    """A rule of your own, ``file.py:function`` or ``module:function``, in the place of ``rule``: from candidates and
     ``keep`` to inclusion probabilities."""
     keep: Fraction = 0.5
     """neyman: share of the rolled-out tokens that is trained on; top_k, extremes: of the completions; threshold and
@@ -303,7 +302,7 @@ class CompletionPruningConfig(Section):
     @property
     def named(self) -> str:
         """The rule's name in the table, or that of the user's own."""
-        return self.function if self.rule == "function" and self.function else self.rule
+        return self.function or self.rule
 
     def check(self) -> None:
         check_own_rule("completions", self.rule, self.function)
@@ -330,13 +329,14 @@ class PruningConfig(Section):
         self.completions.check()
         if self.refill != "none":
             self._check_refill()
-        self.prompts.schedule.check("prompts", self.prompts.rule)
-        self.completions.schedule.check("completions", self.completions.rule)
+        self.prompts.schedule.check("prompts", self.prompts.named)
+        self.completions.schedule.check("completions", self.completions.named)
 
     def _check_refill(self) -> None:
-        rule, adaptive = self.completions.rule, self.completions.schedule.shape == "adaptive"
-        if adaptive or rule == "function" or rule.startswith("threshold"):
-            what = "schedule.shape = adaptive" if adaptive else f"rule = {rule}"
+        rule, own = self.completions.rule, self.completions.function
+        adaptive = self.completions.schedule.shape == "adaptive"
+        if adaptive or own or rule.startswith("threshold"):
+            what = "schedule.shape = adaptive" if adaptive else f"function = {own}" if own else f"rule = {rule}"
             problem = (
                 "grows the window before the rollouts by what will be kept of them, which "
                 f"pruning.completions.{what} knows only afterwards"

@@ -189,10 +189,6 @@ class RolloutConfig(Section):
     caches while they generate. Wants rollout.sync.transport = disk and rollout.ahead = 0."""
     max_batch: Positive = 256
     """Completions that the local engine decodes at once on a rank."""
-    draft_tokens: Count = 0
-    """Tokens that the local engine guesses at once, from earlier completions of the same prompt, where few rows are
-    left in a batch. Guesses change no token. Log-probabilities differ by rounding (3e-5 at most was seen), so that a
-    resumed run, which has no earlier completions yet, is the same but for rounding. 0: none are made."""
     max_in_flight: Positive = 64
     """Prompts that a rank has under way at each server."""
     timeout_s: Seconds = 1800.0

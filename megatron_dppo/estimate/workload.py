@@ -250,7 +250,7 @@ def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, floa
     keep = scheduled_keep(pruning.prompts.keep, pruning.prompts.schedule, step, total)
     threshold = 1.0 - assume.low_share
     live = assume.mixed_share if config.loss.equal_groups_idle else 1.0
-    match pruning.prompts.rule:
+    match pruning.prompts.named:
         case "dynamic_sampling":
             rolled, usable, live = window / assume.mixed_share, window, 1.0
         case "greso":

@@ -139,7 +139,7 @@ def _rules(run: Run) -> str:
     for level, known in RULES.items():
         rule, keep = run.setting(f"pruning.{level}.rule"), run.setting(f"pruning.{level}.keep")
         why = known[rule].biased if rule in known else ""
-        rule = run.setting(f"pruning.{level}.function") if rule == "function" else rule
+        rule = run.setting(f"pruning.{level}.function") or rule
         biased = f", biased: {why}" if why else ""
         words.append(f"{level} by {rule} (keep {keep}){biased}" if rule != "none" else f"{level} not pruned")
     text = "; ".join(words)

@@ -4,19 +4,13 @@ Tokens are drawn and written on the device. The host looks at them when it wants
 on a CPU, where that costs nothing, and every few tokens on a GPU, which it would keep waiting. What a row has generated
 past its end by then is cut off.
 
-With drafts a row reads several tokens in a step: its last one, and a guess at those that follow. Each is followed by a
-draw. As far as the draws are what was guessed, they are tokens, and the first that is not is the next one. What was
-read after it will be written over.
-
-Which token a completion takes at a position depends on one uniform number, its own. Of a guess the engine takes over
-what it would have drawn anyway. So drafts, which come from what others said after the same tokens, save steps and
-change no token.
+Which token a completion takes at a position depends on one uniform number, its own.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,8 +30,6 @@ PREFILL_TOKENS = 16384
 """Most tokens of stems that are read at once, padding included."""
 ROUND = {"cpu": 1, "cuda": 16}
 """Tokens between two looks at who has ended."""
-DRAFT_ROWS = {"cpu": 16, "cuda": 64}
-"""Most rows for which guesses are made: of more, a step takes as long as it has tokens."""
 COMPLETION, TOKEN, POSITION, MADE, LIMIT, ENDED, FIELDS = range(7)
 """Columns of the rows' state: which completion a row makes; its last token, which it has not read yet, and where that
 stands; how many tokens of the completion there are, and may be; whether it has ended."""
@@ -52,8 +44,6 @@ class Decoding:
         stems: to be continued, each as often as it has slots, in this order.
         sampling: how.
         most_rows: continuations in the batch at a time; as many as any stem has at least.
-        drafts: where guesses come from.
-        draft_tokens: most tokens of a guess; 0: none is made.
     """
 
     def __init__(
@@ -64,19 +54,15 @@ class Decoding:
         sampling: Sampling,
         *,
         most_rows: int,
-        drafts: DraftIndex,
-        draft_tokens: int,
     ) -> None:
         self._decoder, self._stems, self._sampling = decoder, stems, sampling
         each, limits = [len(stem.slots) for stem in stems], [stem.room(sampling.max_tokens) for stem in stems]
         self._ends, self._limits_of = np.cumsum(each), np.repeat(limits, each)
         device, count = decoder.device, int(self._ends[-1])
-        self._drafts, self._draft_tokens = drafts, draft_tokens
-        self._round = 1 if draft_tokens else ROUND[device.type]
-        beyond = self._round + draft_tokens  # how far a row may go past its end
-        width, rows = max(limits) + beyond, min(count, most_rows)
+        self._round = ROUND[device.type]  # a row may go so far past its end
+        width, rows = max(limits) + self._round, min(count, most_rows)
         longest = max(len(stem.token_ids) + limit for stem, limit in zip(stems, limits, strict=True))
-        self._cache = decoder.new_cache(rows, longest + beyond)
+        self._cache = decoder.new_cache(rows, longest + self._round)
         self._uniforms = without_waiting(uniforms_of(stems, sampling, width), device)
         self._tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(count, width, dtype=torch.float32, device=device)
@@ -136,80 +122,37 @@ class Decoding:
         of_stem = self._to_device(source)
         self._cache.copy(of_stem + first, first, ids.shape[1])
         last = hidden[torch.arange(len(stems), device=tokens.device), self._to_device(lengths) - 1]
-        self._draw(first, self._decoder.logits(last)[of_stem, None], self._rows[first : self._active, :0])
+        self._draw(first, self._decoder.logits(last)[of_stem])
 
     def _step(self) -> None:
-        """Read each row's last token, and a guess at what follows, and draw the next ones."""
-        rows, guesses = self._rows[: self._active], self._guesses()
-        count = 1 + guesses.shape[1]
-        ahead = torch.arange(count, device=rows.device)
-        tokens = torch.cat([rows[:, TOKEN, None], guesses], dim=1)
-        positions = rows[:, POSITION, None] + ahead
-        hidden = self._decoder.read(self._cache, tokens, positions, first=0, width=self._reach + count - 1)
+        """Read each row's last token, and draw the next one."""
+        rows = self._rows[: self._active]
+        tokens, positions = rows[:, TOKEN, None], rows[:, POSITION, None]
+        hidden = self._decoder.read(self._cache, tokens, positions, first=0, width=self._reach)
         if self._record is not None:
-            self._record.read(rows[:, COMPLETION, None], rows[:, MADE, None] - 1 + ahead)
-        self._reach += count
-        self._draw(0, self._decoder.logits(hidden), guesses)
+            self._record.read(rows[:, COMPLETION, None], rows[:, MADE, None] - 1)
+        self._reach += 1
+        self._draw(0, self._decoder.logits(hidden[:, 0]))
 
-    def _draw(self, first: int, logits: torch.Tensor, guesses: torch.Tensor) -> None:
-        """Draw the next tokens of the rows from ``first`` on: one, and as many more as were guessed right.
-
-        Args:
-            first: row.
-            logits: [rows, n, vocabulary], after the last token and after each that was guessed.
-            guesses: [rows, n − 1]
-        """
-        span = slice(first, first + len(logits))
-        rows, temperature, shape = self._rows[span], self._sampling.temperature, logits.shape[:2]
-        ahead = torch.arange(shape[1], device=rows.device)
-        place = rows[:, COMPLETION, None], rows[:, MADE, None] + ahead
-        drawn, logprobs = draw_tokens(logits.flatten(0, 1), self._uniforms[place].flatten(), temperature)
-        drawn = drawn.view(shape)
-        self._tokens[place], self._logprobs[place] = drawn, logprobs.view(shape)
+    def _draw(self, first: int, logits: torch.Tensor) -> None:
+        """Draw the next token of each row from ``first`` on, whose ``logits`` are [rows, vocabulary]."""
+        rows, temperature = self._rows[first : first + len(logits)], self._sampling.temperature
+        place = rows[:, COMPLETION], rows[:, MADE]
+        drawn, self._logprobs[place] = draw_tokens(logits, self._uniforms[place], temperature)
+        self._tokens[place] = rows[:, TOKEN] = drawn
         if self._entropies is not None:
             self._entropies[place] = entropies_of(logits, temperature)
-        right = (drawn[:, :-1] == guesses).long().cumprod(dim=1).sum(dim=1, keepdim=True)
-        rows[:, TOKEN, None] = drawn.gather(1, right)
-        rows[:, MADE, None] += right + 1
-        rows[:, POSITION, None] += right + 1
-        ends = (torch.isin(drawn, self._stops) & (ahead <= right)).any(dim=1)
-        rows[:, ENDED] |= ends | (rows[:, MADE] >= rows[:, LIMIT])
-
-    def _guesses(self) -> torch.Tensor:
-        """[active, n], at what follows each row's last token; n is 0 where none are made. Any number will do for a row
-        of which nothing is known: it is held against what is drawn."""
-        rows = self._rows[: self._active]
-        if not self._draft_tokens or self._active > DRAFT_ROWS[rows.device.type]:
-            return rows[:, :0]
-        guesses, longest = np.zeros((self._active, self._draft_tokens), np.int64), 0
-        before = rows[:, MADE, None] + torch.arange(-DRAFT_ORDER, 0, device=rows.device)
-        said = self._tokens[rows[:, COMPLETION, None], before.clamp(min=0)]
-        for row, values in enumerate(torch.cat([rows, said], dim=1).tolist()):  # in one copy: the host waits for each
-            stem, made = self._stem_of(values[COMPLETION]), min(values[MADE], DRAFT_ORDER)
-            tail = _tail(stem, values[len(values) - made :])
-            guess = self._drafts.after(stem.prompt.token_ids.tobytes(), tail, self._draft_tokens)
-            guesses[row, : len(guess)], longest = guess, max(longest, len(guess))
-        return self._to_device(guesses[:, :longest])
-
-    def _stem_of(self, completion: int) -> Stem:
-        return self._stems[int(np.searchsorted(self._ends, completion, side="right"))]
-
-    def _remember(self, completions: Sequence[int]) -> None:
-        """Let what these completions said be guesses for others."""
-        for completion in completions:
-            stem, tokens = self._stem_of(completion), self._tokens[completion, : self._limits_of[completion]].tolist()
-            end = next((place for place, token in enumerate(tokens, 1) if token in self._sampling.stop_token_ids), None)
-            self._drafts.add(stem.prompt.token_ids.tobytes(), _tail(stem, tokens[:end]))
+        rows[:, MADE] += 1
+        rows[:, POSITION] += 1
+        rows[:, ENDED] |= torch.isin(drawn, self._stops) | (rows[:, MADE] >= rows[:, LIMIT])
 
     def _retire(self) -> None:
-        """Let the rows leave that have ended. The host waits once, and with drafts once more for each of them."""
+        """Let the rows leave that have ended. The host waits once."""
         rows = self._rows[: self._active]
         seen = rows.cpu().numpy()
         ended = seen[:, ENDED] != 0
         last = seen[~ended, POSITION].max(initial=-1)
         if ended.any():
-            if self._draft_tokens:
-                self._remember(seen[ended, COMPLETION].tolist())
             departure = Departure.of(ended, rows.device)
             departure.apply(rows)
             self._cache.depart(departure, self._reach)
@@ -252,11 +195,6 @@ class Decoding:
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return without_waiting(array, self._rows.device)
-
-
-def _tail(stem: Stem, tokens: list[int]) -> list[int]:
-    """What was said of a completion, after as much of its stem as guesses look back."""
-    return [*stem.token_ids[-DRAFT_ORDER:].tolist(), *tokens]
 
 
 def uniforms_of(stems: Sequence[Stem], sampling: Sampling, width: int) -> NDArray[np.float64]:
@@ -315,46 +253,3 @@ def entropies_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """[rows] fp32, nats, of the distributions that :func:`draw_tokens` draws from; logits are [rows, vocabulary]."""
     logits = logits.float()
     return torch.special.entr(torch.softmax(logits / temperature if temperature > 0 else logits, dim=-1)).sum(dim=-1)
-
-
-DRAFT_ORDER = 4
-"""Tokens that two completions must have in common before one is a guess for the other."""
-MOST_DRAFT_TOKENS = 1 << 22
-"""Tokens that are kept of all prompts together; those of the prompts that were asked longest ago go first."""
-
-
-class DraftIndex:
-    """What earlier completions of each prompt said, by the last ``DRAFT_ORDER`` tokens before.
-
-        index.add(prompt, [5, 6, 7, 8, 9, 3])
-        index.after(prompt, [4, 6, 7, 8, 9], most=4)
-
-    gives [3]: after the last four tokens the completion that is known went on with 3, and ended.
-    """
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[bytes, dict[tuple[int, ...], tuple[Sequence[int], int]]] = OrderedDict()
-        self._tokens = 0
-
-    def add(self, prompt: bytes, tokens: Sequence[int]) -> None:
-        """Remember a completion that has ended.
-
-        Args:
-            prompt: the tokens of its prompt, as bytes.
-            tokens: the last ``DRAFT_ORDER`` tokens of the prompt, if it has so many, and those of the completion.
-        """
-        known = self._known.setdefault(prompt, {})
-        self._known.move_to_end(prompt)
-        before = len(known)
-        known |= {tuple(tokens[end - DRAFT_ORDER : end]): (tokens, end) for end in range(DRAFT_ORDER, len(tokens))}
-        self._tokens += len(known) - before
-        while self._tokens > MOST_DRAFT_TOKENS:
-            self._tokens -= len(self._known.popitem(last=False)[1])
-
-    def after(self, prompt: bytes, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """A guess of at most so many tokens at what follows ``tokens`` in a completion of this prompt."""
-        tokens_and_end = self._known.get(prompt, {}).get(tuple(tokens[-DRAFT_ORDER:]))
-        if tokens_and_end is None:
-            return ()
-        said, end = tokens_and_end
-        return said[end : end + most]

@@ -18,7 +18,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.decoder import Decoder, empty_model
-from megatron_dppo.rollout.decoding import Decoding, DraftIndex, Part
+from megatron_dppo.rollout.decoding import Decoding, Part
 from megatron_dppo.rollout.engine import Completions, Look, RolloutEngine, Sampling, WeightSource
 from megatron_dppo.rollout.local_conversations import LocalConversations
 from megatron_dppo.rollout.routers import Routers
@@ -46,7 +46,6 @@ class LocalEngine(RolloutEngine[Generated]):
         device: where the weights, the cache and the forward are.
         dtype: of weights and cache; log-probabilities are fp32.
         max_batch: completions decoded at once. Those of a prompt begin together, so it must hold one prompt's.
-        draft_tokens: most tokens that are guessed at once from what the same prompt was answered; 0: none.
         world: the ranks that have an engine each and meet where the protocol says so; None: this process is alone.
         conversations: has conversations in place of single continuations.
 
@@ -61,12 +60,10 @@ class LocalEngine(RolloutEngine[Generated]):
         device: torch.device,
         dtype: torch.dtype,
         max_batch: int,
-        draft_tokens: int = 0,
         world: World | None = None,
         conversations: LocalConversations | None = None,
     ) -> None:
         self._max_batch, self._world, self._conversations = max_batch, world, conversations
-        self._drafts, self._draft_tokens = DraftIndex(), draft_tokens
         model = empty_model(Path(path), device, dtype)
         self._weights = _weights_by_name(model)
         self._decoder, self._routers = Decoder(model), Routers(model)
@@ -179,15 +176,7 @@ class LocalEngine(RolloutEngine[Generated]):
     @torch.inference_mode()
     def _continue(self, stems: Sequence[Stem], sampling: Sampling, version: int) -> list[list[Part]]:
         """The continuations of each stem."""
-        decoding = Decoding(
-            self._decoder,
-            self._routers,
-            stems,
-            sampling,
-            most_rows=self._max_batch,
-            drafts=self._drafts,
-            draft_tokens=self._draft_tokens,
-        )
+        decoding = Decoding(self._decoder, self._routers, stems, sampling, most_rows=self._max_batch)
         decoding.run()
         return decoding.parts(version)
 

@@ -99,7 +99,6 @@ class PolicyParts(Generic[P_co]):
             device=self.world.device,
             dtype=DTYPES[model.dtype],
             max_batch=rollout.max_batch,
-            draft_tokens=rollout.draft_tokens,
             world=self.world,
             conversations=conversations,
         )

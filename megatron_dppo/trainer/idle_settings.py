@@ -42,22 +42,22 @@ def _idle(config: Config) -> Iterator[str]:
     held_out = sources(config) if config.eval.problems != 0 else []
     tasks = {source.file for source in held_out} | (set() if config.data.rollouts else trained)
     served, talks = rollout.engine != "local", rollout.conversation is not None
-    predicts = prompts.rule in ("neyman", "function")
+    predicts = prompts.rule == "neyman"
     rounds = prompts.rule == "dynamic_sampling" or (prompts.rule == "greso" and pruning.refill == "prompts")
     for is_read, keys in (
         (weighed, ("loss.tis_level",)),
         (loss.distillation.named, ("loss.distillation.coef", "loss.distillation.direction")),
         (
-            prompts.rule in ("neyman", "threshold", "function"),
+            prompts.rule in ("neyman", "threshold"),
             ("pruning.prompts.keep", "pruning.prompts.schedule."),
         ),
-        (prompts.rule in ("neyman", "function"), ("pruning.prompts.floor",)),
+        (prompts.rule == "neyman", ("pruning.prompts.floor",)),
         (predicts, ("pruning.prompts.predictor",)),
         (rounds, ("pruning.max_rounds",)),
         (completions.rule != "none", ("pruning.completions.",)),
-        (completions.rule == "neyman", ("pruning.completions.score",)),
+        (completions.named == "neyman", ("pruning.completions.score",)),
         (config.optimizer.schedule != "constant", ("optimizer.min_lr",)),
-        (not served and rollout.engine_function is None, ("rollout.draft_tokens", "rollout.max_batch")),
+        (not served and rollout.engine_function is None, ("rollout.max_batch",)),
         (served, OF_SERVERS),
         (served or talks, ("rollout.attempts", "rollout.request_timeout_s")),
         (served or loss.distillation.servers, ("rollout.max_in_flight",)),

@@ -245,7 +245,7 @@ class PromptSampler:
                 tokens=np.maximum(metadata.sampled_lengths.mean(axis=1), 1.0),
             )
         )
-        if self._config.pruning.prompts.rule in ("neyman", "function"):
+        if self._config.pruning.prompts.rule == "neyman":
             return judgement
         return replace(judgement, notes=())  # nothing depends on who predicts
 

@@ -184,7 +184,7 @@ WAYS = (
     Way(r"megatron-dppo export runs/quickstart \S+ --card"),
     Way(r"megatron-dppo export runs/lora \S+ --(card|merge)"),
     Way(r"megatron-dppo export .* --push .*", "nowhere"),
-    Way(r"python (trained_and_asked|registered)\.py 20", replace={" 20": " 1"}),
+    Way(r"python (trained_and_asked|functions)\.py 20", replace={" 20": " 1"}),
     Way(r"python \w+\.py"),
     Way(r"python -c '.*'"),
     Way(r"python tools/convert_ckpt/(hf_to_megatron|megatron_to_hf)\.py \S+ \S+ --(verify|dry-run)"),

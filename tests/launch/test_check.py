@@ -64,7 +64,7 @@ def one_for_all(candidates, keep): return keep
         (["reward.function=mine.py:trl"], "is called with the column 'level', which d.jsonl, line 1 does not have"),
         (["data.label_key=solution"], "data.train = d.jsonl, line 1 has no column 'solution'"),
         (
-            ["pruning.completions.rule=function", "pruning.completions.function=mine.py:rule"],
+            ["pruning.completions.function=mine.py:rule"],
             "pruning.completions.function = mine.py:rule mine.py has no function 'rule'",
         ),
         (["rollout.engine_function=mine.py:Engine"], "mine.py has no function 'Engine'"),
@@ -73,11 +73,11 @@ def one_for_all(candidates, keep): return keep
             "rollout.engine_function = mine.py:trl cannot be called with (path, *, device, dtype, world)",
         ),
         (
-            ["pruning.prompts.rule=function", "pruning.prompts.function=mine.py:rule"],
+            ["pruning.prompts.function=mine.py:rule"],
             "pruning.prompts.function = mine.py:rule mine.py has no function 'rule'",
         ),
         (
-            ["pruning.completions.rule=function", "pruning.completions.function=mine.py:one_for_all"],
+            ["pruning.completions.function=mine.py:one_for_all"],
             "pruning.completions.function = mine.py:one_for_all returned array(0.5) for candidates of shape (2, 4)",
         ),
         (["loss.objective=mine.py:objective"], "has a gradient where the advantage is 0"),

@@ -315,7 +315,7 @@ def test_a_rule_of_the_users_is_unbiased_whatever_it_returns(world, monkeypatch,
     """It has the floor, and completions weigh by what it says."""
     adopt("own.py:rule", lambda candidates, keep: np.where(candidates.advantage > 0.0, good, bad))
     config = settings("neyman", "none", name="dr_grpo")
-    own = replace(config.pruning.completions, rule="function", function="own.py:rule")
+    own = replace(config.pruning.completions, rule="neyman", function="own.py:rule")
     config = replace(config, pruning=replace(config.pruning, completions=own))
     assert relative_error(world, config, monkeypatch) < 1e-6
 
@@ -323,7 +323,7 @@ def test_a_rule_of_the_users_is_unbiased_whatever_it_returns(world, monkeypatch,
 def test_so_is_one_for_prompts(world, monkeypatch):
     prompt_rules.adopt("own.py:rule", lambda candidates, keep: np.arange(PROMPTS) % 2 * keep)
     config = settings("none", "none", name="dr_grpo")
-    own = PromptPruningConfig(rule="function", function="own.py:rule", keep=0.6)
+    own = PromptPruningConfig(function="own.py:rule", keep=0.6)
     config = replace(config, pruning=replace(config.pruning, prompts=own))
     assert relative_error(world, config, monkeypatch) < 1e-6
 

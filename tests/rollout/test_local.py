@@ -78,13 +78,10 @@ def make_engine(
     *,
     dtype: torch.dtype = torch.float32,
     max_batch: int = 64,
-    draft_tokens: int = 0,
     world: World | None = None,
 ) -> LocalEngine:
     policy.config.save_pretrained(path)
-    engine = LocalEngine(
-        path, device=torch.device("cpu"), dtype=dtype, max_batch=max_batch, draft_tokens=draft_tokens, world=world
-    )
+    engine = LocalEngine(path, device=torch.device("cpu"), dtype=dtype, max_batch=max_batch, world=world)
     engine.update_weights(weights_of(policy), version=1)
     return engine
 

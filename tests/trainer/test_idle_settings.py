@@ -49,9 +49,7 @@ def test_settings_of_servers_and_of_the_local_engine_are_named_where_the_other_g
     of_servers = "rollout.launch.count=2"
     assert idle_settings(load_config(None, [of_servers])) == ["rollout.launch.count"]
     assert idle_settings(load_config(None, ["rollout.engine=vllm", of_servers])) == []
-    assert idle_settings(load_config(None, ["rollout.engine=vllm", "rollout.draft_tokens=3"])) == [
-        "rollout.draft_tokens"
-    ]
+    assert idle_settings(load_config(None, ["rollout.engine=vllm", "rollout.max_batch=99"])) == ["rollout.max_batch"]
     assert idle_settings(load_config(None, [])) == []
 
 

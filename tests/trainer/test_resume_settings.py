@@ -31,7 +31,7 @@ SMALL: dict[str, str] = {
     "eval.every": "2", "eval.problems": "3", "eval.samples": "2", "eval.temperature": "0.5", "eval.show": "1",
     "eval.batch": "2", "rollout.prompts_per_step": "3", "rollout.samples_per_prompt": "3",
     "rollout.max_response_tokens": "8", "rollout.stop_token_ids": "[2,3]", "rollout.max_batch": "32",
-    "rollout.draft_tokens": "2", "rollout.timeout_s": "900", "rollout.request_timeout_s": "900",
+    "rollout.timeout_s": "900", "rollout.request_timeout_s": "900",
     "rollout.attempts": "2", "rollout.heartbeat_s": "30", "rollout.max_logprob_diff": "1",
     "rollout.max_prob_error": "9", "rollout.sync.check_every": "1", "rollout.sync.bucket_mib": "1",
     "reward.timeout_s": "20", "reward.workers": "2", "reward.memory_mib": "2048", "reward.max_failures": "0.2",

@@ -155,9 +155,8 @@ def test_a_rule_of_ones_own_has_the_floor_and_returns_probabilities():
 
 def test_a_rule_of_ones_own_is_named_and_its_weights_are_bounded():
     for wrong, setting in (
-        ({"rule": "function"}, "function"),
-        ({"function": "a.py:b"}, "function"),
-        ({"rule": "function", "function": "a.py:b", "floor": 0.1}, "floor"),
+        ({"rule": "threshold", "function": "a.py:b"}, "function"),
+        ({"function": "a.py:b", "floor": 0.1}, "floor"),
     ):
         with pytest.raises(UserError, match=rf"pruning\.prompts\.{setting}"):
             PromptPruningConfig(**wrong).check(5.0)
